@@ -22,7 +22,7 @@ from google.protobuf.descriptor_pool import Default
 from router.api.message_fields import FIELDS, field_in_excess
 from rpc.errors import CallError, Exhausted, InvalidField
 from rpc.identity.permissions import SGLANG_SERVICE
-from rpc.identity.principal import calling_tenant
+from rpc.identity.principal import caller, calling_tenant
 from rpc.receiving import RECEIVE_S, Receiving
 from rpc.server import MESSAGE_BYTES
 from rpc.shares import Shares
@@ -31,6 +31,8 @@ from rpc.shares import Shares
 # router is full.
 _SERVICE = "/loraplex.inference.v1.InferenceService"
 _METHODS = frozenset(f"/{SGLANG_SERVICE}/{method}" for method in ("Generate", "Embed", "GetTokenizer"))
+# Lists of a tenant's jobs, which go through those of all tenants. Without credentials, nobody need name a tenant.
+_LISTS = frozenset(f"/loraplex.cluster.v1.ClusterService/{method}" for method in ("ListJobs", "ListDeadJobs"))
 # Mean time in seconds after which a refused client is to call again; each gets its own, so that they come spread out.
 RETRY_S = 1.0
 
@@ -39,11 +41,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """A bounded method: its name, its requests' type, and what decodes their bytes."""
+    """A bounded method: its name, its requests' type, what decodes their bytes, and whether it needs a tenant."""
 
     name: str
     message: Descriptor
     decode: Callable[[bytes], Any]
+    of_tenant: bool
 
     def read(self, data: bytes) -> Any:
         """Return the request in a message's bytes. Raises InvalidField."""
@@ -87,10 +90,10 @@ class OpenCalls(grpc.aio.ServerInterceptor):
         if handler is None or decode is None:
             return handler
         service, _, name = handler_call_details.method.rpartition("/")
-        if service != _SERVICE and handler_call_details.method not in _METHODS:
+        if service != _SERVICE and handler_call_details.method not in _METHODS | _LISTS:
             return handler
         described = Default().FindMethodByName(f"{service[1:]}.{name}")
-        read = _Method(name, described.input_type, decode)
+        read = _Method(name, described.input_type, decode, of_tenant=handler_call_details.method not in _LISTS)
         if handler.unary_stream:
             streamed = self._stream(handler.unary_stream, read)
             return grpc.stream_stream_rpc_method_handler(streamed, None, handler.response_serializer)
@@ -125,7 +128,7 @@ class OpenCalls(grpc.aio.ServerInterceptor):
         """Count a call until `_leave`; return its tenant, and its message with its size. Raises a CallError."""
         tenant, size = "", 0
         try:
-            tenant = calling_tenant()
+            tenant = calling_tenant() if method.of_tenant else caller().tenant
             self._take(self._calls, tenant, 1, "calls")
             try:
                 data = await self._receiving.read(tenant, context)

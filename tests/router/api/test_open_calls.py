@@ -15,6 +15,7 @@ import pytest
 from google.rpc import error_details_pb2 as details_pb2
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
@@ -179,6 +180,37 @@ async def test_operators_and_health_get_through_a_full_router() -> None:
         assert await end_of(served.generate("acme")) == "RESOURCE_EXHAUSTED ROUTER_FULL later"
         health = health_pb2_grpc.HealthStub(served.channel)
         assert (await health.Check(health_pb2.HealthCheckRequest())).status
+
+
+class Lists(cluster_pb2_grpc.ClusterServiceServicer):
+    """Lists jobs once `go` is set."""
+
+    def __init__(self, go: asyncio.Event) -> None:
+        self.go = go
+
+    async def ListJobs(self, request: cluster_pb2.ListJobsRequest, context: Any) -> cluster_pb2.ListJobsResponse:
+        await self.go.wait()
+        return cluster_pb2.ListJobsResponse()
+
+
+async def test_lists_of_jobs_are_bounded_and_need_no_tenant() -> None:
+    served = Served(calls=3, message_bytes=1 << 28, receive_s=10.0)
+    lists = Lists(served.service.go)  # type: ignore[abstract]  # as above
+    cluster_pb2_grpc.add_ClusterServiceServicer_to_server(lists, served.server.grpc)
+    port = served.server.bind("127.0.0.1", 0)
+    await served.server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub: Any = cluster_pb2_grpc.ClusterServiceStub(channel)
+        loud = [stub.ListJobs(cluster_pb2.ListJobsRequest(), metadata=((TENANT_KEY, "loud"),)) for _ in range(9)]
+        while not served.refused:
+            await asyncio.wait([asyncio.ensure_future(call.code()) for call in loud], return_when="FIRST_COMPLETED")
+        nobodys = stub.ListJobs(cluster_pb2.ListJobsRequest())
+        served.service.go.set()
+        await nobodys
+        ends = [await call.code() for call in loud]
+        assert 0 < ends.count(grpc.StatusCode.OK) < 9
+        assert served.refused["ROUTER_FULL"] == ends.count(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    await served.server.stop(0)
 
 
 async def test_a_call_that_its_client_leaves_holds_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import json
@@ -60,6 +61,23 @@ async def test_the_tokenizers_zip_comes_in_parts_with_its_hash_last() -> None:
     assert sent[0][-1].sha256
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         assert {name: archive.read(name) for name in archive.namelist()} == FILES
+
+
+async def test_calls_at_the_same_time_share_a_zip(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def zipped(files: Any) -> tuple[bytes, str]:
+        made.append(len(files))
+        return b"zip", "sha256"
+
+    monkeypatch.setattr("router.api.sglang.tokenizer_files._zipped", zipped)
+    tokenizers, own = TokenizerFiles(), manifest(**FILES)
+
+    async def ask() -> list[Any]:
+        return [chunk async for chunk in tokenizers.chunks(own)]
+
+    assert [len(chunks) for chunks in await asyncio.gather(*(ask() for _ in range(5)))] == [1] * 5
+    assert len(made) == 1
 
 
 def test_reasoning_is_counted_to_the_token_that_ends_it() -> None:
