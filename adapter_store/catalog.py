@@ -183,6 +183,8 @@ class Catalog:
             return
         with suppress(Exhausted):  # the adapter is deleted; its bytes are freed later
             self._deleted.purge()
+            if (most_bytes := self._quotas.bytes_of(name.tenant)) is not None:
+                self._deleted.trim(name.tenant, most_bytes)
 
 
 def _check(row: sqlite3.Row | None, name: AdapterName, base_model: str, etag: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from adapter_store.database import Database
@@ -68,6 +68,15 @@ class DeletedRevisions:
         where, values = "delete_ns <= ?", list[int | str]([until])
         if name is not None:
             where, values = "tenant = ? AND adapter = ?", [name.tenant, name.adapter]
+        return self._remove(where, values)
+
+    def trim(self, tenant: str, most_bytes: int) -> int:
+        """Remove a tenant's revisions beyond so many bytes, those deleted first; returns how many."""
+        upto = "sum(config_bytes + weights_bytes) OVER (ORDER BY delete_ns DESC, rowid DESC)"
+        latest = f"SELECT rowid, {upto} AS upto FROM deleted_revisions WHERE tenant = ?"
+        return self._remove(f"rowid IN (SELECT rowid FROM ({latest}) WHERE upto > ?)", [tenant, most_bytes])
+
+    def _remove(self, where: str, values: Sequence[int | str]) -> int:
         digests: set[str] = set()
         with swept(self._database, self._data, digests), self._database.transaction() as rows:
             found = rows.execute(

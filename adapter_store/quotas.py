@@ -57,6 +57,10 @@ class StoreQuotas:
                 if not self._uploads[name]:
                     del self._uploads[name]
 
+    def bytes_of(self, tenant: str) -> int | None:
+        """Return the maximum bytes of a tenant's adapters, which is also that of its deleted ones that are kept."""
+        return self._plans.of(tenant).adapter_bytes
+
     def check_upload(self, rows: sqlite3.Connection, tenant: str, key_id: str, *, new_adapter: bool) -> None:
         """Check that a tenant and a key of it have room for another revision, before its bytes come."""
         self._check_room(rows, tenant, key_id, new_adapter, coming=1)

@@ -119,6 +119,20 @@ async def test_adapters_and_bytes_are_limited_and_freed_by_deletion(plans: Any, 
     await ready.upload("c", FILES)
 
 
+async def test_deleted_adapters_are_kept_within_the_bytes_of_the_plan(plans: Any, ready: Any, data: Path) -> None:
+    """Room comes back with a deletion, so that uploads and deletions in turn would fill the disk."""
+    await set_plan(plans, "tenants/acme", adapter_bytes=3 * BYTES)
+    revisions = []
+    for number in range(6):
+        files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weight%d" % number}
+        revisions.append((await ready.upload("support", files)).revision.name)
+        await ready.call("DeleteAdapter", adapters_pb2.DeleteAdapterRequest(name="support"))
+    assert len(list((data / "blobs").iterdir())) == 1 + 3
+    for name in revisions[3:]:
+        assert await ready.download(name)
+    assert await code_of(ready.download(revisions[2])) == "NOT_FOUND"
+
+
 async def test_a_revision_beyond_the_bytes_leaves_nothing(plans: Any, ready: Any, data: Path) -> None:
     await set_plan(plans, "tenants/acme", adapter_bytes=BYTES - 1)
     assert await code_of(ready.upload("a", FILES)) == "RESOURCE_EXHAUSTED"
