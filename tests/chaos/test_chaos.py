@@ -18,7 +18,7 @@ SHORT = (Kind.WORKER_KILL, Kind.ENGINE_KILL, Kind.ROUTER_KILL_FULL, Kind.REDIS_W
 
 @pytest.mark.parametrize("seed", [1])
 async def test_no_token_is_lost_repeated_or_misplaced(tmp_path: Path, seed: int) -> None:
-    plan = make_plan(12 * len(SHORT), len(SHORT), seed, kinds=SHORT)
+    plan = make_plan(8 * len(SHORT), len(SHORT), seed, kinds=SHORT)
     history = tmp_path / "history.jsonl"
     await run(plan, tmp_path / "cluster", history)
     verdict = check(read_history(history))

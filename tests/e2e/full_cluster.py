@@ -21,7 +21,7 @@ from tests.valkey_server import MovingAddress, ValkeyServer
 from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Stopping
 
-SLOW = "hash:?vocab=32000&seed=1&step_ms=10"
+SLOW = "hash:?vocab=32000&seed=1&step_ms=30"
 ROWS = 8
 ENDLESS = 20_000
 SHORT = 15
@@ -108,7 +108,7 @@ class Load:
     async def go_on(self, attempts: int = 1) -> None:
         """Every holder gets tokens still, of the attempt that it had."""
         for call in self.holders:
-            await call.gets(20)
+            await call.gets(6)
             call.check()
         started = [job for job in await jobs(self.cluster) if job.completion_tokens]
         assert len(started) == len(self.holders), [(job.request_id, job.completion_tokens) for job in started]

@@ -21,7 +21,7 @@ from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
-MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
+MODEL = "hash:?vocab=32000&seed=1&step_ms=25"
 GOOD = ("a", "b", "c")
 # The error that a client gets, by its adapter's fault.
 ENDINGS = {
@@ -75,9 +75,9 @@ async def test_a_broken_adapter_costs_its_own_requests_alone(
 
         async def stream(number: int) -> None:
             name = GOOD[number % 3]
-            async for piece in cluster.client.generate_stream(f"stream {number}", adapter_id=name, max_new_tokens=1500):
+            async for piece in cluster.client.generate_stream(f"stream {number}", adapter_id=name, max_new_tokens=300):
                 got[number] += piece.token_ids
-            assert got[number] == truth(cluster, f"stream {number}", name, 1500)
+            assert got[number] == truth(cluster, f"stream {number}", name, 300)
 
         async def ask_broken(fault: Fault) -> str:
             async with AsyncClient(cluster.local.router, TENANT, resume_attempts=0) as client:  # it tries once
@@ -155,7 +155,7 @@ async def test_an_answer_that_has_begun_outlives_a_moment_without_its_adapter(
     """The worker is killed, and the store lies to its successor at first, then no longer."""
     store = FaultyStore()
     async with start_cluster(MODEL, adapters, workers=2, faulty=store) as cluster:
-        stream = cluster.client.generate_stream("x", adapter_id="a", max_new_tokens=1000)
+        stream = cluster.client.generate_stream("x", adapter_id="a", max_new_tokens=200)
         await anext(stream)
 
         async def has_it() -> bool:
@@ -169,7 +169,7 @@ async def test_an_answer_that_has_begun_outlives_a_moment_without_its_adapter(
         await store.asked("a", 2)
         store.faults.clear()
         whole = await stream.result()
-        assert list(whole.token_ids) == truth(cluster, "x", "a", 1000)
+        assert list(whole.token_ids) == truth(cluster, "x", "a", 200)
         assert whole.continuations > 0
         assert store.downloads["a"] > 2, "it was not lied to"
         await eventually(cluster.idle)

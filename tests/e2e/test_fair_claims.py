@@ -14,7 +14,7 @@ from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
-SLOW = "hash:?vocab=32000&seed=1&step_ms=5"
+SLOW = "hash:?vocab=32000&seed=1&step_ms=25"
 
 
 async def waiting(cluster: Any) -> int:
@@ -89,4 +89,5 @@ async def test_a_quiet_tenant_gets_rows_beside_endless_answers_that_hold_all_and
         for task in endless:
             task.cancel()
         for prompt, ids in made.items():
-            assert tuple(ids) == tuple(expected_ids(SLOW, list(prompt.encode()), stopping=Stopping(4_000)))[: len(ids)]
+            if ids:
+                assert tuple(ids) == expected_ids(SLOW, list(prompt.encode()), stopping=Stopping(len(ids)))

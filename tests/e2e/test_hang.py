@@ -18,7 +18,7 @@ from worker.ipc import Configure
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
-MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
+MODEL = "hash:?vocab=32000&seed=1&step_ms=25"
 
 
 def expected(prompt: str, digest: str, count: int) -> list[int]:
@@ -49,10 +49,10 @@ async def test_a_worker_whose_engine_stands_still_claims_nothing(
             """Work that comes all the time must not make an engine look alive."""
             async with asyncio.TaskGroup() as asks:
                 for number in range(1000, 2000):
-                    asks.create_task(ask(number, 5))
+                    asks.create_task(ask(number, 2))
                     await asyncio.sleep(0.1)
 
-        running = [asyncio.create_task(ask(number, 600)) for number in range(8)]
+        running = [asyncio.create_task(ask(number, 120)) for number in range(8)]
         await eventually(all_run)
         engines = {worker.worker_id: worker.engine_pid for worker in await cluster.workers()}
         hung = engines.pop(next(iter(engines)))
@@ -62,7 +62,7 @@ async def test_a_worker_whose_engine_stands_still_claims_nothing(
             await eventually(lambda: listed(1))
             arriving.cancel()
             async with asyncio.timeout(60):
-                later = await asyncio.gather(*(ask(number, 40) for number in range(100, 124)))
+                later = await asyncio.gather(*(ask(number, 8) for number in range(100, 124)))
                 moved = await asyncio.gather(*running)
         finally:
             os.kill(hung, signal.SIGCONT)

@@ -24,8 +24,10 @@ from worker.io.local_jobs.jobs import CLEARED_ATTEMPTS
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
-TOKENS = 300
-PLAIN = "hash:?vocab=32000&seed=1&step_ms=5"
+TOKENS = 150
+PLAIN = "hash:?vocab=32000&seed=1&step_ms=10"
+# For streams that only have to go on.
+SLOW = "hash:?vocab=32000&seed=1&step_ms=40"
 # The fifth token of its own answer: the engine dies of it in mid-stream.
 LATE_POISON = "ends badly"
 DEADLY = expected_ids(PLAIN, list(LATE_POISON.encode()))[4]
@@ -137,11 +139,11 @@ async def test_poison_that_is_sent_many_times_kills_one_engine_with_others_jobs(
 ) -> None:
     """Also before there is proof, and though every worker has room for it."""
     # Too few rows for two of them to have all innocents.
-    async with start_cluster(f"{PLAIN}&die_on={DEADLY}", {}, workers=3, worker_flags=("--rows", "4")) as cluster:
-        stopping = Stopping(max_tokens=4000)
+    async with start_cluster(f"{SLOW}&die_on={DEADLY}", {}, workers=3, worker_flags=("--rows", "4")) as cluster:
+        stopping = Stopping(max_tokens=2000)
         prompts = (f"innocent {number}" for number in range(100))
         harmless = (p for p in prompts if DEADLY not in expected_ids(PLAIN, list(p.encode()), stopping=stopping))
-        streams = [cluster.client.generate_stream(next(harmless), max_new_tokens=4000) for _ in range(9)]
+        streams = [cluster.client.generate_stream(next(harmless), max_new_tokens=2000) for _ in range(9)]
         for stream in streams:
             await anext(stream)
 

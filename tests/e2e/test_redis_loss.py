@@ -159,7 +159,7 @@ async def test_a_full_redis_refuses_new_jobs_and_empties_itself(
 
         await eventually(given_back)
         for call in load.holders:
-            await call.gets(20)
+            await call.gets(6)
             call.check()
         await client.config_set("maxmemory", "0")
 
