@@ -84,9 +84,9 @@ PATHS: Mapping[str, tuple[Protocol, Mapping[str, Handler]]] = {
 _METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS")
 
 
-def application(gateway: Gateway) -> Router:
+def application(gateway: Gateway, requests_limit: int) -> Router:
     """Return the ASGI application."""
-    running = OpenRequests()
+    running = OpenRequests(requests_limit)
     routes: Sequence[BaseRoute] = [
         Route(path, Endpoint(path, protocol, handlers, gateway, running))
         for path, (protocol, handlers) in PATHS.items()
@@ -102,7 +102,7 @@ async def serving(settings: Settings, metrics: GatewayMetrics) -> AsyncIterator[
     At the end running answers get their time. Raises PortInUse or SettingsError before it serves.
     """
     cluster = Cluster(settings.router, settings.store, settings.ca, settings.operator_router)
-    app = application(Gateway(cluster, metrics, settings.requests_limit, own_names(settings)))
+    app = application(Gateway(cluster, metrics, own_names(settings)), settings.requests_limit)
     server = http_server(app, settings, OPENAI.error, metrics.connections, metrics.closed)
     with listen(settings.host, settings.port) as bound:
         running = asyncio.create_task(server.serve([bound]))

@@ -6,13 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from loraplex_client import AsyncClient, Generation, LoraplexError
+from loraplex_client.endpoint import TENANT_KEY
 from opentelemetry import context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from clients.gateway.cluster import Cluster
@@ -20,10 +22,13 @@ from clients.gateway.errors import HttpError, http_error
 from clients.gateway.exchange import Exchange
 from clients.gateway.hosts import OwnNames
 from clients.gateway.metrics import GatewayMetrics
+from rpc.shares import Shares
 
 log = logging.getLogger(__name__)
 
 TRACEPARENT = "traceparent"
+# Headers that say who calls.
+_CALLER = ("authorization", "x-api-key", TENANT_KEY)
 _propagator = TraceContextTextMapPropagator()
 
 
@@ -49,7 +54,6 @@ class Gateway:
 
     cluster: Cluster
     metrics: GatewayMetrics
-    requests_limit: int
     names: OwnNames | None = None
 
 
@@ -80,10 +84,31 @@ Handler = Callable[[HttpCall], Awaitable[None]]
 
 
 class OpenRequests:
-    """The number of requests that run in the whole process."""
+    """The requests of the whole process, in shares: while their bodies come of addresses, then of callers.
 
-    def __init__(self) -> None:
-        self.count = 0
+    A caller is who the headers say, which only routers check: who is refused there holds a place for milliseconds.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._receiving, self._running = Shares(limit), Shares(limit)
+
+    def receiving(self, scope: Scope) -> AbstractContextManager[None]:
+        """Count a request whose body comes, while the context is open. Raises HttpError."""
+        return _counted(self._receiving, str((scope.get("client") or ("",))[0]))
+
+    def running(self, headers: Headers) -> AbstractContextManager[None]:
+        """Count a request that has its body, while the context is open. Raises HttpError."""
+        return _counted(self._running, "\n".join(headers.get(name, "") for name in _CALLER))
+
+
+@contextmanager
+def _counted(shares: Shares, name: str) -> Iterator[None]:
+    if not shares.take(name):
+        raise HttpError(503, "gateway_full", "the gateway runs as many requests as it may", retry_after_s=1.0)
+    try:
+        yield
+    finally:
+        shares.give(name)
 
 
 class Endpoint:
@@ -95,19 +120,18 @@ class Endpoint:
         protocol: Protocol,
         handlers: Mapping[str, Handler],
         gateway: Gateway,
-        running: OpenRequests,
+        open_requests: OpenRequests,
     ) -> None:
         self.path = path
         self._protocol = protocol
         self._handlers = handlers
         self._gateway = gateway
-        self._running = running
+        self._open = open_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; raises nothing."""
         exchange = Exchange(scope, receive, send)
         metrics, began = self._gateway.metrics, time.perf_counter()
-        self._running.count += 1
         metrics.open.labels(self.path).inc()
         status = 0
         try:
@@ -118,7 +142,6 @@ class Endpoint:
             status = self._protocol.status(failure)
             await self._fail(exchange, failure)
         finally:
-            self._running.count -= 1
             metrics.open.labels(self.path).dec()
             metrics.requests.labels(self.path, str(status)).inc()
             metrics.seconds.labels(self.path).observe(time.perf_counter() - began)
@@ -130,13 +153,13 @@ class Endpoint:
         if handler is None:
             allowed = ", ".join(self._handlers)
             raise HttpError(405, "method_not_allowed", f"{exchange.method}: {self.path} takes {allowed}")
-        if self._running.count > self._gateway.requests_limit:
-            raise HttpError(503, "gateway_full", "the gateway runs as many requests as it may", retry_after_s=1.0)
-        body = await exchange.read_body()
-        call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}))
-        with trace_of(exchange.headers):
-            work = asyncio.create_task(_run(handler, call))
-        await _unless_left(exchange, work)
+        with self._open.receiving(scope):
+            body = await exchange.read_body()
+        with self._open.running(exchange.headers):
+            call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}))
+            with trace_of(exchange.headers):
+                work = asyncio.create_task(_run(handler, call))
+            await _unless_left(exchange, work)
 
     def _failure(self, error: BaseException) -> HttpError:
         if isinstance(error, HttpError):

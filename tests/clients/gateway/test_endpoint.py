@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from loraplex_client import UnavailableError
 from loraplex_client.tracing import trace_metadata
+from starlette.datastructures import Headers
 
 from clients.gateway.endpoint import Endpoint, Gateway, HttpCall, OpenRequests, trace_of
+from clients.gateway.errors import HttpError
 from clients.gateway.metrics import GatewayMetrics
 from clients.gateway.openai_api.protocol import PROTOCOL
 
@@ -26,9 +29,11 @@ class Client:
         self.sent: list[Any] = []
         self.metrics = GatewayMetrics()
         cluster: Any = None
-        count = OpenRequests()
-        count.count = running
-        self._endpoint = Endpoint("/x", PROTOCOL, {"POST": handler}, Gateway(cluster, self.metrics, limit), count)
+        requests = OpenRequests(limit)
+        self.open = ExitStack()
+        for _ in range(running):
+            self.open.enter_context(requests.running(Headers({"authorization": "Bearer loud"})))
+        self._endpoint = Endpoint("/x", PROTOCOL, {"POST": handler}, Gateway(cluster, self.metrics), requests)
         self._asked = False
 
     async def ask(self, headers: tuple[tuple[bytes, bytes], ...] = ()) -> tuple[int, str]:
@@ -79,9 +84,26 @@ async def test_a_full_gateway_refuses() -> None:
     async def answers(call: HttpCall) -> None:
         await call.exchange.answer({})
 
-    assert (await Client(answers, running=7).ask())[0] == 200
-    status, body = await Client(answers, running=8).ask()
+    loud = ((b"authorization", b"Bearer loud"),)
+    assert (await Client(answers, running=3).ask(loud))[0] == 200
+    client = Client(answers, running=4)
+    status, body = await client.ask(loud)
     assert (status, json.loads(body)["error"]["code"]) == (503, "gateway_full")
+    client = Client(answers, running=4)
+    assert (await client.ask(((b"authorization", b"Bearer quiet"),)))[0] == 200
+    client.open.close()
+    assert not client._endpoint._open._running._of_tenant
+
+
+async def test_bodies_that_do_not_come_from_one_address_leave_room_for_those_of_others() -> None:
+    requests = OpenRequests(8)
+    with ExitStack() as slow:
+        for _ in range(4):
+            slow.enter_context(requests.receiving({"client": ("10.0.0.1", 1)}))
+        with pytest.raises(HttpError, match="as many requests as it may"):
+            slow.enter_context(requests.receiving({"client": ("10.0.0.1", 2)}))
+        slow.enter_context(requests.receiving({"client": ("10.0.0.2", 1)}))
+        slow.enter_context(requests.receiving({"client": None}))
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "1.5", "soon", "9" * 30, ""])
