@@ -158,8 +158,8 @@ class Generation:
         if run is not None:
             reader = run.routed.replace_reader(_taken_over(request))
             if run.suits(resumption) and not self._draining:
-                if part_of is not None:  # the older call fails, and with it its reservation
-                    part_of.jobs.append(run.routed)
+                if part_of is not None:
+                    run.move_to(part_of)
                 return run, reader
             self._end(run)
         if self._draining:
@@ -178,7 +178,7 @@ class Generation:
                 grant, routed = None, await self._dispatcher.dispatch(job)
             if charged := grant or part_of:
                 charged.jobs.append(routed)
-            run = Run(request.fingerprint, routed, resumption, request.rendered_at_s, chat_format, grant)
+            run = Run(request.fingerprint, routed, resumption, request.rendered_at_s, chat_format, grant, part_of)
             self._runs.add(run)
         if self._draining:
             run.routed.end_reader(_router_draining())

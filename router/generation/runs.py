@@ -30,6 +30,8 @@ class Run:
     chat_format: ChatFormat | None = None
     # The reservation of the request's tokens; None: its tenant has no limits, or it is a part of a larger call.
     grant: Grant | None = None
+    # The reservation of the larger call that it is a part of.
+    part_of: Grant | None = None
     # True once the whole answer is on its way to the client.
     complete: bool = False
 
@@ -76,6 +78,13 @@ class Run:
             reservation=self.grant.id if self.grant else "",
             epochs=self.resumption.claims.epochs if self.resumption else (),
         )
+
+    def move_to(self, call: Grant) -> None:
+        """Count the request in the reservation of a later call, and no longer in that of the call it was a part of."""
+        if self.part_of is not None:
+            self.part_of.jobs.remove(self.routed)
+        call.jobs.append(self.routed)
+        self.part_of = call
 
     def settle(self) -> None:
         """End the request's reservation; one whose answer is not complete may be resumed for a while."""

@@ -125,17 +125,22 @@ async def test_a_call_that_takes_over_gets_everything_from_the_first_token(
         assert await second == [5, 6, 7]
 
 
-async def test_a_part_that_is_taken_over_counts_in_the_reservation_of_the_later_call(
-    generation: Generation, dispatcher: Dispatcher, queue: JobQueue
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_part_that_is_taken_over_is_charged_to_the_later_call_alone(
+    generation: Generation, dispatcher: Dispatcher, queue: JobQueue, leaves: bool
 ) -> None:
-    grants = [Grant({"acme": Reservation("r", "here")}, lambda grant, end: asyncio.Future()) for _ in range(2)]
-    first, second = (asyncio.create_task(ids_of(generation.run(REQUEST, None, part_of=grant))) for grant in grants)
-    with pytest.raises(Aborted):
-        await first
+    grants = [Grant({"acme": Reservation("r", "here", input=9)}, lambda grant, end: asyncio.Future()) for _ in range(2)]
+    first = asyncio.create_task(ids_of(generation.run(REQUEST, None, part_of=grants[0])))
     await claim(queue)
-    make(dispatcher, "j1", 0, 5, finish=WorkerFinish.END)
+    second = asyncio.create_task(ids_of(generation.run(REQUEST, None, part_of=grants[1])))
+    make(dispatcher, "j1", 0, 5, finish=WorkerFinish.END)  # it ends before the first call can read that
+    if leaves:
+        first.cancel()
+    with pytest.raises(asyncio.CancelledError if leaves else Aborted):
+        await first
     assert await second == [5]
-    assert [len(grant.jobs) for grant in grants] == [1, 1]
+    charged = [grant.count_all()["acme"].used_input for grant in grants]
+    assert charged == [0, len(job().prompt_ids)]
 
 
 async def test_another_body_or_tenant_is_another_request(
