@@ -62,7 +62,7 @@ def principal_in(certificate: x509.Certificate) -> Principal | None:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    except (ValueError, x509.ExtensionNotFound):
+    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType):
         return None
     ours = [uri for uri in uris if uri.startswith(SCHEME)]
     if len(ours) != 1:

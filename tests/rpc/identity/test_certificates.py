@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import grpc
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ExtensionOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rpc.errors import Unauthenticated
@@ -64,6 +69,21 @@ def test_other_uris_name_nobody(ca: DevelopmentCa, uri: str) -> None:
     assert principal_of(pem) is None
     with pytest.raises(Unauthenticated, match="names nobody"):
         CertificateReader().read((), {"x509_pem_cert": [pem]})
+
+
+@pytest.mark.parametrize("strange", [b"\xa3\x00", b"\xa5\x05\xa1\x03\x0c\x01a", b"\x87\x03123", b"\x82\x01\xff"])
+def test_a_certificate_with_a_name_that_nobody_reads_names_nobody(strange: bytes) -> None:
+    uri, name, now = b"loraplex://operator/ann", x509.Name([]), datetime.now(UTC)
+    names = b"\x86%c%b%b" % (len(uri), uri, strange)
+    key = ec.generate_private_key(ec.SECP256R1())
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
+        .add_extension(
+            x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, b"0%c%b" % (len(names), names)), False
+        )
+        .sign(key, hashes.SHA256())
+    )
+    assert principal_of(made.public_bytes(Encoding.PEM)) is None
 
 
 def test_a_host_name_that_looks_like_a_uri_names_nobody(ca: DevelopmentCa) -> None:
