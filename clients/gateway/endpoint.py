@@ -18,8 +18,8 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from clients.gateway.cluster import Cluster
-from clients.gateway.errors import HttpError, http_error
-from clients.gateway.exchange import Exchange
+from clients.gateway.errors import HttpError, full, http_error
+from clients.gateway.exchange import BODIES_BYTES, Exchange, client_of
 from clients.gateway.hosts import OwnNames
 from clients.gateway.metrics import GatewayMetrics
 from rpc.shares import Shares
@@ -91,10 +91,12 @@ class OpenRequests:
 
     def __init__(self, limit: int) -> None:
         self._receiving, self._running = Shares(limit), Shares(limit)
+        # Bytes of the bodies of requests that run, by their addresses.
+        self.bytes = Shares(BODIES_BYTES)
 
     def receiving(self, scope: Scope) -> AbstractContextManager[None]:
         """Count a request whose body comes, while the context is open. Raises HttpError."""
-        return _counted(self._receiving, str((scope.get("client") or ("",))[0]))
+        return _counted(self._receiving, client_of(scope))
 
     def running(self, headers: Headers) -> AbstractContextManager[None]:
         """Count a request that has its body, while the context is open. Raises HttpError."""
@@ -104,7 +106,7 @@ class OpenRequests:
 @contextmanager
 def _counted(shares: Shares, name: str) -> Iterator[None]:
     if not shares.take(name):
-        raise HttpError(503, "gateway_full", "the gateway runs as many requests as it may", retry_after_s=1.0)
+        raise full("runs as many requests as it may")
     try:
         yield
     finally:
@@ -142,6 +144,7 @@ class Endpoint:
             status = self._protocol.status(failure)
             await self._fail(exchange, failure)
         finally:
+            self._open.bytes.give(exchange.client, exchange.body_bytes)
             metrics.open.labels(self.path).dec()
             metrics.requests.labels(self.path, str(status)).inc()
             metrics.seconds.labels(self.path).observe(time.perf_counter() - began)
@@ -154,7 +157,7 @@ class Endpoint:
             allowed = ", ".join(self._handlers)
             raise HttpError(405, "method_not_allowed", f"{exchange.method}: {self.path} takes {allowed}")
         with self._open.receiving(scope):
-            body = await exchange.read_body()
+            body = await exchange.read_body(self._open.bytes)
         with self._open.running(exchange.headers):
             call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}))
             with trace_of(exchange.headers):

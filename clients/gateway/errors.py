@@ -59,6 +59,11 @@ def not_served(field: str, why: str = "is not served") -> HttpError:
     return HttpError(400, "unsupported_parameter", f"{field}: {why}", field)
 
 
+def full(why: str) -> HttpError:
+    """Return the error of a request that the gateway has no room for."""
+    return HttpError(503, "gateway_full", f"the gateway {why}", retry_after_s=1.0)
+
+
 def check_served(request: Mapping[str, Any], refused: Sequence[str], harmless: Mapping[str, Sequence[Any]]) -> None:
     """Raise HttpError on a parameter that is refused, unless its value is a harmless one, which asks for nothing."""
     for name in refused:

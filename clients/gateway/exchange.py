@@ -9,12 +9,16 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from clients.gateway.errors import HttpError, invalid
+from clients.gateway.errors import HttpError, full, invalid
+from rpc.shares import Shares
 
 # Maximum bytes of a request's body: a router takes gRPC messages of 4 MiB.
 BODY_BYTES = 4 * 1024 * 1024
 # Timeout in seconds for a request's body.
 BODY_S = 10.0
+# Maximum bytes of the bodies of all requests that run; an address alone gets half of them. A router's own bound of its
+# calls' messages is half as large, and bodies come before anybody looks at a credential.
+BODIES_BYTES = 512 * 1024 * 1024
 # The client's own deadline in milliseconds.
 TIMEOUT_HEADER = "x-request-timeout-ms"
 
@@ -22,23 +26,31 @@ encode = msgspec.json.Encoder().encode
 
 
 class Exchange:
-    """A request and its answer, which is one JSON value or a stream of events. `status` is 0 until it is sent."""
+    """A request and its answer, which is one JSON value or a stream of events. `status` is 0 until it is sent.
+
+    `client` is the address that it came from.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers = Headers(scope=scope)
+        self.client = client_of(scope)
         self.status = 0
+        self.body_bytes = 0
         self._receive = receive
         self._send = send
         self._ended = False
 
-    async def read_body(self) -> bytes:
-        """Return the body. Raises HttpError where it is too large, too slow, or the client left."""
+    async def read_body(self, held: Shares) -> bytes:
+        """Return the body; `body_bytes` of `held` are the client's from now on, who are to be given back.
+
+        Raises HttpError where it is too large, too slow, or the client left, or where its share does not allow it.
+        """
         declared = self.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > BODY_BYTES:
             raise _too_large()
-        parts, size, more = [], 0, True
+        parts, more = [], True
         try:
             async with asyncio.timeout(BODY_S):
                 while more:
@@ -46,9 +58,11 @@ class Exchange:
                     if message["type"] == "http.disconnect":
                         raise HttpError(499, "client_left", "the client has left")
                     parts.append(message.get("body", b""))
-                    size += len(parts[-1])
+                    if not held.take(self.client, len(parts[-1])):
+                        raise full("has as many bytes of requests as it may")
+                    self.body_bytes += len(parts[-1])
                     more = message.get("more_body", False)
-                    if size > BODY_BYTES:
+                    if self.body_bytes > BODY_BYTES:
                         raise _too_large()
         except TimeoutError:
             raise HttpError(408, "body_too_slow", f"the body did not come within {BODY_S:g} s") from None
@@ -110,6 +124,11 @@ class Exchange:
     async def _body(self, body: bytes) -> None:
         self._ended = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def client_of(scope: Scope) -> str:
+    """Return the address that a request came from."""
+    return str((scope.get("client") or ("",))[0])
 
 
 def _too_large() -> HttpError:

@@ -17,6 +17,7 @@ from clients.gateway.endpoint import Endpoint, Gateway, HttpCall, OpenRequests, 
 from clients.gateway.errors import HttpError
 from clients.gateway.metrics import GatewayMetrics
 from clients.gateway.openai_api.protocol import PROTOCOL
+from rpc.shares import Shares
 
 SCOPE = {"type": "http", "method": "POST", "path": "/x", "headers": []}
 
@@ -36,9 +37,9 @@ class Client:
         self._endpoint = Endpoint("/x", PROTOCOL, {"POST": handler}, Gateway(cluster, self.metrics), requests)
         self._asked = False
 
-    async def ask(self, headers: tuple[tuple[bytes, bytes], ...] = ()) -> tuple[int, str]:
+    async def ask(self, headers: tuple[tuple[bytes, bytes], ...] = (), address: str = "::1") -> tuple[int, str]:
         """Return the status of the answer and its body."""
-        await self._endpoint({**SCOPE, "headers": headers}, self._receive, self._send)
+        await self._endpoint({**SCOPE, "headers": headers, "client": (address, 1)}, self._receive, self._send)
         body = b"".join(message.get("body", b"") for message in self.sent).decode()
         return self.sent[0]["status"], body
 
@@ -93,6 +94,20 @@ async def test_a_full_gateway_refuses() -> None:
     assert (await client.ask(((b"authorization", b"Bearer quiet"),)))[0] == 200
     client.open.close()
     assert not client._endpoint._open._running._of_tenant
+
+
+async def test_the_bodies_of_an_address_have_half_of_what_all_may_have() -> None:
+    async def answers(call: HttpCall) -> None:
+        assert shares._of_tenant["10.0.0.2"] == len(call.body)
+        await call.exchange.answer({})
+
+    shares = Shares(6)
+    assert shares.take("10.0.0.1", 3)
+    for address, wanted in (("10.0.0.1", 503), ("10.0.0.2", 200)):
+        client = Client(answers)
+        client._endpoint._open.bytes = shares
+        assert (await client.ask(address=address))[0] == wanted
+        assert shares._of_tenant == {"10.0.0.1": 3}
 
 
 async def test_bodies_that_do_not_come_from_one_address_leave_room_for_those_of_others() -> None:
