@@ -12,8 +12,8 @@ from functools import cache
 from google.protobuf.descriptor import Descriptor
 
 # Maximum number of fields of a message, those of the messages in it too; packed numbers count as one. A chat has about
-# three for each of its messages. Ten thousand are counted in two to ten
-# milliseconds, by the lengths of their numbers, and decoded in one.
+# three for each of its messages. Ten thousand are counted in two to ten milliseconds, by the lengths of their numbers,
+# and decoded in one.
 FIELDS = 10_000
 # Maximum depth of messages in messages that is counted; decoders refuse deeper ones.
 _DEEPEST = 100
