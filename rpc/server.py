@@ -92,8 +92,8 @@ class Server:
 
     The `guard` decides who may call which method; without one, the server serves its health alone. `outer` interceptors
     see calls before the guard, `interceptors` see those that it has admitted. `connections`: a limit other than the
-    usual one. `calls`: maximum of open calls of a connection. `stall_s`: timeout in seconds for a client to send or
-    take a message.
+    usual one. `calls`: maximum of open calls of a connection. `stall_s`: timeout in seconds for a client to take
+    a message.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ Call = asyncio.Task[Any]
 
 
 class UnreadMessages:
-    """The calls of one server that wait for their clients. A call is the task that serves it."""
+    """The calls of one server that wait until their clients take a message. A call is the task that serves it."""
 
     def __init__(self, limit_s: float = STALL_S) -> None:
         self._limit_s = limit_s
@@ -58,7 +58,7 @@ class UnreadMessages:
                 break
             late.add(call)
         if late:
-            log.info("cut %d calls, whose clients have sent or read nothing for %g s", len(late), self._limit_s)
+            log.info("cut %d calls, whose clients have left a message unread for %g s", len(late), self._limit_s)
             self._cut(late)
         self._looking = bool(self._since)
         if self._looking:
