@@ -82,17 +82,17 @@ class DiskTier:
         """Return the number of complete revisions."""
         return len(self._stored)
 
-    async def pin(self, sizes: Mapping[str, int]) -> None:
+    async def pin(self, sizes: Mapping[str, int], tenant: str = "") -> None:
         """Keep revisions on the disk, all or none, and reserve bytes for those that are missing; see DiskBudget."""
-        await self._budget.pin(sizes)
+        await self._budget.pin(sizes, tenant)
 
-    def unpin(self, digest: str) -> None:
+    def unpin(self, digest: str, tenant: str = "") -> None:
         """Undo one pin. Raises ValueError where there is none."""
-        self._budget.unpin(digest)
+        self._budget.unpin(digest, tenant)
 
-    def fits_now(self, sizes: Mapping[str, int]) -> bool:
+    def fits_now(self, sizes: Mapping[str, int], tenant: str = "") -> bool:
         """Return whether a pin would be granted at once."""
-        return self._budget.fits_now(sizes)
+        return self._budget.fits_now(sizes, tenant)
 
     def find(self, digest: str) -> Stored | None:
         """Return a complete revision, from now on the most recently used; None: there is none."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from worker.io.adapters.disk_files import Stored
+from worker.io.adapters.pinned_shares import PinnedShares
 
 # Time in seconds for which later pins that fit may overtake one that does not.
 OVERTAKEN_S = 1.0
@@ -38,9 +39,10 @@ class DiskReservation:
 
 @dataclass(slots=True, eq=False)
 class _PinRequest:
-    """A pin that waits: the most bytes that each revision may take, by digest."""
+    """A pin that waits: the most bytes that each revision may take, by digest, and whose job it is for."""
 
     sizes: Mapping[str, int]
+    tenant: str
     granted: asyncio.Future[None]
     since: float
 
@@ -62,6 +64,7 @@ class DiskBudget:
         self._discard = discard
         self._clock = clock
         self._pins: Counter[str] = Counter()
+        self._shares = PinnedShares(limit)
         self._requests: list[_PinRequest] = []
         self._reserved: dict[str, DiskReservation] = {}
         # Bytes stored, backed and being removed; bytes being removed; bytes reserved and not backed.
@@ -69,12 +72,12 @@ class DiskBudget:
         self._removing = self._unbacked = 0
         self._freed = asyncio.Event()
 
-    async def pin(self, sizes: Mapping[str, int]) -> None:
-        """Pin revisions, and reserve bytes for those that are not stored; waits until there are.
+    async def pin(self, sizes: Mapping[str, int], tenant: str = "") -> None:
+        """Pin revisions for a tenant's job, and reserve bytes for those that are not stored; waits until there are.
 
         `sizes` has the most bytes that each may take, by digest. Raises TooLargeError.
         """
-        request = _PinRequest(sizes, asyncio.get_running_loop().create_future(), self._clock())
+        request = _PinRequest(sizes, tenant, asyncio.get_running_loop().create_future(), self._clock())
         self._requests.append(request)
         self._grant_pins()
         try:
@@ -85,23 +88,26 @@ class DiskBudget:
                 self._grant_pins()
             elif request.granted.exception() is None:  # granted a moment before
                 for digest in sizes:
-                    self.unpin(digest)
+                    self.unpin(digest, tenant)
             raise
 
-    def unpin(self, digest: str) -> None:
+    def unpin(self, digest: str, tenant: str = "") -> None:
         """Undo one pin. Raises ValueError where there is none."""
         if not self._pins[digest]:
             raise ValueError(f"adapter {digest} is not pinned")
         self._pins[digest] -= 1
+        if self._shares.give(tenant, digest) and self._pins[digest]:  # another tenant has it: only the share is free
+            self._grant_pins()
         if not self._pins[digest]:
             del self._pins[digest]
             if digest in self._reserved and not self._reserved[digest].writing.locked():
                 self._drop(digest)
             self.announce_freed()
 
-    def fits_now(self, sizes: Mapping[str, int]) -> bool:
+    def fits_now(self, sizes: Mapping[str, int], tenant: str = "") -> bool:
         """Return whether a pin would be granted at once."""
-        return not self._requests and self._needed(sizes) <= self._free + self._bytes_of(self.idle(sizes))
+        fits = self._needed(sizes) <= self._free + self._bytes_of(self.idle(sizes))
+        return not self._requests and fits and self._shares.allow(tenant, sizes)
 
     def idle(self, beside: Collection[str] = ()) -> list[str]:
         """Return the stored revisions that no job has pinned, least recently used first, but for those `beside`."""
@@ -172,7 +178,10 @@ class DiskBudget:
             kept = [digest for digest in request.sizes if digest in self.stored]
             if needed + self._bytes_of(kept) > self.limit:
                 request.granted.set_exception(TooLargeError(f"{needed} bytes do not fit in {self.limit}"))
+            elif not self._shares.allow(request.tenant, request.sizes):
+                continue
             elif self._make_room(needed, request.sizes):
+                self._shares.take(request.tenant, request.sizes)
                 self._take(request.sizes)
                 request.granted.set_result(None)
             else:

@@ -32,6 +32,7 @@ class DiskPin:
         self._disk = disk
         self._wait_s = wait_s
         self._digests: list[str] = []
+        self._tenant = ""
 
     async def fetch(self, refs: Sequence[AdapterRef], tenant: str) -> list[Path]:
         """Pin revisions, all or none, and return their verified directories.
@@ -39,7 +40,7 @@ class DiskPin:
         Raises FetchFailedError; then nothing is pinned.
         """
         while True:
-            await self._pin(refs)
+            await self._pin(refs, tenant)
             try:
                 return await self._get(refs, tenant)
             except NotReservedError:  # its files were damaged and are removed
@@ -51,14 +52,14 @@ class DiskPin:
     def release(self) -> None:
         """Unpin every revision."""
         while self._digests:
-            self._disk.unpin(self._digests.pop())
+            self._disk.unpin(self._digests.pop(), self._tenant)
 
-    async def _pin(self, refs: Sequence[AdapterRef]) -> None:
+    async def _pin(self, refs: Sequence[AdapterRef], tenant: str) -> None:
         sizes = {ref.digest: bytes_of(ref) for ref in refs}
         names = ", ".join(ref.revision for ref in refs)
         try:
             async with asyncio.timeout(self._wait_s):
-                await self._disk.pin(sizes)
+                await self._disk.pin(sizes, tenant)
         except TooLargeError as error:
             message = f"{names}: {error} on a worker's disk"
             raise self._failed(Failure("FAILED_PRECONDITION", "ADAPTER_TOO_LARGE", message, "adapter")) from error
@@ -66,6 +67,7 @@ class DiskPin:
             message = f"{names}: the adapters of running answers fill the worker's disk budget"
             raise self._failed(Failure("UNAVAILABLE", "DISK_FULL", message, "adapter")) from error
         self._digests += sizes
+        self._tenant = tenant
 
     def _failed(self, failure: Failure) -> FetchFailedError:
         self._fetcher.count(failure)

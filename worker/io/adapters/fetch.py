@@ -132,22 +132,22 @@ class AdapterFetcher:
                 if self.disk.find(ref.digest) is not None or ref.digest in self._shared or self._failure(ref):
                     continue
                 claimed = len(self._shared) > len(self._prefetches)
-                if claimed or len(self._prefetches) >= PREFETCHES_LIMIT or not self.disk.fits_now(_size(ref)):
+                if claimed or len(self._prefetches) >= PREFETCHES_LIMIT or not self.disk.fits_now(_size(ref), request.tenant):
                     return
                 task = asyncio.get_running_loop().create_task(self._prefetch(ref, request.tenant))
                 self._prefetches.add(task)
                 task.add_done_callback(self._prefetches.discard)
 
     async def _prefetch(self, ref: AdapterRef, tenant: str) -> None:
-        if not self.disk.fits_now(_size(ref)):  # a job came first
+        if not self.disk.fits_now(_size(ref), tenant):  # a job came first
             return
-        await self.disk.pin(_size(ref))
+        await self.disk.pin(_size(ref), tenant)
         try:
             await self._fetch_shared(ref, tenant)
         except (FetchFailedError, NotReservedError) as error:
             log.info("prefetch of %s: %s", ref.revision, error)
         finally:
-            self.disk.unpin(ref.digest)
+            self.disk.unpin(ref.digest, tenant)
 
     async def _fetch_shared(self, ref: AdapterRef, tenant: str) -> Path:
         while True:

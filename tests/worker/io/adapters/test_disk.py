@@ -193,6 +193,28 @@ async def test_a_revision_whose_files_were_removed_is_not_found(tmp_path: Path) 
         assert disk.find(digest("a")) is not None
 
 
+async def test_one_tenants_answers_leave_room_for_another_s(tmp_path: Path) -> None:
+    """An answer keeps its adapter on the disk to its end, which may be hours away."""
+    async with opened(tmp_path, 800) as disk:
+        loud = [asyncio.create_task(disk.pin({digest(name): 100}, "loud")) for name in "abcdef"]
+        await asyncio.sleep(0)
+        assert [task.done() for task in loud] == [True] * 4 + [False] * 2
+        await asyncio.wait_for(disk.pin({digest("a"): 100}, "loud"), 5.0)  # one that it has
+        assert not disk.fits_now({digest("g"): 100}, "loud")
+        await asyncio.wait_for(disk.pin({digest("g"): 400}, "quiet"), 5.0)
+        assert not disk.fits_now({digest("h"): 100}, "quiet")
+        disk.unpin(digest("g"), "quiet")
+        disk.unpin(digest("b"), "loud")
+        await asyncio.wait_for(loud[4], 5.0)
+        assert not loud[5].done()
+        for name in "aacde":
+            disk.unpin(digest(name), "loud")
+        await asyncio.wait_for(loud[5], 5.0)
+        disk.unpin(digest("f"), "loud")
+        assert not disk._budget._shares._of_tenant
+        assert not disk._budget._shares._sizes
+
+
 async def test_a_random_walk_keeps_the_budget_and_the_pins(tmp_path: Path) -> None:
     """Run 600 jobs of one to three of 30 revisions on a budget of about 8, many at once; some are cancelled."""
     seed, budget = 11, 800
@@ -205,7 +227,8 @@ async def test_a_random_walk_keeps_the_budget_and_the_pins(tmp_path: Path) -> No
 
     async def run(disk: DiskTier, parts: list[str]) -> None:
         nonlocal done, written
-        await disk.pin({digest(name): sizes[name] for name in parts})
+        tenant = rng.choice(("", "one", "two"))
+        await disk.pin({digest(name): sizes[name] for name in parts}, tenant)
         try:
             for name in parts:
                 async with fetching[name]:
@@ -221,7 +244,7 @@ async def test_a_random_walk_keeps_the_budget_and_the_pins(tmp_path: Path) -> No
             done += 1
         finally:
             for name in parts:
-                disk.unpin(digest(name))
+                disk.unpin(digest(name), tenant)
 
     async with opened(tmp_path, budget) as disk:
         jobs: list[asyncio.Task[None]] = []
