@@ -132,8 +132,10 @@ class AdapterFetcher:
                 if self.disk.find(ref.digest) is not None or ref.digest in self._shared or self._failure(ref):
                     continue
                 claimed = len(self._shared) > len(self._prefetches)
-                if claimed or len(self._prefetches) >= PREFETCHES_LIMIT or not self.disk.fits_now(_size(ref), request.tenant):
+                if claimed or len(self._prefetches) >= PREFETCHES_LIMIT:
                     return
+                if not self.disk.fits_now(_size(ref), request.tenant):
+                    continue
                 task = asyncio.get_running_loop().create_task(self._prefetch(ref, request.tenant))
                 self._prefetches.add(task)
                 task.add_done_callback(self._prefetches.discard)
