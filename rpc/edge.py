@@ -18,6 +18,9 @@ _STREAMS = 4 * CALLS
 # Timeout in ms for a new connection's handshake, and time in ms after which one without a call is closed.
 _HANDSHAKE_MS = 10_000
 _IDLE_MS = 3_600_000
+# Time in ms after which a connection takes no new calls, and its client makes another one: certificates are checked at
+# the handshake, and those of an authority that was removed would otherwise be good for as long as they like.
+AGE_MS = 3_600_000
 
 
 def edge_options(connections: int | None = None) -> list[tuple[str, Any]]:
@@ -27,6 +30,7 @@ def edge_options(connections: int | None = None) -> list[tuple[str, Any]]:
         ("grpc.max_concurrent_streams", _STREAMS),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", _IDLE_MS),
+        ("grpc.max_connection_age_ms", AGE_MS),
         # With it a call takes megabytes that nobody has asked for, as much as its client can send.
         ("grpc.http2.bdp_probe", 0),
     ]

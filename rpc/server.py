@@ -50,9 +50,9 @@ def channel_options(message_bytes: int = MESSAGE_BYTES) -> list[tuple[str, Any]]
 
 def relay_options() -> list[tuple[str, Any]]:
     """Return the options of the links between workers and routers: an end that is silent for 3 s counts as gone."""
-    # Workers may send ahead, as much as the connection takes; see rpc.edge.
-    ahead = ("grpc.http2.bdp_probe", 1)
-    return [*_options(RELAY_MESSAGE_BYTES, RELAY_KEEPALIVE_MS, RELAY_KEEPALIVE_TIMEOUT_MS), ahead]
+    # Unlike clients (rpc.edge), workers may send ahead, as much as the connection takes, and on a link that never ends.
+    links = [("grpc.http2.bdp_probe", 1), ("grpc.max_connection_age_ms", _UNBOUNDED)]
+    return [*_options(RELAY_MESSAGE_BYTES, RELAY_KEEPALIVE_MS, RELAY_KEEPALIVE_TIMEOUT_MS), *links]
 
 
 def _options(message_bytes: int, keepalive_ms: int, timeout_ms: int) -> list[tuple[str, Any]]:

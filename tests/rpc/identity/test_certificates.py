@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -156,6 +157,30 @@ async def test_files_that_change_hold_for_the_next_connection(served: Any, ca: D
     assert await check(plain, new) == "OK"
     assert await check(mutual, new, ca.issue(uri)) == "UNAVAILABLE"
     assert await check(mutual, new, new.issue(uri)) == "OK"
+
+
+async def test_a_connection_does_not_outlive_its_authority_for_long(
+    ca: DevelopmentCa, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("files.watched.LOOK_S", 0.0)
+    monkeypatch.setattr("rpc.edge.AGE_MS", 100)
+    new, server = DevelopmentCa(), Server()
+    tls = TlsFiles(*ca.write(tmp_path, "store", ca.issue("loraplex://store/s", HOSTS)), ca.write_ca(tmp_path))
+    port = server.bind("127.0.0.1", 0, tls.server_credentials(client_certificates=True))
+    await server.start()
+    cert, key = ca.issue("loraplex://tenant/acme")
+    credentials = grpc.ssl_channel_credentials(ca.pem, key, cert)
+    async with asyncio.timeout(20), grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        assert await ask(channel) == "OK"
+        new.write(tmp_path, "store", new.issue("loraplex://store/s", HOSTS))
+        new.write_ca(tmp_path)
+        while await ask(channel) == "OK":
+            pass
+        await server.set_serving(True)
+        assert (await watch.read()).status  # what runs goes on
+    await server.stop(0)
 
 
 async def test_a_certificate_whose_key_has_not_come_yet_is_not_taken(
