@@ -106,6 +106,19 @@ async def test_a_token_ends_with_the_key_of_its_stream(router: Router, how: str)
     assert await router.refusal(token) == "RESUME_TOKEN_ENDED"
 
 
+@pytest.mark.parametrize("kind", [CredentialKind.JWT, CredentialKind.CERTIFICATE])
+async def test_a_token_of_another_credential_is_good_for_every_caller_of_its_tenant(
+    router: Router, kind: CredentialKind
+) -> None:
+    first, second = (Principal(name, frozenset({Role.TENANT_USER}), kind, "acme") for name in ("a", "b"))
+    set_caller(first)
+    token = router.tokens.sign(CLAIMS, "acme")
+    set_caller(second)
+    assert await router.refusal(token) == ""
+    with pytest.raises(InvalidField, match="to this tenant"):
+        await router.tokens.verify(token, "globex")
+
+
 @pytest.mark.parametrize("adapter", [PART, SET])
 async def test_a_token_ends_with_its_adapter_even_if_it_is_made_again(router: Router, adapter: AdapterRef) -> None:
     token = token_with_key(router, adapter)
