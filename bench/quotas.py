@@ -1,9 +1,9 @@
 """A tenant at ten times its quota, beside a quiet one: `python -m bench.quotas [--quick] [--json FILE]`.
 
-Three routers, two workers with the hash model, and Valkey run as processes of this machine. For a minute the loud
-tenant asks for its quota of output tokens, then for two minutes for ten times as much. In the last minute a router is
-killed, then Valkey, which loses its data. Granted are the tokens that clients got, in each minute. `--quick` has a
-quota a day instead, and takes seconds.
+Three routers, two workers with the hash model, and Valkey run as processes of this machine. In three minutes the loud
+tenant asks for its quota of output tokens, and in three others, in turns with these, for ten times as much. Then
+comes another minute at ten times the quota, in which a router is killed, then Valkey, which loses its data. Granted
+are the tokens that clients got, in each minute. `--quick` has a quota a day instead, and takes seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,19 +39,24 @@ AIMS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """The sizes of a run: the quota in output tokens, tokens of an answer, seconds of a phase, and the plan's limit."""
+    """The sizes of a run: the quota in output tokens, tokens of an answer, seconds of a phase, and the plan's limit.
+
+    `times` says for each phase how many times its quota the loud tenant asks for; in the last one a router and Valkey
+    are killed. The quiet tenant makes a call every `quiet_s`, for an answer of `quiet_answer` tokens.
+    """
 
     quota: int
     answer: int
     phase_s: float
     limit: str
-    # Number of phases at ten times the quota; routers and Valkey are killed in the last one.
-    phases: int = 2
-    quiet_s: float = 0.1
+    times: tuple[int, ...]
+    quiet_answer: int = 30
+    quiet_s: float = 0.05
 
 
-FULL = Setup(quota=12_000, answer=60, phase_s=60.0, limit="output_tokens_per_minute")
-QUICK = Setup(quota=3_000, answer=20, phase_s=4.0, limit="tokens_per_day")
+# The minutes that are compared take turns, so that a machine that becomes slower counts in both.
+FULL = Setup(quota=12_000, answer=60, phase_s=60.0, limit="output_tokens_per_minute", times=(1, 10, 10, 1, 1, 10, 10))
+QUICK = Setup(quota=3_000, answer=20, phase_s=4.0, limit="tokens_per_day", times=(1, 10, 10))
 
 
 @dataclass
@@ -61,6 +66,25 @@ class Tenant:
     ends: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     ttft_s: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Phase:
+    """The calls of both tenants while the loud one asked for so many times its quota."""
+
+    times: int
+    loud: Tenant = field(default_factory=Tenant)
+    quiet: Tenant = field(default_factory=Tenant)
+
+    @property
+    def is_flood(self) -> bool:
+        """Return whether the loud tenant asked for more than its quota."""
+        return self.times > 1
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """Return the rows of the report's table."""
+        return [_row(f"loud, {self.times}x", self.loud), _row("quiet beside it", self.quiet)]
 
 
 def main() -> None:
@@ -75,50 +99,50 @@ def measure(setup: Setup, quick: bool) -> Report:
 
 
 async def _measure(setup: Setup, quick: bool) -> Report:
-    rate = setup.quota / setup.answer / setup.phase_s
-    rows, loud_ones, quiet_ones = [], list[Tenant](), list[Tenant]()
     with tempfile.TemporaryDirectory(prefix="lp-") as name:
         async with _cluster(Path(name), setup) as cluster:
             if setup.limit.endswith("minute"):
                 await asyncio.sleep(60.5 - time.time() % 60)
-            for phase in range(1 + setup.phases):
-                times, kills = (1 if phase == 0 else 10), phase == setup.phases
-                progress(f"phase {phase + 1}: {times}x the quota" + (", a router and Valkey die" if kills else ""))
-                killing = asyncio.create_task(_kill(cluster, setup.phase_s)) if kills else None
-                loud, quiet = Tenant(), Tenant()
-                await asyncio.gather(
-                    _ask(cluster, "loud", loud, setup, 1 / (rate * times)),
-                    _ask(cluster, "quiet", quiet, setup, setup.quiet_s),
-                )
-                if killing is not None:
-                    await killing
-                loud_ones.append(loud)
-                quiet_ones.append(quiet)
-                rows.append(_row(f"loud, {times}x", loud))
-                rows.append(_row("quiet beside it", quiet))
+            last = len(setup.times) - 1
+            phases = [await _run(cluster, setup, times, kills=at == last) for at, times in enumerate(setup.times)]
             await asyncio.sleep(8.0)  # what was left is held for a while, and then written
             events = _events(Path(name))
-    granted, bound = sum(one.tokens for one in loud_ones), max(0.02 * setup.quota, setup.answer)
+    granted, bound = sum(phase.loud.tokens for phase in phases), max(0.02 * setup.quota, setup.answer)
     # Tokens of each window in which the loud tenant asked for ten times its quota: a minute each, or all of them.
-    windows = [one.tokens for one in loud_ones[1:]] if setup.limit.endswith("minute") else [granted]
+    floods = [phase.loud.tokens for phase in phases if phase.is_flood]
+    windows = floods if setup.limit.endswith("minute") else [granted]
+    compared = phases[:-1]
     return Report(
         name="quotas",
         command="python -m bench.quotas" + (" --quick" if quick else ""),
         quick=quick,
         setup=asdict(setup),
-        rows=rows,
+        rows=[row for phase in phases for row in phase.rows],
         ratios={
             "least_granted_of_quota": min(windows) / setup.quota,
             "most_granted_of_quota_and_bound": max(windows) / (setup.quota + bound),
             "events_of_granted": events / granted,
-            "quiet_p99_ttft_10x_over_1x": _p99(quiet_ones[1]) / _p99(quiet_ones[0]),
+            "quiet_p99_ttft_10x_over_1x": _quiet_p99(compared, True) / _quiet_p99(compared, False),
         },
         aims=AIMS,
     )
 
 
+async def _run(cluster: LocalCluster, setup: Setup, times: int, *, kills: bool) -> Phase:
+    """Run a phase in which the loud tenant asks for so many times its quota."""
+    progress(f"{times}x the quota" + (", a router and Valkey die" if kills else ""))
+    phase, rate = Phase(times), times * setup.quota / setup.answer / setup.phase_s
+    await asyncio.gather(
+        _ask(cluster, "loud", phase.loud, setup, 1 / rate),
+        _ask(cluster, "quiet", phase.quiet, setup, setup.quiet_s),
+        *([_kill(cluster, setup.phase_s)] if kills else []),
+    )
+    return phase
+
+
 async def _ask(cluster: LocalCluster, tenant: str, into: Tenant, setup: Setup, pause_s: float) -> None:
     """Make calls at a steady rate for a phase, whatever becomes of them, and wait for their ends."""
+    answer = setup.answer if tenant == "loud" else setup.quiet_answer
     async with AsyncClient(list(cluster.routers), tenant) as client:
         began, calls = time.monotonic(), set[asyncio.Task[None]]()
         number = 0
@@ -126,7 +150,7 @@ async def _ask(cluster: LocalCluster, tenant: str, into: Tenant, setup: Setup, p
             if now < number * pause_s:
                 await asyncio.sleep(number * pause_s - now)
             number += 1
-            calls.add(asyncio.create_task(_call(client, into, setup.answer)))
+            calls.add(asyncio.create_task(_call(client, into, answer)))
         await asyncio.gather(*calls)
         await asyncio.sleep(max(0.0, setup.phase_s - (time.monotonic() - began)))
 
@@ -176,13 +200,23 @@ async def _cluster(directory: Path, setup: Setup) -> AsyncIterator[LocalCluster]
         yield cluster
 
 
-def _p99(tenant: Tenant) -> float:
-    return quantiles(tenant.ttft_s, n=100, method="inclusive")[98]
+def _p99(seconds: Sequence[float]) -> float:
+    return quantiles(seconds, n=100, method="inclusive")[98]
+
+
+def _quiet_p99(phases: Sequence[Phase], is_flood: bool) -> float:
+    """Return the quiet tenant's percentile in all phases with a flood, or in all without."""
+    return _p99([seconds for phase in phases if phase.is_flood is is_flood for seconds in phase.quiet.ttft_s])
 
 
 def _row(name: str, tenant: Tenant) -> dict[str, object]:
     ends = {f"{end}": count for end, count in sorted(tenant.ends.items())}
-    return {"case": name, "tokens": tenant.tokens, "ttft p99 ms": _p99(tenant) * 1e3 if tenant.ttft_s else 0.0, **ends}
+    return {
+        "case": name,
+        "tokens": tenant.tokens,
+        "ttft p99 ms": _p99(tenant.ttft_s) * 1e3 if tenant.ttft_s else 0.0,
+        **ends,
+    }
 
 
 if __name__ == "__main__":
