@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from broker.messages import AdapterRef, Job, StoppingParams
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import KeyTerms, Placement
 from broker.worker_state import WorkerPhase, WorkerState
+from router.app import _dispatcher
 from router.catalog.placement import MIB, Placer
+from router.dispatch.reach import RelayReach
+from router.metrics import RouterMetrics
+from router.quotas.plans import Plans
+from router.settings import Settings
+from rpc.identity.principal import CredentialKind, Principal, Role, set_caller
 
 JOB = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1, request_id="j")
 
@@ -35,3 +44,19 @@ def test_a_job_prefers_able_workers_and_pays_for_its_adapter() -> None:
     states[0] = worker("busy", used=0)
     small = replace(JOB, adapter=replace(adapter, rank=8))
     assert placer.place(small).prefer == preferred("sha256:a", loads)
+
+
+def test_the_router_places_jobs_by_the_plan_of_the_calling_key(tmp_path: Path) -> None:
+    (tmp_path / "plans.toml").write_text("[keys.k1]\nweight = 3\nqueue_share = 0.5\n[keys.k2]\ntokens_per_day = 1\n")
+    models: Any = SimpleNamespace(queue_of=None, serving=None, why_unservable=None)  # asked for jobs with an adapter
+    settings, metrics = Settings(store="s", redis_url="r"), RouterMetrics()
+    dispatcher = _dispatcher(settings, models, RelayReach(metrics), Plans(tmp_path / "plans.toml"), metrics)
+
+    def placed(key: str) -> Placement:
+        roles = frozenset({Role.TENANT_USER})
+        set_caller(Principal("someone", roles, CredentialKind.API_KEY, "acme", key_id=key))
+        return dispatcher._place(JOB)
+
+    assert copy_context().run(placed, "k1") == Placement(key=KeyTerms("k1", 3.0, 0.5))
+    assert copy_context().run(placed, "k2") == Placement()
+    assert dispatcher._place(JOB) == Placement()
