@@ -11,7 +11,7 @@ from router.generation.resume_keys import KEY_CHARACTERS
 from router.quotas.usage_sender import check_url
 from rpc.identity.access import AccessSettings
 from rpc.identity.principal import Role
-from rpc.identity.tenant_header import is_tenant
+from rpc.identity.tenant_header import is_loopback, is_tenant
 from rpc.optional_packages import check_installed
 from rpc.server import MESSAGE_BYTES
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
@@ -79,7 +79,9 @@ class Settings(AccessSettings):
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     audit: str = setting(FILE_HELP, "")
     insecure_tenants: bool = setting(
-        "allow listening beyond this machine although the tenant is taken from a header that anyone can write", False
+        "allow listening beyond this machine although the tenant is taken from a header that anyone can write, and "
+        "anyone may answer as a worker",
+        False,
     )
 
     def __post_init__(self) -> None:
@@ -109,6 +111,11 @@ class Settings(AccessSettings):
         _check_keys("--resume-key", [self.resume_key] if self.resume_key else [])
         _check_keys("--accepted-resume-keys", self.former_keys)
         _check_relay(self.relay_host, self.relay_advertise)
+        if tls is None and not self.insecure_tenants and not is_loopback(self.relay_host):
+            raise ValueError(
+                f"--relay-host {self.relay_host}: whoever reaches it beyond this machine could answer as a worker; "
+                "listen on 127.0.0.1, turn credentials on with --tls-cert, or accept that with --insecure-tenants"
+            )
 
     def _check_engine_protocol(self) -> None:
         if self.engine_protocol not in {"", SGLANG}:

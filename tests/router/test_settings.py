@@ -23,6 +23,13 @@ def test_an_address_that_no_worker_could_call_is_refused(advertised: str) -> Non
     Settings(store="s", redis_url="r", relay_advertise="[::1]")
 
 
+def test_a_relay_beyond_this_machine_needs_credentials_or_the_flag() -> None:
+    for host in ("10.0.0.5", "router.example", "0.0.0.0"):
+        with pytest.raises(ValueError, match=f"--relay-host {host}: whoever reaches it .* could answer as a worker"):
+            Settings(store="s", redis_url="r", relay_host=host, relay_advertise="router")
+        Settings(store="s", redis_url="r", relay_host=host, relay_advertise="router", insecure_tenants=True)
+
+
 def test_a_resume_key_that_is_too_short_is_refused_and_not_shown() -> None:
     short = "fifteen letters"
     for key, accepted in ((short, ""), ("", f"sixteen letters!,{short}")):
