@@ -35,6 +35,12 @@ def ahead(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
+@pytest.fixture
+def tiny(tiny_qwen2: Any) -> Any:
+    """One model alone, whose output head shares the embeddings' weight: logits come from it as from another's."""
+    return tiny_qwen2
+
+
 def ids(outputs: list[Output]) -> tuple[int, ...]:
     return tuple(token for output in outputs for token in output.token_ids)
 

@@ -36,6 +36,12 @@ def ids(outputs: list[Output]) -> tuple[int, ...]:
 
 
 @pytest.fixture
+def tiny(tiny_llama: Any) -> Any:
+    """One model alone: what is drawn depends on its logits, which test_engine.py compares for both."""
+    return tiny_llama
+
+
+@pytest.fixture
 def requests(tiny: Any) -> list[NewSequence]:
     chance = random.Random(21)
     adapters = [None, *tiny.adapters]
