@@ -18,7 +18,7 @@ FLAGS = ("--dtype", "float32", "--threads", "1", "--rows", "8", "--kv-blocks", "
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Two workers with the shipped model in float32 and its adapters, all of tenant acme."""
+    """A worker with the shipped model in float32 and its adapters, all of tenant acme."""
     directory = tmp_path_factory.mktemp("shipped") / "cluster"
-    async with running_cluster(directory, str(EXAMPLES / "model"), ADAPTERS, workers=2, worker_flags=FLAGS) as running:
+    async with running_cluster(directory, str(EXAMPLES / "model"), ADAPTERS, worker_flags=FLAGS) as running:
         yield running
