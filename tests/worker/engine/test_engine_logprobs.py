@@ -37,7 +37,7 @@ def ahead(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def tiny(tiny_qwen2: Any) -> Any:
-    """One model alone, whose output head shares the embeddings' weight: logits come from it as from another's."""
+    """Return one model, whose output head shares the embeddings' weight."""
     return tiny_qwen2
 
 

@@ -37,7 +37,7 @@ def ids(outputs: list[Output]) -> tuple[int, ...]:
 
 @pytest.fixture
 def tiny(tiny_llama: Any) -> Any:
-    """One model alone: what is drawn depends on its logits, which test_engine.py compares for both."""
+    """Return one model: what is drawn depends on its logits, which test_engine.py compares for both."""
     return tiny_llama
 
 
