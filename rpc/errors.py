@@ -18,6 +18,11 @@ CallError
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rpc.identity.principal import Principal
+
 
 class CallError(Exception):
     """An error that ends a call with one status; `reason` is UPPER_SNAKE_CASE and goes into the ErrorInfo detail."""
@@ -98,9 +103,13 @@ class Exhausted(CallError):
 
 
 class Unauthenticated(CallError):
-    """No credential, or a bad one."""
+    """No credential, or a bad one. `holder` is whose it is, where it was right once: for the audit log."""
 
     reason = "UNAUTHENTICATED"
+
+    def __init__(self, message: str, *, reason: str | None = None, holder: Principal | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.holder = holder
 
 
 class PermissionDenied(CallError):

@@ -84,9 +84,11 @@ def bearer(metadata: Metadata) -> str:
     return token.strip()
 
 
-def bad_credential(message: str, reason: str = "CREDENTIAL_INVALID") -> Unauthenticated:
-    """Return the error of a credential that is not accepted."""
-    return Unauthenticated(message, reason=reason)
+def bad_credential(
+    message: str, reason: str = "CREDENTIAL_INVALID", holder: Principal | None = None
+) -> Unauthenticated:
+    """Return the error of a credential that is not accepted; `holder` is whose it was."""
+    return Unauthenticated(message, reason=reason, holder=holder)
 
 
 class KeyDirectory:
@@ -137,8 +139,8 @@ def _unknown() -> Unauthenticated:
     return bad_credential("the API key is not valid")
 
 
-def _revoked() -> Unauthenticated:
-    return bad_credential("the API key is revoked", "CREDENTIAL_REVOKED")
+def _revoked(holder: Principal | None = None) -> Unauthenticated:
+    return bad_credential("the API key is revoked", "CREDENTIAL_REVOKED", holder)
 
 
 _NO_SECRET = HashedSecret(bytes(32))
@@ -167,12 +169,8 @@ class ApiKeyReader:
         same = [secret for secret in known if hmac.compare_digest(secret.sha256, sha256)]
         if key is None or not same:
             raise _unknown()
-        if key.revoked:
-            raise _revoked()
         expires_at = key.ends_at(sha256)
-        if expires_at is not None and now >= expires_at:
-            raise bad_credential("the API key has expired", "CREDENTIAL_EXPIRED")
-        return Principal(
+        principal = Principal(
             name=f"key {key.key_id}",
             roles=frozenset({key.role}),
             kind=CredentialKind.API_KEY,
@@ -182,3 +180,8 @@ class ApiKeyReader:
             expires_at=expires_at,
             secret_sha256=sha256,
         )
+        if key.revoked:
+            raise _revoked(principal)
+        if expires_at is not None and now >= expires_at:
+            raise bad_credential("the API key has expired", "CREDENTIAL_EXPIRED", principal)
+        return principal

@@ -44,7 +44,7 @@ class CertificateReader:
         if principal is None:
             raise bad_credential(f"the certificate names nobody: it needs one URI like {SCHEME}tenant/NAME")
         if principal.expires_at is not None and self._now() >= principal.expires_at:  # a connection that outlived it
-            raise bad_credential("the certificate has expired", "CREDENTIAL_EXPIRED")
+            raise bad_credential("the certificate has expired", "CREDENTIAL_EXPIRED", principal)
         return principal
 
 

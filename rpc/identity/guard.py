@@ -84,36 +84,31 @@ class Guard(grpc.aio.ServerInterceptor):
         """Set the caller of the current task. Raises Unauthenticated or PermissionDenied."""
         principal = None
         try:
-            principal = self.identify(metadata_of(context), context.auth_context())
+            metadata = metadata_of(context)
+            principal = self.holder(metadata, context.auth_context())
+            principal = naming(principal, metadata)
             self._check(principal, permission)
         except CallError as error:
             if self._refused is not None:
-                self._refused(method, principal, error, context.peer())
+                holder = error.holder if isinstance(error, Unauthenticated) else None
+                self._refused(method, principal or holder, error, context.peer())
             raise
         if self._calls is not None:
             self._calls.enter(principal)
         set_caller(principal)
 
-    def identify(self, metadata: Metadata, auth_context: AuthContext) -> Principal:
-        """Return the caller that a call's credential proves. Raises CallError."""
+    def holder(self, metadata: Metadata, auth_context: AuthContext) -> Principal:
+        """Return the holder of a call's credential. Raises CallError."""
         found = [principal for reader in self._readers if (principal := reader.read(metadata, auth_context))]
         if not found:
             raise Unauthenticated(
                 "no credential: give an API key, a token or a certificate", reason="CREDENTIAL_MISSING"
             )
         if len(found) > 1:
-            raise Unauthenticated("the call has two credentials; give one", reason="CREDENTIALS_DIFFER")
-        principal = found[0]
-        if principal.kind is CredentialKind.HEADER:
-            return principal
-        named = named_tenant(metadata)
-        if principal.roles & NAMING_ROLES:
-            if principal.roles & TENANT_ROLES:  # it could name any tenant at the port for tenants
-                raise Unauthenticated("the credential is a tenant's and the cluster's", reason="CREDENTIAL_INVALID")
-            return replace(principal, tenant=named)
-        if named not in {"", principal.tenant}:
-            raise PermissionDenied("the credential belongs to another tenant than the metadata names", "OTHER_TENANT")
-        return principal
+            raise Unauthenticated(
+                "the call has two credentials; give one", reason="CREDENTIALS_DIFFER", holder=found[0]
+            )
+        return found[0]
 
     def _check(self, principal: Principal, permission: Permission) -> None:
         if not permission.allows(principal.roles, self._ports):
@@ -121,6 +116,20 @@ class Guard(grpc.aio.ServerInterceptor):
             raise PermissionDenied(f"role {roles} may not call this at the {ports} port", "ROLE_NOT_PERMITTED")
         if principal.scopes and permission.scope not in principal.scopes:
             raise PermissionDenied(f"the credential has no scope {permission.scope}", "SCOPE_NOT_GRANTED")
+
+
+def naming(principal: Principal, metadata: Metadata) -> Principal:
+    """Return a caller with the tenant that its call concerns. Raises CallError."""
+    if principal.kind is CredentialKind.HEADER:
+        return principal
+    named = named_tenant(metadata)
+    if principal.roles & NAMING_ROLES:
+        if principal.roles & TENANT_ROLES:  # it could name any tenant at the port for tenants
+            raise Unauthenticated("the credential is a tenant's and the cluster's", reason="CREDENTIAL_INVALID")
+        return replace(principal, tenant=named)
+    if named not in {"", principal.tenant}:
+        raise PermissionDenied("the credential belongs to another tenant than the metadata names", "OTHER_TENANT")
+    return principal
 
 
 def open_guard(*ports: Port, refused: Refused | None = None) -> Guard:

@@ -53,7 +53,7 @@ class JwtReader:
                 self._checked.clear()
             self._checked[digest] = principal
         if principal.expires_at is None or self._now() >= principal.expires_at:
-            raise bad_credential("the token has expired", "CREDENTIAL_EXPIRED")
+            raise bad_credential("the token has expired", "CREDENTIAL_EXPIRED", principal)
         return principal
 
     def _check(self, token: str) -> Principal:

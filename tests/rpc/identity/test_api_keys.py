@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from rpc.errors import CallError, Unavailable
+from rpc.errors import CallError, Unauthenticated, Unavailable
 from rpc.identity.api_keys import (
     STALE_S,
     ApiKeyReader,
@@ -103,6 +103,10 @@ def test_a_revoked_key_says_so_to_who_has_it_alone() -> None:
     keys.replace(revoked=True)
     assert keys.refusal(keys.text)[0] == "CREDENTIAL_REVOKED"
     assert keys.refusal(keys.text[:-4] + "AAAA")[0] == "CREDENTIAL_INVALID"
+    for text, holder in ((keys.text, keys.key_id), (keys.text[:-4] + "AAAA", None)):
+        with pytest.raises(Unauthenticated) as caught:
+            keys.reader.read((("authorization", f"Bearer {text}"),), {})
+        assert (caught.value.holder.key_id if caught.value.holder else None) == holder
 
 
 def test_a_key_expires() -> None:

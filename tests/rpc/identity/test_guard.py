@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rpc.errors import CallError, PermissionDenied, Unauthenticated
-from rpc.identity.guard import Guard
+from rpc.errors import CallError, Unauthenticated
+from rpc.identity.guard import Guard, naming
 from rpc.identity.permissions import PERMISSIONS, Port
 from rpc.identity.principal import TENANT_KEY, CredentialKind, Principal, Role
 from rpc.identity.tenant_header import HeaderReader
@@ -39,7 +39,7 @@ def admit(who: Principal | None, port: Port, method: str, named: str = "") -> st
     guard = Guard([port], [Fixed(who)])
     metadata = ((TENANT_KEY, named),) if named else ()
     try:
-        found = guard.identify(metadata, {})
+        found = naming(guard.holder(metadata, {}), metadata)
         guard._check(found, PERMISSIONS[method])
     except CallError as error:
         return error.reason
@@ -85,19 +85,39 @@ def test_the_table_decides(who: Principal | None, port: Port, method: str, named
 
 def test_two_credentials_are_refused() -> None:
     with pytest.raises(Unauthenticated, match="two credentials"):
-        Guard([Port.PUBLIC], [Fixed(USER), Fixed(ADMIN)]).identify((), {})
+        Guard([Port.PUBLIC], [Fixed(USER), Fixed(ADMIN)]).holder((), {})
 
 
-def test_a_refusal_is_told_with_the_caller() -> None:
+class Revoked:
+    """Finds a credential that was right once."""
+
+    def read(self, metadata: Any, auth_context: Any) -> Principal | None:
+        """Refuse it."""
+        raise Unauthenticated("revoked", reason="CREDENTIAL_REVOKED", holder=USER)
+
+
+@pytest.mark.parametrize(
+    ("readers", "named", "who", "reason"),
+    [
+        ([Fixed(AUDITOR)], "", AUDITOR, "ROLE_NOT_PERMITTED"),
+        ([Fixed(USER)], "globex", USER, "OTHER_TENANT"),
+        ([Fixed(USER), Fixed(ADMIN)], "", USER, "CREDENTIALS_DIFFER"),
+        ([Revoked()], "", USER, "CREDENTIAL_REVOKED"),
+        ([], "", None, "CREDENTIAL_MISSING"),
+    ],
+)
+def test_a_refusal_is_told_with_the_caller(
+    readers: Sequence[Any], named: str, who: Principal | None, reason: str
+) -> None:
     told: list[tuple[str, Principal | None, str]] = []
-    guard = Guard([Port.PUBLIC], [Fixed(AUDITOR)], lambda *refusal: told.append((*refusal[:2], refusal[2].reason)))
+    guard = Guard([Port.PUBLIC], readers, lambda *refusal: told.append((*refusal[:2], refusal[2].reason)))
 
     class Context:
-        """The context of a call without metadata."""
+        """The context of a call that may name a tenant."""
 
-        def invocation_metadata(self) -> tuple[()]:
-            """Return nothing."""
-            return ()
+        def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+            """Return the tenant."""
+            return ((TENANT_KEY, named),) if named else ()
 
         def auth_context(self) -> dict[str, Any]:
             """Return nothing."""
@@ -108,9 +128,9 @@ def test_a_refusal_is_told_with_the_caller() -> None:
             return "ipv4:127.0.0.1:1"
 
     context: Any = Context()
-    with pytest.raises(PermissionDenied):
+    with pytest.raises(CallError):
         guard._admit(context, GENERATE, PERMISSIONS[GENERATE])
-    assert told == [(GENERATE, AUDITOR, "ROLE_NOT_PERMITTED")]
+    assert told == [(GENERATE, who, reason)]
 
 
 def test_lists_show_tenants_their_own_and_operators_everything() -> None:
