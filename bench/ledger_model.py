@@ -190,6 +190,7 @@ def _resumed(account: Account, found: Record, wanted: Reservation, received: int
     held = found.reservation
     fresh = found.resumes >= terms.FREE_RESUMES
     again = account.charged_again(max(0, held.used_output - received))
+    told = max(held.used_output, received)
     new = replace(wanted, requests=int(fresh), input=wanted.input if fresh else 0, output=again)
     if found.state == "open":
         reservation = replace(
@@ -198,12 +199,13 @@ def _resumed(account: Account, found: Record, wanted: Reservation, received: int
             requests=held.requests + new.requests,
             input=held.input + new.input,
             output=held.output + again,
+            used_input=held.input,
+            used_output=told,
         )
     else:
         base = max(held.base, held.used_output)
         new = replace(new, part=held.part + 1, base=base, used_output=base, output=max(0, wanted.output - base) + again)
         reservation, found = new, replace(found, again=0)
-    told = max(held.used_output, received)
     record = Record(reservation, "open", again=found.again + again, told=told, resumes=found.resumes + 1)
     return record, new
 

@@ -46,6 +46,7 @@ if received >= 0 and found then
   if found.state == 'open' then -- its router died, or its client left it a short time ago
     r, new_output, streams = found, again, 2 * max.streams
     if redis.call('ZSCORE', STREAMS, id) then streams = nil end
+    r.used_input, r.used_output = r.input, told
     r.owner, r.requests, r.input, r.output = router, r.requests + requests, r.input + new_input, r.output + again
   else
     r.part, r.base = found.part + 1, math.max(found.base, found.used_output)

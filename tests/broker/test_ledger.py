@@ -208,6 +208,14 @@ async def test_a_resumed_request_keeps_its_reservation_and_is_charged_once(both:
     assert (both.seen.input, both.seen.output, both.seen.requests) == (10, 60, 1)
 
 
+async def test_a_request_whose_second_router_dies_too_is_charged_for_what_its_client_had(both: Both) -> None:
+    granted = await both.granted(request())
+    await both.look(replace(granted, used_input=10, used_output=17))
+    await both.granted(request(owner="b"), received=30)
+    assert (await both.look_for(terms.HELD_MS)).expired == 1
+    assert both.seen.day_tokens == 40
+
+
 async def test_a_resumed_request_that_was_left_before_it_was_reserved_is_checked_and_charged(both: Both) -> None:
     wanted = request(output=900, owner="b")
     await both.settle(wanted, "left")  # its call ended before the ledger had heard of it

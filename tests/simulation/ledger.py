@@ -49,12 +49,15 @@ class SimulatedLedger:
     ) -> tuple[Reservation, AccountCopy]:
         """See Ledger."""
         redis, held, router = self._redis, HELD.get(), NODE.get()
+        counted_at = asyncio.get_running_loop().time()
 
         def reserve() -> tuple[Reservation, AccountCopy]:
             granted, account = redis.data.ledger.reserve(tenant, wanted, received, limits, seen, redis.now_ms)
             redis.granted.append((tenant, redis.now_ms, granted.input + granted.output))
             if held is not None and router is not None:
                 held[tenant] = Held(granted.id, router)
+            if received is not None:
+                self._told(tenant, [granted], counted_at)
             return granted, account
 
         if send is None:
