@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -122,14 +122,15 @@ class Verifier:
         try:
             certificate, *between = map(x509.load_der_x509_certificate, certificates)
             store = Store(x509.load_pem_x509_certificates(self._tls.pems.ca))
-            PolicyBuilder().store(store).build_client_verifier().verify(certificate, between)
+            chain = PolicyBuilder().store(store).build_client_verifier().verify(certificate, between).chain
         except Exception as error:  # of a stranger's bytes: versions, extensions, algorithms have errors of their own
             raise SignatureError("no authority of --tls-ca has signed the signer's certificate") from error
         principal = principal_in(certificate)
         if principal is None or self._role not in principal.roles:
             who = "nobody" if principal is None else principal.name
             raise SignatureError(f"the signer's certificate names {who}, not a {self._role.value}")
-        return certificate, principal
+        # The chain is not checked again while it is known: it ends with the first of its certificates.
+        return certificate, replace(principal, expires_at=min(one.not_valid_after_utc for one in chain).timestamp())
 
 
 _Key = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey

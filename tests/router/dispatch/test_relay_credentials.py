@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,13 @@ def test_signatures_are_of_one_role_authority_content_and_time(tmp_path: Path) -
     late = Verifier(worker, Role.ROUTER, lambda: time.time() + 400 * 86_400)
     with pytest.raises(SignatureError, match="expired"):
         late.verify(made, b"what", b"a", b"b")
+    short, now = DevelopmentCa(timedelta(days=1)), [time.time()]
+    third = tls_files(tmp_path, "loraplex://router/r3", short, short)
+    made, verifier = Signer(third, Role.ROUTER).sign(b"what"), Verifier(third, Role.ROUTER, lambda: now[0])
+    verifier.verify(made, b"what")
+    now[0] += 86_400
+    with pytest.raises(SignatureError, match="expired"):  # its authority has, before it
+        verifier.verify(made, b"what")
     with pytest.raises(ValueError, match="names worker/w; it needs the URI loraplex://router/NAME"):
         Signer(worker, Role.ROUTER)
 
