@@ -1,20 +1,23 @@
-"""A cluster whose only worker dies: its health, its refusals, and the worker that takes its place."""
+"""A cluster whose only worker or engine dies: its health, its refusals, and what takes the place of the dead one."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from loraplex_client import UnavailableError
+from loraplex_client import InternalError, UnavailableError
 
+from broker.messages import STRIKES_LIMIT
 from tests.e2e.conftest import Cluster, running_cluster
+from tests.e2e.full_cluster import jobs
 from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Stopping
+from worker.io.local_jobs.jobs import CLEARED_ATTEMPTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
@@ -57,3 +60,34 @@ async def test_the_launcher_replaces_a_worker_that_died(cluster: Cluster) -> Non
     assert [choice.token_ids for choice in whole.choices] == truth
     assert whole.usage.completion_tokens == 800
     assert whole.continuations > 0
+
+
+# The last: the tenant is in quarantine afterwards.
+async def test_what_always_gives_tokens_before_it_kills_ends_too(
+    cluster: Cluster, eventually: Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
+) -> None:
+    """Here a signal kills, as soon as a new engine has given some."""
+
+    async def alone() -> bool:
+        return len(await cluster.workers()) == 1
+
+    await eventually(alone)  # the worker that died before has lapsed
+    killed: set[int] = set()
+    # Tokens of the answer when each engine was first seen; an engine has given those that came after.
+    tokens_before: dict[int, int] = {}
+
+    async def answer() -> None:
+        async for _ in cluster.client.generate_stream("gives, then kills", max_new_tokens=4000):
+            (state,) = await cluster.workers() or (None,)
+            (job,) = await jobs(cluster) or (None,)
+            if state is None or job is None or state.engine_pid in killed:
+                continue
+            if job.completion_tokens > tokens_before.setdefault(state.engine_pid, job.completion_tokens):
+                killed.add(state.engine_pid)
+                os.kill(state.engine_pid, signal.SIGKILL)
+
+    with pytest.raises(InternalError) as caught:
+        await answer()
+    assert caught.value.reason == "POISON_REQUEST"
+    assert len(killed) == CLEARED_ATTEMPTS + STRIKES_LIMIT + 1
+    await eventually(cluster.idle)

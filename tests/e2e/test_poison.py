@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -14,12 +12,10 @@ import pytest
 from loraplex_client import AsyncClient, AsyncGenerationStream, InternalError, ResourceExhaustedError
 from typer.testing import CliRunner
 
-from broker.messages import STRIKES_LIMIT
 from clients.cli.app import app
 from tests.e2e.full_cluster import jobs as jobs_of
 from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Sampling, Stopping
-from worker.io.local_jobs.jobs import CLEARED_ATTEMPTS
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
@@ -200,30 +196,4 @@ async def test_what_hangs_the_engines_ends_alone_too(start_cluster: StartCluster
             return len(now) == 3 and len(now - engines) >= 2
 
         await eventually(replaced)
-        await eventually(cluster.idle)
-
-
-async def test_what_always_gives_tokens_before_it_kills_ends_too(
-    start_cluster: StartCluster, eventually: Eventually
-) -> None:
-    """Here a signal kills, as soon as a new engine has given some."""
-    async with start_cluster(PLAIN, {}, workers=1) as cluster:
-        killed: set[int] = set()
-        # Tokens of the answer when each engine was first seen; an engine has given those that came after.
-        tokens_before: dict[int, int] = {}
-
-        async def answer() -> None:
-            async for _ in cluster.client.generate_stream("gives, then kills", max_new_tokens=4000):
-                (worker,) = await cluster.workers() or (None,)
-                (job,) = await jobs_of(cluster) or (None,)
-                if worker is None or job is None or worker.engine_pid in killed:
-                    continue
-                if job.completion_tokens > tokens_before.setdefault(worker.engine_pid, job.completion_tokens):
-                    killed.add(worker.engine_pid)
-                    os.kill(worker.engine_pid, signal.SIGKILL)
-
-        with pytest.raises(InternalError) as caught:
-            await answer()
-        assert caught.value.reason == "POISON_REQUEST"
-        assert len(killed) == CLEARED_ATTEMPTS + STRIKES_LIMIT + 1
         await eventually(cluster.idle)

@@ -16,10 +16,10 @@ from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
-MODEL = "hash:?vocab=32000&seed=1&step_ms=25"
+MODEL = "hash:?vocab=32000&seed=1&step_ms=50"
 CLIENTS = 8
 # Those of two clients end while their worker or router drains; of the long ones of the others some move.
-SHORT, LONG = (4, 12), 120
+SHORT, LONG = (2, 6), 60
 
 
 class Load:
