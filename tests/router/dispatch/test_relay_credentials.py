@@ -212,7 +212,10 @@ async def test_a_worker_sends_nothing_to_who_is_no_router(
     assert caplog.text.count("answers as a router and is none") == 1
 
 
-async def test_a_renewed_certificate_is_used_for_the_next_stream(redis: Redis, tmp_path: Path) -> None:
+async def test_a_renewed_certificate_is_used_for_the_next_stream(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("files.watched.LOOK_S", 0.0)
     own = tls_files(tmp_path, "loraplex://worker/gpu")
     async with linked(own) as (links, _), relaying(redis, tls_files(tmp_path, "loraplex://router/r")) as relay:
         links.follow([relay.address])
