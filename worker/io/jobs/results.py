@@ -173,11 +173,14 @@ class Results:
     # From this worker
 
     def make_room(self, claimed: Sequence[Job]) -> None:
-        """Remove jobs of lost routers where the claimed jobs need their rows."""
+        """Give back jobs of lost routers where the claimed jobs need their rows.
+
+        A router that only stood still may read that a job was claimed here; then it must read this too.
+        """
         for local in jobs_to_drop(self.jobs, self.limits, claimed, self.links.lost):
             log_fields = fields(job_id=local.job.job_id, attempt=local.job.attempt)
             log.info("router %s is lost: a job of it leaves its row to another", local.job.reply_to, extra=log_fields)
-            self._remove(local.job.job_id, local.job.attempt)
+            self.give_back(local)
 
     def fail(self, local: LocalJob, failure: Failure) -> None:
         """End a job that can't come into the engine."""

@@ -111,4 +111,5 @@ async def test_a_full_worker_takes_a_row_of_a_lost_router_for_a_job_that_needs_i
         await server.stop(0)
         await worker.queue.enqueue(job("other", worker.address, max_tokens=2))
         await router.until(lambda: ("ended", "other") in router.events)
-        assert [worker.jobs.get(name, 1) is not None for name in kept].count(True) == ROWS - 1
+        jobs = [worker.jobs.get(name, 1) for name in kept]
+        assert [one is not None and bool(one.running) for one in jobs].count(True) == ROWS - 1
