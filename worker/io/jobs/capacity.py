@@ -65,8 +65,8 @@ def jobs_to_drop(
 ) -> list[LocalJob]:
     """Return the jobs of lost routers whose rows the claimed jobs need, those that were claimed first.
 
-    A lost router is dead, stands still, or has dispatched these jobs again; they are kept while their rows are of no use
-    to others.
+    A lost router is dead, stands still, or has dispatched these jobs again; they are kept while their rows are of no
+    use to others.
     """
     dropped: list[LocalJob] = []
     if lost:
