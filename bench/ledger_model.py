@@ -217,14 +217,12 @@ def _settle_late(account: Account, record: Record, given: Reservation, now_ms: i
         return
     again = account.charged_again(late)
     record = replace(record, told=given.used_output, again=record.again + again)
-    if record.state == "open":
+    if again and record.state != "open":
+        account.end(record, record.state, now_ms)
+    else:
         held = record.reservation
         account.add(held, 0, 0, again)
         account.write(replace(record, reservation=replace(held, output=held.output + again)), now_ms)
-    else:
-        reports, account.reports = account.reports, account.reports and again > 0
-        account.end(record, record.state, now_ms)
-        account.reports = reports
     account.wrote()
 
 

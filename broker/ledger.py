@@ -172,12 +172,13 @@ class Ledger:
             copy = [getattr(found.account, name) for name in AccountCopy.__slots__]
             renewed = [argument for one in some for argument in _arguments(one)]
             answer = await self._look([prefix, *copy, len(some), self._reports_of(account), *renewed], prefix)
+            expired, refilled, moved, charges = answer[1 + COPY_FIELDS :]
             found = Look(
                 _account(answer),
-                found.expired + answer[1 + COPY_FIELDS],
-                found.refilled or bool(answer[2 + COPY_FIELDS]),
-                (*found.charges, *_charges(answer[3 + COPY_FIELDS :])),
-                (*found.moved, *_moved(answer[3 + COPY_FIELDS :])),
+                found.expired + expired,
+                found.refilled or bool(refilled),
+                (*found.charges, *_charges(charges)),
+                (*found.moved, *(one.decode() for one in moved)),
             )
         return found
 
@@ -200,17 +201,12 @@ def _charges(answer: Sequence[bytes]) -> list[Charge]:
     charges: list[Charge] = []
     for name, value in zip(answer[::2], answer[1::2], strict=True):
         try:
-            if name:
-                stored = json.loads(value)
-                facts = (stored[field] for field in ("input", "output", "at_ms", "subject"))
-                charges.append(Charge(name.decode(), *facts))
+            stored = json.loads(value)
+            facts = (stored[field] for field in ("input", "output", "at_ms", "subject"))
+            charges.append(Charge(name.decode(), *facts))
         except (ValueError, KeyError, RecursionError):  # no UTF-8, or nested arrays: something else has written it
             log.warning("cannot read a charge of %d bytes", len(value))
     return charges
-
-
-def _moved(answer: Sequence[bytes]) -> list[str]:
-    return [value.decode() for name, value in zip(answer[::2], answer[1::2], strict=True) if not name]
 
 
 def _arguments(reservation: Reservation) -> list[str | int]:

@@ -1,13 +1,13 @@
 #!lua flags=allow-oom
 -- Bring a router's copy of an account and the account together, renew the router's reservations, and end those that no
--- router has renewed. Answers the account behind 'seen', then how many were ended, 1 where the copy was taken over, and
--- pairs: an empty text with the id of one of its reservations that another router has by now, or a charge that no router
--- has reported for a while.
+-- router has renewed. Answers the account behind 'seen', then how many were ended, 1 where the copy was taken over, the
+-- ids of those of its reservations that another router has by now, and the charges that no router has reported for a
+-- while, as names and values in turn.
 --- @include "ledger_account"
 --- @include "given_reservation"
 
 local account, copy = read_account(), {}
-local refilled, expired, moved = 0, 0, {}
+local refilled, expired, moved, charges = 0, 0, {}, {}
 for i, field in ipairs(FIELDS) do copy[field] = tonumber(ARGV[1 + i]) end
 local reservations, reports = tonumber(ARGV[12]), ARGV[13] == '1'
 
@@ -61,17 +61,13 @@ for _, id in ipairs(late or {}) do
 end
 write_account(account)
 redis.call('PEXPIRE', ACCOUNT, ACCOUNT_MS)
-local values = answer('seen', account)
-values[#values + 1], values[#values + 2] = expired, refilled
-for _, id in ipairs(moved) do values[#values + 1], values[#values + 2] = '', id end
-if not reports then return values end
-local charges = redis.call('HRANDFIELD', UNREPORTED, CHARGES_PER_LOOK, 'WITHVALUES')
-for i = 1, #charges, 2 do
-  local is_readable, is_late = pcall(is_charge_late, charges[i + 1])
+local drawn = reports and redis.call('HRANDFIELD', UNREPORTED, CHARGES_PER_LOOK, 'WITHVALUES') or {}
+for i = 1, #drawn, 2 do
+  local is_readable, is_late = pcall(is_charge_late, drawn[i + 1])
   if not is_readable then
-    redis.call('HDEL', UNREPORTED, charges[i])
+    redis.call('HDEL', UNREPORTED, drawn[i])
   elseif is_late then
-    values[#values + 1], values[#values + 2] = charges[i], charges[i + 1]
+    charges[#charges + 1], charges[#charges + 2] = drawn[i], drawn[i + 1]
   end
 end
-return values
+return answer('seen', account, expired, refilled, moved, charges)

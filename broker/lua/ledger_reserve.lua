@@ -14,9 +14,7 @@ local account = read_account()
 if is_behind(account, seen_epoch, seen_version) then return {'behind'} end
 
 local function granted(r)
-  local values = answer('granted', account)
-  for _, value in ipairs({r.part, r.base, r.input, r.output, r.minute, r.day, r.month}) do values[#values + 1] = value end
-  return values
+  return answer('granted', account, r.part, r.base, r.input, r.output, r.minute, r.day, r.month)
 end
 
 local function hold(r)

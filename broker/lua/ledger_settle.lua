@@ -1,24 +1,18 @@
 #!lua flags=allow-oom
 -- End a request's reservation, or with 'left' leave it to be resumed for a while. Idempotent. Answers the account behind
--- 'settled' or 'other' where another router has the request by now, then the charge to report; or {'behind'}.
+-- 'settled' or 'other' where another router has the request by now, then the charge to report, if any; or {'behind'}.
 --- @include "ledger_account"
 --- @include "given_reservation"
 
-local function settled(account, charge, value)
-  local values = answer('settled', account)
-  values[#values + 1], values[#values + 2] = charge, value
-  return values
-end
-
 local state, account = ARGV[2], read_account()
 local id, given = given_reservation(6)
-local charge, value = '', ''
+local charge, value
 local r = read_reservation(id)
 if not r then
   if is_behind(account, tonumber(ARGV[3]), tonumber(ARGV[4])) then return {'behind'} end
   r = given
   -- Nothing is held for a call that ended before its reservation came: the account has nothing of it.
-  if state == 'left' and r.day == 0 then return settled(account, '', '') end
+  if state == 'left' and r.day == 0 then return answer('settled', account) end
 end
 if r.owner ~= given.owner then
   -- What this router has sent beyond what the client told the other one is made again there.
@@ -27,12 +21,12 @@ if r.owner ~= given.owner then
     r.told = given.used_output
     local again = charged_again(account, late)
     r.again = r.again + again
-    if r.state == 'open' then
+    if again > 0 and r.state ~= 'open' then
+      end_reservation(account, id, r, r.state, ARGV[5] == '1')
+    else
       r.output = r.output + again
       add(account, r, 0, 0, again)
       write_reservation(id, r)
-    else
-      end_reservation(account, id, r, r.state, again > 0 and ARGV[5] == '1')
     end
     write_account(account)
   end
@@ -48,4 +42,4 @@ else
   charge, value = end_reservation(account, id, r, state == 'finished' and state or 'ended', ARGV[5] == '1')
 end
 write_account(account)
-return settled(account, charge, value)
+return answer('settled', account, charge, value)

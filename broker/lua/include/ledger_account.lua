@@ -68,10 +68,11 @@ local function write_account(account)
   redis.call('SET', ACCOUNT, cmsgpack.pack(account), 'KEEPTTL')
 end
 
--- Return the account's fields in their order, behind a first value.
-local function answer(first, account)
+-- Return the account's fields in their order, between a first value and further ones.
+local function answer(first, account, ...)
   local values = {first}
   for _, field in ipairs(FIELDS) do values[#values + 1] = account[field] end
+  for _, value in ipairs({...}) do values[#values + 1] = value end
   return values
 end
 
@@ -101,8 +102,8 @@ local function checked_reservation(state, owner, part, base, requests, input, ou
       and part + base + requests + input + output + used_input + used_output + minute + day + month + again + told
       + resumes < math.huge then
     return {state = state, owner = owner, part = part, base = base, requests = requests, input = input, output = output,
-      used_input = used_input, used_output = used_output, minute = minute, day = day, month = month, subject = subject, again = again, told = told,
-      resumes = resumes}
+      used_input = used_input, used_output = used_output, minute = minute, day = day, month = month, subject = subject,
+      again = again, told = told, resumes = resumes}
   end
   error('unreadable')
 end
@@ -138,7 +139,7 @@ local function end_reservation(account, id, r, state, reports)
   write_reservation(id, r)
   redis.call('ZREM', HELD, id)
   redis.call('ZREM', STREAMS, id)
-  if not reports or r.used_input + output == 0 then return '', '' end
+  if not reports or r.used_input + output == 0 then return end
   local charge = string.format('%s:%.0f', id, r.part)
   local value = cjson.encode({input = r.used_input, output = output, at_ms = now, subject = r.subject})
   redis.call('HSET', UNREPORTED, charge, value)
