@@ -103,7 +103,7 @@ class Charges:
         held = story.held.get(account)
         if held is None or held.router.died_at is None:
             return 0
-        since_s = max(self._redis.told_s.get((account, held.id), 0.0), self._reported_until(held.router))
+        since_s = max(self._redis.told_s.get((held.router, account, held.id), 0.0), self._reported_until(held.router))
         return sum(tokens for sent_at, tokens in story.sent if sent_at >= since_s)
 
     def _reported_until(self, router: Node) -> float:

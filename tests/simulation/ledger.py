@@ -57,7 +57,7 @@ class SimulatedLedger:
             if held is not None and router is not None:
                 held[tenant] = Held(granted.id, router)
             if received is not None:
-                self._told(tenant, [granted], counted_at)
+                self._told(router, tenant, [granted], counted_at)
             return granted, account
 
         if send is None:
@@ -72,27 +72,27 @@ class SimulatedLedger:
         self, tenant: str, reservation: Reservation, state: str, seen: AccountCopy
     ) -> tuple[AccountCopy, Charge | None]:
         """See Ledger."""
-        redis, counted_at = self._redis, asyncio.get_running_loop().time()
+        redis, router, counted_at = self._redis, NODE.get(), asyncio.get_running_loop().time()
 
         def settle() -> tuple[AccountCopy, Charge | None]:
             settled = redis.data.ledger.settle(tenant, reservation, state, seen, redis.now_ms)
-            self._told(tenant, [reservation], counted_at)
+            self._told(router, tenant, [reservation], counted_at)
             return settled
 
         return await redis.call(settle)
 
     async def look(self, tenant: str, seen: AccountCopy, reservations: Sequence[Reservation] = ()) -> Look:
         """See Ledger."""
-        redis, counted_at = self._redis, asyncio.get_running_loop().time()
+        redis, router, counted_at = self._redis, NODE.get(), asyncio.get_running_loop().time()
 
         def look() -> Look:
             found = redis.data.ledger.look(tenant, seen, reservations, redis.now_ms)
-            self._told(tenant, reservations, counted_at)
+            self._told(router, tenant, reservations, counted_at)
             return found
 
         return await redis.call(look)
 
-    def _told(self, tenant: str, reservations: Sequence[Reservation], counted_at: float) -> None:
+    def _told(self, router: Node | None, tenant: str, reservations: Sequence[Reservation], counted_at: float) -> None:
         told_s = self._redis.told_s
         for one in reservations:
-            told_s[tenant, one.id] = max(told_s.get((tenant, one.id), 0.0), counted_at)
+            told_s[router, tenant, one.id] = max(told_s.get((router, tenant, one.id), 0.0), counted_at)

@@ -69,8 +69,8 @@ class SimulatedRedis:
         # Reservations of tokens, and losses of data, in their order: tenants, times and amounts.
         self.granted: list[tuple[str, int, int]] = []
         self.lost_ms: list[int] = []
-        # Times of the loop at which routers counted what the server was last told of reservations, by account and id.
-        self.told_s: dict[tuple[str, str], float] = {}
+        # Times of the loop at which routers counted what they last told of reservations, by router, account and id.
+        self.told_s: dict[tuple[Node | None, str, str], float] = {}
         self._limits = limits or QueueLimits()
         self._chance = chance
         self._network = network
