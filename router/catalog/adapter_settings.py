@@ -16,6 +16,7 @@ from artifacts.peft_config import LABELS_FIELD
 from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
 from broker.pins import is_of_tenant
+from router.catalog.shared_calls import SharedCalls
 from router.catalog.store_client import StoreClient
 
 # Maximum characters of the settings that are kept, and maximum number of adapters; those used last stay.
@@ -45,28 +46,17 @@ class AdapterConfigs:
         # By digest, with the name of the revision that they were read of.
         self._kept: OrderedDict[str, tuple[str, AdapterSettings]] = OrderedDict()
         self._characters = 0
-        # Those that are being read, by tenant and digest: a configuration has up to a megabyte.
-        self._flights: dict[tuple[str, str], asyncio.Task[AdapterSettings]] = {}
+        # By tenant and digest: a configuration has up to a megabyte.
+        self._reading = SharedCalls[AdapterSettings]()
 
     async def of(self, tenant: str, adapter: AdapterRef | None) -> AdapterSettings:
         """Return an adapter's settings; a weighted set has none. Raises NotFound or Unavailable."""
         if adapter is None or adapter.parts:
             return AdapterSettings()
         if adapter.digest not in self._kept:
-            key = tenant, adapter.digest
-            flight = self._flights.get(key)
-            if flight is None:
-                flight = self._flights[key] = asyncio.create_task(self._ask(tenant, adapter))
-                flight.add_done_callback(lambda done: self._landed(key, done))
-            # Several callers share it: a caller that leaves must not cancel it for the others.
-            return await asyncio.shield(flight)
+            return await self._reading.run((tenant, adapter.digest), lambda: self._ask(tenant, adapter))
         self._kept.move_to_end(adapter.digest)
         return self._kept[adapter.digest][1]
-
-    def _landed(self, key: tuple[str, str], flight: asyncio.Task[AdapterSettings]) -> None:
-        del self._flights[key]
-        if not flight.cancelled():
-            flight.exception()  # callers that have left do not look at it
 
     async def _ask(self, tenant: str, adapter: AdapterRef) -> AdapterSettings:
         config = await self._store.config_of(tenant, adapter.revision)

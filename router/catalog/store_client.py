@@ -16,6 +16,7 @@ from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
 from broker.pins import is_of_tenant
 from router.catalog.manifest import Manifest, RegisteredModel, read_manifest, registered_model
+from router.catalog.shared_calls import SharedCalls
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.identity.principal import TENANT_KEY
 from rpc.identity.tls import LiveChannel, TlsFiles
@@ -70,7 +71,7 @@ class StoreClient:
         self._channel = LiveChannel(address, tls, _OPTIONS)
         self._names: dict[tuple[str, str], tuple[float, ResolvedAdapter]] = {}
         self._epochs: dict[str, int] = {}
-        self._flights: dict[tuple[str, str], asyncio.Task[ResolvedAdapter]] = {}
+        self._resolving = SharedCalls[ResolvedAdapter]()
         self._asking = FairTurns(ASKS_AT_ONCE)
 
     @property
@@ -86,19 +87,7 @@ class StoreClient:
         cached = self._names.get(key)
         if cached is not None and time.monotonic() - cached[0] < NAME_TTL_S:
             return cached[1]
-        flight = self._flights.get(key)
-        if flight is None:
-            flight = self._flights[key] = asyncio.create_task(self._ask_in_turn(tenant, name))
-            flight.add_done_callback(lambda done: self._landed(key, done))
-        # Several callers share the call: a caller that leaves must not cancel it for the others.
-        return await asyncio.shield(flight)
-
-    def _landed(self, key: tuple[str, str], flight: asyncio.Task[ResolvedAdapter]) -> None:
-        del self._flights[key]
-        if not flight.cancelled() and flight.exception() is None:
-            if len(self._names) >= NAMES_KEPT:
-                self._names.clear()
-            self._names[key] = (time.monotonic(), flight.result())
+        return await self._resolving.run(key, lambda: self._ask_in_turn(tenant, name))
 
     async def _ask_in_turn(self, tenant: str, name: str) -> ResolvedAdapter:
         try:
@@ -108,9 +97,13 @@ class StoreClient:
             message = f"the adapter store at {self._address} has not got to this name within {CALL_S:g} s"
             raise Unavailable(message, reason="STORE_DOWN") from None
         try:
-            return await self._ask(tenant, name)
+            found = await self._ask(tenant, name)
         finally:
             self._asking.give(tenant)
+        if len(self._names) >= NAMES_KEPT:
+            self._names.clear()
+        self._names[tenant, name] = (time.monotonic(), found)
+        return found
 
     async def _ask(self, tenant: str, name: str) -> ResolvedAdapter:
         request, metadata = pb.GetAdapterRequest(name=name), ((TENANT_KEY, tenant),)
