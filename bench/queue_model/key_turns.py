@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from broker.queue_entry import Entry
@@ -17,10 +17,10 @@ class _TenantKeys:
     # Whether the jobs that come have turns.
     has_turns: bool = False
     # Number and bytes of the newcomers of each key.
-    jobs: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    bytes: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    jobs: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
     # The highest turn of a claimed job by priority, and the end of each key's last turn by priority and key.
-    claimed: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    claimed: Counter[int] = field(default_factory=Counter)
     finish: dict[tuple[int, str], float] = field(default_factory=dict)
 
 
@@ -39,10 +39,8 @@ class KeyTurns:
         """Return the highest turn of the claimed jobs of a tenant in a priority."""
         return self._tenants[tenant].claimed[priority]
 
-    def next_turn(self, entry: Entry, *, is_first: bool) -> float | None:
-        """Return the turn of a job; None: it needs none. `is_first`: its tenant's queue is empty."""
-        if is_first:
-            self._tenants.pop(entry.tenant, None)
+    def next_turn(self, entry: Entry) -> float | None:
+        """Return the turn of a job; None: it needs none."""
         keys = self._tenants[entry.tenant]
         if not (keys.has_turns or entry.key_weight):
             return None

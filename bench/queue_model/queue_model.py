@@ -75,7 +75,7 @@ class QueueModel:
         if job.attempt > 1 or (entry.resumed and self._may_lead(arrived, now_ms)):
             arrived.has_begun = True
         else:
-            arrived.turn = self.waiting.keys.next_turn(entry, is_first=not self.waiting.queue(entry.tenant))
+            arrived.turn = self.waiting.keys.next_turn(entry)
             limits = self._limits.for_placement(placement)
             if refusal := self._refusal_of_newcomer(arrived, limits, now_ms):
                 return refusal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from loraplex.inference.v1 import inference_pb2 as pb
@@ -15,7 +16,7 @@ from rpc.errors import InvalidField
 _SHORT_CHARACTERS = 4_096
 # Maximum number of grammars that are kept for the next request with the same format; each is some kilobytes, and its
 # format 64 KiB at most.
-_KEPT = 128
+_KEPT = 512
 
 
 def read_format(spec: pb.GenerateSpec, tenant: str) -> tuple[str, str]:
@@ -27,13 +28,13 @@ def read_format(spec: pb.GenerateSpec, tenant: str) -> tuple[str, str]:
     try:
         match field:
             case "json_schema":
-                return field, _of_schema(tenant, spec.json_schema, style or JsonStyle())
+                return field, _grammar(tenant, json_grammar, spec.json_schema, style or JsonStyle())
             case "regex":
-                return field, _of_regex(tenant, spec.regex)
+                return field, _grammar(tenant, regex_grammar, spec.regex)
             case "grammar":
-                return field, _of_lark(tenant, spec.grammar)
+                return field, _grammar(tenant, lark_grammar, spec.grammar)
             case "choices":
-                return "choices.values", _of_choices(tenant, tuple(spec.choices.values))
+                return "choices.values", _grammar(tenant, choices_grammar, tuple(spec.choices.values))
     except GrammarError as error:
         refused = InvalidField(error.path, error.message, reason="INVALID_FORMAT")
     else:
@@ -59,29 +60,12 @@ def _style(spec: pb.GenerateSpec) -> JsonStyle | None:
 
 # For each tenant: the time of a request must not tell what another has asked.
 @lru_cache(_KEPT)
-def _of_schema(_tenant: str, schema: str, style: JsonStyle) -> str:
-    return json_grammar(schema, style)
-
-
-@lru_cache(_KEPT)
-def _of_regex(_tenant: str, pattern: str) -> str:
-    return regex_grammar(pattern)
-
-
-@lru_cache(_KEPT)
-def _of_lark(_tenant: str, text: str) -> str:
-    return lark_grammar(text)
-
-
-@lru_cache(_KEPT)
-def _of_choices(_tenant: str, values: tuple[str, ...]) -> str:
-    return choices_grammar(values)
+def _grammar(_tenant: str, make: Callable[..., str], *arguments: object) -> str:
+    return make(*arguments)
 
 
 def forget_formats() -> int:
     """Forget the formats that are kept; returns how many there were."""
-    caches = (_of_schema, _of_regex, _of_lark, _of_choices)
-    count = sum(cache.cache_info().currsize for cache in caches)
-    for cache in caches:
-        cache.cache_clear()
+    count = _grammar.cache_info().currsize
+    _grammar.cache_clear()
     return count

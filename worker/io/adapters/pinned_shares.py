@@ -15,9 +15,8 @@ class PinnedShares:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        # Numbers of pins by digest, of each tenant and of all, and bytes by digest.
+        # Numbers of each tenant's pins by digest, and bytes by digest.
         self._of_tenant: dict[str, Counter[str]] = {}
-        self._all = Counter[str]()
         self._sizes: dict[str, int] = {}
 
     def allow(self, tenant: str, sizes: Mapping[str, int]) -> bool:
@@ -32,7 +31,6 @@ class PinnedShares:
         """Count pins of a tenant until as many `give`."""
         if tenant:
             self._of_tenant.setdefault(tenant, Counter()).update(sizes.keys())
-            self._all.update(sizes.keys())
             self._sizes.update(sizes)
 
     def give(self, tenant: str, digest: str) -> bool:
@@ -40,12 +38,12 @@ class PinnedShares:
         if not tenant:
             return False
         own = self._of_tenant[tenant]
-        for pins in (own, self._all):
-            pins[digest] -= 1
-            if not pins[digest]:
-                del pins[digest]
-        if digest not in self._all:
-            del self._sizes[digest]
+        own[digest] -= 1
+        if own[digest]:
+            return False
+        del own[digest]
         if not own:
             del self._of_tenant[tenant]
-        return digest not in own
+        if not any(digest in pins for pins in self._of_tenant.values()):
+            del self._sizes[digest]
+        return True
