@@ -9,9 +9,11 @@ none is missing, and one that is there twice has the same id. (CloudEvents 1.0, 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import logging
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
@@ -36,6 +38,9 @@ WRITE_S = 0.2
 WAITING_LIMIT = 10_000
 # Number of the last charges written, which are not written again while Redis still has them.
 _WRITTEN_LIMIT = 20_000
+# Timeout in seconds for another router that writes to the same file, and interval in seconds between looks at it: one
+# that stands still just then must hold up nobody.
+_LOCK_S, _LOCK_RETRY_S = 1.0, 0.005
 SOURCE, TYPE = "/loraplex/ledger", "loraplex.usage.v1"
 
 
@@ -174,12 +179,24 @@ def event_of(tenant: str, charge: Charge) -> dict[str, Any]:
     }
 
 
+def _lock(file: int) -> None:
+    """Wait until no other router appends, for a limited time: a line that is being written seems torn."""
+    until = time.monotonic() + _LOCK_S
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(_LOCK_RETRY_S)
+
+
 def _append(path: Path, events: Sequence[dict[str, Any]]) -> None:
     """Append lines and wait until the disk has them. The file is opened each time, so that it may be moved away."""
     if not events:
         return
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
+        _lock(file)
         size = os.fstat(file).st_size
         torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"  # its last writer died within a line
         lines = "".join(json.dumps(event, separators=(",", ":")) + "\n" for event in events)

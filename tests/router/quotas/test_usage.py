@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from broker.ledger import Ledger
 from broker.ledger_records import AccountCopy, Charge
 from broker.scripts import Scripts
 from router.metrics import RouterMetrics
+from router.quotas import usage
 from router.quotas.grant import End
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
@@ -126,6 +129,19 @@ async def test_a_full_disk_and_a_torn_line_lose_nothing(new: New, tmp_path: Path
     torn, whole = (tmp_path / "router-a").read_text().splitlines()
     assert torn == '{"specver'
     assert json.loads(whole)["id"] == f"{grant.id}:0"
+
+
+def test_routers_that_append_to_one_file_leave_no_empty_lines(tmp_path: Path) -> None:
+    event = event_of("acme", Charge("r" * 200_000, 3, 2, 1, "{}"))
+
+    def append(_: int) -> None:
+        for _ in range(100):
+            usage._append(tmp_path / "usage.jsonl", [event])
+
+    with ThreadPoolExecutor(3) as routers:
+        list(routers.map(append, range(3)))
+    lines = (tmp_path / "usage.jsonl").read_text().splitlines()
+    assert Counter(map(len, lines)) == {len(json.dumps(event, separators=(",", ":"))): 300}
 
 
 @pytest.mark.parametrize("subject", ["?", "[]", '{"key": 1}', '{"key": "\\ud800"}', '{"x":' + "[" * 9_000])
