@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from broker import terms
+from broker import ledger_terms as terms
 from broker.ledger_records import AccountCopy, Charge, Reservation
 
 DAY_MS, MINUTE_MS = 86_400_000, 60_000

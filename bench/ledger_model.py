@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from bench.ledger_account import DAY_MS, MINUTE_MS, Account, Record
-from broker import terms
+from broker import ledger_terms as terms
 from broker.keys import is_key_account
 from broker.ledger import BehindError, QuotaReachedError
 from broker.ledger_records import LIMIT_NAMES, AccountCopy, Charge, Look, Reservation, TokenLimits

@@ -13,7 +13,8 @@
 --- @include "wrong_types"
 
 local id, deadline_ms = ARGV[2], tonumber(ARGV[3])
--- The limits, and the fields of the entry, in the order of broker/terms.py. max.begun_bytes_when_full: Redis is full.
+-- The limits in the order of broker/terms.py, and the fields of broker/queue_entry.py. max.begun_bytes_when_full: Redis is
+-- full.
 local max = {jobs = tonumber(ARGV[4]), bytes = tonumber(ARGV[5]), tenant_jobs = tonumber(ARGV[6]),
   tenant_bytes = tonumber(ARGV[7]), key_jobs = tonumber(ARGV[8]), key_bytes = tonumber(ARGV[9]),
   begun_bytes_when_full = tonumber(ARGV[10])}

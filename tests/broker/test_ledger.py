@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from bench.ledger_model import LedgerModel
-from broker import terms
+from broker import ledger_terms as terms
 from broker.keys import ledger_prefix
 from broker.ledger import BehindError, Ledger, QuotaReachedError
 from broker.ledger_records import AccountCopy, Look, Reservation, TokenLimits

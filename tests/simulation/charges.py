@@ -8,7 +8,7 @@ from random import Random
 
 from broker.keys import key_account
 from broker.ledger_records import AccountCopy
-from broker.terms import HELD_MS, RECOVERY_MS
+from broker.ledger_terms import HELD_MS, RECOVERY_MS
 from router.quotas.accounts import LOOK_S
 from router.quotas.plans import Plans
 from tests.simulation.faults import Fault, Kind

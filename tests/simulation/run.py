@@ -20,10 +20,11 @@ from artifacts.base_model import read_base_model
 from artifacts.grammars.prover import Prover
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
 from broker.ledger_records import AccountCopy
+from broker.ledger_terms import RECOVERY_MS
 from broker.liveness import Liveness
 from broker.messages import Job
 from broker.queue import JobQueue
-from broker.terms import PROMPT_WEIGHT, RECOVERY_MS
+from broker.terms import PROMPT_WEIGHT
 from router.catalog.placement import MIB
 from router.dispatch.link import Frame, Link
 from tests.simulation import engine

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from broker import terms
+from broker import ledger_terms as terms
 from broker.ledger import Ledger
 from broker.ledger_records import AccountCopy, Charge
 from broker.scripts import Scripts
