@@ -31,7 +31,8 @@ def edge_options(connections: int | None = None) -> list[tuple[str, Any]]:
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", _IDLE_MS),
         ("grpc.max_connection_age_ms", AGE_MS),
-        # With it a call takes megabytes that nobody has asked for, as much as its client can send.
+        # With this estimate of bandwidth a call takes megabytes that nobody has asked for, as much as its client can
+        # send. Without it long messages take more round trips: docs/operations.md, Distant clients.
         ("grpc.http2.bdp_probe", 0),
     ]
 

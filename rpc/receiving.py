@@ -8,7 +8,6 @@ with one message is the same as a stream of one, so that the methods are served 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -19,6 +18,7 @@ import grpc
 from rpc.errors import DeadlinePassed, Exhausted, InvalidField
 from rpc.identity.principal import NAMING_ROLES, known_caller
 from rpc.shares import FairTurns, Shares
+from rpc.unread_messages import Call, current_call
 
 # Maximum bytes of the messages that are being received: their size is not known before.
 RECEIVING_BYTES = 64 * 1024 * 1024
@@ -90,11 +90,7 @@ class OneMessage(grpc.aio.ServerInterceptor):
 
     def _many(self, method: Any, decode: Callable[[bytes], Any]) -> Callable[[Any, Context], AsyncIterator[Any]]:
         async def received(_: Any, context: Context) -> AsyncIterator[Any]:
-            answer = method(decode(await self._read(context)), context)
-            if inspect.isawaitable(answer):  # a method that writes to the context itself, as health's Watch does
-                await answer
-                return
-            async with aclosing(answer) as responses:
+            async with aclosing(method(decode(await self._read(context)), context)) as responses:
                 async for response in responses:
                     yield response
 
@@ -122,14 +118,13 @@ class _Readings:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         # When each began, in their order.
-        self._began: dict[asyncio.Task[Any], float] = {}
-        self._late: set[asyncio.Task[Any]] = set()
+        self._began: dict[Call, float] = {}
+        self._late: set[Call] = set()
         self._watching = False
 
     async def read(self, context: Context) -> Any:
         """Return the call's message. Raises DeadlinePassed where it does not come."""
-        task = asyncio.current_task()
-        assert task is not None
+        task = current_call()
         loop = asyncio.get_running_loop()
         self._began[task] = loop.time()
         if not self._watching:

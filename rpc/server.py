@@ -112,12 +112,10 @@ class Server:
         # The status interceptor is outermost, so that it also sees what the others raise.
         edge = {**dict(edge_options(connections)), **dict(channel_options() if options is None else options)}
         self._messages = OneMessage(Receiving(edge["grpc.max_receive_message_length"], min(RECEIVE_S, stall_s)))
+        before, behind = (*outer, ConnectionCalls(calls)), (*interceptors, ReadableMessages())
         self.grpc = grpc.aio.server(
             options=[*edge.items(), *_SERVER_OPTIONS],
-            interceptors=[
-                *(StatusInterceptor(stall_s), *outer, ConnectionCalls(calls)),
-                *(self._guard, self._messages, *interceptors, ReadableMessages()),
-            ],
+            interceptors=[StatusInterceptor(stall_s), *before, self._guard, self._messages, *behind],
         )
         self._health = BoundedHealth()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

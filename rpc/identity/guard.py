@@ -63,7 +63,7 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap the method's handler; rpc.status is around it and turns what it raises into a status."""
+        """Wrap the method's handler; rpc.status_interceptor turns what it raises into a status."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None:

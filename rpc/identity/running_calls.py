@@ -17,7 +17,8 @@ from rpc.identity.principal import Principal
 # Longest time in seconds between looks at the wall clock, which may be set.
 LONGEST_S = 60.0
 
-# Reasons for which tasks of calls were cancelled; rpc.status makes them their status. None: the call has its answer.
+# Reasons for which tasks of calls were cancelled; rpc.status_interceptor makes them their status. None: the call has
+# its answer.
 _ENDINGS: WeakKeyDictionary[asyncio.Task[Any], CallError | None] = WeakKeyDictionary()
 
 

@@ -9,7 +9,10 @@ import sys
 import loraplex_client as lx
 import pytest
 
-ROOMS = {"adapter_store", "artifacts", "bench", "broker", "clients", "deploy", "router", "rpc", "telemetry", "worker"}
+ROOMS = {
+    *("adapter_store", "artifacts", "bench", "broker", "clients", "deploy", "files"),
+    *("router", "rpc", "telemetry", "worker"),
+}
 SHIPPED = {"loraplex.inference", "loraplex.adapters"}
 
 

@@ -93,6 +93,17 @@ async def test_a_call_without_a_message_is_cut(served: tuple[Answers, Server, in
         assert await client.frames(1, RESET) == [HEADERS, RESET]  # CANCELLED
 
 
+async def test_a_call_ends_and_a_warning_says_so_where_its_stream_cannot_be_reset(
+    served: tuple[Answers, Server, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers, _, port = served
+    monkeypatch.setattr("rpc.unread_messages._WAITER", "a name of another version of gRPC")
+    async with asyncio.timeout(10), UnreadingClient(port) as client:
+        client.call(1, SERVICE + "Generate")
+        await answers.left.wait()
+    assert "0 of 1 calls" in caplog.text
+
+
 async def test_calls_that_are_read_go_on_beside_one_that_is_cut(served: tuple[Answers, Server, int]) -> None:
     _, _, port = served
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
