@@ -59,12 +59,12 @@ class Receiving:
 class OneMessage(grpc.aio.ServerInterceptor):
     """Receives the one message of a call. Put it behind the guard; methods that are streams already pass it.
 
-    `waiting`: how many calls of tenants, and of callers without a credential, may wait for their messages at once.
+    Callers without a credential have bounds of their own: from many addresses they would take everybody's turns.
     """
 
-    def __init__(self, receiving: Receiving, waiting: int = WAITING) -> None:
-        self._receiving = receiving
-        self._waiting = Shares(waiting)
+    def __init__(self, known: Receiving, strangers: Receiving) -> None:
+        self._known = known, Shares(WAITING)
+        self._strangers = strangers, Shares(WAITING)
 
     async def intercept_service(
         self,
@@ -99,17 +99,18 @@ class OneMessage(grpc.aio.ServerInterceptor):
     async def _read(self, context: Context) -> bytes:
         """Return the bytes of a call's message. Raises a CallError."""
         principal = known_caller()
+        receiving, waiting = self._strangers if principal is None else self._known
         who = context.peer().rpartition(":")[0] if principal is None else principal.tenant or principal.name
         if principal is not None and principal.roles & NAMING_ROLES:
-            return await self._receiving.read(who, context)
-        if not self._waiting.take(who):
-            message = f"{who} has its share of the {self._waiting.limit} calls whose messages this process waits for"
+            return await receiving.read(who, context)
+        if not waiting.take(who):
+            message = f"{who} has its share of the {waiting.limit} calls whose messages this process waits for"
             retry_s = random.uniform(0.5, 1.5) * _RETRY_S
             raise Exhausted(f"callers/{who}/messages", message, retry_after_s=retry_s, reason="MESSAGES_FULL")
         try:
-            return await self._receiving.read(who, context)
+            return await receiving.read(who, context)
         finally:
-            self._waiting.give(who)
+            waiting.give(who)
 
 
 class _Readings:

@@ -111,7 +111,8 @@ class Server:
         self._methods: set[str] = set()
         # The status interceptor is outermost, so that it also sees what the others raise.
         edge = {**dict(edge_options(connections)), **dict(channel_options() if options is None else options)}
-        self._messages = OneMessage(Receiving(edge["grpc.max_receive_message_length"], min(RECEIVE_S, stall_s)))
+        bounds = edge["grpc.max_receive_message_length"], min(RECEIVE_S, stall_s)
+        self._messages = OneMessage(Receiving(*bounds), Receiving(*bounds))
         before, behind = (*outer, ConnectionCalls(calls)), (*interceptors, ReadableMessages())
         self.grpc = grpc.aio.server(
             options=[*edge.items(), *_SERVER_OPTIONS],

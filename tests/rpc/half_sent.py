@@ -16,10 +16,10 @@ _PIECE = 16_384
 
 
 class HalfSent:
-    """A connection whose calls of `path` send all of a message of `size` bytes but its last."""
+    """A connection from `address` whose calls of `path` send all of a message of `size` bytes but its last."""
 
-    def __init__(self, port: int, path: str, size: int) -> None:
-        self._port, self._path, self._size = port, path, size
+    def __init__(self, port: int, path: str, size: int, address: str = "127.0.0.1") -> None:
+        self._port, self._path, self._size, self._address = port, path, size, address
         self._first = _WINDOW
         self._windows: defaultdict[int, int] = defaultdict(lambda: self._first)
         # What is to be sent of each call, what was, and the calls that the server has answered.
@@ -29,7 +29,9 @@ class HalfSent:
         self.came = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._reader, self._writer = await asyncio.open_connection(
+            "127.0.0.1", self._port, local_addr=(self._address, 0)
+        )
         self._writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, b""))
         self._reading = asyncio.create_task(self._read())
         return self

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from loraplex.inference.v1 import inference_pb2_grpc
+from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from rpc import receiving
-from rpc.identity.guard import Guard
+from rpc.identity.guard import Guard, open_guard
 from rpc.identity.permissions import Port
 from rpc.server import MESSAGE_BYTES, Server
 from rpc.shares import Shares
@@ -22,14 +23,18 @@ CHECK = "/grpc.health.v1.Health/Check"
 _AHEAD = 65_536
 
 
+class _Service(inference_pb2_grpc.InferenceServiceServicer):
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, context: Any) -> inference_pb2.TokenizeResponse:
+        return inference_pb2.TokenizeResponse()
+
+
 @asynccontextmanager
 async def serving(guard: Guard | None = None) -> AsyncIterator[tuple[Server, int]]:
     """A server and its port."""
     server = Server(guard)
     port = server.bind("127.0.0.1", 0)
     if guard is not None:
-        service = inference_pb2_grpc.InferenceServiceServicer()  # type: ignore[abstract]  # as grpc makes them
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(_Service(), server.grpc)  # type: ignore[abstract]  # one method is enough
     await server.start()
     try:
         yield server, port
@@ -63,15 +68,30 @@ async def test_half_sent_messages_of_an_address_are_received_in_turns(monkeypatc
 
 async def test_a_message_that_never_ends_gives_its_turn_to_the_next() -> None:
     async with serving() as (server, port), HalfSent(port, CHECK, 1_000) as stranger:
-        server._messages._receiving = receiving.Receiving(MESSAGE_BYTES, 0.02)
+        server._messages._strangers = receiving.Receiving(MESSAGE_BYTES, 0.02), Shares(32)
         for _ in range(20):
             stranger.call()
         await stranger.until(lambda: len(stranger.answered) == 20)
 
 
+async def test_strangers_from_many_addresses_take_no_turns_of_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "RECEIVING_BYTES", 2 * MESSAGE_BYTES)
+    async with (
+        serving(open_guard()) as (_, port),
+        HalfSent(port, CHECK, 1 << 20, "127.0.0.2") as one,
+        HalfSent(port, CHECK, 1 << 20, "127.0.0.3") as other,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        for stranger in (one, other):  # each takes one of two turns
+            stranger.call()
+            await stranger.until(lambda stranger=stranger: len(stranger.whole) == 1)  # type: ignore[misc]  # a default
+        tokenize = inference_pb2_grpc.InferenceServiceStub(channel).Tokenize
+        assert await tokenize(inference_pb2.TokenizeRequest(), timeout=5, metadata=[("loraplex-tenant", "acme")])
+
+
 async def test_calls_whose_messages_do_not_come_are_bounded_by_address() -> None:
     async with serving() as (server, port), HalfSent(port, CHECK, 1_000) as stranger:
-        server._messages._waiting = Shares(4)
+        server._messages._strangers = receiving.Receiving(MESSAGE_BYTES), Shares(4)
         for _ in range(3):
             stranger.call()
         await stranger.until(lambda: len(stranger.answered) == 1)
