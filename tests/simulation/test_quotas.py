@@ -115,7 +115,7 @@ def test_keys_share_their_tenants_work_by_weight_within_their_share_of_the_queue
 
 
 def test_keys_without_turns_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KeyTurns, "next_turn", lambda self, entry, *, is_first: 0.0)
+    monkeypatch.setattr(KeyTurns, "next_turn", lambda self, entry: 0.0)
     assert any("differs by" in line for line in run_with_weights().wrong)
 
 
