@@ -135,7 +135,7 @@ class QueueLimits:
     bytes: int = 1 << 30
     tenant_jobs: int = 5_000
     tenant_bytes: int = 1 << 28
-    # Of the newcomers of a key whose plan says something of the queue.
+    # Maximum waiting newcomers of one API key, and of their bytes, where the key's plan has a queue share.
     key_jobs: int = 1 << 50
     key_bytes: int = 1 << 50
 

@@ -84,7 +84,7 @@ def _server(settings: Settings, telemetry: RequestTelemetry, auditor: Auditor, g
     if port is Port.OPERATORS:
         return Server(guard, outer=[meter], interceptors=[auditor])
     open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
-    # Of one connection: more than the limit, so that they are refused by it.
+    # Maximum calls of one connection: above the limit of open calls, so that this limit refuses them.
     calls = 2 * settings.open_calls_limit
     unnamed = [UnnamedCallers(settings.engine_tenant)] if settings.engine_protocol else []
     inner = [*unnamed, open_calls, auditor]

@@ -35,7 +35,7 @@ end
 local r = {state = 'open', owner = router, part = 0, base = 0, requests = 1, input = input, output = output, used_input = 0,
   used_output = 0, minute = account.minute, day = account.day, month = account.month, subject = subject, again = 0,
   told = 0, resumes = 0}
--- What is reserved now, and the streams that may be open beside it; nil: it has its place among them already.
+-- Amounts to reserve now, and maximum number of open streams; nil: the request has its place among them already.
 local requests, new_input, new_output, streams = 1, input, output, max.streams
 if received >= 0 and found then
   requests, new_input = 0, 0

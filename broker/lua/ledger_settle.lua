@@ -15,7 +15,7 @@ if not r then
   if state == 'left' and r.day == 0 then return answer('settled', account) end
 end
 if r.owner ~= given.owner then
-  -- What this router has sent beyond what the client told the other one is made again there.
+  -- Tokens that this router sent after those that the client named to the other router: that one makes them again.
   local late = given.used_output - r.told
   if late > 0 then
     r.told = given.used_output

@@ -20,7 +20,7 @@ def check_json_size(body: bytes) -> None:
             raise _too_many(STRINGS, "strings")
     if _containers(body) <= CONTAINERS and body.count(b",") < VALUES:
         return
-    # What is no character of a string: every other piece, of no more than twice the strings.
+    # Count again without the characters of strings: between quotes, every other piece is outside of strings.
     body = b"".join(_without_escapes(body).split(b'"')[::2])
     if _containers(body) > CONTAINERS:
         raise _too_many(CONTAINERS, "objects and lists")

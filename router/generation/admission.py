@@ -106,7 +106,7 @@ class Admission:
         text = self._models.with_digest(job.model, job.base_digest).text
         template = text.chat.with_settings((await self.configs.of(request.tenant, job.adapter)).chat)
         make = partial(chat_format, request.prompt, template, text, job.prompt_ids, job.request_id)
-        # Of a message that is continued the whole prompt is read, of others its end.
+        # To continue a message, the whole prompt is read; otherwise its end alone, which takes no time.
         return await self.work_on_prompt(job, make) if request.prompt.continue_final_message else make()
 
     async def work_on_prompt(self, job: Job, work: Callable[[], T]) -> T:

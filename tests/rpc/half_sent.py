@@ -22,7 +22,7 @@ class HalfSent:
         self._port, self._path, self._size, self._address = port, path, size, address
         self._first = _WINDOW
         self._windows: defaultdict[int, int] = defaultdict(lambda: self._first)
-        # What is to be sent of each call, what was, and the calls that the server has answered.
+        # Bytes of each call's message, and how many of them were sent, by stream; streams that the server has answered.
         self._lengths: dict[int, int] = {}
         self.sent: dict[int, int] = {}
         self.answered: set[int] = set()

@@ -1,4 +1,4 @@
--- What a tenant's queue keeps of its API keys, in a hash that goes with the queue:
+-- Fields about a tenant's API keys, in a hash that is removed with the tenant's queue:
 --   jobs:KEY, bytes:KEY    newcomers of a key whose plan bounds or weighs them
 --   turn:PRIORITY          the highest turn of the jobs that were claimed
 --   finish:PRIORITY:KEY    the end of a key's last turn
