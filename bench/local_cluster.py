@@ -15,7 +15,7 @@ from loraplex_client import AsyncStoreClient
 from artifacts.base_model import read_base_model
 from clients.cli.models import registered
 from deploy.local.cluster import ClusterSettings, LocalCluster
-from deploy.local.process import Process
+from rpc.children.process import Process
 
 # Seconds that a program of others gets to end by itself.
 _STOP_S = 20.0

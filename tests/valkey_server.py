@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from broker.connection import connect
 from deploy.local import valkey
-from deploy.local.process import Process
+from rpc.children.process import Process
 
 
 class ValkeyServer:

@@ -29,7 +29,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.local import valkey
 from deploy.local.cluster_settings import ClusterSettings
-from deploy.local.process import READY, LaunchError, Process
+from rpc.children.process import READY, LaunchError, Process
 from rpc.server import channel_options
 
 __all__ = ["ClusterSettings", "LaunchError", "LocalCluster"]

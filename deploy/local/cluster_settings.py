@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.local.process import LaunchError
+from rpc.children.process import LaunchError
 
 
 @dataclass(frozen=True)

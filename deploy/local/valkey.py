@@ -9,7 +9,7 @@ from pathlib import Path
 from broker.acl import ROLES, acl_file
 from broker.connection import RedisUnreachableError, connect
 from broker.user_passwords import password_path, read_passwords, write_passwords
-from deploy.local.process import LaunchError
+from rpc.children.process import LaunchError
 
 READY = re.compile("Ready to accept connections")
 # Maximum length of a socket's path in bytes: sockaddr_un holds 108 on Linux and 104 on macOS, with the final zero.

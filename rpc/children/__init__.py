@@ -1,1 +1,1 @@
-"""Child processes that work on hostile data, with limits of time and memory; they may be killed."""
+"""Child processes: their start and end; those that work on hostile data have limits of time and memory."""

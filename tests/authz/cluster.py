@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 
 from broker.job_keys import new_job_key
-from deploy.local.process import Process
+from rpc.children.process import Process
 from rpc.identity.api_keys import new_api_key
 from rpc.identity.development_ca import DevelopmentCa, write_private
 from rpc.identity.permissions import REFLECTION_SERVICE, SGLANG_SERVICE

@@ -20,7 +20,7 @@ from broker.messages import Capacity
 from broker.queue import JobQueue
 from broker.startup import connect_once_up
 from deploy.local import valkey
-from deploy.local.process import Process
+from rpc.children.process import Process
 from tests.broker.both_queues import BASE, make_job
 from tests.valkey_server import MovingAddress, ValkeyServer
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvloop
 
-from deploy.local.process import LaunchError
+from rpc.children.process import LaunchError
 from tests.chaos.checker import check
 from tests.chaos.history import read_history
 from tests.chaos.plan import Kind, make_plan

@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 from broker.connection import connect
 from deploy.local import valkey
 from deploy.local.cluster import ClusterSettings, LocalCluster
-from deploy.local.process import Process
+from rpc.children.process import Process
 from tests.chaos.cluster import list_workers, push_adapter, register_model, what_is_left
 from tests.chaos.driver import Driver
 from tests.chaos.history import Begun, Fault, History, Left

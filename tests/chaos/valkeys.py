@@ -17,7 +17,7 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 
 from broker.connection import connect
 from deploy.local import valkey
-from deploy.local.process import Process
+from rpc.children.process import Process
 from tests.chaos.links import Link
 
 DUMP = "dump.rdb"

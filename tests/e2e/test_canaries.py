@@ -34,7 +34,7 @@ from redis.asyncio import Redis
 from artifacts.base_model import read_base_model
 from broker.job_keys import new_job_key
 from clients.cli.models import registered
-from deploy.local.process import Process
+from rpc.children.process import Process
 from rpc.identity.api_keys import new_api_key
 from rpc.identity.development_ca import DevelopmentCa, write_private
 from telemetry.audit.chain import read, verify

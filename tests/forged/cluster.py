@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from artifacts.base_model import read_base_model
 from broker.keys import Keys
 from clients.cli.models import registered
-from deploy.local.process import Process
+from rpc.children.process import Process
 from rpc.identity.tls import TlsFiles
 from tests.credentials_files import job_keys, tls_files, write_tls_files
 from tests.valkey_server import ValkeyServer

@@ -1,8 +1,9 @@
-"""A child process of the launcher: start, ready line, exit, stop.
+"""A child process of the launcher, or of a router's supervisor: start, ready line, exit, stop.
 
 start ──▶ stdout: `ready ...` ──▶ wait_ready      stderr ──▶ its log file ──▶ failure(): the `error: ...` line
 
-Each child leads a session of its own, so that a terminal's Ctrl-C reaches the launcher alone; it stops them in order.
+Each child leads a session of its own, so that a terminal's Ctrl-C reaches its parent alone, which stops them in order.
+It dies with its parent.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 
 
 class LaunchError(Exception):
-    """A cluster can't start or continue; the message is one line."""
+    """A child process, or a cluster of them, cannot start or continue; the message is one line."""
 
 
 class Process:
@@ -42,11 +43,14 @@ class Process:
         name: str,
         argv: Sequence[str],
         *,
-        log_path: Path,
+        log_path: Path | None = None,
         environ: Mapping[str, str] | None = None,
         ready: re.Pattern[str] = READY,
     ) -> Process:
-        """Run `argv`; `ready` matches the line of its stdout that says that it serves. Raises OSError."""
+        """Run `argv`; `ready` matches the line of its stdout that says that it serves. Raises OSError.
+
+        Without `log_path` its stderr is this process's own.
+        """
         # A socket, because with asyncio's pipe wait() would not return while a grandchild holds the other end.
         ours, theirs = socket.socketpair()
         output = _Output(log_path, ready)
@@ -78,6 +82,8 @@ class Process:
 
     def last_words(self) -> str:
         """Return the last `error: ...` line of the log without the prefix, else the last line, else nothing."""
+        if self._output.log_path is None:
+            return ""
         with self._output.log_path.open("rb") as log:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - _TAIL_BYTES))
@@ -127,12 +133,12 @@ class Process:
 
 
 class _Output(asyncio.Protocol):
-    """Copies a child's stdout to its log and finds the ready line in it; owns the log and the connection."""
+    """Copies a child's stdout to its log, if it has one, and finds the ready line in it; owns both."""
 
-    def __init__(self, log_path: Path, pattern: re.Pattern[str]) -> None:
+    def __init__(self, log_path: Path | None, pattern: re.Pattern[str]) -> None:
         loop = asyncio.get_running_loop()
         self.log_path = log_path
-        self.log = log_path.open("ab", buffering=0)
+        self.log = None if log_path is None else log_path.open("ab", buffering=0)
         self.ready: asyncio.Future[str] = loop.create_future()
         self._pattern = pattern
         self._partial = b""
@@ -143,7 +149,8 @@ class _Output(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self.log.write(data)
+        if self.log is not None:
+            self.log.write(data)
         if self.ready.done():
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
@@ -153,7 +160,8 @@ class _Output(asyncio.Protocol):
                 return
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.log.close()
+        if self.log is not None:
+            self.log.close()
         self._closed.set_result(None)
 
     async def close(self) -> None:
