@@ -106,8 +106,9 @@ class JobQueue:
     ) -> None:
         """Put a job into the queue; a newer attempt replaces an older one. `entry`: the job's, if it is made already.
 
-        `reserve` is sent in the same round trip, before it. Raises QuarantinedError; of newcomers, whose answer has not
-        begun, QueueFullError or DeadlineUnattainableError; UnreservedError where the ledger does not grant `reserve`.
+        `reserve` is sent in the same round trip, before it. Raises QuarantinedError; QueueFullError or
+        DeadlineUnattainableError of a first attempt that has not begun, and QueueFullError of others where Redis is out
+        of memory; UnreservedError where the ledger does not grant `reserve`.
         """
         placement = placement or Placement()
         entry, limits = entry or self.make_entry(job, placement), self._limits.for_placement(placement)
@@ -122,7 +123,7 @@ class JobQueue:
         try:
             answer = await self._send_entry(arguments, reserve)
         except OutOfMemoryError as error:
-            if job.attempt == 1 and not job.resumed:
+            if not entry.begun:
                 raise QueueFullError("Redis is out of memory") from error
             arguments[_WHEN_FULL] = BEGUN_BYTES_WHEN_FULL
             answer = await self._enqueue_when_full(self.keys.waiting, arguments)

@@ -16,8 +16,8 @@ class Entry:
 
     tenant: str
     attempt: int
-    # 1 for an answer that had begun at another router, else 0.
-    resumed: int
+    # 1 for an answer that has begun: it has tokens, or a worker has had the job.
+    begun: int
     weight: float
     priority: int
     # Maximum tokens of prompt and answer together.
@@ -48,7 +48,7 @@ class Entry:
         return cls(
             tenant=job.tenant,
             attempt=job.attempt,
-            resumed=int(job.resumed),
+            begun=int(placement.begun or bool(job.done) or any(job.emitted.values())),
             weight=placement.weight,
             priority=max(-PRIORITY_LIMIT, min(job.priority, PRIORITY_LIMIT)),
             tokens=job.tokens,

@@ -192,6 +192,8 @@ class Placement:
     # Maximum share of the queue that waiting jobs of the tenant may take, beside the limits of every tenant.
     queue_share: float = 1.0
     key: KeyTerms = NO_KEY
+    # True if a worker has had an earlier attempt of the job.
+    begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)

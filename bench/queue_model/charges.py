@@ -32,11 +32,14 @@ class Charges:
         self._records: dict[str, _Record] = {}
 
     def charge_claim(self, job: WaitingJob, *, loads: bool) -> None:
-        """Charge the prompt and the load at the first claim of the first attempt, and a refund at the next claim."""
+        """Charge the prompt and the load at the first claim of the first attempt, or of one that no worker has had.
+
+        A refund is charged again at the next claim.
+        """
         entry, record, counters = job.entry, self._records.get(job.job_id), self._counters
         if record is None:
             refundable = 0.0
-            if entry.attempt == 1:
+            if entry.attempt == 1 or not job.has_begun:
                 refundable = terms.PROMPT_WEIGHT * entry.prompt / entry.weight
                 counters.charge(entry.tenant, refundable + (entry.load / entry.weight if loads else 0))
         elif record.attempt < entry.attempt or record.refunded:

@@ -54,7 +54,7 @@ class QueueModel:
         return self.waiting.counters.value(tenant)
 
     def enqueue(self, job: Job, placement: Placement, now_ms: int) -> Refusal | None:
-        """Put a job into the queue; a newer attempt replaces an older one. Newcomers may be refused."""
+        """Put a job into the queue; a newer attempt replaces an older one. First attempts may be refused."""
         self._routers.beat(job.reply_to, now_ms)
         waiting = self.waiting.find(job.job_id)
         if waiting is not None and waiting.entry.attempt >= job.attempt:
@@ -72,12 +72,12 @@ class QueueModel:
         self._news.append(job.job_id)
         deadline = now_ms + job.deadline_ms if job.deadline_ms else math.inf
         arrived = WaitingJob(job.job_id, entry, self._arrivals, now_ms, deadline)
-        if job.attempt > 1 or (entry.resumed and self._may_lead(arrived, now_ms)):
+        if entry.begun and (job.attempt > 1 or self._may_lead(arrived, now_ms)):
             arrived.has_begun = True
         else:
             arrived.turn = self.waiting.keys.next_turn(entry)
             limits = self._limits.for_placement(placement)
-            if refusal := self._refusal_of_newcomer(arrived, limits, now_ms):
+            if job.attempt == 1 and (refusal := self._refusal(arrived, limits, now_ms)):
                 return refusal
         self.waiting.insert(arrived)
         return None
@@ -96,7 +96,7 @@ class QueueModel:
         lead = ahead + waiting.begun_work(tenant)
         return lead <= max(terms.RESUME_LEAD_WORK, terms.RESUME_LEAD_MS * self._claim_rate.per_ms(now_ms))
 
-    def _refusal_of_newcomer(self, job: WaitingJob, limits: QueueLimits, now_ms: int) -> Refusal | None:
+    def _refusal(self, job: WaitingJob, limits: QueueLimits, now_ms: int) -> Refusal | None:
         entry, waiting = job.entry, self.waiting
         jobs, size = len(waiting.queue(entry.tenant)) + 1, waiting.newcomer_bytes_of(entry.tenant) + len(entry.body)
         if jobs > limits.tenant_jobs:

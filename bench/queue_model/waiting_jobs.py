@@ -14,8 +14,8 @@ from broker import terms
 from broker.queue_entry import Entry
 from broker.terms import QueueLimits
 
-# Negated priority, whether the job has a turn, turn or deadline, arrival.
-Place = tuple[int, bool, float, int]
+# Negated priority, whether the job has a turn, turn or deadline, whether it is a first attempt, arrival.
+Place = tuple[int, bool, float, bool, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,10 +40,11 @@ class WaitingJob:
     def place(self) -> Place:
         """Return the place in its queue."""
         if self.has_begun:  # jobs that need a whole worker go first
-            return (-1 if self.entry.rows >= terms.ALL_ROWS else 0, False, 0.0, self.arrival)
+            return (-1 if self.entry.rows >= terms.ALL_ROWS else 0, False, 0.0, False, self.arrival)
+        is_first = self.entry.attempt == 1
         if self.turn is None:
-            return -self.entry.priority, False, self.deadline_ms, self.arrival
-        return -self.entry.priority, True, math.floor(self.turn), self.arrival
+            return -self.entry.priority, False, self.deadline_ms, is_first, self.arrival
+        return -self.entry.priority, True, math.floor(self.turn), is_first, self.arrival
 
     @property
     def work(self) -> int:

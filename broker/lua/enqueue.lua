@@ -1,8 +1,8 @@
 #!lua
 -- Put a job into the queue. Answers {'queued'}, {'known'} for an attempt that is not newer than the one that waits, or
--- for a refused newcomer {'full', limit, tenant or API key} or {'late', wait in ms}. A job that has begun is refused by a
--- full Redis alone, beyond a limit. For a newcomer or a suspect of a tenant or adapter in quarantine {'quarantined', ms
--- left}. KEYS[2], where it is given, is the reservation of the job's tokens; without one in the ledger {'unreserved'}.
+-- for a refused first attempt {'full', limit, tenant or API key} or {'late', wait in ms}. A later attempt, and a job that has
+-- begun, is refused by a full Redis alone. For a newcomer or a suspect of a tenant or adapter in quarantine {'quarantined',
+-- ms left}. KEYS[2], where it is given, is the reservation of the job's tokens; without one in the ledger {'unreserved'}.
 --- @include "quarantine"
 --- @include "suspects"
 --- @include "routers"
@@ -18,7 +18,7 @@ local id, deadline_ms = ARGV[2], tonumber(ARGV[3])
 local max = {jobs = tonumber(ARGV[4]), bytes = tonumber(ARGV[5]), tenant_jobs = tonumber(ARGV[6]),
   tenant_bytes = tonumber(ARGV[7]), key_jobs = tonumber(ARGV[8]), key_bytes = tonumber(ARGV[9]),
   begun_bytes_when_full = tonumber(ARGV[10])}
-local job = {tenant = ARGV[11], attempt = tonumber(ARGV[12]), resumed = tonumber(ARGV[13]), weight = tonumber(ARGV[14]),
+local job = {tenant = ARGV[11], attempt = tonumber(ARGV[12]), begun = tonumber(ARGV[13]), weight = tonumber(ARGV[14]),
   priority = tonumber(ARGV[15]), tokens = tonumber(ARGV[16]), prefill = tonumber(ARGV[17]), prompt = tonumber(ARGV[18]),
   rank = tonumber(ARGV[19]), rows = tonumber(ARGV[20]), strikes = tonumber(ARGV[21]), base = ARGV[22],
   adapter = ARGV[23], load = tonumber(ARGV[24]), prefer = ARGV[25], router = ARGV[26], key = ARGV[27],
@@ -75,9 +75,11 @@ end
 
 -- Return a newcomer's place, and what is to be kept of its turn, if it has one. Members of equal score are ordered by their
 -- bytes: priority, deadline, arrival, or where a key of the tenant has a weight priority, turn, arrival. Jobs without a
--- turn, which came before the weight, are before those that have one. PLACE_BYTES stand before the id.
+-- turn, which came before the weight, are before those that have one. A later attempt, whose job has waited before, comes
+-- with its '-' before the first attempts that are its equals. PLACE_BYTES stand before the id.
 local function place_of(arrival, tenant_jobs)
-  local begin, rest = string.format('%03d', PRIORITY_LIMIT - job.priority), string.format('%016d:', arrival) .. id
+  local begin = string.format('%03d', PRIORITY_LIMIT - job.priority)
+  local rest = (job.attempt > 1 and '-' or '0') .. string.format('%015d:', arrival) .. id
   local turns_before = totals['turns:' .. job.tenant] > 0
   if tenant_jobs == 0 and (turns_before or job.key ~= '') then
     redis.call('DEL', keys_of(job.tenant)) -- of a queue that was lost, or that an older version has emptied
@@ -112,16 +114,14 @@ local function wait_before_turn_ms(tenant_jobs, tenant_work)
   return (own_work + work / others * (redis.call('ZCARD', TENANTS) - 1)) / rate
 end
 
--- Return the answer that refuses a newcomer; nil: it has a place, perhaps that of another job.
-local function refusal_of_newcomer(tenant_jobs)
-  local refusal = reached_limit(tenant_jobs)
-  if refusal then return refusal end
+-- Return the answer that refuses a first attempt; nil: it has a place, perhaps that of another job.
+local function refusal(tenant_jobs, use)
+  local answer = reached_limit(tenant_jobs)
+  if answer then return answer end
   local wait_ms = deadline_ms > 0 and wait_before_turn_ms(tenant_jobs, totals['work:' .. job.tenant]) or 0
   if wait_ms > DEADLINE_DOUBT * deadline_ms then return {'late', math.floor(wait_ms)} end
-  local use = use_of(tenant_jobs + 1, totals['of:' .. job.tenant] + job.size, job.weight, max)
   local limit = make_room(job.size, use, max)
-  if limit then return {'full', limit, ''} end
-  redis.call('ZADD', USES, exact(use), job.tenant)
+  return limit and {'full', limit, ''}
 end
 
 -- Wake the first preferred worker with free rows, or else any.
@@ -149,7 +149,7 @@ if refused_ms > 0 and not goes_on_in_quarantine(job.attempt, job.prompt, job.pre
 end
 read_totals('all', 'begun_bytes', 'next_lift', 'of:' .. job.tenant, 'work:' .. job.tenant, 'begun_of:' .. job.tenant,
   'begun:' .. job.tenant, 'turns:' .. job.tenant)
-local has_begun = job.attempt > 1 or job.resumed == 1 and may_lead()
+local has_begun = job.begun == 1 and (job.attempt > 1 or may_lead())
 if max.begun_bytes_when_full and (not has_begun or totals.begun_bytes + job.size > max.begun_bytes_when_full) then
   return {'full', 'begun_bytes_when_full', ''}
 end
@@ -164,8 +164,10 @@ else
     tenant_jobs = 0
   end
   job.place, kept_of_turn = place_of(arrival, tenant_jobs)
-  local refusal = refusal_of_newcomer(tenant_jobs)
-  if refusal then return refusal end
+  local use = use_of(tenant_jobs + 1, totals['of:' .. job.tenant] + job.size, job.weight, max)
+  local answer = job.attempt == 1 and refusal(tenant_jobs, use)
+  if answer then return answer end
+  redis.call('ZADD', USES, exact(use), job.tenant)
 end
 -- In the order that include/waiting_jobs.lua gives.
 local facts = cmsgpack.pack(job.tenant, job.base, job.adapter, job.prefer, job.router, job.attempt, job.weight,

@@ -32,7 +32,7 @@ class Placer:
     def place(self, job: Job) -> Placement:
         """Return the placement of a job."""
         weight, share = self._weight_of(job.tenant), self._queue_share_of(job.tenant)
-        # Later attempts are made by no call, and wait before all newcomers.
+        # Later attempts are made by no call; the outbox gives them the first one's terms.
         key = self._calling_key_terms() if job.attempt == 1 else NO_KEY
         if job.adapter is None:
             return Placement(weight, queue_share=share, key=key)

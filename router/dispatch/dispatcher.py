@@ -80,6 +80,7 @@ class Dispatcher:
         check_weighted_sets(job, (other.job for other in self._jobs.values()))
         routed = self._jobs[job.job_id] = RoutedJob(job, self._rounds)
         try:
+            routed.key = (early := early or self.early_entry(job)).take()[0].key
             await self._enqueue(job, early, reserve)
         except UnreservedError:  # Redis does not have it
             self._jobs.pop(job.job_id).release()
@@ -92,10 +93,10 @@ class Dispatcher:
         routed.enqueued(job.attempt)
         return routed
 
-    async def _enqueue(self, job: Job, early: EarlyEntry | None, reserve: ReserveCall | None) -> None:
+    async def _enqueue(self, job: Job, early: EarlyEntry, reserve: ReserveCall | None) -> None:
         try:
             with self._metrics.enqueue_time.time():
-                await (early or self.early_entry(job)).enqueue(reserve)
+                await early.enqueue(reserve)
         except REFUSALS as error:
             if isinstance(error, QuarantinedError):
                 self._metrics.quarantined.inc()

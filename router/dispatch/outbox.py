@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from broker.connection import REDIS_DOWN
 from broker.messages import DeadJob, Job
@@ -62,7 +63,8 @@ class Outbox:
         job = routed.job
 
         async def enqueue() -> None:
-            await self._queue_of(job.model).enqueue(job, self._place(job))
+            placement = replace(self._place(job), key=routed.key, begun=routed.claimed_at is not None)
+            await self._queue_of(job.model).enqueue(job, placement)
 
         try:
             what = f"enqueueing job {job.job_id}, attempt {attempt}"

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, replace
 
 from broker.messages import Job
+from broker.terms import NO_KEY
 from router.dispatch.choice import Arrival, Choice
 from router.dispatch.job_state import JobState, check_transition
 from router.dispatch.link import Frame, Link, WorkerFinish
@@ -30,6 +31,8 @@ class RoutedJob:
 
     def __init__(self, job: Job, rounds: ReaderRounds | None = None) -> None:
         self.job = job
+        # The terms of the API key of the call, which later attempts keep.
+        self.key = NO_KEY
         self.state = JobState.ENQUEUEING
         self.choices = [Choice.of_job(job, index) for index in range(job.n)]
         # The link of the worker that has the current attempt; it stays when the job ends.

@@ -57,6 +57,7 @@ def make_job(
         priority=priority,
         deadline_ms=deadline_ms,
         resumed=resumed,
+        emitted={0: (7,)} if resumed else {},
         adapter=AdapterRef(f"r/{adapter}", adapter, rank, 1000) if adapter else None,
     )
 
@@ -114,8 +115,8 @@ class BothQueues:
         await self.redis.set(CLOCK, self.now_ms)
 
     async def enqueue(self, job: Job, placement: Placement | None = None) -> str:
-        """Empty, or why it was refused: a bound, or `late`."""
-        placement = placement or Placement()
+        """Empty, or why it was refused: a bound, or `late`. Later attempts have begun, unless `placement` says else."""
+        placement = placement or Placement(begun=job.attempt > 1)
         if job.suspect:
             self._struck.add(job.job_id)
         refusal = self.model.enqueue(job, placement, self.now_ms)

@@ -14,10 +14,12 @@ from broker.functions import FunctionsMissingError
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, AdapterRequest
 from broker.queue import JobQueue, QueueFullError
-from broker.terms import WAKE_LIMIT, QueueState, UsageReport
+from broker.terms import WAKE_LIMIT, Placement, QueueState, UsageReport
 from tests.broker.queued_jobs import KEYS, ROOMY, claim, job
 from tests.broker.test_dead import dead_job
 from tests.broker.test_liveness import worker
+
+BEGUN = Placement(begun=True)
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ async def test_new_jobs_are_refused_and_those_that_wait_end(redis: Redis, full: 
     assert await full.look_up([("a", 1), ("new", 1)]) == [QueueState.WAITS, QueueState.ABSENT]
     assert await claim(full, rows=2) == ["a", "b"]
     await full.charge([UsageReport("a", 1, 4), UsageReport("b", 1, 0, ended=True, ran=False)])
-    await full.enqueue(job("b", attempt=2))  # its worker has given it back
+    await full.enqueue(job("b", attempt=2), BEGUN)  # its worker has given it back
     assert (await full.claim("sha256:0", ROOMY, [UsageReport("a", 1, 5, ended=True)])).jobs[0] == job("b", attempt=2)
     for name in ("a", "b", "c"):
         await full.finish(name, 2)
@@ -59,12 +61,14 @@ async def test_jobs_that_have_begun_take_a_bounded_part_of_a_full_memory(
     monkeypatch.setattr(queue_module, "BEGUN_BYTES_WHEN_FULL", 3_000)
     long = job("", prompt_ids=tuple(range(300)), attempt=2)
     for name in ("one", "two", "three"):
-        await full.enqueue(replace(long, job_id=name))
+        await full.enqueue(replace(long, job_id=name), BEGUN)
     with pytest.raises(QueueFullError, match="3000 bytes of jobs that have begun"):
-        await full.enqueue(replace(long, job_id="four", prompt_ids=tuple(range(3_000))))
+        await full.enqueue(replace(long, job_id="four", prompt_ids=tuple(range(3_000))), BEGUN)
     assert await full.look_up([("three", 2), ("four", 2)]) == [QueueState.WAITS, QueueState.ABSENT]
     assert sorted(await claim(full)) == ["a", "b", "c", "one", "three", "two"]
-    await full.enqueue(replace(long, job_id="last"))
+    await full.enqueue(replace(long, job_id="last"), BEGUN)
+    with pytest.raises(QueueFullError, match="out of memory"):  # its router tries again
+        await full.enqueue(replace(long, job_id="not begun"))
 
 
 async def test_workers_and_routers_see_each_other(redis: Redis, full: JobQueue) -> None:

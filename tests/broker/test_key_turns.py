@@ -109,8 +109,8 @@ async def test_a_key_has_a_share_of_the_queue_within_its_tenants(redis: Redis, c
     for number in range(2):
         assert not await both.enqueue(make_job(f"s{number}", "a"), small)
     assert await both.enqueue(make_job("s2", "a"), small) == "key_jobs"
-    assert not await both.enqueue(make_job("begun", "a", attempt=2), small)
-    assert not await both.enqueue(make_job("s0", "a", attempt=2), small)
+    assert not await both.enqueue(make_job("begun", "a", attempt=2), replace(small, begun=True))
+    assert not await both.enqueue(make_job("s0", "a", attempt=2), replace(small, begun=True))
     assert not await both.enqueue(make_job("s2", "a"), small)
     assert await claimed(both, 3) == "bss"
     assert not await both.enqueue(make_job("s3", "a"), small)

@@ -31,6 +31,27 @@ async def test_inside_a_tenant_priority_goes_before_deadline_before_arrival(both
     assert await claim(both) == ["again", "high", "soon", "later", "plain", "low"]
 
 
+async def test_a_job_that_only_waited_goes_before_its_tenant_s_newcomers_and_no_other_tenant_s(
+    both: BothQueues,
+) -> None:
+    """Redis has lost its data: routers dispatch again what waited, and newcomers have come meanwhile."""
+    waited = Placement(begun=False)
+    await both.enqueue(make_job("new", "loud"))
+    for number in range(3):
+        assert not await both.enqueue(make_job(f"old{number}", "loud", attempt=2), waited)
+    await both.enqueue(make_job("urgent", "loud", attempt=2, deadline_ms=10_000), waited)
+    await both.enqueue(make_job("quiet", "quiet"))
+    assert await claim(both) == ["urgent", "quiet", "old0", "old1", "old2", "new"]
+
+
+async def test_no_limit_refuses_a_job_that_was_admitted_before(redis: Redis, clock: Clock) -> None:
+    both = BothQueues(redis, QueueLimits(jobs=3, tenant_jobs=2))
+    await both.start()
+    for number in range(4):
+        assert not await both.enqueue(make_job(f"{number}", "a", attempt=2), Placement(begun=False))
+    assert await both.enqueue(make_job("new", "a")) == "tenant_jobs"
+
+
 async def test_priority_takes_nothing_from_other_tenants(both: BothQueues) -> None:
     for number in range(4):
         await both.enqueue(make_job(f"a{number}", "a", priority=100))

@@ -150,11 +150,13 @@ class Walk(RuleBasedStateMachine):
             job = make_job(job_id, job_id[0], adapter=chance.choice(ADAPTERS), attempt=attempt + 1)
             emitted: dict[int, tuple[int, ...]] = {0: (7,)} if chance.random() < 0.5 else {}
             job = replace(job, strikes=chance.choice((0, 0, 1, 2)), emitted=emitted)
-            refused = self.run(self.both.enqueue(job, Placement(WEIGHTS[job_id[0]])))
+            placement = Placement(WEIGHTS[job_id[0]], key=chance.choice(KEY_TERMS), begun=chance.random() < 0.5)
+            refused = self.run(self.both.enqueue(job, placement))
             assert refused in ("", "quarantined")
             self.waiting.pop(job_id, None)
             if not refused:
                 self.waiting[job_id] = attempt + 1
+                self.happened["waits again as a newcomer"] += job_id in self._newcomers(job_id[0])
 
     def claim(self, chance: random.Random) -> None:
         worker, rows = chance.choice(WORKERS), chance.randint(0, 4)
@@ -279,6 +281,6 @@ def test_the_scripts_and_their_model_decide_alike(runner: asyncio.Runner, monkey
     print(Walk.happened)
     for event in ("queued", "claimed", "again", "shared", "reported", "held", "ahead", "reserved", "late", "refunded",
                   "dropped", "unlinked", "news", "jobs", "bytes", "tenant_jobs", "tenant_bytes", "displaced", "resumed",
-                  "resumed as a newcomer", "quarantined", "suspects", "apart", "purged",
+                  "resumed as a newcomer", "waits again as a newcomer", "quarantined", "suspects", "apart", "purged",
                   "turns", "key_jobs", "key_bytes"):  # fmt: skip
         assert Walk.happened[event], f"no walk has shown {event}"

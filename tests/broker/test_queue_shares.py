@@ -111,7 +111,7 @@ def test_nobody_is_refused_while_another_uses_more(seed: int) -> None:
         tenant = chance.choice(list(weights)[: chance.randint(1, count)])
         begun = chance.random() < 0.1
         job = make_job(f"{number}", tenant, prompt=chance.choice((1, 4, 4, 100)), attempt=1 + begun)
-        refusal = model.enqueue(job, Placement(weights[tenant]), START_MS)
+        refusal = model.enqueue(job, Placement(weights[tenant], begun=begun), START_MS)
         assert len(waiting) - len(waiting.redispatched) <= limits.jobs
         assert waiting.newcomers_bytes <= limits.bytes
         if refusal is not None:

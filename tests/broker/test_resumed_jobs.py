@@ -64,7 +64,7 @@ def begun(both: BothQueues) -> list[str]:
 async def test_a_tenant_that_resumes_again_and_again_passes_others_for_a_bounded_time(both: BothQueues) -> None:
     lead = await contended(both)
     for number in range(25):  # each is a twentieth of what it may lead by
-        assert not await both.enqueue(make_job(f"again{number}", "a", prompt=lead // 20 - 16, resumed=True))
+        assert not await both.enqueue(make_job(f"again{number}", "a", prompt=lead // 20 - 17, resumed=True))
     ahead = begun(both)
     assert 18 <= len(ahead) <= 21
     assert not await both.enqueue(make_job("other", "b", resumed=True))
@@ -83,5 +83,5 @@ async def test_a_tenant_that_was_served_much_more_than_another_that_waits_resume
 async def test_nothing_is_stored_up_while_nobody_else_waits(both: BothQueues) -> None:
     """Before any rate is measured, a tenant alone gets as much as it could pass others by."""
     for number in range(12):
-        assert not await both.enqueue(make_job(f"{number}", "a", prompt=RESUME_LEAD_WORK // 10 - 16, resumed=True))
+        assert not await both.enqueue(make_job(f"{number}", "a", prompt=RESUME_LEAD_WORK // 10 - 17, resumed=True))
     assert len(begun(both)) == 11

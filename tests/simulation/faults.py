@@ -85,6 +85,11 @@ def draw_outage(chance: Random, until_s: float, routers: int) -> list[Fault]:
     return [outage, *(Fault(Kind.ROUTER_KILL, kill_s, away_s, 0, router) for kill_s, away_s, router in kills)]
 
 
+def draw_wipe(chance: Random) -> list[Fault]:
+    """Draw, for every other backlog, a Redis that loses its data while most of the requests wait."""
+    return [Fault(Kind.REDIS_WIPE, chance.uniform(1.05, 1.3), 0.0, 0, 0)] if chance.random() < 0.5 else []
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The parts of a cluster that faults strike."""

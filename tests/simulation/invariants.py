@@ -19,6 +19,8 @@ class Attempts:
         self.faults: list[str] = []
         # The newest attempt that any router has enqueued, by job.
         self._newest: dict[str, int] = {}
+        # Jobs that a worker has had.
+        self._claimed: set[str] = set()
         # Worker whose frame counted first, by job and attempt.
         self._bound: dict[tuple[str, int], str] = {}
 
@@ -27,8 +29,15 @@ class Attempts:
         """Count the attempts that were enqueued, over all jobs."""
         return sum(self._newest.values())
 
-    def enqueued(self, job: Job) -> None:
-        """An attempt is in the queue."""
+    def claimed(self, job: Job) -> None:
+        """A worker has an attempt."""
+        self._claimed.add(job.job_id)
+
+    def enqueued(self, job: Job, *, leads: bool) -> None:
+        """An attempt is in the queue; it `leads` where it goes before all newcomers."""
+        has_begun = job.job_id in self._claimed or any(job.emitted.values()) or bool(job.done)
+        if leads and not has_begun:
+            self.faults.append(f"{job.job_id} attempt {job.attempt} goes before newcomers, and no worker had it")
         self._newest[job.job_id] = max(job.attempt, self._newest.get(job.job_id, 0))
 
     def accepted(self, link: Link, frame: Frame) -> None:

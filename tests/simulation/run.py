@@ -241,11 +241,13 @@ class _Run:
 
     def _enqueued(self, job: Job) -> None:
         self._outcome.trace.append(f"{asyncio.get_running_loop().time():.6f} {job.job_id} {job.attempt}")
-        self._attempts.enqueued(job)
+        waiting = self._redis.data.queue.waiting.find(job.job_id)
+        self._attempts.enqueued(job, leads=waiting is not None and waiting.has_begun)
         self._shares.look()
         self._key_shares.enqueued(job)
 
     def _claimed(self, job: Job, resident: Collection[str]) -> None:
+        self._attempts.claimed(job)
         self._shares.claimed(job, resident)
         self._key_shares.claimed(job)
 
@@ -256,7 +258,7 @@ class _Run:
     def _unfair(self) -> list[str]:
         """Check the bound on the difference of two tenants' service."""
         scenario, plans = self._scenario, self._scenario.plans
-        if not scenario.backlog or scenario.faults:
+        if not scenario.backlog or any(fault.kind not in FORGETTING for fault in scenario.faults):
             return []
         longest = max(len(plan.request.prompt) for plan in plans if isinstance(plan.request.prompt, tuple))
         answer = max(len(plan.expected.choices[0].uncut) for plan in plans)

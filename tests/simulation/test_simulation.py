@@ -15,8 +15,10 @@ from bench.queue_model.tenant_counters import TenantCounters
 from broker.commands import CommandQueue
 from broker.dead import DeadLetters
 from broker.liveness import Liveness
+from broker.messages import Job
 from broker.queue import JobQueue
-from broker.terms import QueueLimits
+from broker.queue_entry import Entry
+from broker.terms import Placement, QueueLimits
 from router.dispatch.job_state import JobState
 from router.dispatch.link import Link
 from router.dispatch.routed_job import RoutedJob
@@ -122,6 +124,17 @@ def test_shares_that_are_not_fair_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(TenantCounters, "charge", lambda self, tenant, cost: None)
     backlogs = (seed for seed in range(SEEDS) if seed % 4 == 3)
     assert any("the service of two tenants" in line for seed in backlogs for line in simulate(seed).wrong)
+
+
+def test_jobs_that_only_waited_and_lead_after_a_wipe_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lead(job: Job, placement: Placement) -> Entry:
+        entry = from_job(job, placement)
+        return replace(entry, begun=int(entry.attempt > 1))
+
+    from_job = Entry.from_job
+    monkeypatch.setattr(Entry, "from_job", lead)
+    wrong = simulate(7).wrong  # a backlog, and a Redis that loses its data
+    assert any("goes before newcomers, and no worker had it" in line for line in wrong)
 
 
 def _routers_die_under_a_full_queue(seed: int) -> Scenario:

@@ -30,9 +30,9 @@ local function write_charges(key, ttl_ms, ...)
 end
 
 -- Record a claim. Returns what it costs the tenant: the prompt and the adapter's load at the first claim of the first
--- attempt, and what was refunded at the claim after a refund.
-local function charge_claim(id, tenant, weight, attempt, prompt, load)
-  local key, is_first = PREFIX .. 'charged:' .. id, attempt == 1
+-- attempt, or of one that no worker has had before, and what was refunded at the claim after a refund.
+local function charge_claim(id, tenant, weight, attempt, has_begun, prompt, load)
+  local key, is_first = PREFIX .. 'charged:' .. id, attempt == 1 or not has_begun
   local prompt_cost = is_first and PROMPT_WEIGHT * prompt / weight or 0
   local fresh = cmsgpack.pack(tenant, weight, attempt, 0, prompt_cost, 0)
   local record = redis.pcall('SET', key, fresh, 'PX', CHARGE_RECORD_MS, 'NX', 'GET')

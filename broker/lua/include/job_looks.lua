@@ -57,7 +57,7 @@ end
 local function take(id, tenant, name, weight, attempt, prompt, load, place, size, work, key)
   bodies[#bodies + 1] = redis.call('HGET', PREFIX .. 'job:' .. id, 'body') or ''
   claimed_work = claimed_work + work
-  local cost = charge_claim(id, name, weight, attempt, prompt, load)
+  local cost = charge_claim(id, name, weight, attempt, place == id, prompt, load)
   if place ~= id then note_turn(name, place) end
   if tenant then
     tenant.counter = tenant.counter + cost
@@ -109,7 +109,7 @@ local function look(id, tenant, line_place)
   local held_ms = held_for_ms(adapter, place == id, queued, prefer)
   if held_ms > 0 then
     if hold_ms == 0 or held_ms < hold_ms then hold_ms = held_ms end
-    seen_before_held = math.min(seen_before_held, number_of(string.sub(place, ARRIVAL_BYTE, PLACE_BYTES - 1)) - 1)
+    seen_before_held = math.min(seen_before_held, number_of(string.sub(place, ARRIVAL_BYTE + 1, PLACE_BYTES - 1)) - 1)
     return PASSED
   end
   local is_apart = any_suspects and is_suspect(name, adapter) and not goes_on_in_quarantine(attempt, prompt, prefill, rows)

@@ -1,16 +1,18 @@
-"""A Redis that a failover rolled back: an older attempt there blocks no newer attempt, and its tokens are refused."""
+"""A Redis that a failover rolled back, or that lost its data: what it still has of a job, and the job's place again."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from redis.asyncio import Redis
 
+from broker.messages import Job
 from broker.queue import JobQueue
-from broker.terms import Placement, QueueState
+from broker.terms import KeyTerms, Placement, QueueState
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.timing import DispatchTiming
-from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job
+from tests.router.recording_link import KEYS, ROOMY, RecordingLink, claim, dispatched, frame, job
 
 
 async def test_the_older_attempt_that_a_replica_still_has(redis: Redis) -> None:
@@ -48,3 +50,27 @@ async def test_the_older_attempt_that_a_replica_still_has(redis: Redis) -> None:
         assert routed.choices[0].emitted == [5, 6, 8]
     await dispatcher.drain_tasks()
     assert await redis.exists(KEYS.job("j")) == 0
+
+
+async def test_a_job_that_only_waited_is_a_newcomer_of_its_key_again(redis: Redis) -> None:
+    """Else what waited when Redis lost its data would go before the newcomers of all tenants."""
+
+    def place(job: Job) -> Placement:
+        return Placement(key=KeyTerms("k", 2.0)) if job.attempt == 1 else Placement()
+
+    queue, link = JobQueue(redis, KEYS), RecordingLink("w")
+    timing = DispatchTiming(claim_grace_s=0.05, look_s=0.01)
+    dispatcher = Dispatcher(lambda model: queue, place, timing=timing)
+    async with dispatched(dispatcher, job("ran")), dispatched(dispatcher, job("waits")):
+        await queue.claim("sha256:0", replace(ROOMY, rows=1))
+        dispatcher.receive_claims(link, [("ran", 1)])
+        await redis.flushall()
+        dispatcher.receive_frame(link, frame(0, job_id="ran", returned=True))
+        watching = asyncio.create_task(dispatcher.redispatch_missing())
+        async with asyncio.timeout(20):
+            while await queue.count_waiting() < 2:  # noqa: ASYNC110 — Redis tells nobody
+                await asyncio.sleep(0.01)
+        watching.cancel()
+        assert await redis.zrange(f"{KEYS.prefix}again", 0, -1) == [b"ran"]
+        assert await redis.hget(f"{KEYS.prefix}queue:acme/keys", "jobs:k") == b"1"
+    await dispatcher.drain_tasks()
