@@ -41,11 +41,7 @@ async def running(
     both = ("sh", "-c", 'exec "$@" 2>&1', "sh", *argv)
     process = await Process.start(name, both, log_path=log_path, environ=environ, ready=re.compile(re.escape(ready)))
     try:
-        serving = asyncio.create_task(process.wait_ready())
-        await asyncio.wait({serving, process.exited}, return_when=asyncio.FIRST_COMPLETED)
-        serving.cancel()
-        if process.exited.done():
-            raise process.failure()
+        await process.started()
         yield
     finally:
         await process.stop(_STOP_S)

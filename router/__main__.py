@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Sequence
 
 import uvloop
 
@@ -12,6 +13,7 @@ from artifacts.plans import PlansError
 from broker.connection import RedisUnreachableError
 from router.dispatch.advertised import AdvertisedAddressError
 from router.settings import Settings
+from rpc.children.process import LaunchError
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
 from telemetry.audit.log import AuditFileError
@@ -33,15 +35,23 @@ STOPPING = (
     MetricsPortError,
     RedisUnreachableError,
     AdvertisedAddressError,
+    LaunchError,
 )
 
 
-def main() -> int:
-    """Run until a signal stops the router; return 2 when it can't start."""
+def main(argv: Sequence[str], process: int = 0) -> int:
+    """Run until a signal stops the router; return 2 when it can't start.
+
+    `process` is its number where it is one of several processes, which a supervisor has started (router.processes).
+    """
     try:
         os.umask(0o077)  # what it writes is for its own user
-        settings = read_settings(Settings, "router", sys.argv[1:], os.environ)
-        set_up_logging("router", settings.log_format, settings.log_level)
+        settings = read_settings(Settings, "router", argv, os.environ)
+        set_up_logging(f"router-{process}" if process else "router", settings.log_format, settings.log_level)
+        if settings.processes > 1 and not process:
+            from router.processes import supervise
+
+            return uvloop.run(supervise(settings, argv))
         gc.disable()  # the imported modules stay: looking for garbage among them takes a tenth of the start
         from router.app import run
 
@@ -49,7 +59,7 @@ def main() -> int:
         gc.enable()
         gc.set_threshold(*_COLLECTIONS)
         sys.setswitchinterval(_SWITCH_S)
-        uvloop.run(run(settings))
+        uvloop.run(run(settings.of_process(process), supervised=True) if process else run(settings))
     except STOPPING as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -57,4 +67,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -58,12 +58,14 @@ log = logging.getLogger(__name__)
 HAND_OVER_S = 1.0
 
 
-async def run(settings: Settings) -> None:
+async def run(settings: Settings, *, supervised: bool = False) -> None:
     """Serve until SIGTERM or SIGINT.
 
+    A supervised router shares the ports of tenants with others, and drains to its end, however many signals come: the
+    supervisor sends one, and whoever stops the whole group another.
     Raises PlansError, AuditFileError, PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
     """
-    stop, store = stop_signal(), StoreClient(settings.store, tls := settings.tls_files())
+    stop, store = stop_signal(second_ends=not supervised), StoreClient(settings.store, tls := settings.tls_files())
     plans = Plans(Path(settings.plans) if settings.plans else None, PlanCopy(store))
     metrics, spans = RouterMetrics(), set_up_tracing("router", os.environ)
     metrics_server = serve_metrics(metrics, settings.host_of_operators(settings.host), settings.metrics_port)
@@ -82,7 +84,7 @@ async def run(settings: Settings) -> None:
     telemetry, auditor = _records(settings, metrics, spans, models)
     plans.record = auditor.record
     encoder, proofs, quotas = PromptEncoder(), GrammarProofs(), _quotas(settings, redis, plans, metrics)
-    public, relay = make_servers(settings, tls, telemetry, store, auditor, seals)
+    public, relay = make_servers(settings, tls, telemetry, store, auditor, seals, supervised)
     resume_keys, relay_service = resume_keys_of(settings, redis, seals), relay.service(dispatcher, metrics)
     following: asyncio.Task[None] | None = None
     generation: Generation | None = None

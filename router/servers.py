@@ -43,8 +43,12 @@ def make_servers(
     store: StoreClient,
     auditor: Auditor,
     seals: Seals | None,
+    shared_ports: bool,
 ) -> tuple[GuardedServers, RelayAccess]:
-    """Return the servers for tenants and operators, and the relay's; all report whom they refuse."""
+    """Return the servers for tenants and operators, and the relay's; all report whom they refuse.
+
+    `shared_ports`: other processes may listen on the ports of tenants as well.
+    """
     keys = KeyDirectory()
     follow_keys = KeyCopy(store, keys).follow
 
@@ -53,7 +57,7 @@ def make_servers(
         auditor.refused(method, caller, error, peer)
 
     report_to(seals, refused)
-    make = partial(_server, settings, telemetry, auditor)
+    make = partial(_server, settings, telemetry, auditor, shared_ports)
     return GuardedServers(settings, tls, make, keys, refused, follow_keys), RelayAccess(tls, refused)
 
 
@@ -79,7 +83,9 @@ def add_services(
         servers.add(lambda server: register(engine, server))
 
 
-def _server(settings: Settings, telemetry: RequestTelemetry, auditor: Auditor, guard: Guard, port: Port) -> Server:
+def _server(
+    settings: Settings, telemetry: RequestTelemetry, auditor: Auditor, shared_ports: bool, guard: Guard, port: Port
+) -> Server:
     meter = CallMeter(*telemetry.metrics.calls, COUNTED_METHODS)
     if port is Port.OPERATORS:
         return Server(guard, outer=[meter], interceptors=[auditor])
@@ -91,4 +97,12 @@ def _server(settings: Settings, telemetry: RequestTelemetry, auditor: Auditor, g
     options = [*channel_options(), ("grpc.max_concurrent_streams", calls)]
     # A client that was dropped because it does not read gets at least as long again to read why.
     stall_s = max(STALL_S, 2 * settings.client_stall_s)
-    return Server(guard, outer=[meter], interceptors=inner, options=options, calls=calls, stall_s=stall_s)
+    return Server(
+        guard,
+        outer=[meter],
+        interceptors=inner,
+        options=options,
+        calls=calls,
+        stall_s=stall_s,
+        shared_ports=shared_ports,
+    )

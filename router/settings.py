@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from broker.job_keys import JOB_KEY_HELP
 from broker.terms import QueueLimits
@@ -21,7 +24,11 @@ from telemetry.metrics import PORT_HELP
 
 # The engine protocol that is served, and the tenant of its calls that name none: that of the command.
 SGLANG, DEFAULT_TENANT = "sglang", "default"
+# Settings that each of several processes has for itself: ports, and files that it writes.
+_OWN_PORTS = ("relay_port", "operator_port", "operator_mtls_port", "metrics_port")
+_OWN_FILES = ("usage_file", "audit")
 _LIMITS = (
+    "processes",
     "waiting_limit",
     "waiting_bytes",
     "tenant_waiting_limit",
@@ -39,6 +46,7 @@ class Settings(AccessSettings):
     redis_url: str = setting(REDIS_URL_HELP, variable=REDIS_URL_VARIABLE)
     host: str = setting("the address to listen on for clients", "127.0.0.1")
     port: int = setting("the port to listen on for clients; 0: the system chooses", 50051)
+    processes: int = setting("how many router processes share the port (docs/operations.md)", 1)
     relay_host: str = setting("the address to listen on for workers", "127.0.0.1")
     relay_port: int = setting("the port to listen on for workers; 0: the system chooses", 0)
     relay_advertise: str = setting("HOST that workers reach this router's relay at; empty: the relay host", "")
@@ -105,6 +113,8 @@ class Settings(AccessSettings):
             least = 2 * MESSAGE_BYTES if name == "open_bytes_limit" else 1
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least {least}")
+        if self.processes > 1 and sys.platform != "linux":
+            raise ValueError(f"--processes {self.processes}: only Linux spreads the connections to a shared port")
         if not 0 <= self.adapter_mib_tokens < math.inf:
             raise ValueError(f"--adapter-mib-tokens {self.adapter_mib_tokens}: 0 or more")
         read_weights(self.tenant_weights)
@@ -124,6 +134,18 @@ class Settings(AccessSettings):
             check_installed(f"--engine-protocol {SGLANG}", "smg_grpc_proto")
         if not is_tenant(self.engine_tenant):
             raise ValueError(f"--engine-tenant {self.engine_tenant!r}: not a tenant's name")
+
+    def of_process(self, number: int) -> Settings:
+        """Return the settings of one of several processes, whose numbers start at 1.
+
+        The second has the next ports, where the first one's are not chosen by the system, and FILE is its `2-FILE`.
+        """
+        if number == 1:
+            return self
+        own: dict[str, Any] = {name: port + number - 1 for name in _OWN_PORTS if (port := getattr(self, name) or 0) > 0}
+        files = {name: Path(path) for name in _OWN_FILES if (path := getattr(self, name))}
+        own |= {name: str(path.with_name(f"{number}-{path.name}")) for name, path in files.items()}
+        return replace(self, **own)
 
     @property
     def relay_name(self) -> str:

@@ -79,7 +79,6 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.server_max_unrequested_time_in_server", 3_600),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", RELAY_KEEPALIVE_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.so_reuseport", 0),
 ]
 
 
@@ -93,7 +92,7 @@ class Server:
     The `guard` decides who may call which method; without one, the server serves its health alone. `outer` interceptors
     see calls before the guard, `interceptors` see those that it has admitted. `connections`: a limit other than the
     usual one. `calls`: maximum of open calls of a connection. `stall_s`: timeout in seconds for a client to take
-    a message.
+    a message. `shared_ports`: other processes of this user may listen on the same ports, if they share them too.
     """
 
     def __init__(
@@ -106,6 +105,7 @@ class Server:
         connections: int | None = None,
         calls: int = CALLS,
         stall_s: float = STALL_S,
+        shared_ports: bool = False,
     ) -> None:
         self._guard = guard or closed_guard()
         self._methods: set[str] = set()
@@ -115,7 +115,7 @@ class Server:
         self._messages = OneMessage(Receiving(*bounds), Receiving(*bounds))
         before, behind = (*outer, ConnectionCalls(calls)), (*interceptors, ReadableMessages())
         self.grpc = grpc.aio.server(
-            options=[*edge.items(), *_SERVER_OPTIONS],
+            options=[*edge.items(), *_SERVER_OPTIONS, ("grpc.so_reuseport", int(shared_ports))],
             interceptors=[StatusInterceptor(stall_s), *before, self._guard, self._messages, *behind],
         )
         self._health = BoundedHealth()
@@ -167,15 +167,18 @@ class Server:
         await self.grpc.stop(grace_s)
 
 
-def stop_signal() -> asyncio.Event:
-    """Return an event that the first SIGTERM or SIGINT sets; the second ends the process. Call it inside the loop."""
+def stop_signal(*, second_ends: bool = True) -> asyncio.Event:
+    """Return an event that the first SIGTERM or SIGINT sets; the second ends the process. Call it inside the loop.
+
+    Without `second_ends` the second changes nothing.
+    """
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
 
     def stop() -> None:
         event.set()
-        for number in numbers:
+        for number in numbers if second_ends else ():
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
 

@@ -40,6 +40,9 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="PORT", help="The router's port; 0 for any free port.")
     ] = 50051,
+    router_processes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of router processes behind that port.")
+    ] = 1,
     store_port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="PORT", help="The store's port; 0 for any free port.")
     ] = 50052,
@@ -126,7 +129,10 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         redis_url=redis_url,
         data_dir=data_dir,
         worker_flags=tuple(word for flag, size in sizes.items() if size is not None for word in (flag, str(size))),
-        router_flags=tuple(word for pair in engine.items() for word in pair) if engine_protocol else (),
+        router_flags=(
+            *("--processes", str(router_processes)),
+            *(word for pair in engine.items() for word in pair if engine_protocol),
+        ),
         store_flags=() if plans is None else ("--plans", str(plans)),
     )
     asyncio.run(launch(LaunchPlan(settings, base, found, update=update, demo=demo or once, once=once)))

@@ -75,6 +75,17 @@ class Process:
         line = await asyncio.shield(self._output.ready)
         return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
+    async def started(self) -> dict[str, str]:
+        """Wait as wait_ready does. Raises LaunchError if the process exits first."""
+        waiting = asyncio.create_task(self.wait_ready())
+        try:
+            await asyncio.wait({waiting, self.exited}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                raise self.failure()
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
     @property
     def is_ready(self) -> bool:
         """Return whether the process has printed its ready line."""

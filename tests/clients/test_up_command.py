@@ -45,6 +45,7 @@ async def test_a_restart_serves_what_was_live(tmp_path: Path) -> None:
     (adapters / "acme" / "broken").mkdir()
 
     flags = f"--model hash: --name tiny --adapters {adapters} --data-dir {data} --port 0 --store-port 0"
+    flags += " --router-processes 2"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
     command = [sys.executable, "-m", "clients.cli", "up", *flags.split()]
     up = await asyncio.create_subprocess_exec(*command, env=environ, stdout=PIPE, stderr=PIPE)

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deploy.monitoring.check import METRICS, RULES, RUNBOOK, check_monitoring, metrics_of
 from tests.deploy.mistakes import expect_problem
@@ -65,3 +66,15 @@ def test_promtool_accepts_the_rules_and_the_configuration() -> None:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_every_alert_fires_for_its_fault_and_none_for_a_cluster_that_is_well() -> None:
     subprocess.run(["promtool", "test", "rules", "rules_test.yml"], check=True, cwd=ROOT / RULES.parent)
+
+
+def test_prometheus_asks_each_router_process_of_the_compose_file() -> None:
+    command = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["router"]["command"]
+    flags = dict(word.split("=", 1) for word in command if "=" in word)
+    first, count = int(flags["--metrics-port"]), int(flags["--processes"])
+    (job,) = [
+        job
+        for job in yaml.safe_load((ROOT / "deploy/monitoring/prometheus.yml").read_text())["scrape_configs"]
+        if job["job_name"] == "router"
+    ]
+    assert [target["port"] for target in job["dns_sd_configs"]] == list(range(first, first + count))

@@ -16,6 +16,20 @@ def test_weights_are_read_or_refused_by_name() -> None:
         Settings(store="s", redis_url="r", tenant_waiting_limit=0)
 
 
+def test_each_of_several_processes_has_ports_and_files_of_its_own() -> None:
+    with pytest.raises(ValueError, match="--processes 0: at least 1"):
+        Settings(store="s", redis_url="r", processes=0)
+    first = Settings(
+        store="s", redis_url="r", processes=3, relay_port=50053, metrics_port=9400, usage_file="/u/a.jsonl"
+    )
+    third = first.of_process(3)
+    assert (third.port, third.relay_port, third.metrics_port) == (first.port, 50055, 9402)
+    assert (third.operator_port, third.usage_file, third.audit) == (None, "/u/3-a.jsonl", "")
+    chosen = Settings(store="s", redis_url="r", processes=3, relay_port=0, metrics_port=-1)
+    assert chosen.of_process(3) == chosen
+    assert first.of_process(1) == first
+
+
 @pytest.mark.parametrize("advertised", ["0.0.0.0", "router:50053", "10.0.0.1:50053", "::1"])
 def test_an_address_that_no_worker_could_call_is_refused(advertised: str) -> None:
     with pytest.raises(ValueError, match="--relay-advertise"):

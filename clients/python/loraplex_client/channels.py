@@ -33,6 +33,9 @@ _CLIENT_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # Each client has connections of its own, or those of one program would all be one, and reach one router of several
+    # behind an address.
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
