@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
-from loraplex.admin.v1 import grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc, tenants_pb2_grpc
+from loraplex.admin.v1 import accounts_pb2_grpc, grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc, tenants_pb2_grpc
 
+from adapter_store.accounts import AccountService, StoredAccounts
 from adapter_store.api_keys import ApiKeys
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
@@ -115,6 +116,8 @@ class Store:
         add(partial(keys_pb2_grpc.add_KeyServiceServicer_to_server, KeyService(self._keys)))
         add(partial(grants_pb2_grpc.add_GrantServiceServicer_to_server, GrantService(grants)))
         add(partial(plans_pb2_grpc.add_PlanServiceServicer_to_server, PlanService(self._plans)))
+        accounts = AccountService(StoredAccounts(self._database))
+        add(partial(accounts_pb2_grpc.add_AccountServiceServicer_to_server, accounts))
         add(partial(tenants_pb2_grpc.add_TenantServiceServicer_to_server, TenantService(purge)))
 
     async def stop(self, drain_s: float = DRAIN_S) -> None:

@@ -32,6 +32,7 @@ _WORDS = {
     "kv_cache_dtype": (r"[a-z0-9]{0,64}", "dtype such as int8"),
     "architecture": (r"[a-z0-9_-]{1,64}", "model_type such as llama"),
 }
+_KEY_ID = re.compile(r"[a-z0-9]{16}")
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
@@ -46,6 +47,12 @@ def refusals(field: str = "") -> Iterator[None]:
         raise Mismatch(error.subject, error.message) from error
     except ArtifactError as error:
         raise InvalidField(field or error.subject, error.message) from error
+
+
+def check_key_id(field: str, key_id: str) -> None:
+    """Check that a text may be the id of an API key. Raises InvalidField."""
+    if not _KEY_ID.fullmatch(key_id):
+        raise InvalidField(field, f"{key_id!r} is not the id of an API key: 16 of a-z and 0-9")
 
 
 def seconds_of(field: str, duration: Duration, *, least: float) -> float:

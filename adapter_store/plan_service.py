@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from typing import Any
 
 import grpc
 from loraplex.admin.v1 import plans_pb2 as pb
 from loraplex.admin.v1 import plans_pb2_grpc
 
-from adapter_store.convert import refusals
+from adapter_store.convert import check_key_id, refusals
 from adapter_store.pages import decode_token, encode_token, page_size
 from adapter_store.plans import NamedPlan, StoredPlans
 from artifacts.names import check_tenant
@@ -24,7 +23,6 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 # Number of plans in an answer to a router.
 _CHANGES = 1_000
-_KEY_ID = re.compile(r"[a-z0-9]{16}")
 
 
 class PlanService(plans_pb2_grpc.PlanServiceServicer):
@@ -80,8 +78,8 @@ def _named(name: str) -> str:
     if kind == "tenants":
         with refusals("plan.name"):
             check_tenant(of)
-    if kind == "keys" and not _KEY_ID.fullmatch(of):
-        raise InvalidField("plan.name", f"{of!r} is not the id of an API key: 16 of a-z and 0-9")
+    if kind == "keys":
+        check_key_id("plan.name", of)
     return name
 
 

@@ -147,4 +147,19 @@ CREATE TABLE IF NOT EXISTS revision_keys (
 );
 CREATE INDEX IF NOT EXISTS revision_keys_by_key ON revision_keys (key_id);
 """
-LATER_TABLES = _DELETED_REVISIONS + _CERTIFICATES + _API_KEYS + _GRANTS + _PLANS + _REVISION_KEYS
+# What tenants and API keys have used, as routers save it. A purge of a tenant leaves it: it would have its quotas anew.
+_ACCOUNTS = """
+CREATE TABLE IF NOT EXISTS accounts (
+    name TEXT PRIMARY KEY,
+    minute INTEGER NOT NULL,
+    requests INTEGER NOT NULL,
+    input_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL,
+    day INTEGER NOT NULL,
+    day_tokens INTEGER NOT NULL,
+    repeated_tokens INTEGER NOT NULL,
+    month INTEGER NOT NULL,
+    month_tokens INTEGER NOT NULL
+);
+"""
+LATER_TABLES = _DELETED_REVISIONS + _CERTIFICATES + _API_KEYS + _GRANTS + _PLANS + _REVISION_KEYS + _ACCOUNTS

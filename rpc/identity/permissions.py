@@ -57,6 +57,7 @@ MODELS_READ, MODELS_WRITE = "models.read", "models.write"
 KEYS_READ, KEYS_WRITE = "keys.read", "keys.write"
 TENANTS_WRITE = "tenants.write"
 PLANS_READ, PLANS_WRITE = "plans.read", "plans.write"
+ACCOUNTS = "accounts"
 RELAY = "relay"
 
 # The service of the engine protocol (docs/grpc.md), which a router serves if it is told to.
@@ -151,6 +152,10 @@ PERMISSIONS: Mapping[str, Permission] = {
             "ListPlans": _READ_PLANS,
             "ListPlanChanges": Permission(PLANS_READ, {Port.OPERATORS: _ROUTERS}),
         },
+    ),
+    **_of(
+        "loraplex.admin.v1.AccountService",
+        dict.fromkeys(("SaveAccounts", "ListAccounts"), Permission(ACCOUNTS, {Port.OPERATORS: _ROUTERS})),
     ),
     **_of(
         "loraplex.admin.v1.TenantService",

@@ -20,6 +20,7 @@ SERVERS = {
     "loraplex.admin.v1.KeyService": "store",
     "loraplex.admin.v1.GrantService": "store",
     "loraplex.admin.v1.PlanService": "store",
+    "loraplex.admin.v1.AccountService": "store",
     "loraplex.admin.v1.TenantService": "store",
 }
 # Services of the router whose packages need not be installed: they are called where they are.

@@ -9,7 +9,13 @@ from dataclasses import replace
 
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
-from loraplex.admin.v1 import grants_pb2, keys_pb2, plans_pb2, tenants_pb2  # noqa: F401  # adds their services to the pool
+from loraplex.admin.v1 import (  # noqa: F401  # adds their services to the pool
+    accounts_pb2,
+    grants_pb2,
+    keys_pb2,
+    plans_pb2,
+    tenants_pb2,
+)
 
 from tests.fuzz.mutations import mutants
 from tests.hostile.cases import Case
