@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
-from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
+from loraplex.admin.v1 import accounts_pb2, accounts_pb2_grpc, keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
 
 from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
@@ -33,6 +33,8 @@ DOWNLOAD_S = 60.0
 ASKS_AT_ONCE = 64
 # Maximum number of cached names; beyond it the cache is emptied.
 NAMES_KEPT = 10_000
+# Maximum number of accounts in a message of the store.
+ACCOUNTS_AT_ONCE = 1_000
 # Reconnect at least twice a second, so that a store that comes back is found soon.
 _OPTIONS = [
     *channel_options(),
@@ -77,6 +79,10 @@ class StoreClient:
     @property
     def _stub(self) -> adapters_pb2_grpc.AdapterServiceAsyncStub:
         return self._channel.stub(adapters_pb2_grpc.AdapterServiceStub)
+
+    @property
+    def _accounts(self) -> accounts_pb2_grpc.AccountServiceAsyncStub:
+        return self._channel.stub(accounts_pb2_grpc.AccountServiceStub)
 
     async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
         """Return the revision that a tenant's name stands for, at most NAME_TTL_S stale.
@@ -205,6 +211,36 @@ class StoreClient:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a store of an older version has no plans
                 return plans_pb2.ListPlanChangesResponse(epoch="none")
             raise self._translate(error, "plan", "") from error
+
+    async def save_accounts(self, accounts: Sequence[accounts_pb2.Account]) -> None:
+        """Merge accounts into the store's, which keeps the later window of each, and of one window the higher counts.
+
+        Saving again is right. Raises InvalidField, or Unavailable; the first ones of many may be saved then.
+        """
+        for start in range(0, len(accounts), ACCOUNTS_AT_ONCE):
+            request = accounts_pb2.SaveAccountsRequest(accounts=accounts[start : start + ACCOUNTS_AT_ONCE])
+            try:
+                await self._accounts.SaveAccounts(request, timeout=CALL_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a store of an older version keeps none
+                    return
+                raise self._translate(error, "account", "") from error
+
+    async def accounts(self) -> list[accounts_pb2.Account]:
+        """Return the accounts that the store has, in order of name. Raises Unavailable."""
+        accounts: list[accounts_pb2.Account] = []
+        token = ""
+        while True:
+            request = accounts_pb2.ListAccountsRequest(page_size=ACCOUNTS_AT_ONCE, page_token=token)
+            try:
+                page = await self._accounts.ListAccounts(request, timeout=CALL_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a store of an older version has none
+                    return []
+                raise self._translate(error, "account", "") from error
+            accounts += page.accounts
+            if not (token := page.next_page_token):
+                return accounts
 
     def _translate(self, error: grpc.aio.AioRpcError, kind: str, name: str) -> CallError:
         if error.code() is grpc.StatusCode.NOT_FOUND:

@@ -1,0 +1,47 @@
+"""Accounts that a router saves at a real store and reads from it, and a store of a version without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+from loraplex.admin.v1.accounts_pb2 import Account
+
+from adapter_store.app import Store
+from adapter_store.settings import StoreSettings
+from router.catalog.store_client import StoreClient
+from rpc.errors import InvalidField, Unavailable
+
+MONTH = 12 * 9999
+
+
+async def test_accounts_are_saved_and_read_in_batches(tmp_path: Path) -> None:
+    store = Store(StoreSettings(data=tmp_path / "data", port=0))
+    await store.start()
+    client = StoreClient(f"127.0.0.1:{store.port}")
+    try:
+        assert await client.accounts() == []
+        accounts = [Account(name=f"tenant{at:04}", month=MONTH, month_tokens=at) for at in range(2001)]
+        await client.save_accounts(accounts)
+        await client.save_accounts([])
+        assert await client.accounts() == accounts
+        with pytest.raises(InvalidField, match=r"accounts\[0\]\.name"):
+            await client.save_accounts([Account(name="no tenant")])
+    finally:
+        await store.stop(drain_s=0)
+    with pytest.raises(Unavailable):
+        await client.save_accounts(accounts)
+    with pytest.raises(Unavailable):
+        await client.accounts()
+    await client.close()
+
+
+async def test_a_store_of_an_older_version_saves_nothing() -> None:
+    server = grpc.aio.server()
+    client = StoreClient(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    await server.start()
+    await client.save_accounts([Account(name="acme")])
+    assert await client.accounts() == []
+    await client.close()
+    await server.stop(None)
