@@ -44,6 +44,7 @@ ROLES: Mapping[str, Role] = {
             "enqueue",
             "finish",
             "look_up",
+            "renew_job",
             "census",
             "live_routers",
             "forget_tenant",

@@ -93,6 +93,7 @@ class JobQueue:
         self._enqueue_when_full = scripts.register(redis, "enqueue", when_full=True)
         self._charge = scripts.register(redis, "charge")
         self._finish = BatchedScript(redis, scripts.register(redis, "finish"), keys.waiting)
+        self._renew = BatchedScript(redis, scripts.register(redis, "renew_job"))
         self._look_up = scripts.register(redis, "look_up")
         self._stop_claiming = scripts.register(redis, "stop_claiming")
         self._stop_waiting = scripts.register(redis, "stop_waiting")
@@ -204,6 +205,12 @@ class JobQueue:
             arguments = [self.keys.prefix, self._looks, *asked]
             states += map(QueueState, await self._look_up(self.keys.waiting, arguments))
         return states
+
+    async def renew(self, job: Job, placement: Placement) -> None:
+        """Seal a waiting attempt anew, with a new grant for its adapter; nothing is done once it has left the queue."""
+        if self._seals is not None:
+            entry = self.make_entry(job, placement)
+            await self._renew([job.attempt, entry.body, entry.wanted], self.keys.job(job.job_id))
 
     async def count_waiting(self) -> int:
         """Return how many jobs wait."""

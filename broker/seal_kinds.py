@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+# Time in seconds that a sealed job is valid. Its router seals it anew after half of that while it waits. Clocks of
+# routers and workers may differ by minutes.
+JOB_S = 900.0
+
 
 class SealKind(StrEnum):
     """The uses of seals."""

@@ -19,13 +19,10 @@ from loraplex.queue.v1 import queue_pb2
 
 from broker.job_keys import JobKeys
 from broker.messages import AdapterRef, AdapterRequest, Job
-from broker.seal_kinds import SealError, SealKind
+from broker.seal_kinds import JOB_S, SealError, SealKind
 from rpc.identity.revision_grants import RevisionGrantIssuer
 from rpc.identity.signatures import Signature, SignatureError, Signer, Verifier
 
-# Time in seconds that a sealed job may wait. One that is claimed later is refused by the worker, missed by its router,
-# and sealed anew. Clocks of routers and workers may differ by minutes.
-JOB_S = 900.0
 # Time in seconds that a sealed command is valid: longer than it waits, for clocks that differ.
 COMMAND_S = 120.0
 # Maximum number of seals that a worker remembers to have opened.

@@ -80,7 +80,7 @@ class Dispatcher:
         check_weighted_sets(job, (other.job for other in self._jobs.values()))
         routed = self._jobs[job.job_id] = RoutedJob(job, self._rounds)
         try:
-            routed.key = (early := early or self.early_entry(job)).take()[0].key
+            routed.placement, _ = (early := early or self.early_entry(job)).take()
             await self._enqueue(job, early, reserve)
         except UnreservedError:  # Redis does not have it
             self._jobs.pop(job.job_id).release()

@@ -63,8 +63,9 @@ class Outbox:
         job = routed.job
 
         async def enqueue() -> None:
-            placement = replace(self._place(job), key=routed.key, begun=routed.claimed_at is not None)
-            await self._queue_of(job.model).enqueue(job, placement)
+            key, begun = routed.placement.key, routed.claimed_at is not None
+            routed.placement = replace(self._place(job), key=key, begun=begun)
+            await self._queue_of(job.model).enqueue(job, routed.placement)
 
         try:
             what = f"enqueueing job {job.job_id}, attempt {attempt}"

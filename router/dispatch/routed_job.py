@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 
 from broker.messages import Job
-from broker.terms import NO_KEY
+from broker.terms import Placement
 from router.dispatch.choice import Arrival, Choice
 from router.dispatch.job_state import JobState, check_transition
 from router.dispatch.link import Frame, Link, WorkerFinish
@@ -31,8 +31,8 @@ class RoutedJob:
 
     def __init__(self, job: Job, rounds: ReaderRounds | None = None) -> None:
         self.job = job
-        # The terms of the API key of the call, which later attempts keep.
-        self.key = NO_KEY
+        # The current attempt's place in the queue, and the time of the monotonic clock when it was sealed for it.
+        self.placement, self.sealed_at = Placement(), 0.0
         self.state = JobState.ENQUEUEING
         self.choices = [Choice.of_job(job, index) for index in range(job.n)]
         # The link of the worker that has the current attempt; it stays when the job ends.
@@ -41,8 +41,7 @@ class RoutedJob:
         self.continuations = 0
         self.admitted_at = time.monotonic()
         self.claimed_at: float | None = None
-        self.adapter_ms = 0.0
-        self.cached_tokens = 0
+        self.adapter_ms, self.cached_tokens = 0.0, 0
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         # Time of the monotonic clock when the first ids of any choice came.
         self.first_token_at: float | None = None
@@ -95,6 +94,7 @@ class RoutedJob:
         """Note that the queue has taken an attempt; a worker may have claimed it before the queue's answer came."""
         if self.awaits_enqueue(attempt):
             self._go(JobState.QUEUED)
+            self.sealed_at = time.monotonic()
 
     def enqueue_failed(self, attempt: int, error: CallError) -> None:
         """End the job with the error of an attempt that could not be put into the queue."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from broker.connection import CALL_S
+from broker.seal_kinds import JOB_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class DispatchTiming:
     unservable_grace_s: float = 5.0
     # Interval between looks into the queue for jobs that are in nobody's hands.
     look_s: float = 0.25
+    # Time that an attempt waits in the queue before it is sealed anew.
+    seal_s: float = JOB_S / 2
     # Interval between attempts of an operation on a queue that does not answer.
     retry_s: float = 0.2
     # Timeout for removing an ended job from Redis, and for adding a dead letter: an outage may be for good.

@@ -22,8 +22,8 @@ from broker.job_keys import JobKeys, check_job_key, new_job_key
 from broker.keys import Keys
 from broker.messages import AdapterRef, AdapterRequest, Capacity, Job, WeightedRef
 from broker.queue import JobQueue
-from broker.seal_kinds import SealKind
-from broker.seals import COMMAND_S, JOB_S, Seals
+from broker.seal_kinds import JOB_S, SealKind
+from broker.seals import COMMAND_S, Seals
 from broker.terms import Placement
 from rpc.identity.development_ca import DevelopmentCa, write_private
 from rpc.identity.principal import Role
@@ -229,6 +229,22 @@ async def test_a_job_is_taken_once_in_its_queue_in_its_time(cell: Cell) -> None:
     assert cell.refused.reasons == ["REPLAYED", "SEAL_EXPIRED"]
     await cell.router.enqueue(job("late", attempt=2))  # its router has missed it
     assert [one.attempt for one in await cell.claim()] == [2]
+
+
+async def test_a_waiting_job_is_sealed_anew_until_it_is_claimed_or_replaced(cell: Cell) -> None:
+    await cell.router.enqueue(job())
+    for _ in range(3):
+        cell.now += JOB_S - 1
+        await cell.router.renew(job(), Placement())
+    (claimed,) = await cell.claim()
+    assert claimed.adapter is not None
+    assert left_s(claimed.adapter.grant, cell.now) > GRANT_S / 2
+    await cell.router.renew(job(), Placement())
+    assert not await cell.redis.exists(KEYS.job("j"))
+    await cell.router.enqueue(job(attempt=2))
+    await cell.router.renew(job(), Placement())
+    assert [one.attempt for one in await cell.claim()] == [2]
+    assert cell.refused.reasons == []
 
 
 async def test_keys_are_taken_into_use_without_a_restart(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:

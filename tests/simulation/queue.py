@@ -83,7 +83,7 @@ class SimulatedQueue:
         refusal = data.queue.enqueue(job, placement, self._redis.now_ms)
         one = data.queue.waiting.find(job.job_id)
         if one is not None and one.entry.attempt == job.attempt:
-            data.bodies[job.job_id] = one.entry.body
+            data.bodies[job.job_id], data.sealed_ms[job.job_id] = one.entry.body, self._redis.now_ms
             self._redis.enqueued(job)
         return refusal
 
@@ -114,10 +114,11 @@ class SimulatedQueue:
         found, looks, workers = bool(decision.job_ids), decision.looks, len(data.living)
         self._memory.note(plan, capacity, found=found, seen=decision.seen, looks=looks, live_workers=workers)
         jobs = [decode_job(data.bodies.pop(job_id)) for job_id in decision.job_ids]
-        if self._worker_id in self._redis.refusing:
-            jobs = []
         if jobs and decision.apart is not None:
             jobs[-1] = begin_apart(jobs[-1])
+        expired = {one for one in decision.job_ids if now_ms - data.sealed_ms.pop(one) >= self._redis.seal_s * 1e3}
+        self._redis.seals_expired += len(expired)
+        jobs = [] if self._worker_id in self._redis.refusing else [job for job in jobs if job.job_id not in expired]
         for job in jobs:
             self._redis.claimed(job, capacity.adapters)
         self._redis.scanned()
@@ -141,6 +142,15 @@ class SimulatedQueue:
     async def look_up(self, jobs: Sequence[tuple[str, int]]) -> list[QueueState]:
         """See JobQueue."""
         return await self._redis.call(lambda: [self._redis.data.queue.look_up(*job) for job in jobs])
+
+    async def renew(self, job: Job, placement: Placement) -> None:
+        """See JobQueue."""
+        await self._redis.call(lambda: self._renew(job))
+
+    def _renew(self, job: Job) -> None:
+        waiting = self._redis.data.queue.waiting.find(job.job_id)
+        if waiting is not None and waiting.entry.attempt == job.attempt:
+            self._redis.data.sealed_ms[job.job_id] = self._redis.now_ms
 
     async def wait_for_work(self, timeout_s: float) -> bool:
         """See JobQueue."""

@@ -21,6 +21,7 @@ from bench.ledger_model import LedgerModel
 from bench.queue_model.queue_model import QueueModel
 from broker.commands import Command
 from broker.messages import DeadJob, Job
+from broker.seal_kinds import JOB_S
 from broker.terms import QueueLimits, UsageReport
 from broker.worker_state import WorkerState
 from tests.simulation.loop import NODE, Node
@@ -41,6 +42,8 @@ class _Data:
         self.ledger = LedgerModel()
         self.born = born
         self.bodies: dict[str, bytes] = {}
+        # Times at which the waiting jobs were sealed.
+        self.sealed_ms: dict[str, int] = {}
         # Until when, by incarnation.
         self.living: dict[str, tuple[int, WorkerState]] = {}
         self.claimed_ms: dict[str, int] = {}
@@ -58,6 +61,9 @@ class SimulatedRedis:
         self.cut_off: set[Node] = set()
         # Workers that refuse the seals of all jobs that they claim.
         self.refusing: set[str] = set()
+        # Time in seconds for which a job's seal is valid, and number of seals that were older at the claim.
+        self.seal_s = JOB_S
+        self.seals_expired = 0
         # Which start of which server it is.
         self.run = 0
         self.enqueued: Callable[[Job], None] = lambda job: None

@@ -22,6 +22,7 @@ from router.dispatch.link import Frame, Link
 from router.dispatch.reach import RelayReach
 from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import RoutedJob
+from router.dispatch.timing import DispatchTiming
 from router.encode_request import EncodeRequest
 from router.generation.admission import Admission
 from router.generation.encode_admission import EncodeAdmission
@@ -173,6 +174,7 @@ class SimulatedRouter:
         self.dispatcher = WatchedDispatcher(
             self.models.queue_of,
             placer.place,
+            timing=DispatchTiming(seal_s=self._redis.seal_s / 2),
             links=self.reach.links,
             why_unservable=self.models.why_unservable,
         )

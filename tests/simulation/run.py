@@ -155,6 +155,7 @@ class _Run:
         self._network = network
         self._outcome = Outcome(scenario)
         self._redis = SimulatedRedis(chance, network, scenario.limits)
+        self._redis.seal_s = scenario.seal_s
         self._attempts = Attempts()
         self._shares = Shares(self._redis, {"one": 1.0, "two": 1.0, "three": 1.0})
         self._key_shares = KeyShares(self._redis)
@@ -218,6 +219,8 @@ class _Run:
         outcome.attempts, outcome.difference = self._attempts.attempts, self._shares.difference
         outcome.keys_compared = self._key_shares.compared
         outcome.wrong += self._attempts.faults + self._key_shares.faults + self._unfair() + self._left()
+        if self._redis.seals_expired and not scenario.faults:
+            outcome.wrong.append(f"{self._redis.seals_expired} seals expired of jobs that waited for their turn")
         if scenario.quotas:
             outcome.wrong += Charges(self._redis, self._routers[0].plans, scenario.faults).check(stories)
         return outcome

@@ -10,6 +10,7 @@ from artifacts.digests import sha256_json
 from artifacts.hash_model import parse_hash_model
 from artifacts.sampling import SamplingParams
 from broker.messages import AdapterRef
+from broker.seal_kinds import JOB_S
 from broker.terms import QueueLimits
 from router.request import Request, Stopping
 from tests.hash_answers import expected_answers, expected_scores
@@ -40,6 +41,8 @@ class Scenario:
     # All requests come at once, from two tenants, so that their shares can be compared.
     backlog: bool
     limits: QueueLimits
+    # Time in seconds for which a job's seal is valid.
+    seal_s: float = JOB_S
     # Plans of tenants and API keys, as the text of a plans file; empty: nobody has one.
     quotas: str = ""
 
@@ -78,6 +81,7 @@ def draw(seed: int) -> Scenario:
         backlog=backlog,
         # In every fifth the queue is soon full: newcomers are refused, or displaced, and what has begun is not.
         limits=QueueLimits(jobs=3, tenant_jobs=2) if seed % 5 == 2 and not backlog else QueueLimits(),
+        seal_s=Random(f"seals {seed}").choice((JOB_S, 1.0)),
         quotas=quotas,
     )
 

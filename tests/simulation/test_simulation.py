@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from unittest.mock import AsyncMock
 
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
@@ -22,6 +23,7 @@ from broker.terms import Placement, QueueLimits
 from router.dispatch.job_state import JobState
 from router.dispatch.link import Link
 from router.dispatch.routed_job import RoutedJob
+from router.dispatch.unbound_jobs import UnboundJobs
 from router.encode_request import TextPair
 from router.generation.turns import run_some_at_once
 from tests.simulation.faults import Fault, Kind
@@ -135,6 +137,12 @@ def test_jobs_that_only_waited_and_lead_after_a_wipe_are_found(monkeypatch: pyte
     monkeypatch.setattr(Entry, "from_job", lead)
     wrong = simulate(7).wrong  # a backlog, and a Redis that loses its data
     assert any("goes before newcomers, and no worker had it" in line for line in wrong)
+
+
+def test_seals_that_are_not_renewed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    backlogs = [replace(draw(seed), seal_s=1.0, faults=()) for seed in (3, 11)]
+    monkeypatch.setattr(UnboundJobs, "_renew_seals", AsyncMock())
+    assert any("seals expired" in line for scenario in backlogs for line in simulate_scenario(scenario).wrong)
 
 
 def _routers_die_under_a_full_queue(seed: int) -> Scenario:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from redis.asyncio import Redis
 
@@ -38,6 +40,22 @@ async def test_what_nobody_can_take_ends_and_leaves_the_queue(redis: Redis) -> N
         assert not small.ended
     await dispatcher.drain_tasks()
     assert await queue.count_waiting() == 0
+
+
+async def test_a_job_that_waits_for_long_is_sealed_anew_again_and_again(redis: Redis) -> None:
+    """Else workers refuse it, and report an attack."""
+    renewed, placement = asyncio.Queue[tuple[str, Placement]](), Placement(weight=2.0)
+
+    class Recording(JobQueue):
+        async def renew(self, job: Job, placement: Placement) -> None:
+            renewed.put_nowait((job.job_id, placement))
+
+    queue, timing = Recording(redis, KEYS), DispatchTiming(look_s=0.01, seal_s=0.03)
+    dispatcher = Dispatcher(lambda _: queue, lambda _: placement, timing=timing)
+    watch = asyncio.create_task(dispatcher.redispatch_missing())
+    async with dispatched(dispatcher, job()), asyncio.timeout(20):
+        assert [await renewed.get() for _ in range(2)] == [("j", placement)] * 2
+    watch.cancel()
 
 
 async def test_a_worker_that_restarts_has_a_moment_to_come_back(redis: Redis) -> None:
