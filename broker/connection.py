@@ -31,6 +31,7 @@ from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisClusterException, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.maint_notifications import MaintNotificationsConfig
 
 from broker.connection_files import FILE_OPTIONS, TLSConnection, url_options
 from broker.primary_connection import FOLLOWING
@@ -104,8 +105,15 @@ def _client(url: str) -> Redis:
 def _waits() -> dict[str, Any]:
     # A timeout is not tried again: that would keep its caller waiting for a server that hangs, several times as long.
     retry = Retry(ExponentialWithJitterBackoff(cap=0.2, base=0.02), 3, supported_errors=(RedisConnectionError,))
-    # driver_info: the library would tell its name, which users may not do (broker/acl.py) and Redis 7.0 does not know.
-    return {"socket_timeout": None, "socket_connect_timeout": CONNECT_S, "retry": retry, "driver_info": None}
+    return {
+        "socket_timeout": None,
+        "socket_connect_timeout": CONNECT_S,
+        "retry": retry,
+        # The library would tell its name, which users may not do (broker/acl.py) and Redis 7.0 does not know.
+        "driver_info": None,
+        # Of Redis's own cloud; to ask for them takes each new connection a round trip.
+        "maint_notifications_config": MaintNotificationsConfig(enabled=False),
+    }
 
 
 class _Redis(Redis):

@@ -18,7 +18,8 @@ from router.api.operator_commands import AdapterCommands
 from router.api.request_telemetry import RequestTelemetry
 from router.api.service import InferenceService
 from router.api.sglang.intake import Intake
-from router.catalog.models import LOOK_S, Models
+from router.catalog.live_workers import LOOK_S
+from router.catalog.models import Models
 from router.catalog.placement import Placer
 from router.catalog.store_client import StoreClient
 from router.dispatch.advertised import check_advertised

@@ -12,10 +12,14 @@ from broker.worker_state import WorkerPhase, WorkerState
 
 log = logging.getLogger(__name__)
 
-# Timeout in seconds for a look at the workers of all models: a Redis that takes longer hangs.
-ANSWER_S = 1.0
+# Interval in seconds between looks at the workers, and at the store.
+LOOK_S = 0.5
 # Time in seconds without an answer after which the router's health says that Redis is away: a worker's time to live.
 AWAY_S = TTL_MS / 1e3
+# Timeout in seconds for a model's census: one that hangs ends AWAY_S after the last answer. A census over a new
+# connection takes several round trips, and one that is given up closes its connection: a short timeout would go on for
+# as long as Redis is slow.
+ANSWER_S = AWAY_S - LOOK_S
 # Time in seconds after an outage or a loss of data during which no worker counts as dead: all must beat again first.
 NO_LAPSE_S = TTL_MS / 1e3
 
@@ -53,7 +57,7 @@ class LiveWorkers:
 
     @property
     def redis_is_away(self) -> bool:
-        """Tell whether Redis has not answered for AWAY_S."""
+        """Tell whether Redis has answered no census for AWAY_S."""
         return self._clock() - self._answered_at >= AWAY_S
 
     async def look(self, models: Mapping[str, Liveness], reply_to: str) -> set[str] | None:
@@ -61,23 +65,28 @@ class LiveWorkers:
 
         `reply_to`: the address of this router's relay, which is registered as live.
         """
-        try:
-            async with asyncio.timeout(self._answer_s):
-                for name, liveness in models.items():
-                    self._count(name, await liveness.take_census(reply_to))
-        except REDIS_DOWN as error:  # a timeout is one of them
+        failures = await asyncio.gather(*(self._ask(name, liveness, reply_to) for name, liveness in models.items()))
+        if "" in failures or not models:
+            self._answered_at = self._clock()
+        if failure := next(filter(None, failures), ""):
             self._no_lapse_before = self._clock() + NO_LAPSE_S
             if not self._failed:
-                log.warning("Redis does not answer: %s", str(error) or type(error).__name__)
-            self._failed = True
-            return None
-        self._answered_at = self._clock()
-        if self._failed:
+                log.warning("Redis does not answer: %s", failure)
+        elif self._failed:
             log.info("Redis answers again")
-        self._failed = False
+        self._failed = bool(failure)
         if self._clock() < self._no_lapse_before:
             return None
         return {state.incarnation for states in self._workers.values() for state in states}
+
+    async def _ask(self, model: str, liveness: Liveness, reply_to: str) -> str:
+        """Take the census of a model; return why that failed, or nothing."""
+        try:
+            async with asyncio.timeout(self._answer_s):
+                self._count(model, await liveness.take_census(reply_to))
+        except REDIS_DOWN as error:  # a timeout is one of them
+            return str(error) or type(error).__name__
+        return ""
 
     def _count(self, model: str, census: Census) -> None:
         """Take a census. Another server, or one that has lost its data, knows no worker yet: none counts as dead."""

@@ -18,7 +18,7 @@ from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import QueueLimits
 from broker.worker_state import WorkerPhase, WorkerState
-from router.catalog.live_workers import ANSWER_S, LiveWorkers
+from router.catalog.live_workers import ANSWER_S, LOOK_S, LiveWorkers
 from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.model_texts import ModelTexts
 from router.catalog.store_client import StoreClient
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Interval in seconds between looks at the store and at the workers.
-LOOK_S = 0.5
 _NO_MODEL = "a base model to be registered (loraplex models push)"
 # Reasons of errors: the base model of a request was replaced; no live worker is large enough for a request.
 BASE_REPLACED, NO_WORKER_FITS = "BASE_REPLACED", "NO_WORKER_FITS"

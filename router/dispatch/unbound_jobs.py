@@ -60,16 +60,18 @@ class UnboundJobs:
             for routed in self._jobs():
                 if routed.state in {JobState.QUEUED, JobState.MISSING}:
                     queued.setdefault(routed.job.model, []).append(routed)
-            for model, jobs in queued.items():
-                try:
-                    attempts = [(routed.job.job_id, routed.job.attempt) for routed in jobs]
-                    states = await self._queue_of(model).look_up(attempts)
-                    self._take(jobs, attempts, states)
-                    await self._renew_seals(self._queue_of(model), jobs)
-                except REDIS_DOWN:
-                    continue
-                except Exception:  # the next look may succeed, and other jobs need it
-                    log.exception("could not look for missing jobs of %s", model)
+            await asyncio.gather(*(self._look_at(model, jobs) for model, jobs in queued.items()))
+
+    async def _look_at(self, model: str, jobs: Sequence[RoutedJob]) -> None:
+        try:
+            attempts = [(routed.job.job_id, routed.job.attempt) for routed in jobs]
+            states = await self._queue_of(model).look_up(attempts)
+            self._take(jobs, attempts, states)
+            await self._renew_seals(self._queue_of(model), jobs)
+        except REDIS_DOWN:
+            return
+        except Exception:  # the next look may succeed, and other jobs need it
+            log.exception("could not look for missing jobs of %s", model)
 
     def _take(
         self, jobs: Sequence[RoutedJob], attempts: Sequence[tuple[str, int]], states: Sequence[QueueState]

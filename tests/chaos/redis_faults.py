@@ -1,4 +1,4 @@
-"""The kinds of faults of Redis: it restarts, is wiped, fails over, is full, or loses keys."""
+"""The kinds of faults of Redis: it restarts, is wiped, fails over, is slow or full, or loses keys."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from tests.chaos.arena import Arena, Strike
 from tests.chaos.crowd_faults import waiting_crowd
 from tests.chaos.plan import PlannedFault
+
+# Timeout in seconds for routers to say SERVING while Redis is slow: another fault may have killed one of them.
+SERVING_S = 15.0
 
 Striker = Callable[[Arena, PlannedFault], AbstractAsyncContextManager[Strike]]
 
@@ -44,6 +47,28 @@ async def keys_lost(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike
             await asyncio.sleep(0.2 + 0.5 * planned.hold)
         struck.proof = f"{lost} keys were deleted" if lost else ""
         yield struck
+
+
+@asynccontextmanager
+async def slow(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Break all connections to Redis, and delay the new ones' round trips; routers serve, and refuse no request."""
+    struck = Strike(await arena.take(["redis"], planned), arena.driver.now, arena.driver.streaming)
+    links = [pair.redis for pair in arena.cluster.links.values()]
+    disturbed = sum(link.disturbed for link in links)
+    for link in links:
+        link.cut()
+        link.heal()
+        link.delay(0.5 + 0.05 * planned.hold)
+    try:
+        yield struck
+        for _ in range(8):
+            await arena.driver.allow_more(1)
+            await asyncio.sleep(0.5 + 0.1 * planned.hold)
+        await arena.cluster.wait_serving(SERVING_S)
+    finally:
+        for link in links:
+            link.delay(0.0)
+    struck.proof = f"{sum(link.disturbed for link in links) - disturbed} pieces came late"
 
 
 restart, wipe, failover = _server("restart"), _server("wipe"), _server("failover")

@@ -82,12 +82,17 @@ def check_refusals(
 ) -> None:
     """Check the refusals of requests that were sent again; `faults` are those that came one at a time."""
     fair = [fault for fault in faults if fault.kind in FAIR_KINDS]
+    slow = [fault for fault in faults if fault.kind == Kind.REDIS_SLOW]
     for observation in observations:
         number = observation.request.number
         for refusal in observation.refused:
             verdict.refusals[f"{refusal.code} {refusal.reason or 'without a reason'}"] += 1
             if not refusal.reason and not doors.broken(refusal.at - BROKEN_S, refusal.at):
                 verdict.findings.append(f"request {number} was refused with {refusal.code} and no reason")
+            for fault in slow:
+                if fault.began <= refusal.at <= fault.mended:
+                    why = refusal.reason or refusal.code
+                    verdict.findings.append(f"request {number} was refused with {why} while Redis was slow")
             crowded = [fault for fault in fair if fault.began <= refusal.at <= fault.mended]
             if refusal.code == "RESOURCE_EXHAUSTED" and refusal.reason != "QUOTA_EXCEEDED" and crowded:
                 verdict.findings.append(

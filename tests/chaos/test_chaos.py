@@ -13,7 +13,10 @@ from tests.chaos.report import as_json, as_lines
 from tests.chaos.run import run
 
 # Faults of each family, those that are quick to mend; the long run has them all.
-SHORT = (Kind.WORKER_KILL, Kind.ENGINE_KILL, Kind.ROUTER_KILL_FULL, Kind.REDIS_WIPE, Kind.REDIS_FULL, Kind.LINK_CUT)
+SHORT = (
+    *(Kind.WORKER_KILL, Kind.ENGINE_KILL, Kind.ROUTER_KILL_FULL),
+    *(Kind.REDIS_WIPE, Kind.REDIS_FULL, Kind.REDIS_SLOW, Kind.LINK_CUT),
+)
 
 
 @pytest.mark.parametrize("seed", [1])

@@ -83,6 +83,15 @@ def test_a_tenant_within_its_share_is_not_refused_while_others_are_greedy() -> N
     assert verdict_of(refused(later), kind=kind).holds
 
 
+def test_nobody_is_refused_while_redis_is_slow() -> None:
+    refusal = Refusal(0.7, "UNAVAILABLE", "NO_WORKER")
+    kind = Kind.REDIS_SLOW.value
+    assert verdict_of(refused(refusal), kind=kind).findings == [
+        "request 0 was refused with NO_WORKER while Redis was slow"
+    ]
+    assert verdict_of(refused(msgspec.structs.replace(refusal, at=1.5)), kind=kind).holds
+
+
 def test_a_refusal_without_a_reason_is_found_unless_a_router_was_cut_off() -> None:
     refusal = Refusal(0.7, "UNAVAILABLE", "")
     assert verdict_of(refused(refusal)).findings == ["request 0 was refused with UNAVAILABLE and no reason"]

@@ -31,6 +31,7 @@ class Kind(StrEnum):
     REDIS_CUT = "worker cut off from Redis"
     REDIS_DOWN = "Redis down"
     REDIS_HANG = "Redis stopped and woken"
+    REDIS_SLOW = "Redis slow"
     REDIS_WIPE = "Redis wiped"
     REDIS_ROLL_BACK = "Redis rolled back"
     TENANT_PURGED = "tenant purged"
@@ -42,7 +43,7 @@ class Kind(StrEnum):
 FORGETTING = frozenset({Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK})
 # Acts of operators, which are drawn by a chance of their own: older seeds draw what they drew before.
 ACTS = frozenset({Kind.TENANT_PURGED, Kind.KEY_REVOKED, Kind.SEALS_REFUSED})
-_FAULTS = [kind for kind in Kind if kind not in ACTS]
+_FAULTS = [kind for kind in Kind if kind not in ACTS and kind is not Kind.REDIS_SLOW]
 _LOOK_S = 0.05
 _LENGTHS_S = (0.05, 0.15, 0.5, 1.5, 4.0, 7.0)
 
@@ -88,6 +89,11 @@ def draw_outage(chance: Random, until_s: float, routers: int) -> list[Fault]:
 def draw_wipe(chance: Random) -> list[Fault]:
     """Draw, for every other backlog, a Redis that loses its data while most of the requests wait."""
     return [Fault(Kind.REDIS_WIPE, chance.uniform(1.05, 1.3), 0.0, 0, 0)] if chance.random() < 0.5 else []
+
+
+def draw_slow(chance: Random, until_s: float) -> Fault:
+    """Draw a time in which each round trip to Redis takes more than half a second."""
+    return Fault(Kind.REDIS_SLOW, chance.uniform(0.1, until_s), chance.uniform(4.0, 8.0), 0, 0)
 
 
 @dataclass(frozen=True)
@@ -199,6 +205,10 @@ async def _redis(fault: Fault, redis: SimulatedRedis) -> None:
             redis.down = True
             await asyncio.sleep(fault.length_s)
             redis.restart()
+        case Kind.REDIS_SLOW:
+            redis.slow_s = 0.3
+            await asyncio.sleep(fault.length_s)
+            redis.slow_s = 0.0
         case Kind.REDIS_HANG:
             redis.node.frozen = True
             await asyncio.sleep(fault.length_s)

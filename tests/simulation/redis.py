@@ -57,6 +57,8 @@ class SimulatedRedis:
     def __init__(self, chance: Random, network: Network, limits: QueueLimits | None = None) -> None:
         self.node = Node("redis")
         self.down = False
+        # Seconds that each call and each answer takes beside the network's delay.
+        self.slow_s = 0.0
         # Processes that do not reach it.
         self.cut_off: set[Node] = set()
         # Workers that refuse the seals of all jobs that they claim.
@@ -134,11 +136,11 @@ class SimulatedRedis:
         raise AssertionError
 
     async def _try(self, work: Callable[[], T]) -> T:
-        await asyncio.sleep(self._network.delay_s())
+        await asyncio.sleep(self._network.delay_s() + self.slow_s)
         if self._is_away():
             raise RedisConnectionError("refused")
         result = await self.node.start(self._carry_out(work))
-        await asyncio.sleep(self._network.delay_s())
+        await asyncio.sleep(self._network.delay_s() + self.slow_s)
         if self._is_away():
             raise RedisConnectionError("the answer was lost")
         return result

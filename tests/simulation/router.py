@@ -13,8 +13,9 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from artifacts.base_model import BaseModel
 from broker.messages import AdapterRef
 from broker.terms import QueueLimits
+from router.catalog.live_workers import LOOK_S
 from router.catalog.manifest import Manifest, RegisteredModel
-from router.catalog.models import LOOK_S, Models
+from router.catalog.models import Models
 from router.catalog.placement import Placer
 from router.catalog.store_client import ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher

@@ -115,7 +115,7 @@ class EngineSession:
         commands = OperatorCommands(self._queue, engine, self._fetcher, ready.limits.max_rank)
         tenant_data = TenantData(self._fetcher, engine, results, commands, usage)
         results.links.forget_tenant = tenant_data.forget
-        presence = self._presence(engine, results, usage)
+        presence = self._presence(engine, results)
         metrics.follow(results, self._fetcher)
         listening = asyncio.create_task(_listen(engine, results, commands, tenant_data))
         watching = asyncio.create_task(
@@ -135,6 +135,7 @@ class EngineSession:
             await presence.announce()
             claiming = asyncio.create_task(intake.run())
             others.append(asyncio.create_task(presence.beat()))
+            others.append(asyncio.create_task(usage.follow()))
             others.append(asyncio.create_task(results.links.keep_alive()))
             others.append(asyncio.create_task(commands.run(self._incarnation, stop)))
             self.served = True
@@ -176,13 +177,12 @@ class EngineSession:
         finally:
             await _cancel(beating)
 
-    def _presence(self, engine: EngineProcess, results: Results, usage: UsageLog) -> Presence:
+    def _presence(self, engine: EngineProcess, results: Results) -> Presence:
         def state(phase: WorkerPhase) -> WorkerState:
             identity = (self._worker_id, self._incarnation, phase, self._base, engine.pid)
             return worker_state(*identity, results.limits, results.stats, self._fetcher.stats)
 
-        follow_routers = results.links.follow
-        return Presence(self._incarnation, self._liveness, self._health, state, usage.report, follow_routers)
+        return Presence(self._incarnation, self._liveness, self._health, state, results.links.follow)
 
     async def _give_up(self, intake: Intake, results: Results, presence: Presence) -> None:
         """Give every job back at once: the engine is gone."""

@@ -13,10 +13,11 @@ from redis.asyncio import Redis
 
 from artifacts.base_model import read_base_model
 from broker.keys import Keys
-from broker.liveness import Liveness
+from broker.liveness import Census, Liveness
 from broker.messages import AdapterRef, Job, StoppingParams
 from broker.terms import ASIDE_MS, QueueLimits
 from broker.worker_state import WorkerPhase
+from router.catalog.live_workers import LiveWorkers
 from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.models import Models
 from rpc.errors import Mismatch, NotFound, Unavailable
@@ -257,3 +258,32 @@ async def test_a_manifest_that_is_registered_again_with_its_tasks_is_read_again(
     assert router.models.with_digest("tiny", BASE.digest) is router.models.get("tiny")
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
+
+
+class Censuses:
+    """The liveness of a model whose census answers once `asked` censuses have begun; None: never."""
+
+    def __init__(self, asked: asyncio.Barrier | None) -> None:
+        self._asked = asked
+
+    async def take_census(self, router: str) -> Census:
+        await (self._asked.wait() if self._asked else asyncio.get_running_loop().create_future())
+        return Census("server", [serves("w1")])
+
+
+async def test_the_models_of_a_slow_redis_are_looked_at_side_by_side() -> None:
+    asked = asyncio.Barrier(3)
+    models: Any = {name: Censuses(asked) for name in ("a", "b", "c")}
+    assert await LiveWorkers(time.monotonic, answer_s=2.0).look(models, "") == {"w1-inc"}
+
+
+async def test_a_model_whose_census_fails_ends_nobody_and_leaves_the_others_served() -> None:
+    now = 0.0
+    live = LiveWorkers(lambda: now, answer_s=0.01)
+    models: Any = {"fails": Censuses(None), "answers": Censuses(asyncio.Barrier(1))}
+    for _ in range(3):
+        now += 2.0
+        assert await live.look(models, "") is None
+    assert not live.redis_is_away
+    assert live.of("answers") == [serves("w1")]
+    assert live.of("fails") is None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from broker.connection import REDIS_DOWN
 from broker.queue import JobQueue
 from broker.terms import UsageReport
 from worker.io.local_jobs.jobs import LocalJob, LocalJobs
+
+# Interval in seconds between reports of the jobs that run.
+REPORT_S = 0.5
 
 
 class UsageLog:
@@ -36,11 +41,17 @@ class UsageLog:
             self._ended = ended + self._ended
             raise
 
+    async def follow(self) -> None:
+        """Report every REPORT_S; never returns. The next report makes up for one that Redis did not get."""
+        while True:
+            with suppress(*REDIS_DOWN):  # the worker's beats log it
+                await self.report()
+            await asyncio.sleep(REPORT_S)
+
     async def report(self) -> None:
         """Send the last reports, and one for each job that is here. Raises what a Redis that is down raises."""
         with self.last_reports() as ended:
-            await self._queue.charge(ended)
-        await self._queue.charge([_usage(local, ended=False) for local in self._jobs.all()])
+            await self._queue.charge([*ended, *(_usage(local, ended=False) for local in self._jobs.all())])
 
 
 def _usage(local: LocalJob, *, ended: bool) -> UsageReport:

@@ -18,7 +18,6 @@ from broker.messages import STRIKES_LIMIT
 from broker.worker_state import WorkerPhase, WorkerState
 from tests.worker.io.relayed_worker import KEYS, MODEL, Router, Worker, job, running
 from worker.io.engine_client.stall import watch_steps
-from worker.io.jobs.usage import UsageLog
 from worker.io.membership.health import WorkerHealth
 from worker.io.membership.presence import Presence
 from worker.io.membership.state import worker_state
@@ -43,8 +42,7 @@ async def watched(worker: Worker, redis: Redis) -> AsyncIterator[Presence]:
 
     health = WorkerHealth("127.0.0.1")
     await health.start(0)
-    report, follow = UsageLog(worker.jobs, worker.queue).report, worker.results.links.follow
-    presence = Presence("w-1", Liveness(redis, KEYS), health, state, report, follow)
+    presence = Presence("w-1", Liveness(redis, KEYS), health, state, worker.results.links.follow)
     await presence.announce()
     tasks = [
         asyncio.create_task(presence.beat()),

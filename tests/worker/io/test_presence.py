@@ -1,0 +1,52 @@
+"""Test the beats of a worker whose Redis is slow, or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.broker.test_liveness import worker
+from tests.simulation.worker import SimulatedHealth
+from worker.io.membership import presence as module
+from worker.io.membership.presence import Presence
+
+
+class UnansweredBeats:
+    """Liveness in a Redis that gets every beat, and whose answers do not come."""
+
+    def __init__(self) -> None:
+        self.beats: asyncio.Queue[str] = asyncio.Queue()
+
+    async def beat(self, state: Any) -> list[str]:
+        self.beats.put_nowait("beat")
+        await asyncio.get_running_loop().create_future()
+        return []
+
+    async def declare_dead(self, incarnation: str) -> None:
+        self.beats.put_nowait("dead")
+        await asyncio.get_running_loop().create_future()
+
+
+async def test_no_beat_waits_for_the_answer_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a worker lives in Redis, and leaves it, however slow the answers are."""
+    monkeypatch.setattr(module, "BEAT_MS", 5)
+    monkeypatch.setattr(module, "BEAT_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(module, "LEAVE_S", 0.01)
+    liveness: Any = UnansweredBeats()
+    health: Any = SimulatedHealth()
+    followed: list[Sequence[str]] = []
+    presence = Presence("w-1", liveness, health, lambda phase: worker("w"), followed.append)
+    beating = asyncio.create_task(presence.beat())
+    async with asyncio.timeout(20):
+        assert [await liveness.beats.get() for _ in range(5)] == ["beat"] * 5
+        await presence.withdraw()
+        while await liveness.beats.get() != "dead":
+            pass
+        assert await liveness.beats.get() == "dead"  # again, in case an earlier beat came later
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+        await presence.leave()
+    assert followed == []
