@@ -86,7 +86,7 @@ def _named(name: str) -> str:
 def _from_pb(message: pb.Plan) -> Plan:
     try:
         fields = {field.name: value for field, value in message.ListFields() if field.name in FIELDS}
-        return make_plan(message.name, fields)
+        return make_plan(fields)
     except PlanFieldError as error:
         raise InvalidField(f"plan.{error.field}", error.message) from error
 

@@ -13,7 +13,6 @@ A plan's name is `default`, `tenants/acme` or `keys/0123456789abcdef`.
 from __future__ import annotations
 
 import logging
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -78,8 +77,8 @@ UNLIMITED = Plan()
 FIELDS = tuple(field.name for field in fields(Plan))
 # Fields that are shares or weights: numbers that need not be whole.
 REAL_FIELDS = frozenset({"queue_share", "weight"})
-# Minimum and maximum weight of a key: turns of its jobs, in tokens over the weight, are whole numbers of 14 digits.
-KEY_WEIGHTS = (0.001, 1_000.0)
+# Minimum and maximum weight of a tenant or a key: what is counted in tokens over the weight stays exact.
+WEIGHTS = (0.001, 1_000.0)
 Plans = Mapping[str, Plan]
 
 
@@ -88,7 +87,12 @@ def plan_name(tenant: str = "", key_id: str = "") -> str:
     return f"keys/{key_id}" if key_id else f"tenants/{tenant}"
 
 
-def make_plan(name: str, values: Mapping[str, Any]) -> Plan:
+def is_weight(weight: float) -> bool:
+    """Return whether a tenant or a key may have this weight."""
+    return WEIGHTS[0] <= weight <= WEIGHTS[1]
+
+
+def make_plan(values: Mapping[str, Any]) -> Plan:
     """Return the plan with these values. Raises PlanFieldError."""
     for field, value in values.items():
         if field not in FIELDS:
@@ -99,11 +103,8 @@ def make_plan(name: str, values: Mapping[str, Any]) -> Plan:
             if not 0 < value <= 1:
                 raise PlanFieldError(field, f"{value} is not a share above 0, up to 1")
         elif field == "weight":
-            if not 0 < value < math.inf:
-                raise PlanFieldError(field, f"{value} is not above 0")
-            least_weight, most_weight = KEY_WEIGHTS
-            if name.startswith("keys/") and not least_weight <= value <= most_weight:
-                raise PlanFieldError(field, f"{value} is not from {least_weight:g} to {most_weight:g}, for a key")
+            if not is_weight(value):
+                raise PlanFieldError(field, f"{value} is not from {WEIGHTS[0]:g} to {WEIGHTS[1]:g}")
         else:
             least = _LEAST_PRIORITY if field == "priority_ceiling" else 0
             if not isinstance(value, int) or not least <= value <= _MOST:
@@ -159,19 +160,19 @@ class PlansFile:
             raise self._error(f"no TOML: {error}") from error
         if unknown := sorted(set(tables) - {DEFAULT, "tenants", "keys"}):
             raise self._error(f"{unknown[0]}: write [default], [tenants.NAME] or [keys.KEYID]")
-        plans = {DEFAULT: self._plan(DEFAULT, DEFAULT, tables.get(DEFAULT, {}))}
+        plans = {DEFAULT: self._plan(DEFAULT, tables.get(DEFAULT, {}))}
         for kind, what in (("tenants", "NAME"), ("keys", "KEYID")):
             named = tables.get(kind, {})
             if not isinstance(named, dict):
                 raise self._error(f"{kind}: write [{kind}.{what}]")
-            plans |= {f"{kind}/{one}": self._plan(f"{kind}/{one}", f"{kind}.{one}", named[one]) for one in named}
+            plans |= {f"{kind}/{one}": self._plan(f"{kind}.{one}", named[one]) for one in named}
         return plans
 
-    def _plan(self, name: str, where: str, table: Any) -> Plan:
+    def _plan(self, where: str, table: Any) -> Plan:
         if not isinstance(table, dict):
             raise self._error(f"{where}: write [{where}]")
         try:
-            return make_plan(name, table)
+            return make_plan(table)
         except PlanFieldError as error:
             raise self._error(f"{where}.{error}") from error
 

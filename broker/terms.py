@@ -65,6 +65,9 @@ TENANTS_PER_ESTIMATE = 32
 # them in a token, and their maximum number.
 LIFTS_PER_TOKEN = 1_024
 LIFTS_LIMIT = 1 << 16
+# Maximum counter, in tokens over a weight: up to there a counter keeps parts of a token. Beyond it the lowest one is
+# subtracted from all.
+COUNTERS_LIMIT = 1 << 40
 # A first attempt is refused when its turn comes later than this many times its deadline: the estimate is rough.
 DEADLINE_DOUBT = 2
 # Maximum lead of a tenant whose resumed job goes before newcomers, as the time in ms in which the whole cell claims so

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from artifacts.plans import WEIGHTS, is_weight
 from broker.job_keys import JOB_KEY_HELP
 from broker.terms import QueueLimits
 from router.generation.resume_keys import KEY_CHARACTERS
@@ -194,6 +195,7 @@ def read_weights(text: str) -> dict[str, float]:
             weights[tenant] = float(weight)
         except ValueError:
             weights[tenant] = math.nan
-        if not tenant or not 0 < weights[tenant] < math.inf:
-            raise ValueError(f"--tenant-weights {pair!r}: write TENANT=WEIGHT, the weight above 0")
+        if not tenant or not is_weight(weights[tenant]):
+            least, most = WEIGHTS
+            raise ValueError(f"--tenant-weights {pair!r}: write TENANT=WEIGHT, the weight from {least:g} to {most:g}")
     return weights

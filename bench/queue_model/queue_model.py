@@ -190,6 +190,7 @@ class QueueModel:
 
     def beat_router(self, router: str, now_ms: int) -> None:
         """Record that a router lives, as each of its enqueues does; jobs of dead routers are dropped."""
+        self.waiting.counters.rebase()
         self.waiting.counters.prune_idle()
         self._routers.beat(router, now_ms)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from broker.terms import LIFTS_LIMIT, LIFTS_PER_TOKEN
+from broker.terms import COUNTERS_LIMIT, LIFTS_LIMIT, LIFTS_PER_TOKEN
 
 
 class TenantCounters:
@@ -81,6 +81,19 @@ class TenantCounters:
     def forget_idle(self, tenant: str) -> None:
         """Forget the counter of an idle tenant."""
         self._idle.pop(tenant, None)
+
+    def rebase(self) -> None:
+        """Subtract the lowest counter from all where one is beyond the limit; one that still is becomes the lowest."""
+        lowest = self.lowest()
+        if max([lowest, *self._active.values(), *self._idle.values()]) <= COUNTERS_LIMIT:
+            return
+
+        def rebased(counters: dict[str, float]) -> dict[str, float]:
+            leads = {tenant: counter - lowest for tenant, counter in counters.items()}
+            return {tenant: lead if 0 < lead <= COUNTERS_LIMIT else 0.0 for tenant, lead in leads.items()}
+
+        self._active, self._idle, self._floor = rebased(self._active), rebased(self._idle), 0.0
+        self._order = sorted((counter, tenant.encode()) for tenant, counter in self._active.items())
 
     def prune_idle(self) -> None:
         """Forget the counters of idle tenants that would be lifted anyway."""

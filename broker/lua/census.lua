@@ -34,6 +34,7 @@ end
 for _, worker in ipairs(lapsed) do
   if not living[worker] then clear_free_rows(worker) end
 end
+rebase_counters()
 prune_idle_tenants()
 drop_remains()
 redis.call('SET', PREFIX .. 'born', new_data_name, 'NX')

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 from loraplex.admin.v1 import plans_pb2 as pb
 
-from artifacts.plans import FIELDS, Plan
+from artifacts.plans import FIELDS, WEIGHTS, Plan, is_weight
 from router.catalog.store_changes import StoreChanges
 from router.catalog.store_client import StoreClient
+
+log = logging.getLogger(__name__)
 
 
 class PlanCopy:
@@ -34,4 +39,10 @@ class PlanCopy:
 
 
 def _plan(message: pb.Plan) -> Plan:
-    return Plan(**{field.name: value for field, value in message.ListFields() if field.name in FIELDS})
+    """Return a plan. Older stores took any weight above 0."""
+    plan = Plan(**{field.name: value for field, value in message.ListFields() if field.name in FIELDS})
+    if plan.weight is None or is_weight(plan.weight):
+        return plan
+    nearest = min(max(plan.weight, WEIGHTS[0]), WEIGHTS[1])
+    log.warning("the plan %s has the weight %g; %g is taken instead", message.name, plan.weight, nearest)
+    return replace(plan, weight=nearest)

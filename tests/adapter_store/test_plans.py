@@ -95,6 +95,7 @@ async def test_a_deleted_plan_is_gone_and_readers_learn_it(plans: Any) -> None:
         ("keys/short", {}),
         ("default", {"tokens_per_day": -1}),
         ("default", {"weight": float("nan")}),
+        ("tenants/acme", {"weight": 1e-300}),
         ("keys/0123456789abcdef", {"adapters": -1}),
     ],
 )

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from broker import terms
 from broker.messages import Capacity
-from broker.terms import Placement, QueueLimits, QueueState
+from broker.terms import Placement, QueueLimits, QueueState, UsageReport
 from tests.broker.both_queues import BothQueues, make_job
 from tests.broker.scripts_clock import Clock
 
@@ -50,6 +50,20 @@ async def test_no_limit_refuses_a_job_that_was_admitted_before(redis: Redis, clo
     for number in range(4):
         assert not await both.enqueue(make_job(f"{number}", "a", attempt=2), Placement(begun=False))
     assert await both.enqueue(make_job("new", "a")) == "tenant_jobs"
+
+
+@pytest.mark.parametrize("weight", [1e-300, 1e-306, 0.001])
+async def test_counters_that_have_grown_large_are_as_exact_as_small_ones(both: BothQueues, weight: float) -> None:
+    """Of a weight that is allowed no more, or after years."""
+    prompt = 1 << 31 if weight == 0.001 else 4000
+    await both.enqueue(make_job("first", "tiny"), Placement(weight))
+    await claim(both)
+    await both.charge(UsageReport("first", 1, prompt, ended=True))
+    for name in ("a0", "a1", "a2", "b0", "b1"):
+        await both.enqueue(make_job(name, name[0]))
+    await both.beat_router("here")
+    assert await claim(both) == ["a0", "b0", "a1", "b1", "a2"]
+    assert await both.counter("a") < terms.COUNTERS_LIMIT
 
 
 async def test_priority_takes_nothing_from_other_tenants(both: BothQueues) -> None:

@@ -31,7 +31,12 @@ TENANTS = ("a", "b", "c", "d")
 WORKERS = ("w1", "w2", "w3")
 ROUTERS = ("r1", "r2")
 ADAPTERS = ("", "", "sha256:x", "sha256:y", "sha256:z")
-WEIGHTS = {"a": 1.0, "b": 3.0, "c": 0.7, "d": 1.0}
+# Weights of the walks, in turn; plans of older versions may have any weight.
+WEIGHTS = (
+    {"a": 1.0, "b": 3.0, "c": 0.7, "d": 1.0},
+    {"a": 1.0, "b": 1000.0, "c": 0.001, "d": 1.0},
+    {"a": 1.0, "b": 3.0, "c": 1e-300, "d": 1e-306},
+)
 # Terms of API keys, of all tenants alike; many calls have none.
 KEY_TERMS = (
     *(NO_KEY,) * 4,
@@ -73,6 +78,7 @@ class Walk(RuleBasedStateMachine):
             looks_limit=looks_limit,
             roles=self.roles,
         )
+        self.weights = WEIGHTS[self.happened["walks"] % len(WEIGHTS)]
         self.happened["walks"] += 1
         self.run(self.both.start())
         self.count = 0
@@ -125,7 +131,7 @@ class Walk(RuleBasedStateMachine):
         )
         prefer = chance.choice(((), ("w1",), ("w2", "w1"), ("w3", "w2"))) if adapter else ()
         key = chance.choice(KEY_TERMS)
-        refused = self.run(self.both.enqueue(job, Placement(WEIGHTS[tenant], prefer, 20.5, key=key)))
+        refused = self.run(self.both.enqueue(job, Placement(self.weights[tenant], prefer, 20.5, key=key)))
         self.happened[refused or "queued"] += 1
         self.happened["resumed"] += job.job_id in {job_id for _, job_id in self.both.model.waiting.redispatched}
         self.happened["resumed as a newcomer"] += job.resumed and job.job_id in self._newcomers(tenant)
@@ -150,7 +156,7 @@ class Walk(RuleBasedStateMachine):
             job = make_job(job_id, job_id[0], adapter=chance.choice(ADAPTERS), attempt=attempt + 1)
             emitted: dict[int, tuple[int, ...]] = {0: (7,)} if chance.random() < 0.5 else {}
             job = replace(job, strikes=chance.choice((0, 0, 1, 2)), emitted=emitted)
-            placement = Placement(WEIGHTS[job_id[0]], key=chance.choice(KEY_TERMS), begun=chance.random() < 0.5)
+            placement = Placement(self.weights[job_id[0]], key=chance.choice(KEY_TERMS), begun=chance.random() < 0.5)
             refused = self.run(self.both.enqueue(job, placement))
             assert refused in ("", "quarantined")
             self.waiting.pop(job_id, None)

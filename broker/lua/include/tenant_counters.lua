@@ -73,6 +73,24 @@ local function charge_tenant(tenant, cost)
   end
 end
 
+-- Subtract the lowest counter from all where one is beyond COUNTERS_LIMIT. One that then still is, of a tenant that was
+-- charged by a weight which is allowed no more, becomes the lowest.
+local function rebase_counters()
+  local lowest, highest = lowest_counter(), 0
+  for _, key in ipairs({TENANTS, IDLE}) do
+    highest = math.max(highest, tonumber(redis.call('ZREVRANGE', key, 0, 0, 'WITHSCORES')[2] or 0))
+  end
+  if math.max(lowest, highest) <= COUNTERS_LIMIT then return end
+  for _, key in ipairs({TENANTS, IDLE}) do
+    local counters = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
+    for i = 1, #counters, 2 do
+      local lead = number_of(counters[i + 1]) - lowest
+      redis.call('ZADD', key, lead > 0 and lead <= COUNTERS_LIMIT and exact(lead) or 0, counters[i])
+    end
+  end
+  redis.call('SET', FLOOR, 0)
+end
+
 -- Forget the counters of idle tenants that would be lifted anyway.
 local function prune_idle_tenants()
   redis.call('ZREMRANGEBYSCORE', IDLE, '-inf', exact(lowest_counter()))

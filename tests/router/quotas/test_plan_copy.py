@@ -38,12 +38,14 @@ async def test_the_copy_follows_the_store(store: Store) -> None:
     set_plan = store._plans.set
     set_plan("tenants/acme", Plan(tokens_per_day=0, weight=2.0), "")
     set_plan("keys/0123456789abcdef", Plan(requests_per_minute=1), "")
+    set_plan("tenants/old", Plan(weight=1e-300), "")  # as older stores let anybody
     await plans.look()
+    assert [plans.of(tenant).weight for tenant in ("acme", "old")] == [2.0, 0.001]
     assert plans.limits_of("acme") == TokenLimits(tokens_per_day=0)
     assert plans.owners("acme", "0123456789abcdef")[0].name == "keys/0123456789abcdef"
     store._plans.delete("tenants/acme", "")
     await plans.look()
-    assert (plans.limits_of("acme"), list(plans.accounts)) == (None, ["keys/0123456789abcdef"])
+    assert (plans.limits_of("acme"), list(plans.accounts)) == (None, ["keys/0123456789abcdef", "old"])
     store._plans.epoch = "another store, without plans"
     store._plans._plans = {}
     await plans.look()
