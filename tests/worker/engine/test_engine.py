@@ -155,7 +155,7 @@ def test_the_models_end_token_ends_an_answer(
     assert ids(outputs["b"]) == endless.answer(prompt, 20, "plain")
 
 
-def test_aborted_sequences_leave_nothing_behind(tiny_llama: Any, make_engine: Callable[..., Any], ahead: bool) -> None:
+def test_aborted_sequences_leave_nothing_behind(tiny_llama: Any, make_engine: Callable[..., Any]) -> None:
     engine = make_engine(tiny_llama.directory, **CRAMPED)
     requests = uneven_requests(tiny_llama, count=8, seed=3)
     for request in requests:
@@ -166,10 +166,9 @@ def test_aborted_sequences_leave_nothing_behind(tiny_llama: Any, make_engine: Ca
         engine.abort(request.sequence_id)
     engine.abort("unknown")
     stats = engine.stats()
-    # Of a step that is in flight nothing is left to tell.
-    assert engine.has_work() == ahead
-    assert engine.step() == []
-    assert not engine.has_work()
+    # A step that is in flight and adapters that are still being read are work, of which nothing is told.
+    while engine.has_work():
+        assert engine.step() == []
     assert (stats.rows_running, stats.rows_waiting, stats.blocks_referenced, stats.slots_pinned) == (0, 0, 0, 0)
 
 
