@@ -87,7 +87,7 @@ async def test_vectors_of_a_decoder_are_pooled_hidden_states(small: Cluster, tin
     tiny_llama.peft.set_adapter("plain")
     for at, ids in enumerate(texts):
         with torch.inference_mode():
-            hidden = tiny_llama.peft(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+            hidden = tiny_llama.peft(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].float()
         for vectors, expected in zip(found, (hidden[-1], hidden.mean(0)), strict=True):
             assert torch.allclose(torch.tensor(vectors.vectors[at]), expected, atol=1e-4), at
     with pytest.raises(InvalidRequestError, match="the first token of a decoder sees no other; use last or mean"):
