@@ -138,8 +138,9 @@ async def test_streams_go_on_where_their_router_was_killed(cluster: Cluster, cli
     await countdown.reached.wait()
     # Whoever resumes goes on with the revision that it began with.
     async with AsyncStoreClient(cluster.local.store, TENANT) as store:
-        for name, other in (("a", "b"), ("b", "c"), ("c", "a")):
-            await store.push(cluster.local.data_dir.parent / "adapters" / other, name)
+        adapters = cluster.local.data_dir.parent / "adapters"
+        # At once: the streams go on meanwhile, and some are to be running still when their router is killed.
+        await asyncio.gather(*(store.push(adapters / other, name) for name, other in ("ab", "bc", "ca")))
     cluster.local.kill("router-1", signal.SIGKILL)
     answers, blocking_answers = await reads, await blocked
     assert [comparable(answer) for answer in answers] == truth * 2

@@ -33,9 +33,14 @@ async def running(cluster: Cluster, count: int) -> list[cluster_pb2.Job]:
     return await matching(cluster, lambda job: job.completion_tokens, count)
 
 
-async def going_on(cluster: Cluster) -> None:
-    """Wait until a request that lost its worker runs at another."""
-    await matching(cluster, lambda job: job.attempt > 1 and job.worker_id, 1)
+async def router_of_moved(cluster: Cluster) -> str:
+    """Wait until a request that lost its worker runs at another, and return its router's process."""
+    async with asyncio.timeout(60):
+        while True:
+            for number, address in enumerate(cluster.local.routers, 1):
+                if any(job.attempt > 1 and job.worker_id for job in await jobs(cluster, [address])):
+                    return f"router-{number}"
+            await asyncio.sleep(0.01)
 
 
 async def kill_busiest_worker(cluster: Cluster) -> None:

@@ -16,9 +16,8 @@ from huggingface_hub import AsyncInferenceClient
 
 from rpc.optional_packages import is_installed
 from tests.e2e.conftest import Cluster
-from tests.e2e.full_cluster import jobs
 from tests.e2e.gateway.conftest import HEADERS, MESSAGES, PROMPT, Eventually, expected
-from tests.e2e.gateway.kills import going_on, kill_busiest_worker
+from tests.e2e.gateway.kills import kill_busiest_worker, router_of_moved
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 TOKENS = 150
@@ -156,10 +155,9 @@ async def test_answers_are_the_same_where_a_worker_and_a_router_were_killed(
 
     reading = [asyncio.create_task(read()) for read in (*clients.streams, clients.wholes)]
     await kill_busiest_worker(cluster)
-    await going_on(cluster)
-    assert await jobs(cluster, cluster.local.routers[:1])
-    cluster.local.kill("router-1", signal.SIGKILL)
+    router = await router_of_moved(cluster)
+    cluster.local.kill(router, signal.SIGKILL)
     assert await asyncio.gather(*reading) == undisturbed
-    await cluster.local.restart("router-1")
+    await cluster.local.restart(router)
     await cluster.local.wait_serving()
     await eventually(cluster.idle)
