@@ -119,7 +119,7 @@ class Generation:
                 while arrivals := await run.routed.arrivals(reader):
                     for event in answer.events_of(arrivals):
                         token = "" if started else self._tokens.sign(run.claims, request.tenant)
-                        started = True
+                        started = run.gave_token = True
                         stream.waits_since = time.monotonic()
                         yield Message(event, token)
                         stream.waits_since = None

@@ -32,6 +32,8 @@ class Run:
     grant: Grant | None = None
     # The reservation of the larger call that it is a part of.
     part_of: Grant | None = None
+    # True once its client has a resume token of this router.
+    gave_token: bool = False
     # True once the whole answer is on its way to the client.
     complete: bool = False
 
@@ -87,9 +89,10 @@ class Run:
         self.part_of = call
 
     def settle(self) -> None:
-        """End the request's reservation; one whose answer is not complete may be resumed for a while."""
+        """End the request's reservation, but leave one whose client may resume it for a while."""
         if self.grant is not None:
-            self.grant.settle(End.FINISHED if self.complete else End.LEFT)
+            unfinished = End.LEFT if self.gave_token or self.resumption else End.ENDED
+            self.grant.settle(End.FINISHED if self.complete else unfinished)
 
     def suits(self, resumption: Resumption | None) -> bool:
         """Return whether a call can read this run: the same answer, from as early on as the call needs it."""

@@ -14,8 +14,8 @@ import pytest
 from loraplex.inference.v1 import inference_pb2
 from loraplex_client.addresses import Rotation, read_addresses
 from loraplex_client.options import generate_request
-from loraplex_client.recovery import RESUME_PATIENCE_S, Recovery
-from loraplex_client.retries import RetryBudget, Tries
+from loraplex_client.recovery import Recovery
+from loraplex_client.retries import RESUME_PATIENCE_S, RetryBudget, Tries
 
 from rpc import errors
 
@@ -118,7 +118,7 @@ def test_other_calls_go_to_whoever_answers(server: Any) -> None:
 @pytest.mark.parametrize("timeout_s", [None, 0.3])
 def test_leaving_ends_the_wait_for_a_router(server: Any, timeout_s: float | None) -> None:
     """Between two attempts there is nothing to cancel: closing must still end the iteration, and a deadline too."""
-    server.service.script = [delta(0, 97, token="first"), errors.Unavailable("gone", retry_after_s=3600.0)]
+    server.service.script = [delta(0, 97, token="first"), errors.Unavailable("gone", retry_after_s=60.0)]
     with lx.Client(server.address) as client:
         stream = client.generate_stream("hello", timeout_s=timeout_s)
         assert next(stream).text == "a"
@@ -135,7 +135,7 @@ def test_leaving_ends_the_wait_for_a_router(server: Any, timeout_s: float | None
 
 
 async def test_closing_ends_the_wait_of_another_task(server: Any) -> None:
-    server.service.script = [delta(0, 97, token="first"), errors.Unavailable("gone", retry_after_s=3600.0)]
+    server.service.script = [delta(0, 97, token="first"), errors.Unavailable("gone", retry_after_s=60.0)]
     async with lx.AsyncClient(server.address) as client:
         stream = client.generate_stream("hello")
         await anext(stream)
@@ -165,8 +165,8 @@ def recovery(
     clock: Callable[[], float] = time.monotonic,
 ) -> Recovery:
     rotation = Rotation(read_addresses(addresses))
-    tries = Tries(rotation, RetryBudget(), timeout_s, uniform=lambda least, most: most, clock=clock)
-    return Recovery(generate_request("hello", {}), tries, attempts)
+    tries = Tries(rotation, RetryBudget(), timeout_s, attempts, uniform=lambda least, most: most, clock=clock)
+    return Recovery(generate_request("hello", {}), tries)
 
 
 def test_attempts_are_bounded_and_slow_down() -> None:
@@ -216,6 +216,31 @@ def test_a_stream_that_has_begun_waits_while_the_cluster_answers(
     # With a deadline until that, of 1,000 s; the stream had run for 600.
     least_s, most_s = (390.0, 400.0) if timeout_s else (RESUME_PATIENCE_S, RESUME_PATIENCE_S + 10.0)
     assert least_s <= waited_s <= most_s
+
+
+def test_a_request_that_routers_hand_back_waits_elsewhere_and_pays_nothing() -> None:
+    now = [1_000.0]
+    budget = RetryBudget(lambda: now[0])
+    while budget.spend():
+        pass
+    tries = Tries(Rotation(["a:1", "b:1"]), budget, None, uniform=lambda least, most: most, clock=lambda: now[0])
+    stream = Recovery(generate_request("hello", {}), tries)
+    handed_back = lx.UnavailableError("stops", reason="ROUTER_DRAINING", retry_after_s=0.0)
+    meanwhile = [
+        *[lx.UnavailableError("connection refused")] * 9,
+        lx.UnavailableError("no worker yet", reason="NO_WORKER", retry_after_s=1.0),
+        lx.ResourceExhaustedError("no room yet", reason="QUEUE_FULL", retry_after_s=1.0),
+    ]
+    for _ in range(3):  # in a rolling restart
+        assert stream.attempt().call.method == "Generate"
+        now[0] += 2 * RESUME_PATIENCE_S  # in a queue
+        assert stream.lost(handed_back) <= 3.0
+        for error in meanwhile:
+            stream.attempt()
+            now[0] += stream.lost(error)
+    stream.attempt()
+    with pytest.raises(lx.NotFoundError):
+        stream.lost(lx.NotFoundError("deleted meanwhile"))
 
 
 def test_a_token_that_one_router_refuses_is_shown_to_each_other_once() -> None:

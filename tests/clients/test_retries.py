@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import loraplex_client as lx
 import pytest
+from loraplex.inference.v1 import inference_pb2
 from loraplex_client import retries
 from loraplex_client.addresses import Rotation
 from loraplex_client.calls import Call as ServerCall
@@ -46,7 +47,7 @@ def make(tries: Tries, clock: Clock, error: lx.LoraplexError, takes_s: float = 0
         called.append(tries.begin()[0])
         clock.now_s += takes_s
         try:
-            clock.now_s += tries.retry(error)
+            clock.now_s += tries.failed(error)
         except lx.UnavailableError:
             return called
 
@@ -69,7 +70,7 @@ def test_the_server_s_word_is_obeyed_with_jitter() -> None:
     for seed in range(5):
         tries = Tries(Rotation("ab"), RetryBudget(), None, uniform=random.Random(seed).uniform)
         tries.begin()
-        pauses.add(tries.retry(lx.UnavailableError("gone", retry_after_s=1.0)))
+        pauses.add(tries.failed(lx.UnavailableError("gone", retry_after_s=1.0)))
     assert min(pauses) >= 1.0
     assert len(pauses) == 5
 
@@ -82,7 +83,7 @@ def test_all_tries_share_one_deadline() -> None:
         while True:
             lefts_s.append(tries.begin()[1] or 0.0)
             clock.now_s += min(0.3, lefts_s[-1])
-            clock.now_s += tries.retry(GONE)
+            clock.now_s += tries.failed(GONE)
     assert lefts_s[0] == 1.0
     assert lefts_s == sorted(lefts_s, reverse=True)
     assert clock.now_s <= 1.0
@@ -168,6 +169,25 @@ def test_one_client_in_trouble_does_not_multiply_its_calls(server: Any, monkeypa
             with pytest.raises(lx.UnavailableError):
                 client.generate("hello")
     assert len(server.service.requests) <= 200 + 20 + retries.RETRIES_AT_START
+
+
+@pytest.mark.parametrize("call", [generate, tokenize])
+def test_calls_that_a_router_hands_back_cost_no_retries(
+    server: Any, other_server: Any, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    for name in ("RETRIES_AT_START", "RETRIES_PER_S", "RETRY_SHARE"):
+        monkeypatch.setattr(retries, name, 0.0)
+    handed_back = errors.Unavailable("the router stops", retry_after_s=0.0, reason="ROUTER_DRAINING")
+    server.service.script, server.service.unary_failure = [handed_back], handed_back
+    delta = inference_pb2.Delta(token_ids=[97])
+    end = inference_pb2.Finished(reason=inference_pb2.FINISH_REASON_LENGTH)
+    answer = {"delta": delta}, {"finished": end}, {"summary": inference_pb2.Summary()}
+    other_server.service.script = [inference_pb2.GenerateEvent(**event) for event in answer]
+    with lx.Client([server.address, other_server.address]) as client:
+        for _ in range(20):
+            call(client)
+    assert server.service.requests
+    assert len(other_server.service.requests) == 20
 
 
 def test_a_deletion_is_not_repeated() -> None:

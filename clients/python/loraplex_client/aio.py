@@ -16,8 +16,8 @@ from loraplex_client.connection import AsyncConnection
 from loraplex_client.credentials import ApiKey, Tls, credentials_of
 from loraplex_client.generation import Generation
 from loraplex_client.options import ChatOptions, GenerateOptions, generate_request, with_keywords
-from loraplex_client.recovery import RESUME_ATTEMPTS
 from loraplex_client.response_format import M, parse_answer
+from loraplex_client.retries import RESUME_ATTEMPTS
 from loraplex_client.stream import AsyncGenerationStream
 
 

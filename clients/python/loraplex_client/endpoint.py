@@ -15,8 +15,8 @@ from loraplex_client.calls import Call
 from loraplex_client.channels import Channels
 from loraplex_client.credentials import ApiKey, Credentials, credentials_of
 from loraplex_client.errors import CancelledError, InvalidRequestError, LoraplexError, UnavailableError, error_of
-from loraplex_client.recovery import RESUME_ATTEMPTS, Attempt, Recovery
-from loraplex_client.retries import RetryBudget, Tries
+from loraplex_client.recovery import Attempt, Recovery
+from loraplex_client.retries import RESUME_ATTEMPTS, RetryBudget, Tries
 from loraplex_client.tracing import trace_metadata
 
 TENANT_KEY = "x-loraplex-tenant"
@@ -79,10 +79,11 @@ class Endpoint:
         return method(attempt.call.request, timeout=attempt.timeout_s, metadata=metadata)
 
     def _recovery(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> Recovery:
-        return Recovery(request, self._tries(timeout_s), self._resume_attempts)
+        return Recovery(request, self._tries(timeout_s))
 
     def _tries(self, timeout_s: float | None = None) -> Tries:
-        return Tries(self._rotation, self._budget, self._timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return Tries(self._rotation, self._budget, timeout_s, self._resume_attempts)
 
     def _attempt(self, call: Call, tries: Tries) -> Attempt:
         address, timeout_s = tries.begin()
@@ -92,12 +93,12 @@ class Endpoint:
         """Return the seconds until the next try of a call that is not resumed. Raises the error that ends it."""
         failure = error_of(error, attempt.address)
         try:
-            if not isinstance(failure, UnavailableError):
+            if not (isinstance(failure, UnavailableError) or tries.waits(failure)):
                 raise failure
             if not attempt.call.may_repeat:
-                tries.failed()
+                self._rotation.failed(attempt.address)
                 raise failure
-            return tries.retry(failure)
+            return tries.failed(failure)
         except LoraplexError:
             raise failure from error
 

@@ -1,6 +1,6 @@
 """Recovery of lost streams, without a transport, so that blocking and async streams share it.
 
-          lost before the first message: Generate again, within the budgets of `retries`
+          lost before the first message: Generate again, as `retries` says
 Generate ─┤
           lost after it: Resume with the token and the received ids, at any address that answers, until it ends
 """
@@ -18,22 +18,12 @@ from loraplex_client.errors import (
     InternalError,
     InvalidRequestError,
     LoraplexError,
-    ResourceExhaustedError,
     UnavailableError,
 )
 from loraplex_client.fold import Fold
 from loraplex_client.generation import Generation, Piece
 from loraplex_client.retries import Tries
 
-# Maximum number of resumes in a row of a lost stream that no server answers; with the pauses between them about 20
-# seconds.
-RESUME_ATTEMPTS = 10
-# Maximum time in seconds for which a lost stream without a deadline is resumed while servers answer that it has to
-# wait: the cluster is full, or has no worker.
-RESUME_PATIENCE_S = 120.0
-# First and longest pause in seconds between two resumes, while no address answers.
-_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 3.0
 # Reasons for which one router refuses a token that another may accept: their keys or versions differ for a while.
 _TOKEN_REFUSED = frozenset({"RESUME_TOKEN_INVALID", "RESUME_TOKEN_VERSION"})
 
@@ -50,20 +40,15 @@ class Attempt:
 class Recovery:
     """A generation over one or more calls. Raises InternalError if a stream breaks the protocol."""
 
-    def __init__(
-        self, request: inference_pb2.GenerateRequest, tries: Tries, resume_attempts: int = RESUME_ATTEMPTS
-    ) -> None:
+    def __init__(self, request: inference_pb2.GenerateRequest, tries: Tries) -> None:
         self._request = request
         if not request.spec.request_id:  # With an id, a repeated call takes the first over instead of running twice.
             request.spec.request_id = secrets.token_hex(8)
         self._tries = tries
-        self._resume_attempts = resume_attempts
         self._fold = Fold()
         self._token = ""
         # Whether the current call has brought any event.
         self._came = False
-        # Number of resumes in a row that no server has answered.
-        self._unanswered = 0
         self.whole: Generation | None = None
 
     def attempt(self) -> Attempt:
@@ -84,7 +69,6 @@ class Recovery:
         """Return the piece of an event, if it has one."""
         if not self._came:
             self._came = True
-            self._unanswered = 0
             self._tries.answered()
         self._token = event.resume_token or self._token
         piece = self._fold.take(event)
@@ -98,20 +82,9 @@ class Recovery:
 
     def lost(self, error: LoraplexError) -> float:
         """Return the seconds to wait after a failed call before the next attempt. Raises if there is none."""
-        if not self._is_loss(error) or self._resume_attempts == 0:
+        if not self._is_loss(error) or self._tries.resume_attempts == 0:
             raise error
-        if not self._token:
-            return self._tries.retry(error)
-        self._tries.failed()
-        if error.reason and getattr(error, "retry_after_s", None) is not None:  # the cluster lives: it has to wait
-            self._unanswered = 0
-            impatient = not self._tries.has_deadline and self._tries.failed_for_s >= RESUME_PATIENCE_S
-        else:
-            self._unanswered += 1
-            impatient = self._unanswered > self._resume_attempts
-        if impatient:
-            raise error
-        return self._tries.pause(error, _PAUSE_S, _LONGEST_PAUSE_S)
+        return self._tries.failed(error)
 
     def _is_loss(self, error: LoraplexError) -> bool:
         """Return whether the call may succeed elsewhere or later, because the router or the way to it is lost."""
@@ -119,10 +92,8 @@ class Recovery:
             return False
         if isinstance(error, UnavailableError):
             return True
-        if isinstance(
-            error, ResourceExhaustedError
-        ):  # The queue is full: a stream that has begun waits until it is admitted.
-            return bool(self._token) and not self._came and error.retry_after_s is not None
+        if self._tries.waits(error):
+            return not self._came
         if isinstance(error, InvalidRequestError):
             return error.reason in _TOKEN_REFUSED and self._tries.count <= self._tries.others
         # A broken connection shows as one of these classes without a reason of a Loraplex server.

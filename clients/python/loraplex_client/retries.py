@@ -1,10 +1,14 @@
-"""Retries of calls that have brought nothing yet. Only this layer retries, and every retry is paid from two budgets:
+"""Decides when and where a failed call is made again. Only this layer retries.
+
+A call that has brought nothing yet pays each retry from two budgets:
 
     of a call     at most CALL_TRIES server calls, the last begun at most RETRY_S after the first of them failed
     of a client   a retry takes a token; a call brings RETRY_SHARE of a token, a second RETRIES_PER_S of one
 
 The budget of a client is that of https://github.com/grpc/proposal/blob/master/A6-client-retries.md, with a minimum for
-clients that call seldom. A stream that has begun is no such call: `recovery` resumes it.
+clients that call seldom. A call that was admitted pays nothing: a stream that has begun, which `recovery` resumes, or a
+call that a router handed back when it was told to stop. It goes on until RESUME_ATTEMPTS calls in a row were answered
+by no server, or until servers have told it for RESUME_PATIENCE_S to wait.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from loraplex_client.addresses import Rotation
-from loraplex_client.errors import LoraplexError
+from loraplex_client.errors import LoraplexError, ResourceExhaustedError
 
 # Maximum number of server calls for one call of the program, the first included.
 CALL_TRIES = 4
@@ -23,6 +27,17 @@ CALL_TRIES = 4
 RETRY_S = 10.0
 # Pause in seconds before the first try at an address that has failed; each further pause is twice as long.
 PAUSE_S = 0.2
+# Maximum number of calls in a row, of one that was admitted, that no server answers; with the pauses between them about
+# 20 seconds.
+RESUME_ATTEMPTS = 10
+# Maximum time in seconds for which an admitted call without a deadline is made again while servers answer that it has
+# to wait: the cluster is full, or has no worker.
+RESUME_PATIENCE_S = 120.0
+# First and longest pause in seconds between two calls of an admitted one, while no address answers.
+_RESUME_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 3.0
+# Reason with which a router that is told to stop hands back its calls.
+_HANDED_BACK = "ROUTER_DRAINING"
 # Retries of a client: its share of the calls, its minimum in a second, how many may be saved up, how many at the start.
 RETRY_SHARE = 0.1
 RETRIES_PER_S = 1.0
@@ -68,12 +83,14 @@ class Tries:
         rotation: Rotation,
         budget: RetryBudget,
         timeout_s: float | None,
+        resume_attempts: int = RESUME_ATTEMPTS,
         *,
         uniform: Callable[[float, float], float] = random.uniform,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rotation = rotation
         self._budget = budget
+        self.resume_attempts = resume_attempts
         self._uniform = uniform
         self._clock = clock
         self._deadline = None if timeout_s is None else clock() + timeout_s
@@ -81,6 +98,10 @@ class Tries:
         self._address = ""
         # Addresses called since one has answered.
         self._tried: list[str] = []
+        # Whether a router has had the call in its queue, or has begun to answer it.
+        self._admitted = False
+        # Number of calls in a row that no server has answered, since it was admitted.
+        self._unanswered = 0
         budget.earn()
 
     @property
@@ -93,16 +114,6 @@ class Tries:
         """Return the number of further addresses."""
         return len(self._rotation.addresses) - 1
 
-    @property
-    def failed_for_s(self) -> float:
-        """Return the seconds since the first failure after the last answer."""
-        return 0.0 if self._failed_at is None else self._clock() - self._failed_at
-
-    @property
-    def has_deadline(self) -> bool:
-        """Return whether the call of the program has a deadline."""
-        return self._deadline is not None
-
     def begin(self) -> tuple[str, float | None]:
         """Return the next call's address, and its timeout in seconds."""
         self._address = self._rotation.pick(self._tried)
@@ -114,24 +125,40 @@ class Tries:
         self._rotation.answered(self._address)
         self._tried = [self._address]
         self._failed_at = None
+        self._admitted = True
+        self._unanswered = 0
 
-    def failed(self) -> None:
-        """Record that the call's address has failed it."""
+    def waits(self, error: LoraplexError) -> bool:
+        """Return whether the error only tells an admitted call to wait for room; to others it is a refusal."""
+        return self._admitted and isinstance(error, ResourceExhaustedError) and error.retry_after_s is not None
+
+    def failed(self, error: LoraplexError) -> float:
+        """Record that a call failed; return the seconds until the next one. Raises the error if it is over."""
         self._rotation.failed(self._address)
-        if self._failed_at is None:
+        handed_back = error.reason == _HANDED_BACK
+        self._admitted |= handed_back
+        if self._failed_at is None or handed_back:  # it may have waited in a queue for long
             self._failed_at = self._clock()
-
-    def retry(self, error: LoraplexError) -> float:
-        """Return the seconds until the next try of a call that has brought nothing. Raises the error if it is over."""
-        self.failed()
+        failed_for_s = self._clock() - self._failed_at
+        if self._admitted:
+            pause_s = self._pause(error, _RESUME_PAUSE_S, _LONGEST_PAUSE_S)
+            if error.reason and getattr(error, "retry_after_s", None) is not None:  # the cluster lives
+                self._unanswered = 0
+                impatient = self._deadline is None and failed_for_s + pause_s > RESUME_PATIENCE_S
+            else:
+                self._unanswered += 1
+                impatient = self._unanswered > self.resume_attempts
+            if impatient:
+                raise error
+            return pause_s
         if self.count >= CALL_TRIES:
             raise error
-        pause_s = self.pause(error, PAUSE_S, RETRY_S)
-        if self.failed_for_s + pause_s > RETRY_S or not self._budget.spend():
+        pause_s = self._pause(error, PAUSE_S, RETRY_S)
+        if failed_for_s + pause_s > RETRY_S or not self._budget.spend():
             raise error
         return pause_s
 
-    def pause(self, error: LoraplexError, first_s: float, longest_s: float) -> float:
+    def _pause(self, error: LoraplexError, first_s: float, longest_s: float) -> float:
         """Return the seconds until the next call: none while an address is untried, then `first_s`, doubled each time.
 
         Never less than the server asks for (RetryInfo). Raises the error where the deadline comes before.

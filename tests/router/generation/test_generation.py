@@ -21,7 +21,7 @@ from router.dispatch.link import Frame, WorkerFinish
 from router.generation.generation import Generation
 from router.generation.resume import Began, ResumeClaims, ResumeTokens, Resumption
 from router.generation.resume_keys import GivenKeys
-from router.quotas.grant import Grant
+from router.quotas.grant import End, Grant
 from router.quotas.quotas import Quotas
 from router.request import Delta, Message, Received, Request, Summary
 from router.text.tokenizer import HashText
@@ -295,3 +295,37 @@ async def test_a_drain_ends_every_call(
         assert raised.value.reason == "ROUTER_DRAINING"
     assert dispatcher.jobs == ()
     assert admission.made == 1
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("resumed", [False, True])
+async def test_a_drain_leaves_the_reservations_of_those_who_can_resume(
+    generation: Generation,
+    dispatcher: Dispatcher,
+    queue: JobQueue,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    resumed: bool,
+) -> None:
+    """A request that only waited is made anew elsewhere: until its reservation ends, its tokens would count twice."""
+    ends: list[End] = []
+
+    def note(_: Grant, end: End) -> asyncio.Future[None]:
+        ends.append(end)
+        return asyncio.Future()
+
+    async def reserve(*_: Any, **__: Any) -> Grant:
+        return Grant({"acme": Reservation("r", "here")}, note)
+
+    monkeypatch.setattr(generation._reserved_jobs, "reserve", reserve)
+    running = generation.run(REQUEST, None, Resumption(CLAIMS) if resumed else None)
+    first = asyncio.ensure_future(anext(running))
+    await claim(queue)
+    if tokens:
+        make(dispatcher, "j1", 0, 5)
+        await first
+        first = asyncio.ensure_future(anext(running))
+    generation.drain()
+    with pytest.raises(Unavailable):
+        await first
+    assert ends == [End.LEFT if tokens or resumed else End.ENDED]
