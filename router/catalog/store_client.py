@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
@@ -18,15 +19,23 @@ from broker.pins import is_of_tenant
 from router.catalog.manifest import Manifest, RegisteredModel, read_manifest, registered_model
 from router.catalog.shared_calls import SharedCalls
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
+from rpc.identity.api_keys import STALE_S
 from rpc.identity.principal import TENANT_KEY
 from rpc.identity.tls import LiveChannel, TlsFiles
 from rpc.server import channel_options
 from rpc.shares import FairTurns
 
-# Maximum age in seconds of a cached name: a new upload is served this much later at most.
+T = TypeVar("T")
+
+# Maximum age in seconds of a cached name: a new upload is served this much later at most. While the store does not
+# answer, a name is good for as long as the API keys are (STALE_S).
 NAME_TTL_S = 1.0
 # Timeout in seconds for a call; a store that restarts is back by then.
 CALL_S = 5.0
+# Timeout in seconds for asking again for a name that is cached.
+RENEWAL_S = 1.0
+# Pause in seconds before a call that broke is made again.
+PAUSE_S = 0.1
 # Timeout in seconds for the download of a manifest with its files.
 DOWNLOAD_S = 60.0
 # Maximum number of names that the store is asked for at once, in turns of the tenants: it answers a thousand a second.
@@ -85,17 +94,27 @@ class StoreClient:
         return self._channel.stub(accounts_pb2_grpc.AccountServiceStub)
 
     async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
-        """Return the revision that a tenant's name stands for, at most NAME_TTL_S stale.
+        """Return the revision that a tenant's name stands for, at most NAME_TTL_S stale, or STALE_S without the store.
 
         Raises NotFound, InvalidField or Unavailable.
         """
         key = (tenant, name)
-        cached = self._names.get(key)
-        if cached is not None and time.monotonic() - cached[0] < NAME_TTL_S:
-            return cached[1]
-        return await self._resolving.run(key, lambda: self._ask_in_turn(tenant, name))
+        resolved_at, cached = self._names.get(key, (0.0, None))
+        age_s = time.monotonic() - resolved_at
+        if cached is not None and age_s < NAME_TTL_S:
+            return cached
+        known = cached is not None and age_s < STALE_S
+        try:
+            return await self._resolving.run(key, lambda: self._ask_in_turn(tenant, name, known=known))
+        except Unavailable:
+            if cached is None or not known:
+                raise
+            return cached
+        except CallError:  # the store answers that the name is nothing any more
+            self._names.pop(key, None)
+            raise
 
-    async def _ask_in_turn(self, tenant: str, name: str) -> ResolvedAdapter:
+    async def _ask_in_turn(self, tenant: str, name: str, *, known: bool) -> ResolvedAdapter:
         try:
             async with asyncio.timeout(CALL_S):
                 await self._asking.take(tenant)
@@ -103,7 +122,7 @@ class StoreClient:
             message = f"the adapter store at {self._address} has not got to this name within {CALL_S:g} s"
             raise Unavailable(message, reason="STORE_DOWN") from None
         try:
-            found = await self._ask(tenant, name)
+            found = await self._ask(tenant, name, known=known)
         finally:
             self._asking.give(tenant)
         if len(self._names) >= NAMES_KEPT:
@@ -111,11 +130,14 @@ class StoreClient:
         self._names[tenant, name] = (time.monotonic(), found)
         return found
 
-    async def _ask(self, tenant: str, name: str) -> ResolvedAdapter:
+    async def _ask(self, tenant: str, name: str, *, known: bool) -> ResolvedAdapter:
         request, metadata = pb.GetAdapterRequest(name=name), ((TENANT_KEY, tenant),)
+
+        async def ask(timeout_s: float) -> pb.GetAdapterResponse:
+            return await self._stub.GetAdapter(request, timeout=timeout_s, metadata=metadata, wait_for_ready=not known)
+
         try:
-            # Wait for a store that restarts: no request should fail of that.
-            answer = await self._stub.GetAdapter(request, timeout=CALL_S, metadata=metadata, wait_for_ready=True)
+            answer = await (ask(RENEWAL_S) if known else _until_answered(ask))
         except grpc.aio.AioRpcError as error:
             raise self._translate(error, "adapter", name) from error
         revision = answer.revision
@@ -152,19 +174,24 @@ class StoreClient:
     async def config_of(self, tenant: str, revision: str) -> bytes:
         """Download a revision's configuration, without its weights. Raises NotFound or Unavailable."""
         request, metadata = pb.DownloadRevisionRequest(name=revision, config_only=True), ((TENANT_KEY, tenant),)
-        config = bytearray()
-        call = self._stub.DownloadRevision(request, timeout=CALL_S, metadata=metadata, wait_for_ready=True)
+
+        async def ask(timeout_s: float) -> bytes:
+            config = bytearray()
+            call = self._stub.DownloadRevision(request, timeout=timeout_s, metadata=metadata, wait_for_ready=True)
+            try:
+                async for part in call:
+                    if part.HasField("chunk"):
+                        if part.chunk.name != CONFIG_FILE:  # a store that does not know config_only
+                            break
+                        config.extend(part.chunk.data)
+            finally:
+                call.cancel()
+            return bytes(config)
+
         try:
-            async for part in call:
-                if part.HasField("chunk"):
-                    if part.chunk.name != CONFIG_FILE:  # a store that does not know config_only
-                        break
-                    config.extend(part.chunk.data)
+            return await _until_answered(ask)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error, "adapter", revision) from error
-        finally:
-            call.cancel()
-        return bytes(config)
 
     async def models(self) -> dict[str, RegisteredModel]:
         """Return every registered base model, by name. Raises Unavailable."""
@@ -252,3 +279,18 @@ class StoreClient:
     async def close(self) -> None:
         """Close the channel."""
         await self._channel.close()
+
+
+async def _until_answered(ask: Callable[[float], Awaitable[T]]) -> T:
+    """Ask, and again where the connection breaks: no request should fail of a store that restarts within CALL_S.
+
+    `ask` gets its timeout in seconds, and waits until the store can be reached. Raises AioRpcError.
+    """
+    until = time.monotonic() + CALL_S
+    while True:
+        try:
+            return await ask(until - time.monotonic())
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() + PAUSE_S >= until:
+                raise
+        await asyncio.sleep(PAUSE_S)

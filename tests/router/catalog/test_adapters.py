@@ -6,14 +6,19 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
+from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from broker.messages import AdapterRef
+from router.catalog import store_client
 from router.catalog.adapters import resolve_adapters
 from router.catalog.manifest import Manifest
 from router.catalog.store_client import ResolvedAdapter, StoreClient
 from router.request import Request
-from rpc.errors import Mismatch
+from rpc.errors import Mismatch, NotFound, Unavailable
+from rpc.identity.guard import open_guard
+from rpc.server import Server
 from rpc.shares import FairTurns
 
 ORIGINAL = Manifest("tiny", "sha256:original", "llama", context_length=64, vocab_size=32, files={})
@@ -50,7 +55,7 @@ async def test_names_that_one_tenant_asks_for_delay_no_other_s(monkeypatch: pyte
     began: list[str] = []
     answered = asyncio.Event()
 
-    async def ask(_: StoreClient, tenant: str, name: str) -> ResolvedAdapter:
+    async def ask(_: StoreClient, tenant: str, name: str, *, known: bool) -> ResolvedAdapter:
         began.append(tenant)
         await answered.wait()
         return ResolvedAdapter(REF, name)
@@ -66,3 +71,65 @@ async def test_names_that_one_tenant_asks_for_delay_no_other_s(monkeypatch: pyte
     answered.set()
     assert {found.base_digest for found in await asyncio.gather(*asked)} == {"a", *(f"a{n}" for n in range(20))}
     await store.close()
+
+
+class Names:
+    """A store that knows the names in `known`; `asked` is set by each call, and `answers` lets it answer."""
+
+    def __init__(self) -> None:
+        self.known = {"a", "b"}
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def _get_adapter(self, request: pb.GetAdapterRequest, context: Any) -> pb.GetAdapterResponse:
+        self.asked.set()
+        await self.answers.wait()
+        if request.name not in self.known:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such adapter")
+        return pb.GetAdapterResponse(revision=pb.Revision(name=request.name, digest=f"sha256:{request.name}"))
+
+    async def serve(self, port: int = 0) -> tuple[Server, int]:
+        server = Server(open_guard())
+        method = grpc.unary_unary_rpc_method_handler(
+            self._get_adapter, pb.GetAdapterRequest.FromString, pb.GetAdapterResponse.SerializeToString
+        )
+        service = "loraplex.adapters.v1.AdapterService"
+        server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"GetAdapter": method}),))
+        port = server.bind("127.0.0.1", port)
+        await server.start()
+        return server, port
+
+
+async def test_names_outlive_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_client, "NAME_TTL_S", 0.0)
+    names = Names()
+    names.answers.set()
+    server, port = await names.serve()
+    store = StoreClient(f"127.0.0.1:{port}")
+    known = [await store.resolve("acme", name) for name in "ab"]
+    names.known.remove("b")
+    with pytest.raises(NotFound):
+        await store.resolve("acme", "b")
+    await server.stop(0)
+    assert await store.resolve("acme", "a") == known[0]
+    monkeypatch.setattr(store_client, "CALL_S", 0.2)
+    for tenant, name in (("globex", "a"), ("acme", "b")):  # a deleted one is not known any more
+        with pytest.raises(Unavailable):
+            await store.resolve(tenant, name)
+    monkeypatch.setattr(store_client, "STALE_S", 0.0)
+    with pytest.raises(Unavailable):
+        await store.resolve("acme", "a")
+    await store.close()
+
+
+async def test_a_store_that_is_killed_and_comes_back_fails_no_new_name() -> None:
+    names = Names()
+    server, port = await names.serve()
+    store = StoreClient(f"127.0.0.1:{port}")
+    asking = asyncio.create_task(store.resolve("acme", "a"))
+    await names.asked.wait()
+    await server.stop(0)
+    names.answers.set()
+    server, _ = await names.serve(port)
+    assert (await asking).ref.digest == "sha256:a"
+    await store.close()
+    await server.stop(0)

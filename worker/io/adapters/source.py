@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-
 from artifacts.digests import weighted_digest
 from broker.messages import AdapterRef
 from worker.engine_api import AdapterPart, AdapterSource, Failure
 from worker.io.adapters.disk_pin import DiskPin
 from worker.io.adapters.download import FetchFailedError
 
-# Seconds between two tries after a failure that may pass.
-FETCH_AGAIN_S = 0.25
-_MAY_PASS = frozenset({"UNAVAILABLE", "DATA_LOSS"})
 
-
-async def fetch_source(pin: DiskPin, ref: AdapterRef, tenant: str, *, retry_s: float = 0.0) -> AdapterSource:
-    """Fetch what is not on the disk yet, all parts of a set at once. Raises FetchFailedError.
-
-    A failure that may pass is tried again for `retry_s` seconds.
-    """
-    until = time.monotonic() + retry_s
-    while True:
-        try:
-            return await _fetch_source(pin, ref, tenant)
-        except FetchFailedError as error:
-            if error.failure.code not in _MAY_PASS or time.monotonic() >= until:
-                raise
-        await asyncio.sleep(FETCH_AGAIN_S)
-
-
-async def _fetch_source(pin: DiskPin, ref: AdapterRef, tenant: str) -> AdapterSource:
+async def fetch_source(pin: DiskPin, ref: AdapterRef, tenant: str) -> AdapterSource:
+    """Fetch what is not on the disk yet, all parts of a set at once. Raises FetchFailedError."""
     if not ref.parts:
         (directory,) = await pin.fetch([ref], tenant)
         return AdapterSource(ref.digest, str(directory))

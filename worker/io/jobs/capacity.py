@@ -17,6 +17,11 @@ from worker.io.relay.router_links import RouterLinks
 LATE_S = 0.5
 
 
+def is_crowded(jobs: LocalJobs, limits: EngineLimits) -> bool:
+    """Return whether no row is lent any more: jobs whose rows others got wait here for one."""
+    return len(jobs.running) >= 2 * limits.rows
+
+
 def free_capacity(
     jobs: LocalJobs, limits: EngineLimits, stats: EngineStats, links: RouterLinks, *, stalled: bool
 ) -> Capacity:
@@ -41,12 +46,11 @@ def free_capacity(
     if running:
         free = (stats.blocks_free + stats.blocks_cached) * limits.block_size
         tokens = max(0, free - sum(local.job.prefill_tokens for local in preparing))
-    # Those whose rows others got wait here.
-    crowded = len(running) >= 2 * limits.rows
     # Suspects that have been cleared go on beside the next one, for which all rows that are left are all.
     apart = bool(running) and all(choice.job.suspect for choice in running)
     tenants = {choice.job.tenant for choice in running}
     closed = stalled or any(local.needs_all for local in jobs.all())
+    shares = not closed and not is_crowded(jobs, limits)
     return Capacity(
         rows=0 if closed else rows,
         rows_limit=max(1, rows) if apart else limits.rows,
@@ -55,7 +59,7 @@ def free_capacity(
         max_rank=limits.max_rank,
         adapters=stats.adapters,
         routers=links.live,
-        row_to_share=None if closed or crowded else row_to_share((choice.job for choice in running), limits.rows),
+        row_to_share=row_to_share((choice.job for choice in running), limits.rows) if shares else None,
         only_tenant=tenants.pop() if len(tenants) == 1 else "",
     )
 

@@ -12,13 +12,16 @@ from worker.engine_api import Failure
 from worker.io.adapters.download import FetchFailedError
 from worker.io.adapters.fetch import AdapterFetcher
 from worker.io.adapters.source import fetch_source
+from worker.io.jobs.capacity import is_crowded
 from worker.io.jobs.results import Results
 from worker.io.local_jobs.jobs import LocalJob, LocalJobState
 
 log = logging.getLogger(__name__)
 
-# Seconds for which an answer that has begun asks again for an adapter that can't be fetched: another worker had it.
-BEGUN_FETCH_S = 15.0
+# Seconds for which a job fetches its adapter again after a failure that may pass, and between two tries: a store that
+# restarts is back by then. An answer that has begun tries for longer: another worker had the adapter.
+RETRY_S, BEGUN_RETRY_S, PAUSE_S = 5.0, 15.0, 0.25
+_MAY_PASS = frozenset({"UNAVAILABLE", "DATA_LOSS"})
 
 
 class Preparations:
@@ -75,17 +78,21 @@ class Preparations:
             await change.wait()  # set already where one was given back
 
     async def _fetch_adapter(self, local: LocalJob) -> Failure | None:
-        """Fetch what the job's adapter consists of; returns why that failed."""
+        """Fetch what the job's adapter consists of, again after a failure that may pass; returns why that failed."""
         job, began = local.job, time.monotonic()
         assert job.adapter is not None
         local.enter(LocalJobState.FETCHING_ADAPTER)
         local.pin = self._fetcher.disk_pin()
         self._fetcher.sets.note(job.adapter, job.tenant)
-        retry_s = BEGUN_FETCH_S if any(job.emitted.values()) else 0.0
+        until = began + (BEGUN_RETRY_S if _has_begun(local) else RETRY_S)
         try:
-            local.source = await fetch_source(local.pin, job.adapter, job.tenant, retry_s=retry_s)
-        except FetchFailedError as error:
-            return error.failure
+            while local.source is None:
+                try:
+                    local.source = await fetch_source(local.pin, job.adapter, job.tenant)
+                except FetchFailedError as error:
+                    if not self._may_retry(local, error.failure, until):
+                        return error.failure
+                    await asyncio.sleep(PAUSE_S)
         except Exception:
             log.exception("an adapter could not be fetched", extra=fields(job_id=job.job_id))
             return Failure("INTERNAL", "FETCH_FAILED", f"{job.adapter.revision} could not be fetched", "adapter")
@@ -93,3 +100,13 @@ class Preparations:
         for choice in local.running:
             choice.adapter_ms = (local.fetched_at - began) * 1e3
         return None
+
+    def _may_retry(self, local: LocalJob, failure: Failure, until: float) -> bool:
+        """Return whether a job fetches its adapter again: a newcomer only while it keeps no other job out."""
+        if failure.code not in _MAY_PASS or time.monotonic() >= until:
+            return False
+        return _has_begun(local) or not is_crowded(self._jobs, self._results.limits)
+
+
+def _has_begun(local: LocalJob) -> bool:
+    return any(local.job.emitted.values())
