@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# Maximum bytes of jobs that are read on the event loop, in some milliseconds.
+_SHORT_BYTES = 1 << 18
 
 
 class _ScanAnswer(NamedTuple):
@@ -103,10 +107,16 @@ class Claims:
             self._skipped_tenants = skip
         found = bool(answer.bodies)
         self._memory.note(plan, capacity, found=found, seen=answer.seen, looks=looks, live_workers=answer.live_workers)
-        jobs = self._jobs(answer)
+        jobs = await self._read(answer)
         requested = [request for request in _readable(requests, decode_adapter_request) if request is not None]
         routers = tuple(router.decode(errors="replace") for router in unlinked)
         return Claimed(jobs, answer.waiting, requested, hold_ms, routers, bool(answer.crowded))
+
+    async def _read(self, answer: _ScanAnswer) -> list[Job]:
+        """Read the jobs of an answer, large ones in a thread."""
+        if sum(map(len, answer.bodies)) <= _SHORT_BYTES:
+            return self._jobs(answer)
+        return await asyncio.to_thread(self._jobs, answer)
 
     def _jobs(self, answer: _ScanAnswer) -> list[Job]:
         """Read the jobs of an answer. The router of one that cannot be read dispatches it again."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 
 from google.protobuf.message import DecodeError
 from loraplex.inference.v1 import inference_pb2
@@ -14,6 +16,8 @@ from artifacts.sampling import SamplingParams
 from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, StoppingParams, WeightedRef
 from broker.worker_state import AdapterTiers, WorkerPhase, WorkerState
 
+# Number of ids that are converted at once: between two such pieces a thread gives way to the event loop.
+_PIECE = 4_096
 # Maximum number of answers of a job, far above what routers admit: a worker keeps a record of each.
 MAX_ANSWERS = 256
 
@@ -48,7 +52,6 @@ def encode_job(job: Job) -> bytes:
         attempt=job.attempt,
         reply_to=job.reply_to,
         prompt_ids=job.prompt_ids,
-        emitted=[queue_pb2.EmittedTokens(choice=c, token_ids=ids) for c, ids in sorted(job.emitted.items())],
         sampling=_write_sampling(job.sampling),
         stopping=queue_pb2.StoppingParams(
             max_tokens=job.stopping.max_tokens,
@@ -70,12 +73,21 @@ def encode_job(job: Job) -> bytes:
         weight=job.weight,
         grammar=job.grammar,
     )
+    for choice, ids in sorted(job.emitted.items()):
+        emitted = message.emitted.add(choice=choice)
+        for at in range(0, len(ids), _PIECE):
+            emitted.token_ids.extend(ids[at : at + _PIECE])
     if job.adapter:
         message.adapter.CopyFrom(_write_adapter(job.adapter))
     if encode := job.encode:
         message.encode.task, message.encode.pooling = _TASKS[encode.task], _POOLINGS[encode.pooling]
         message.encode.pair_tokens = encode.pair_tokens
     return message.SerializeToString()
+
+
+def read_ids(ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the ids in a message; of many it may run in a thread."""
+    return tuple(chain.from_iterable(ids[at : at + _PIECE] for at in range(0, len(ids), _PIECE)))
 
 
 def decode_job(data: bytes) -> Job:
@@ -97,7 +109,7 @@ def decode_job(data: bytes) -> Job:
         reply_to=message.reply_to,
         adapter=_read_adapter(message.adapter) if message.HasField("adapter") else None,
         prompt_ids=tuple(message.prompt_ids),
-        emitted={emitted.choice: tuple(emitted.token_ids) for emitted in message.emitted},
+        emitted={emitted.choice: read_ids(emitted.token_ids) for emitted in message.emitted},
         sampling=_read_sampling(message.sampling),
         stopping=StoppingParams(
             message.stopping.max_tokens,

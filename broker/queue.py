@@ -6,6 +6,7 @@ bench/queue_model decides the same in Python, for simulations and for the tests 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import astuple, fields
 from operator import attrgetter
@@ -25,9 +26,10 @@ from broker.ledger_records import ReserveCall
 from broker.messages import Capacity, Job
 from broker.pins import PinnedAdapters
 from broker.quarantine import Quarantine, QuarantinedError
-from broker.queue_entry import Entry
+from broker.queue_entry import Entry, is_short
 from broker.scripts import SCRIPTS, Scripts
 from broker.terms import Claimed, Placement, QueueLimits, QueueState, UsageReport
+from rpc.shares import FairTurns
 
 if TYPE_CHECKING:
     from broker.seals import Seals
@@ -88,6 +90,7 @@ class JobQueue:
         self._limits = limits or QueueLimits()
         self._worker_id = worker_id
         self._claims = Claims(redis, keys, worker_id, scripts, memory or ClaimMemory(), seals)
+        self._turns = FairTurns(1)
         self._looks = 0
         self._enqueue = BatchedScript(redis, scripts.register(redis, "enqueue"), keys.waiting)
         self._enqueue_when_full = scripts.register(redis, "enqueue", when_full=True)
@@ -112,7 +115,7 @@ class JobQueue:
         of memory; UnreservedError where the ledger does not grant `reserve`.
         """
         placement = placement or Placement()
-        entry, limits = entry or self.make_entry(job, placement), self._limits.for_placement(placement)
+        entry, limits = entry or await self._entry(job, placement), self._limits.for_placement(placement)
         arguments = [
             self.keys.prefix,
             job.job_id,
@@ -144,6 +147,13 @@ class JobQueue:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    async def _entry(self, job: Job, placement: Placement) -> Entry:
+        """Return a job's entry; that of a long one is made in a thread, at its tenant's turn."""
+        if is_short(job):
+            return self.make_entry(job, placement)
+        loop = asyncio.get_running_loop()
+        return await self._turns.run(job.tenant, lambda: loop.run_in_executor(None, self.make_entry, job, placement))
 
     def make_entry(self, job: Job, placement: Placement) -> Entry:
         """Return a job's entry, sealed with credentials: that takes as long as all else of an enqueue."""

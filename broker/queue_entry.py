@@ -9,6 +9,9 @@ from broker.codec import encode_adapter_request, encode_job
 from broker.messages import AdapterRequest, Job
 from broker.terms import ALL_ROWS, PRIORITY_LIMIT, Placement
 
+# Maximum prompt and emitted tokens of a job whose entry is made on the event loop.
+SHORT_TOKENS = 16_384
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -67,6 +70,11 @@ class Entry:
             wanted=encode_adapter_request(AdapterRequest(job.adapter, job.tenant)) if job.adapter else b"",
             body=seal(encode_job(replace(job, weight=placement.weight))),
         )
+
+
+def is_short(job: Job) -> bool:
+    """Return whether a job's entry is made in about a millisecond."""
+    return job.prefill_tokens <= SHORT_TOKENS
 
 
 def charged_prompt(job: Job) -> int:

@@ -14,6 +14,10 @@ from worker import plan
 from worker.evaluate import evaluate
 from worker.quantize import quantize
 
+# Interval in seconds after which a thread that reads a large job gives way to the event loop; Python's own is 5 ms,
+# which each turn of the loop would wait.
+_SWITCH_S = 2e-4
+
 
 def main() -> int:
     """Run until told to stop; 2 when it can't start."""
@@ -49,6 +53,7 @@ def _work(argv: list[str]) -> int:
     settings = read_settings(Settings, "worker", argv, os.environ)
     set_up_logging("worker", settings.log_format, settings.log_level)
     os.environ.update(environment_of(settings.log_format, settings.log_level))  # for the engine process
+    sys.setswitchinterval(_SWITCH_S)
     try:
         uvloop.run(run(settings))
     except (AuditFileError, PortInUse, MetricsPortError, RedisUnreachableError, EngineUnusableError) as error:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 from loraplex.inference.v1 import inference_pb2 as pb
 
 from artifacts.sampling import LOGIT_BIASES, RANGES, OutOfRangeError, SamplingParams, check_sampling
+from broker.codec import read_ids
 from broker.terms import PRIORITY_LIMIT
 from router.api.chat import read_chat, write_tool_call
 from router.api.formats import read_format
@@ -21,6 +23,7 @@ from router.request import (
     Message,
     Prompt,
     PromptLogprobs,
+    Received,
     Request,
     Stopping,
     Summary,
@@ -163,12 +166,50 @@ def _stopping(message: pb.Stopping) -> Stopping:
     )
 
 
+def count_received(received: Sequence[pb.ReceivedTokens], n: int, max_tokens: int) -> int:
+    """Return how many ids the client has of `n` choices, without reading them.
+
+    Raises InvalidField where it cannot have got as many.
+    """
+    choices = [part.choice for part in received[: n + 1]]  # of as many, one is there twice or beyond
+    for index, choice in enumerate(choices):
+        if choice >= n:
+            raise InvalidField(f"received[{index}].choice", f"{choice}; the request has {n}")
+        if choice in choices[:index]:
+            raise InvalidField(f"received[{index}].choice", f"{choice} is there twice")
+        if len(received[index].token_ids) > max_tokens:
+            raise InvalidField(f"received[{index}].token_ids", f"more than max_tokens ({max_tokens})")
+    return sum(len(part.token_ids) for part in received)
+
+
+def read_received(received: Sequence[pb.ReceivedTokens]) -> dict[int, Received]:
+    """Return what the client has of each choice; of many ids it may run in a thread."""
+    return {
+        part.choice: Received(
+            read_ids(part.token_ids), part.finished, part.text_bytes if part.HasField("text_bytes") else None
+        )
+        for part in received
+    }
+
+
 _REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.END: pb.FINISH_REASON_END,
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.TOOL_CALLS: pb.FINISH_REASON_TOOL_CALLS,
 }
+
+
+def count_numbers(event: Event) -> int:
+    """Return how many ids and log probabilities a message has, each of which takes about a microsecond to write."""
+    match event:
+        case Delta():
+            size, logprobs = len(event.token_ids), event.logprobs
+        case PromptLogprobs():
+            size, logprobs = len(event.tokens), event.tokens
+        case _:
+            return 0
+    return size * (1 + len(logprobs[0].alternatives)) if logprobs else size
 
 
 def write_message(message: Message) -> pb.GenerateEvent:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from router.api.convert import read_prompt, write_message
+from router.api.convert import count_numbers, count_received, read_prompt, read_received, write_message
 from router.api.encoding import (
     read_classify,
     read_embed,
@@ -29,7 +29,7 @@ from router.generation.admission import Admission
 from router.generation.encoding import Encoding
 from router.generation.generation import Generation
 from router.generation.scoring import Scoring
-from router.request import Received, Request, Stopping
+from router.request import Message, Request, Stopping
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import InvalidField
 from rpc.identity.principal import calling_tenant
@@ -65,20 +65,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             async with aclosing(self._generation.run(call, context.time_remaining())) as messages:
                 async for message in messages:
                     record.count(message.event)
-                    yield pb.GenerateResponse(event=write_message(message))
+                    yield pb.GenerateResponse(event=await self._write(message, call.tenant))
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
         """Stream the rest of an answer whose stream was lost, at this router or another."""
         with self._telemetry.new_record(context) as record:
             call = record.begin(await read_spec(request.spec, record.tenant, self._models, self._encoder))
-            context_length = self._models.get(call.model).manifest.context_length
-            received = _read_received(request.received, call.n, context_length)
-            rest = await self._generation.resume(call, request.resume_token, received, context.time_remaining())
+            claims = await self._generation.verify(call, request.resume_token)
+            count = count_received(request.received, call.n, claims.max_tokens)
+            received = await self._encoder.run(call.tenant, count, partial(read_received, request.received))
             del request
+            rest = self._generation.resume(call, claims, received, context.time_remaining())
             async with aclosing(rest) as messages:
                 async for message in messages:
                     record.count(message.event)
-                    yield pb.ResumeResponse(event=write_message(message))
+                    yield pb.ResumeResponse(event=await self._write(message, call.tenant))
+
+    async def _write(self, message: Message, tenant: str) -> pb.GenerateEvent:
+        return await self._encoder.run(tenant, count_numbers(message.event), partial(write_message, message))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the ids of a prompt, as Generate makes them."""
@@ -164,17 +168,3 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 for m in self._models.served
             ]
         )
-
-
-def _read_received(received: Sequence[pb.ReceivedTokens], n: int, context_length: int) -> dict[int, Received]:
-    """Return what the client has of each of `n` choices. Raises InvalidField."""
-    read: dict[int, Received] = {}
-    for index, part in enumerate(received):
-        if part.choice >= n:
-            raise InvalidField(f"received[{index}].choice", f"{part.choice}; the request has {n}")
-        if part.choice in read:
-            raise InvalidField(f"received[{index}].choice", f"{part.choice} is there twice")
-        check_count(f"received[{index}].token_ids", part.token_ids, context_length)
-        text_bytes = part.text_bytes if part.HasField("text_bytes") else None
-        read[part.choice] = Received(tuple(part.token_ids), part.finished, text_bytes)
-    return read

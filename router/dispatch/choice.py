@@ -60,8 +60,8 @@ class Choice:
         self.finish, self.vector = frame.finish, frame.vector
         return True
 
-    def read_new(self) -> Arrival:
-        """Return what the reader has not got yet."""
-        arrival = Arrival(self.index, self.emitted[self.read :], self.logprobs[self.read :], self.finish)
-        self.read = len(self.emitted)
-        return arrival
+    def read_new(self, limit: int) -> Arrival:
+        """Return at most so many tokens that the reader has not got yet; the end comes with the last of them."""
+        start, self.read = self.read, min(len(self.emitted), self.read + limit)
+        finish = self.finish if self.read == len(self.emitted) else None
+        return Arrival(self.index, self.emitted[start : self.read], self.logprobs[start : self.read], finish)

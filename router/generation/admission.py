@@ -88,7 +88,8 @@ class Admission:
         job = replace(job, resumed=True)
         if unservable := self._models.why_unservable(job):  # it was admitted: a worker that fits may be restarting
             raise unservable
-        _check_received(resumption, model.manifest.vocab_size)
+        check = partial(_check_received, resumption, model.manifest.vocab_size)
+        await self.work_on(resumption.received_tokens, job, check)
         if request.best_of > request.n:  # nothing of the candidates was delivered
             return replace(job, prompt_logprobs=None)
         received = resumption.received.items()
@@ -107,11 +108,11 @@ class Admission:
         template = text.chat.with_settings((await self.configs.of(request.tenant, job.adapter)).chat)
         make = partial(chat_format, request.prompt, template, text, job.prompt_ids, job.request_id)
         # To continue a message, the whole prompt is read; otherwise its end alone, which takes no time.
-        return await self.work_on_prompt(job, make) if request.prompt.continue_final_message else make()
+        return await self.work_on(len(job.prompt_ids), job, make) if request.prompt.continue_final_message else make()
 
-    async def work_on_prompt(self, job: Job, work: Callable[[], T]) -> T:
-        """Return what a work on a job's prompt returns: on a long one it is done in a thread, at its tenant's turn."""
-        return await self._encoder.run(job.tenant, len(job.prompt_ids), work)
+    async def work_on(self, ids: int, job: Job, work: Callable[[], T]) -> T:
+        """Return what a work on so many ids of a job returns: on many it is done in a thread, at its tenant's turn."""
+        return await self._encoder.run(job.tenant, ids, work)
 
     async def _prompt(
         self, request: Request, model: ServedModel, adapter: AdapterRef | None
@@ -214,11 +215,8 @@ def _max_tokens(request: Request, prompt: int, context: int) -> int:
 
 
 def _check_received(resumption: Resumption, vocab_size: int) -> None:
-    max_tokens = resumption.claims.max_tokens
     for index, had in enumerate(resumption.received.values()):
         check_ids(f"received[{index}].token_ids", had.token_ids, vocab_size)
-        if len(had.token_ids) > max_tokens:
-            raise InvalidField(f"received[{index}].token_ids", f"more than max_tokens ({max_tokens})")
 
 
 def check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:

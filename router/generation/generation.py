@@ -20,7 +20,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import Reader, RoutedJob
 from router.generation.admission import Admission
 from router.generation.reserved_jobs import ReservedJobs
-from router.generation.resume import ResumeTokens, Resumption
+from router.generation.resume import ResumeClaims, ResumeTokens, Resumption
 from router.generation.runs import Run, Runs
 from router.generation.slow_clients import SlowClients
 from router.output.answer import Answer
@@ -70,13 +70,17 @@ class Generation:
         self._drop(run, run.routed.reader, Aborted(f"a call ended request_id {request_id}", reason="REQUEST_ABORTED"))
         return True
 
-    async def resume(
-        self, request: Request, token: str, received: Mapping[int, Received], deadline_s: float | None
-    ) -> AsyncGenerator[Message]:
-        """Return the messages after what the client has received; see `run`. Raises InvalidField or Unavailable."""
+    async def verify(self, request: Request, token: str) -> ResumeClaims:
+        """Return the claims of a request's resume token. Raises InvalidField or Unavailable."""
         claims = await self._tokens.verify(token, request.tenant)
         if claims.fingerprint != request.fingerprint:
             raise InvalidField("spec", "is not what the resume_token was given for", reason="RESUME_TOKEN_MISMATCH")
+        return claims
+
+    def resume(
+        self, request: Request, claims: ResumeClaims, received: Mapping[int, Received], deadline_s: float | None
+    ) -> AsyncGenerator[Message]:
+        """Return the messages after what the client has received; see `run`."""
         request = replace(
             request,
             request_id=claims.request_id,
@@ -111,13 +115,16 @@ class Generation:
             text = self._models.with_digest(job.model, job.base_digest).text
             received = resumption.received if resumption else None
             make_answer = partial(Answer, request, text, run.routed, received, run.chat_format)
-            answer = await self._admission.work_on_prompt(job, make_answer) if request.echo else make_answer()
+            answer = await self._admission.work_on(len(job.prompt_ids) if request.echo else 0, job, make_answer)
             if run.grant is not None:
                 run.grant.delivered = lambda: answer.completion_tokens
             started = False
             with self.slow_clients.watched(partial(self._drop, run, reader)) as stream:
                 while arrivals := await run.routed.arrivals(reader):
-                    for event in answer.events_of(arrivals):
+                    count = sum(len(arrival.token_ids) for arrival in arrivals)
+                    events = await self._admission.work_on(count, job, partial(answer.events_of, arrivals))
+                    answer.close_ended()
+                    for event in events:
                         token = "" if started else self._tokens.sign(run.claims, request.tenant)
                         started = run.gave_token = True
                         stream.waits_since = time.monotonic()

@@ -9,6 +9,7 @@ text cut where the stop string begins. A request may keep stop strings: then the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 
 import msgspec
 
@@ -22,10 +23,6 @@ from router.output.stop_strings import StopStrings
 from router.output.untold import UntoldText
 from router.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Received, Request, TokenLogprobs
 from router.text.text import Text, TextStream
-
-# Maximum tokens of one read that go into a delta: with the most log probabilities, and those of the held back tokens,
-# about 1.5 MiB of a message's 4 (router.generation.answer_size).
-DELTA_TOKENS = 4_096
 
 
 class Answer:
@@ -50,6 +47,8 @@ class Answer:
             received_choices = {}
         self._open = {choice for choice in range(routed.job.n) if not _finished_before(received_choices, choice)}
         self._counted = frozenset(self._open)
+        # Choices that have ended since the last `close_ended`.
+        self._ended: list[int] = []
         self._received_tokens = sum(len(had.token_ids) for had in received_choices.values() if had.finished)
         # A client that resumes has got a first message, and these are in the first.
         self._prompt_logprobs_due = request.prompt_logprobs is not None and received is None
@@ -78,7 +77,7 @@ class Answer:
         return self._received_tokens + sum(self._choices[choice].delivered for choice in self._counted)
 
     def events_of(self, arrivals: Sequence[Arrival]) -> list[Event]:
-        """Return the events that new tokens make. A choice that a stop string ends is closed at its worker."""
+        """Return the events that new tokens make; of many it may run in a thread."""
         events: list[Event] = []
         if self._prompt_logprobs_due:
             self._prompt_logprobs_due = False
@@ -88,26 +87,22 @@ class Answer:
                 continue
             events += self._echoes.pop(arrival.choice, ())
             choice = self._choices[arrival.choice]
-            for start in range(0, max(1, len(arrival.token_ids)), DELTA_TOKENS):
-                delta, finished = choice.push(*_part(arrival, start))
-                if delta is not None:
-                    events.append(delta)
-                if finished is not None:
-                    self._open.discard(arrival.choice)
-                    self._routed.close_choice(arrival.choice)
-                    events.append(finished)
-                    break
+            delta, finished = choice.push(arrival.token_ids, arrival.finish, arrival.logprobs)
+            if delta is not None:
+                events.append(delta)
+            if finished is not None:
+                self._open.discard(arrival.choice)
+                self._ended.append(arrival.choice)
+                events.append(finished)
         if self._ranking is None:
             return events
         events = self._ranking.collect(events)
         return events if self._open else events + self._ranking.ranked()
 
-
-def _part(arrival: Arrival, start: int) -> tuple[Sequence[int], WorkerFinish | None, Sequence[TokenLogprobs]]:
-    """Return the next DELTA_TOKENS ids of an arrival; the end belongs to the last part."""
-    end = start + DELTA_TOKENS
-    finish = arrival.finish if end >= len(arrival.token_ids) else None
-    return arrival.token_ids[start:end], finish, arrival.logprobs[start:end]
+    def close_ended(self) -> None:
+        """Close the choices that have ended, some by a stop string, which their worker does not know."""
+        while self._ended:
+            self._routed.close_choice(self._ended.pop())
 
 
 def _finished_before(received: Mapping[int, Received], choice: int) -> bool:
@@ -154,14 +149,11 @@ class ChoiceAnswer:
 
         `logprobs` has one entry for each id, or none.
         """
-        last = len(ids) - 1
-        for index, token_id in enumerate(ids):
-            # End and stop tokens are ids without text.
-            silent = index == last and finish in (WorkerFinish.END, WorkerFinish.STOP_TOKEN)
-            text = "" if silent else self._stream.push(token_id)
-            self._pending.append(_PendingToken(token_id, text, logprobs[index] if logprobs else None))
-            if stopped := self._append_text(text):
-                return stopped
+        # End and stop tokens are ids without text.
+        silent = ids[-1:] if finish in (WorkerFinish.END, WorkerFinish.STOP_TOKEN) else ()
+        texts = [*map(self._stream.push, ids[: len(ids) - len(silent)]), *("" for _ in silent)]
+        if stopped := self._append(ids, texts, logprobs):
+            return stopped
         if finish is None:
             if len(self._pending) < self._interval:
                 return None, None
@@ -170,6 +162,22 @@ class ChoiceAnswer:
             return stopped
         delta = self._release(len(self._pending_text), 0, ended=True)
         return delta, _finished(finish, ids, self._choice, calls=self._untold.has_calls)
+
+    def _append(
+        self, ids: Sequence[int], texts: Sequence[str], logprobs: Sequence[TokenLogprobs]
+    ) -> tuple[Delta | None, Finished] | None:
+        """Add tokens to the pending ones; return the end if a stop string is complete now."""
+        tokens = list(map(_PendingToken, ids, texts, logprobs or repeat(None)))
+        text = self._pending_text + "".join(texts)
+        if self._stop.find(text, len(self._pending_text)) is None:
+            self._pending += tokens
+            self._pending_text = text
+            return None
+        for token in tokens:  # the first one that completes a stop string ends the answer
+            self._pending.append(token)
+            if stopped := self._append_text(token.text):
+                return stopped
+        return None
 
     def _flush(self, text: str) -> tuple[Delta | None, Finished] | None:
         """Add text that comes after the last token to that token."""

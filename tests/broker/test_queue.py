@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
+from collections.abc import Callable
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -14,6 +16,7 @@ from redis.asyncio import Redis
 
 from artifacts.encode import Encode, Pooling, Task
 from artifacts.sampling import SamplingParams
+from broker import claims
 from broker.codec import MAX_ANSWERS, decode_job, encode_job
 from broker.messages import (
     AdapterRef,
@@ -273,3 +276,25 @@ async def test_a_worker_that_is_told_to_stop_does_not_wait_on(queue: JobQueue) -
     waiting = asyncio.create_task(queue.claim("sha256:0", ROOMY, wait_s=30))
     await queue.stop_waiting()
     assert (await waiting).jobs == []
+
+
+async def test_a_long_job_is_written_and_read_in_threads(
+    queue: JobQueue, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading and writing its ids would hold the loops of its router and its worker."""
+    threads = list[int]()
+
+    def noted(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            threads.append(threading.get_ident())
+            return work(*arguments)
+
+        return call
+
+    monkeypatch.setattr(queue, "make_entry", noted(queue.make_entry))
+    monkeypatch.setattr(claims, "decode_job", noted(decode_job))
+    short, long = job("short"), job("long", emitted={0: tuple(range(100_000)), 2: (5,)}, n=3, resumed=True)
+    for each in (short, long):
+        await queue.enqueue(each)
+        assert (await queue.claim("sha256:0", replace(ROOMY, tokens=200_000))).jobs == [each]
+    assert [ident == threading.get_ident() for ident in threads] == [True, True, False, False]

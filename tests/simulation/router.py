@@ -217,7 +217,7 @@ class SimulatedRouter:
     ) -> AsyncGenerator[Message]:
         """Return the messages of a Generate call, or with a token of a Resume call."""
         if token:
-            return await self.generation.resume(request, token, received, deadline_s)
+            return self.generation.resume(request, await self.generation.verify(request, token), received, deadline_s)
         return self.generation.run(request, deadline_s)
 
     async def scores(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 
 from artifacts.grammars.build import json_grammar
 from artifacts.grammars.json_schema import JsonStyle
-from router.api.convert import read_request
+from router.api.convert import count_numbers, count_received, read_received, read_request
+from router.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Received, TokenLogprobs
 from rpc.errors import InvalidField
 
 
@@ -65,3 +70,50 @@ def test_a_format_becomes_the_grammar_of_the_request() -> None:
 def test_a_bad_format_is_refused_by_its_field(spec: pb.GenerateSpec, refusal: str) -> None:
     with pytest.raises(InvalidField, match=refusal):
         read_request(spec, "acme")
+
+
+class UnreadIds(Sequence[int]):
+    """Ids of a message that nobody may read yet."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, at: Any) -> Any:
+        raise AssertionError("read before the bound")
+
+
+@pytest.mark.parametrize(
+    ("received", "refusal"),
+    [
+        ([(0, UnreadIds())], r"received\[0\].token_ids: more than max_tokens \(9\)"),
+        ([(0, ()), (2, UnreadIds())], r"received\[1\].choice: 2; the request has 2"),
+        ([(1, ())] * 10_000, r"received\[1\].choice: 1 is there twice"),
+    ],
+)
+def test_received_ids_are_bounded_by_the_token_before_one_is_read(
+    received: list[tuple[int, Sequence[int]]], refusal: str
+) -> None:
+    parts: Any = [SimpleNamespace(choice=choice, token_ids=ids) for choice, ids in received]
+    with pytest.raises(InvalidField, match=refusal):
+        count_received(parts, n=2, max_tokens=9)
+    assert count_received(parts[:1], n=2, max_tokens=10) == len(received[0][1])
+
+
+def test_received_ids_are_read_as_they_are() -> None:
+    ids = tuple(range(10_000))
+    sent = [pb.ReceivedTokens(choice=1, token_ids=ids), pb.ReceivedTokens(finished=True, text_bytes=3)]
+    assert read_received(sent) == {1: Received(ids), 0: Received((), finished=True, text_bytes=3)}
+
+
+@pytest.mark.parametrize(
+    ("event", "numbers"),
+    [
+        (Delta(0, (5, 6), "ab"), 2),
+        (Delta(0, (5, 6), "ab", 0, (TokenLogprobs(-1.0, ((5, -1.0), (7, -2.0))),) * 2), 6),
+        (PromptLogprobs((TokenLogprobs(-1.0, ((5, -1.0),)),) * 3), 6),
+        (PromptLogprobs(()), 0),
+        (Finished(FinishReason.END), 0),
+    ],
+)
+def test_a_message_is_as_long_to_write_as_it_has_numbers(event: Event, numbers: int) -> None:
+    assert count_numbers(event) == numbers

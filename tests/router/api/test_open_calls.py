@@ -8,6 +8,8 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -20,7 +22,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from router.api.message_fields import FIELDS
-from router.api.open_calls import OpenCalls
+from router.api.open_calls import LARGE_BYTES, OpenCalls
 from rpc.errors import CallError, InvalidField
 from rpc.identity.guard import open_guard
 from rpc.identity.permissions import SGLANG_SERVICE
@@ -287,3 +289,20 @@ async def test_a_message_without_room_is_refused_before_it_is_decoded() -> None:
     async with serving(message_bytes=request.ByteSize() - 1) as served:
         call = served.stub.Generate(request, metadata=((TENANT_KEY, "acme"),))
         assert await end_of(call) == "RESOURCE_EXHAUSTED ROUTER_FULL later"
+
+
+async def test_of_large_messages_the_event_loop_decodes_one_in_a_pass() -> None:
+    order = list[str]()
+    calls = OpenCalls(100, 1 << 30, lambda method, tenant, error: None)
+    method: Any = SimpleNamespace(read=lambda data: order.append("large" if len(data) > LARGE_BYTES else "small"))
+
+    async def others() -> None:
+        while order.count("large") < 8:
+            order.append("others")
+            await asyncio.sleep(0)
+
+    large = [calls._decode(method, f"t{number % 3}", b"x" * (LARGE_BYTES + 1)) for number in range(8)]
+    async with asyncio.timeout(10):
+        await asyncio.gather(calls._decode(method, "t0", b"x"), others(), *large)
+    assert order[0] == "small"
+    assert ("large", "large") not in pairwise(order)

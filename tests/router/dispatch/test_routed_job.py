@@ -10,7 +10,7 @@ import pytest
 
 from router.dispatch.job_state import _ALLOWED, JobState, JobTransitionError, check_transition
 from router.dispatch.link import Frame, WorkerFinish
-from router.dispatch.routed_job import RoutedJob
+from router.dispatch.routed_job import READ_TOKENS, RoutedJob
 from router.generation.runs import Run
 from router.request import TokenLogprobs
 from rpc.errors import Internal
@@ -111,6 +111,19 @@ async def test_the_end_of_all_choices_ends_the_job() -> None:
     async with asyncio.timeout(10):
         assert [arrival.choice for arrival in await routed.arrivals(routed.reader)] == [0]
         assert await routed.arrivals(routed.reader) == []
+
+
+async def test_many_tokens_are_read_in_parts_and_the_end_comes_with_the_last() -> None:
+    routed = RoutedJob(job(n=2))
+    routed.bind(LINK, 1)
+    routed.accept(Frame("j", 1, 0, (5,) * (2 * READ_TOKENS + 10), finish=WorkerFinish.LENGTH))
+    routed.accept(Frame("j", 1, 0, (6,), 1, finish=WorkerFinish.END))
+    reads = list[list[tuple[int, int, WorkerFinish | None]]]()
+    async with asyncio.timeout(10):
+        while arrivals := await routed.arrivals(routed.reader):
+            reads.append([(arrival.choice, len(arrival.token_ids), arrival.finish) for arrival in arrivals])
+    whole = (0, READ_TOKENS, None)
+    assert reads == [[whole], [whole], [(0, 10, WorkerFinish.LENGTH), (1, 1, WorkerFinish.END)]]
 
 
 OF_PROMPT = (TokenLogprobs(-1.0),)

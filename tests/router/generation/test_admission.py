@@ -134,9 +134,8 @@ async def test_a_resumed_job_goes_on_after_what_was_received(admission: Admissio
 
 
 async def test_what_can_not_be_resumed_is_refused(admission: Admission, cluster: Cluster) -> None:
-    for received, message in (((512,), "beyond the vocabulary"), ((1,) * 10, "more than max_tokens")):
-        with pytest.raises(InvalidField, match=message):
-            await resumed(admission, c0=Received(received))
+    with pytest.raises(InvalidField, match="beyond the vocabulary"):
+        await resumed(admission, c0=Received((512,)))
     unknown = Resumption(msgspec.structs.replace(CLAIMS, model="other"))
     with pytest.raises(Unavailable, match="not served here yet"):
         await admission.resumed_job(REQUEST, unknown, None)

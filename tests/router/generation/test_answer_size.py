@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from router.api.convert import write_message
+from router.dispatch.routed_job import READ_TOKENS
 from router.generation.answer_size import check_answer_size
-from router.output.answer import DELTA_TOKENS
 from router.request import Delta, Message, PromptLogprobs, Request, TokenLogprobs
 from rpc.errors import InvalidField
 from rpc.server import MESSAGE_BYTES
@@ -70,4 +70,4 @@ def test_the_best_of_several_candidates_fits_or_is_refused() -> None:
 def test_an_answer_in_several_messages_is_not_bounded() -> None:
     check_answer_size(replace(REQUEST, logprobs=20, n=2, best_of=2), 1, 10**6)
     held_back = 1_000 + 64  # a stream interval, and tokens that may begin a stop string
-    assert fits(lambda tokens: delta(tokens, 20), DELTA_TOKENS + held_back)
+    assert fits(lambda tokens: delta(tokens, 20), READ_TOKENS + held_back)

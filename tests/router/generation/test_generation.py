@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -17,13 +18,16 @@ from broker.ledger_records import Reservation
 from broker.messages import Job
 from broker.queue import JobQueue
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.job_state import JobState
 from router.dispatch.link import Frame, WorkerFinish
+from router.dispatch.routed_job import READ_TOKENS
 from router.generation.generation import Generation
 from router.generation.resume import Began, ResumeClaims, ResumeTokens, Resumption
 from router.generation.resume_keys import GivenKeys
 from router.quotas.grant import End, Grant
 from router.quotas.quotas import Quotas
 from router.request import Delta, Message, Received, Request, Summary
+from router.text.prompt_encoder import SHORT_IDS
 from router.text.tokenizer import HashText
 from rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidField, Unavailable
 from tests.router.recording_link import RecordingLink, claim, job
@@ -39,6 +43,7 @@ class Admission:
 
     def __init__(self) -> None:
         self.made = 0
+        self.worked_on: list[int] = []
         self.refusals: list[CallError] = []
 
     async def new_job(self, request: Request, deadline_s: float | None) -> Job:
@@ -55,8 +60,9 @@ class Admission:
     async def chat_format(self, request: Request, job: Job) -> None:
         return None
 
-    async def work_on_prompt(self, job: Job, work: Callable[[], Any]) -> Any:
-        return await asyncio.to_thread(work)
+    async def work_on(self, ids: int, job: Job, work: Callable[[], Any]) -> Any:
+        self.worked_on.append(ids)
+        return work() if ids <= SHORT_IDS else await asyncio.to_thread(work)
 
 
 @pytest.fixture
@@ -132,6 +138,11 @@ async def test_a_part_that_is_taken_over_is_charged_to_the_later_call_alone(
     grants = [Grant({"acme": Reservation("r", "here", input=9)}, lambda grant, end: asyncio.Future()) for _ in range(2)]
     first = asyncio.create_task(ids_of(generation.run(REQUEST, None, part_of=grants[0])))
     await claim(queue)
+    (routed,) = dispatcher.jobs
+    async with asyncio.timeout(10):
+        # The claim may be answered before the first call's enqueue.
+        while routed.state is not JobState.QUEUED:  # noqa: ASYNC110
+            await asyncio.sleep(0)
     second = asyncio.create_task(ids_of(generation.run(REQUEST, None, part_of=grants[1])))
     make(dispatcher, "j1", 0, 5, finish=WorkerFinish.END)  # it ends before the first call can read that
     if leaves:
@@ -214,6 +225,17 @@ async def test_a_resume_reads_what_runs_if_it_is_its_own(
     assert dispatcher.jobs == ()
 
 
+async def test_many_received_tokens_are_read_in_parts_each_at_its_tenants_turn(
+    generation: Generation, dispatcher: Dispatcher, queue: JobQueue, admission: Admission
+) -> None:
+    received = (7,) * (2 * READ_TOKENS + 10)
+    rest = call(generation, resumption=Resumption(CLAIMS, {0: Received(received)}))
+    await claim(queue)
+    make(dispatcher, "j1", len(received), 5, finish=WorkerFinish.LENGTH)
+    assert await rest == [5]
+    assert admission.worked_on == [0, READ_TOKENS, READ_TOKENS, 11]
+
+
 async def test_a_run_that_was_resumed_serves_no_call_that_has_less(
     generation: Generation, dispatcher: Dispatcher, queue: JobQueue
 ) -> None:
@@ -246,11 +268,12 @@ async def test_a_client_that_has_all_tokens_gets_the_summary_alone(
 ) -> None:
     token = TOKENS.sign(CLAIMS, "acme")
     received = {0: Received((5, 6), finished=True)}
-    messages = [message async for message in await generation.resume(REQUEST, token, received, None)]
+    claims = await generation.verify(REQUEST, token)
+    messages = [message async for message in generation.resume(REQUEST, claims, received, None)]
     assert [type(message.event) for message in messages] == [Summary]
     assert dispatcher.jobs == ()
     with pytest.raises(InvalidField, match="spec"):
-        await generation.resume(replace(REQUEST, fingerprint="two"), token, received, None)
+        await generation.verify(replace(REQUEST, fingerprint="two"), token)
 
 
 async def test_a_client_that_has_all_tokens_gets_no_more_of_them_from_an_older_call(
@@ -275,6 +298,7 @@ async def test_the_text_of_a_prompt_is_not_made_on_the_loop(
         return decode(text, *ids, **options)
 
     monkeypatch.setattr(HashText, "decode", noted)
+    monkeypatch.setattr(sys.modules[__name__], "SHORT_IDS", 0)
     echoed = call(generation, replace(REQUEST, echo=True))
     await claim(queue)
     make(dispatcher, "j1", 0, 5, finish=WorkerFinish.END)

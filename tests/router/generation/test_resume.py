@@ -199,6 +199,7 @@ async def events_of(answer: Answer, routed: RoutedJob) -> list[Event]:
     events: list[Event] = []
     while arrivals := await routed.arrivals(routed.reader):
         events += answer.events_of(arrivals)
+        answer.close_ended()
     return events
 
 

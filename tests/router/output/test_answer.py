@@ -10,7 +10,7 @@ import pytest
 from router.dispatch.choice import Arrival
 from router.dispatch.link import WorkerFinish
 from router.dispatch.routed_job import RoutedJob
-from router.output.answer import DELTA_TOKENS, Answer, ChoiceAnswer
+from router.output.answer import Answer, ChoiceAnswer
 from router.request import Delta, Finished, FinishReason, Request, Stopping
 from router.text.tokenizer import HashText
 from tests.router.recording_link import job
@@ -127,20 +127,14 @@ def test_chunking_never_changes_what_is_delivered() -> None:
         assert [d.offset for d in deltas] == [sum(len(e.token_ids) for e in deltas[:i]) for i in range(len(deltas))]
 
 
-def test_a_long_read_makes_several_deltas_and_a_stop_string_is_found_across_them() -> None:
-    size = 2 * DELTA_TOKENS + 10
-    arrival = Arrival(0, [97] * DELTA_TOKENS + [98] * (size - DELTA_TOKENS), [], WorkerFinish.LENGTH)
-    deltas, finished = read(Answer(REQUEST, HashText(), RoutedJob(job())), arrival)
-    assert [(delta.offset, len(delta.token_ids)) for delta in deltas] == [
-        (0, DELTA_TOKENS),
-        (DELTA_TOKENS, DELTA_TOKENS),
-        (2 * DELTA_TOKENS, 10),
-    ]
-    assert finished == Finished(FinishReason.LENGTH)
+def test_a_stop_string_is_found_across_two_reads() -> None:
     stopping = replace(REQUEST, stopping=Stopping(stop=("aabb",)))
-    deltas, finished = read(Answer(stopping, HashText(), RoutedJob(job())), arrival)
-    assert sum(len(delta.token_ids) for delta in deltas) == DELTA_TOKENS - 2
-    assert finished == Finished(FinishReason.STOP, stop_string="aabb")
+    whole = Answer(stopping, HashText(), RoutedJob(job()))
+    assert text(read(whole, Arrival(0, [97] * 100, [], None))[0]) == "a" * 98
+    assert read(whole, Arrival(0, [98] * 100, [], WorkerFinish.LENGTH)) == (
+        [],
+        Finished(FinishReason.STOP, stop_string="aabb"),
+    )
 
 
 def read(whole: Answer, arrival: Arrival) -> tuple[list[Delta], Finished | None]:

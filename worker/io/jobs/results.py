@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from itertools import accumulate
 
 from broker.messages import Job
 from telemetry.logging import fields
@@ -27,6 +28,9 @@ from worker.ipc import Abort, Add, Begun, Ready, Refused, Stepped
 
 log = logging.getLogger(__name__)
 
+# Maximum ids of earlier attempts in the answers that the engine gets between two steps, beyond those of one: it reads
+# and hashes so many in some ten milliseconds.
+STEP_IDS = 1 << 16
 # Name of the sequence of an engine's own step.
 WARM_UP = "warm-up"
 
@@ -101,9 +105,7 @@ class Results:
             failure = Failure("INVALID_ARGUMENT", "REFUSED_BY_WORKER", message.message, message.field)
             choice.end(Ending(failure=failure))
             self.links.progressed(choice)
-            local = self.jobs.get(choice.job.job_id, choice.job.attempt)
-            if local is not None:
-                local.end_if_done()
+            self._advance(choice.job.job_id, choice.job.attempt)
             self.jobs.changed()
 
     def _advance(self, job_id: str, attempt: int) -> None:
@@ -114,11 +116,16 @@ class Results:
             local.end_if_done()
 
     def _hand_over_siblings(self, local: LocalJob) -> None:
-        """Hand over the answers that waited for the first one: they find the prompt in the prefix cache."""
+        """Hand over the answers that waited for the first one: they find the prompt in the prefix cache.
+
+        Of resumed ones, whose ids the engine has to read, each step gets a part.
+        """
         if local.state is LocalJobState.IN_ENGINE and (waiting := local.waiting):
+            emitted = accumulate(choice.start for choice in waiting)
+            count = max(1, sum(ids <= STEP_IDS for ids in emitted))
             if not self.jobs.any_in_engine:
                 self._engine.expect()
-            self._engine.send(Add(self.jobs.hand_over(local, waiting)))
+            self._engine.send(Add(self.jobs.hand_over(local, waiting[:count])))
 
     # From the routers (RelayHandler)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from redis.asyncio import Redis
 
 from tests.worker.io.relayed_worker import Router, job, running
+from worker.io.jobs import results
 from worker.io.local_jobs.jobs import LocalJobState
-from worker.ipc import Begun, Refused
+from worker.ipc import Add, Begun, Refused, ToEngine
 
 
 async def test_an_answer_that_was_given_back_stays_so_whatever_the_engine_says_of_it(
@@ -50,3 +53,23 @@ async def test_a_job_of_which_every_answer_is_cancelled_has_ended(redis: Redis, 
         states.append(local.state)
         assert states == [LocalJobState.ENDED, LocalJobState.REMOVED]
         assert worker.jobs.all() == ()
+
+
+async def test_resumed_answers_with_many_ids_come_to_the_engine_one_after_the_other(
+    redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, added = Router(), list[int]()
+    monkeypatch.setattr(results, "STEP_IDS", 7)
+    async with running(router, redis, tmp_path) as worker:
+        send = worker.engine.send
+
+        def note(message: ToEngine) -> None:
+            if isinstance(message, Add):
+                added.append(len(message.sequences))
+            send(message)
+
+        monkeypatch.setattr(worker.engine, "send", note)
+        emitted = dict.fromkeys(range(3), tuple([5] * 4))
+        worker.intake.accept(replace(job("a", worker.address, n=6, max_tokens=9), emitted=emitted))
+        await router.until(lambda: ("ended", "a") in router.events)
+    assert added == [1, 1, 4]
