@@ -224,10 +224,11 @@ class _Cluster(RedisCluster):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"max_connections": 2 * CONNECTIONS, **options})
-        if options.get("ssl"):  # as with sentinels
-            self.connection_kwargs["connection_class"] = TLSConnection
-            for node in self.startup_nodes:
-                node.connection_class = TLSConnection
+        # As with sentinels the library lets nobody choose the class.
+        following = FOLLOWING[SSLConnection if options.get("ssl") else Connection]
+        self.connection_kwargs["connection_class"] = following
+        for node in self.startup_nodes:
+            node.connection_class = following
         self._places = asyncio.Semaphore(CONNECTIONS)
 
     async def execute_command(self, *arguments: Any, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import NoPermissionError, OutOfMemoryError, RedisError, ResponseError
 
 from broker.lua_library import Library
@@ -47,7 +47,7 @@ class PreparedCall:
         except ResponseError as error:
             if not is_missing(error):
                 raise
-        await load(self.redis, self.library)
+        await load(self.redis, self.library, self.command[3])
         return await self.redis.execute_command(*self.command)  # type: ignore[no-untyped-call]  # theirs
 
 
@@ -68,13 +68,19 @@ class Function:
         return await self.prepare((key,), arguments).send()
 
 
-async def load(redis: Redis, library: Library) -> None:
-    """Load a library, which another process may have loaded meanwhile. Raises an error of REDIS_DOWN."""
+async def load(redis: Redis, library: Library, key: str = "") -> None:
+    """Load a library, which another process may have loaded meanwhile. Raises an error of REDIS_DOWN.
+
+    In a cluster it is loaded at the node that has `key`, which may have joined since; without one, at all nodes.
+    """
     refused_at = _refused_at.get(redis)
     if refused_at is not None and time.monotonic() - refused_at < REFUSED_S:
         raise FunctionsMissingError(_NOT_PERMITTED)
     try:
-        await redis.function_load(library.text)
+        node: dict[str, Any] = (
+            {"target_nodes": redis.get_node_from_key(key)} if key and isinstance(redis, RedisCluster) else {}
+        )
+        await redis.execute_command("FUNCTION LOAD", library.text, **node)  # type: ignore[no-untyped-call]  # theirs
     except NoPermissionError as error:
         _refused_at[redis] = time.monotonic()
         raise FunctionsMissingError(_NOT_PERMITTED) from error

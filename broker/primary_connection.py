@@ -1,4 +1,4 @@
-"""Connections to Redis that follow a failover, over TCP, TLS and Unix sockets."""
+"""Connections to Redis that follow a failover or a moved slot, over TCP, TLS and Unix sockets."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from redis.asyncio.connection import (
     UnixDomainSocketConnection,
 )
 from redis.connection import HiredisRespSerializer
+from redis.exceptions import AskError, MovedError, ReadOnlyError, RedisError, TryAgainError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ReadOnlyError
 
 from broker.connection_files import TLSConnection
 
 
 class _FollowsPrimary(AbstractConnection):
     """A connection that closes when its server has become a replica: the address may lead to the new primary now.
+
+    While a cluster moves a slot key by key, either node has a part of a queue or account. A call that went to the new
+    node (ASK) would begin these anew there, and the keys that follow could not be moved: BUSYKEY. So it fails. The
+    library would fail too: it sends ASKING over another connection, and raises AttributeError for a node that is new.
 
     Commands are encoded by hiredis, as the library's blocking connections do it: three times as fast.
     """
@@ -41,6 +45,10 @@ class _FollowsPrimary(AbstractConnection):
         except ReadOnlyError as error:
             await self.disconnect()
             raise RedisConnectionError("the server is a replica now") from error
+        except MovedError:  # which is an AskError
+            raise
+        except (AskError, TryAgainError) as error:
+            raise RedisError("the cluster is moving the slot of these keys, key by key") from error
 
 
 class _FollowsPrimaryTCP(_FollowsPrimary, Connection):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from broker.commands import DRAIN, CommandQueue
 from broker.connection import CONNECTIONS, REDIS_DOWN, RedisUnreachableError, connect
@@ -22,6 +20,7 @@ from broker.startup import connect_once_up
 from deploy.local import valkey
 from rpc.children.process import Process
 from tests.broker.both_queues import BASE, make_job
+from tests.valkey_cluster import ValkeyCluster, free_port
 from tests.valkey_server import MovingAddress, ValkeyServer
 
 SENTINEL_READY = re.compile(r"\+monitor master")
@@ -88,35 +87,32 @@ async def test_a_user_with_a_password(redis: Redis, valkey_url: str) -> None:
         await redis.acl_deluser("loraplex")
 
 
-def free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return int(chosen.getsockname()[1])
-
-
 @pytest.fixture
 async def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("v")
 
 
-async def test_a_cluster(directory: Path) -> None:
-    server = ValkeyServer(directory, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
-    await server.start()
-    try:
-        async with await server.client() as client:
-            await client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)  # type: ignore[no-untyped-call]  # theirs
-
-            async def is_up() -> bool:
-                try:
-                    return bool(await client.set("up", 1))
-                except RedisError:
-                    return False
-
-            while not await is_up():  # noqa: ASYNC110 — it tells nobody
-                await asyncio.sleep(0.02)
-        await use(f"redis+cluster://127.0.0.1:{server.port}")
-    finally:
-        await server.kill()
+async def test_a_cluster_that_moves_a_queue_key_by_key_is_an_outage_for_that_queue(directory: Path) -> None:
+    """No call goes on at the node that gets the slot: it would begin the queue anew there, in the way of its keys."""
+    async with ValkeyCluster(directory) as cluster, await connect(cluster.url) as client:
+        await use(cluster.url)
+        other = JobQueue(client, Keys("tiny", "other"), worker_id="w")
+        queue, liveness = JobQueue(client, KEYS, worker_id="w"), Liveness(client, KEYS)
+        waiting = await queue.count_waiting()
+        async with cluster.moving(KEYS.waiting):
+            for call in (
+                queue.enqueue(make_job("late", "a")),
+                queue.claim(BASE, ROOMY),
+                queue.count_waiting(),
+                queue.finish("8", 1),
+            ):
+                with pytest.raises(REDIS_DOWN):
+                    await call
+            assert await cluster.nodes[1].dbsize() == 1
+            await other.enqueue(make_job("other", "a"))
+        # The node that has joined has no functions yet.
+        assert (await queue.claim(BASE, ROOMY)).waiting == waiting - 8
+        assert await liveness.live_workers() == []
 
 
 @pytest.fixture
