@@ -17,9 +17,8 @@ from broker.worker_state import WorkerState
 
 log = logging.getLogger(__name__)
 
-# Interval in ms of a worker's beats, and time in ms after the last one at which the worker is taken for dead.
+# Interval in ms of a worker's beats.
 BEAT_MS = 500
-TTL_MS = 3_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +42,10 @@ class Liveness:
         self._census = scripts.register(redis, "census")
 
     async def beat(self, state: WorkerState) -> list[str]:
-        """Record that a worker lives, for the next TTL_MS; return the relay addresses of the live routers."""
+        """Record that a worker lives, for the next WORKER_TTL_MS; return the relay addresses of the live routers."""
         routers = await self._beat(
             self._keys.workers,
-            [self._keys.prefix, state.incarnation, state.worker_id, encode_worker(state), TTL_MS],
+            [self._keys.prefix, state.incarnation, state.worker_id, encode_worker(state)],
         )
         return [router.decode(errors="replace") for router in routers]
 

@@ -18,8 +18,8 @@ class ClaimRate:
         """Count the work of a scan; None: the queue ran empty, or the worker found no more."""
         if work is None:
             self._since_ms, self._work, self._per_ms = None, 0, 0.0
-        elif self._since_ms is None:
-            self._since_ms = now_ms
+        elif self._since_ms is None or self._since_ms > now_ms:
+            self._since_ms, self._work = now_ms, 0
         elif now_ms - self._since_ms >= terms.CLAIM_RATE_MS:
             self._per_ms = (self._work + work) / (now_ms - self._since_ms)
             self._since_ms, self._work = now_ms, 0

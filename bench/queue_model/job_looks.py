@@ -95,14 +95,14 @@ class JobLooks:
         if not self._suits(job):
             return False
         entry, rows = job.entry, min(job.entry.rows, self._capacity.rows_limit)
-        apart = self._suspects.begin_apart(entry, self._now_ms)
+        apart = self._suspects.begin_apart(entry)
         if apart:
             wanted = self._rows_apart(job)
             if wanted is None:
                 return False
             rows = wanted
         may_reserve = self._is_first or job.reserved_for == self._arguments.worker
-        overdue = may_reserve and self._now_ms - job.queued_ms >= terms.PATIENCE_MS
+        overdue = may_reserve and self._waited_ms(job) >= terms.PATIENCE_MS
         self._is_first = False
         fits = rows <= self.free_rows and (entry.prefill <= self._free_tokens or overdue)
         if fits or self._may_share_row(job, rows):
@@ -147,7 +147,7 @@ class JobLooks:
         row, entry, counters = self._row_to_share, job.entry, self._waiting.counters
         if row is None or rows >= self._capacity.rows_limit:
             return False
-        if self._now_ms - job.queued_ms < terms.BELOW_SHARE_MS:
+        if self._waited_ms(job) < terms.BELOW_SHARE_MS:
             return False
         if (dict(row.tenant_rows).get(entry.tenant, 0) + 1) / entry.weight > row.rows_left:
             return False
@@ -163,7 +163,8 @@ class JobLooks:
             self.unlinked[entry.router] = None
             self.saturated = True
             return False
-        if job.reserved_for not in (None, worker) and job.reserved_until_ms > self._now_ms:
+        reserved_ms = job.reserved_until_ms - self._now_ms
+        if job.reserved_for not in (None, worker) and 0 < reserved_ms <= terms.RESERVE_MS:
             # Empty at most one worker at a time for jobs that need a whole one.
             self._is_first = self._is_first and entry.rows < terms.ALL_ROWS
             return False
@@ -173,9 +174,13 @@ class JobLooks:
             self.seen_before_held = min(self.seen_before_held, job.arrival - 1)
         return held_ms <= 0
 
+    def _waited_ms(self, job: WaitingJob) -> int:
+        """Return how long a job has waited; a job of before the clock went back has waited long enough for anything."""
+        return self._now_ms - (job.queued_ms if job.queued_ms <= self._now_ms else 0)
+
     def _held_for_ms(self, job: WaitingJob, entry: Entry) -> int:
         """Return how many ms a job is still held for a worker with free rows that its adapter prefers to this one."""
-        left_ms = job.queued_ms + terms.HOLD_MS - self._now_ms
+        left_ms = terms.HOLD_MS - self._waited_ms(job)
         if not entry.adapter or job.has_begun or entry.adapter in self._resident or left_ms <= 0:
             return 0
         for other in filter(None, entry.prefer.split("\n")):

@@ -14,12 +14,12 @@ class LiveRouters:
     def beat(self, router: str, now_ms: int) -> None:
         """Record a router's beat, unless the last one was just now.
 
-        The first beat after an outage gives all routers their full time again.
+        The first beat after an outage, or after the clock went back, gives all routers their full time again.
         """
         until = now_ms + terms.ROUTER_TTL_MS
-        if self._until.get(router, 0) > until - terms.ROUTER_BEAT_MS:
+        if until - terms.ROUTER_BEAT_MS < self._until.get(router, 0) <= until:
             return
-        if self._are_quiet(now_ms):
+        if self._are_quiet(now_ms) or max(self._until.values()) > until:
             self._until = dict.fromkeys(self._until, until)
         self._until[router] = until
         self._until = {name: until for name, until in self._until.items() if until > now_ms}

@@ -29,12 +29,17 @@ class QuarantineModel:
 
     def left_ms(self, tenant: str, adapter: str, now_ms: int) -> int:
         """Return for how many ms more the jobs of a tenant with an adapter are refused; 0: they are not."""
-        return max(0, *(self._until_ms.get(subject, 0) - now_ms for subject in (tenant, (tenant, adapter))))
+        return max(self._left_ms(subject, now_ms) for subject in (tenant, (tenant, adapter)))
+
+    def _left_ms(self, subject: str | tuple[str, str], now_ms: int) -> int:
+        left_ms = self._until_ms.get(subject, 0) - now_ms
+        return left_ms if 0 < left_ms <= terms.QUARANTINE_LIMIT_MS else 0
 
     def record_death(self, tenant: str, adapter: str, job_id: str, now_ms: int) -> int:
         """Record a job that engines died of; returns for how many ms its tenant and adapter are refused."""
         pair, memory_ms = (tenant, adapter), terms.DEATHS_MEMORY_MS
-        self._deaths = {pair: past for pair, past in self._deaths.items() if now_ms - past.at_ms < memory_ms}
+        self._until_ms = {subject: until for subject, until in self._until_ms.items() if until > now_ms}
+        self._deaths = {pair: past for pair, past in self._deaths.items() if 0 <= now_ms - past.at_ms < memory_ms}
         past = self._deaths.get(pair, _Deaths(0, 0, ""))
         if past.job_id != job_id:
             self._deaths[pair] = _Deaths(past.count + 1, now_ms, job_id)
@@ -51,4 +56,4 @@ class QuarantineModel:
 
     def _refuse(self, subject: str | tuple[str, str], deaths: int, now_ms: int) -> None:
         refused_ms = min(terms.QUARANTINE_MS * terms.QUARANTINE_GROWTH ** (deaths - 1), terms.QUARANTINE_LIMIT_MS)
-        self._until_ms[subject] = max(self._until_ms.get(subject, 0), now_ms + refused_ms)
+        self._until_ms[subject] = now_ms + max(refused_ms, self._left_ms(subject, now_ms))

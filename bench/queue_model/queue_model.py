@@ -145,6 +145,7 @@ class QueueModel:
         self, worker: str, base_digest: str, capacity: Capacity, now_ms: int, plan: ClaimPlan = CLAIM_ALL
     ) -> ClaimDecision:
         """Take the next jobs that suit a worker."""
+        self.suspects.look(now_ms)
         hold_ms, looks, requests = 0, 0, tuple[bytes, ...]()
         unlinked: dict[str, None] = {}
         skip: int | None = 0
@@ -204,6 +205,8 @@ class QueueModel:
 
     def charge(self, reports: Sequence[UsageReport], now_ms: int) -> None:
         """Charge tenants what their jobs have made since the last report."""
+        if reports:
+            self.suspects.look(now_ms)
         for report in reports:
             self.suspects.report(report.job_id, report.attempt, report.tokens, now_ms, ended=report.ended)
         self._charges.charge(reports)
@@ -213,13 +216,13 @@ class QueueModel:
         self.suspects.convicted(job_id)
         return self.quarantine.record_death(tenant, adapter, job_id, now_ms)
 
-    def forget_tenant(self, tenant: str) -> int:
+    def forget_tenant(self, tenant: str, now_ms: int) -> int:
         """Forget all of a tenant; returns how many of its jobs waited."""
         self._news = deque(
             ("" if job_id.startswith(f"{tenant}/") else job_id for job_id in self._news), terms.NEWS_LIMIT
         )
         self.quarantine.forget_tenant(tenant)
-        self.suspects.forget_tenant(tenant)
+        self.suspects.forget_tenant(tenant, now_ms)
         return self.waiting.forget_tenant(tenant)
 
     def finish(self, job_id: str, attempt: int) -> None:

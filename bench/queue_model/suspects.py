@@ -26,17 +26,26 @@ class SuspectsModel:
     def __init__(self) -> None:
         self._jobs: dict[str, _Suspect] = {}
 
+    def look(self, now_ms: int) -> None:
+        """Drop the entries that have ended, and those that cannot have been made by now: the clock went back."""
+        last_ms, busy_ms = now_ms + terms.SUSPECT_MS, now_ms + terms.TRIED_MS
+        self._jobs = {
+            job_id: suspect
+            for job_id, suspect in self._jobs.items()
+            if now_ms < suspect.until_ms <= last_ms and suspect.busy_until_ms <= busy_ms
+        }
+
     def strike(self, job_id: str, entry: Entry, now_ms: int) -> None:
         """Record a job with a strike that comes into the queue."""
         until_ms = now_ms + terms.SUSPECT_MS
         self._jobs[job_id] = _Suspect(entry.tenant, entry.adapter, entry.attempt, entry.strikes, until_ms)
 
-    def begin_apart(self, entry: Entry, now_ms: int) -> bool:
+    def begin_apart(self, entry: Entry) -> bool:
         """Return whether a job begins apart from other tenants' jobs: it, or its tenant and adapter, is suspect."""
         begun = entry.attempt > 1 and entry.prefill > entry.prompt and entry.rows < terms.ALL_ROWS
         if begun:
             return False
-        live = [suspect for suspect in self._jobs.values() if suspect.strikes and suspect.until_ms > now_ms]
+        live = [suspect for suspect in self._jobs.values() if suspect.strikes]
         pairs = {(suspect.tenant, suspect.adapter) for suspect in live}
         if (entry.tenant, entry.adapter) in pairs or sum(tenant == entry.tenant for tenant, _ in pairs) > 1:
             return True
@@ -44,7 +53,7 @@ class SuspectsModel:
 
     def is_another_tried(self, job_id: str, entry: Entry, now_ms: int) -> bool:
         """Return whether a worker has another job of the tenant with the adapter that engines may die of."""
-        others = (suspect for other, suspect in self._jobs.items() if other != job_id and suspect.until_ms > now_ms)
+        others = (suspect for other, suspect in self._jobs.items() if other != job_id)
         pair = entry.tenant, entry.adapter
         return any(other.busy_until_ms > now_ms and (other.tenant, other.adapter) == pair for other in others)
 
@@ -52,14 +61,14 @@ class SuspectsModel:
         """Record that a worker has claimed a job that begins apart."""
         busy_until_ms = now_ms + terms.TRIED_MS
         strikes, until_ms, known = 0, busy_until_ms, self._jobs.get(job_id)
-        if known is not None and known.until_ms > now_ms and known.attempt == entry.attempt and known.strikes:
+        if known is not None and known.attempt == entry.attempt and known.strikes:
             strikes, until_ms = known.strikes, known.until_ms
         self._jobs[job_id] = _Suspect(entry.tenant, entry.adapter, entry.attempt, strikes, until_ms, busy_until_ms)
 
     def report(self, job_id: str, attempt: int, tokens: int, now_ms: int, *, ended: bool) -> None:
         """Take a worker's report of an attempt: a token clears its job, unless it is on trial."""
         suspect = self._jobs.get(job_id)
-        if suspect is None or suspect.until_ms <= now_ms or suspect.attempt != attempt:
+        if suspect is None or suspect.attempt != attempt:
             return
         if (tokens and suspect.strikes < terms.TRIAL_STRIKES) or (ended and not suspect.strikes):
             del self._jobs[job_id]
@@ -68,8 +77,9 @@ class SuspectsModel:
         if not suspect.strikes:
             suspect.until_ms = suspect.busy_until_ms
 
-    def forget_tenant(self, tenant: str) -> None:
+    def forget_tenant(self, tenant: str, now_ms: int) -> None:
         """Forget the suspects of a tenant."""
+        self.look(now_ms)
         self._jobs = {job_id: suspect for job_id, suspect in self._jobs.items() if suspect.tenant != tenant}
 
     def convicted(self, job_id: str) -> None:

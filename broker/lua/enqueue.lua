@@ -143,9 +143,9 @@ end
 if job.strikes > 0 then
   write_suspect(id, job.tenant, job.adapter, job.attempt, job.strikes, now + SUSPECT_MS, 0)
 end
-local refused_ms = quarantined_ms(job.tenant, job.adapter)
-if refused_ms > 0 and not goes_on_in_quarantine(job.attempt, job.prompt, job.prefill, job.rows) then
-  return {'quarantined', refused_ms}
+local ms_left = quarantined_ms(job.tenant, job.adapter)
+if ms_left > 0 and not goes_on_in_quarantine(job.attempt, job.prompt, job.prefill, job.rows) then
+  return {'quarantined', ms_left}
 end
 read_totals('all', 'begun_bytes', 'next_lift', 'of:' .. job.tenant, 'work:' .. job.tenant, 'begun_of:' .. job.tenant,
   'begun:' .. job.tenant, 'turns:' .. job.tenant)

@@ -18,8 +18,7 @@ end
 -- Refuse a subject for longer with every death, from QUARANTINE_MS on.
 local function refuse(name, deaths)
   local ms = math.min(QUARANTINE_MS * QUARANTINE_GROWTH ^ (deaths - 1), QUARANTINE_LIMIT_MS)
-  local until_ms = math.max(now + ms, number_of(redis.call('ZSCORE', QUARANTINE, name)))
-  redis.call('ZADD', QUARANTINE, until_ms, name)
+  redis.call('ZADD', QUARANTINE, now + math.max(ms, refused_ms(redis.call('ZSCORE', QUARANTINE, name))), name)
 end
 
 redis.call('ZREMRANGEBYSCORE', QUARANTINE, '-inf', now)

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable, Mapping
 
 from broker.connection import REDIS_DOWN
-from broker.liveness import TTL_MS, Census, Liveness
+from broker.liveness import Census, Liveness
+from broker.terms import WORKER_TTL_MS
 from broker.worker_state import WorkerPhase, WorkerState
 
 log = logging.getLogger(__name__)
@@ -15,13 +16,13 @@ log = logging.getLogger(__name__)
 # Interval in seconds between looks at the workers, and at the store.
 LOOK_S = 0.5
 # Time in seconds without an answer after which the router's health says that Redis is away: a worker's time to live.
-AWAY_S = TTL_MS / 1e3
+AWAY_S = WORKER_TTL_MS / 1e3
 # Timeout in seconds for a model's census: one that hangs ends AWAY_S after the last answer. A census over a new
 # connection takes several round trips, and one that is given up closes its connection: a short timeout would go on for
 # as long as Redis is slow.
 ANSWER_S = AWAY_S - LOOK_S
 # Time in seconds after an outage or a loss of data during which no worker counts as dead: all must beat again first.
-NO_LAPSE_S = TTL_MS / 1e3
+NO_LAPSE_S = WORKER_TTL_MS / 1e3
 
 
 class LiveWorkers:

@@ -83,6 +83,8 @@ class BothQueues:
         self._liveness = Liveness(self._router, KEYS, scripts=self.scripts)
         # The model's workers remember their claims as those of the queue do.
         self._memories: dict[str, ClaimMemory] = {}
+        # Time by the workers' own clocks, which do not go back.
+        self.elapsed_ms = 0
         self.found_in_news = 0
         # Jobs that were enqueued with a strike.
         self._struck: set[str | None] = set()
@@ -101,7 +103,7 @@ class BothQueues:
         return self._queues[worker]
 
     def _new_memory(self) -> ClaimMemory:
-        return ClaimMemory(lambda: self.now_ms / 1e3, looks_limit=self.looks_limit, rest_per_look_s=0.05)
+        return ClaimMemory(lambda: self.elapsed_ms / 1e3, looks_limit=self.looks_limit, rest_per_look_s=0.05)
 
     async def start(self) -> None:
         """Empty the database and set its clock."""
@@ -110,8 +112,8 @@ class BothQueues:
         await self.advance(0)
 
     async def advance(self, ms: int) -> None:
-        """Let time pass."""
-        self.now_ms += ms
+        """Let time pass; less than 0: Redis's clock goes back."""
+        self.now_ms, self.elapsed_ms = self.now_ms + ms, self.elapsed_ms + max(ms, 0)
         await self.redis.set(CLOCK, self.now_ms)
 
     async def enqueue(self, job: Job, placement: Placement | None = None) -> str:
@@ -175,7 +177,7 @@ class BothQueues:
         """A tenant is purged."""
         records = TenantRecords(self._router, KEYS, self._queue().pins, self.scripts)
         found = await records.forget(tenant)
-        assert found.jobs == self.model.forget_tenant(tenant)
+        assert found.jobs == self.model.forget_tenant(tenant, self.now_ms)
         assert await records.forget(tenant) == RemovedRecords()
 
     async def look_up(self, *jobs: tuple[str, int]) -> list[QueueState]:

@@ -9,10 +9,10 @@ from redis.asyncio import Redis
 
 from broker.codec import decode_worker, encode_worker
 from broker.keys import Keys
-from broker.liveness import TTL_MS, Liveness
+from broker.liveness import Liveness
 from broker.messages import Capacity
 from broker.queue import JobQueue
-from broker.terms import Placement
+from broker.terms import WORKER_TTL_MS, Placement
 from broker.worker_state import AdapterTiers, WorkerPhase, WorkerState
 from tests.broker.both_queues import make_job
 from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, Clock
@@ -52,12 +52,25 @@ async def test_workers_live_as_long_as_they_beat(redis: Redis, liveness: Livenes
     for name in ("w2", "w1"):
         await liveness.beat(worker(name))
     assert await liveness.live_workers() == [worker("w1"), worker("w2")]
-    assert 0 < await redis.pttl(KEYS.worker("w1-inc")) <= TTL_MS
+    assert 0 < await redis.pttl(KEYS.worker("w1-inc")) <= WORKER_TTL_MS
     await liveness.declare_dead("w1-inc")
     assert [state.worker_id for state in await liveness.live_workers()] == ["w2"]
     await redis.delete(KEYS.worker("w2-inc"))  # as its time to live would
     assert await liveness.live_workers() == []
     assert await redis.hlen(KEYS.workers) == 0
+
+
+async def test_a_worker_that_is_gone_lapses_in_its_time_after_the_clock_went_back(
+    redis: Redis, clock: Clock, liveness: Liveness
+) -> None:
+    await liveness.beat(worker("w"))
+    await make_queue(redis, "w").claim("sha256:0", ROOMY)
+    await liveness.take_census("router")
+    await redis.pexpire(KEYS.worker("w-inc"), 600_000)  # as the clock that goes back does it
+    await clock.advance(-600_000)
+    await liveness.take_census("router")
+    assert 0 < await redis.pttl(KEYS.worker("w-inc")) <= WORKER_TTL_MS
+    assert not await redis.exists(f"{KEYS.prefix}room:w")
 
 
 @pytest.mark.parametrize("lapses", [False, True])

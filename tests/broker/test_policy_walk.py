@@ -35,7 +35,7 @@ ADAPTERS = ("", "", "sha256:x", "sha256:y", "sha256:z")
 WEIGHTS = (
     {"a": 1.0, "b": 3.0, "c": 0.7, "d": 1.0},
     {"a": 1.0, "b": 1000.0, "c": 0.001, "d": 1.0},
-    {"a": 1.0, "b": 3.0, "c": 1e-300, "d": 1e-306},
+    {"a": 1.0, "b": 3.0, "c": 1e-15, "d": 1e-300},
 )
 # Terms of API keys, of all tenants alike; many calls have none.
 KEY_TERMS = (
@@ -219,7 +219,7 @@ class Walk(RuleBasedStateMachine):
             self.run(self.both.finish(job_id, self.waiting.pop(job_id)))
 
     def advance(self, chance: random.Random) -> None:
-        self.run(self.both.advance(chance.choice((1, 30, 60, 600, 3_000))))
+        self.run(self.both.advance(chance.choice((1, 30, 60, 600, 3_000, -600_000, 600_000))))
 
     def clear(self, chance: random.Random) -> None:
         self.run(self.both.clear_free_rows(chance.choice(WORKERS)))

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from broker import terms
 from broker.messages import Capacity
+from broker.terms import Placement
 from tests.broker.both_queues import BothQueues, make_job
 
 ONE = Capacity(rows=1, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
@@ -101,6 +102,36 @@ async def test_after_an_outage_every_router_gets_its_time_again(both: BothQueues
     assert await claim(both, replace(ONE, rows=2)) == ["one1", "two0"]
     await beaten(both, 500)
     assert await claim(both) == []
+
+
+async def test_after_the_clock_went_back_a_dead_router_is_dead_in_its_time(both: BothQueues) -> None:
+    for router in ("dead", "here"):
+        await both.enqueue(make_job(f"of {router}", "a", router=router))
+    await both.advance(-600_000)
+    await beaten(both, terms.ROUTER_TTL_MS + terms.ROUTERS_QUIET_MS)
+    assert await claim(both, replace(ONE, rows=2)) == ["of here"]
+
+
+async def test_after_the_clock_went_back_no_job_waits_for_a_worker_that_is_gone(both: BothQueues) -> None:
+    await both.enqueue(make_job("wide", "b", n=6))
+    await both.advance(terms.PATIENCE_MS)
+    assert await claim(both, replace(ONE, rows=2), "reserved") == []
+    await claim(both, worker="best")
+    await both.enqueue(make_job("held", "a", adapter="sha256:x"), Placement(prefer=("best",)))
+    assert await claim(both, replace(ONE, rows=8)) == []
+    await both.advance(-600_000)
+    assert sorted(await claim(both, replace(ONE, rows=8))) == ["held", "wide"]
+
+
+async def test_the_claim_rate_is_measured_anew_after_the_clock_went_back(both: BothQueues) -> None:
+    for number in range(40):
+        assert not await both.enqueue(make_job(f"{number}", "a"))
+    await claim(both)
+    await both.advance(-600_000)
+    for _ in range(5):  # one job a second
+        await claim(both)
+        await both.advance(1_000)
+    assert await both.enqueue(make_job("last", "a", priority=-1, deadline_ms=10_000)) == "late"
 
 
 async def test_many_jobs_of_a_dead_router_are_dropped_by_and_by(both: BothQueues, redis: Redis) -> None:

@@ -49,6 +49,14 @@ async def test_a_tenant_that_kills_with_one_adapter_after_the_other_is_refused_a
     assert await enqueue(both, "4", "mallory") == "quarantined"
 
 
+async def test_a_refusal_that_ends_later_than_it_may_is_none(both: BothQueues) -> None:
+    """The clock was ahead."""
+    await both.record_death("a", "sha256:x", "j")
+    await both.advance(-2 * QUARANTINE_LIMIT_MS)
+    assert not await both.enqueue(make_job("k", "a", adapter="sha256:x"))
+    assert await both.record_death("a", "sha256:x", "k") == QUARANTINE_MS
+
+
 async def test_a_death_that_is_recorded_twice_counts_once(both: BothQueues) -> None:
     await both.record_death("mallory", "", "j1")
     await both.advance(1_000)

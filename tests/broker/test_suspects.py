@@ -96,6 +96,14 @@ async def test_suspicion_ends_with_its_time_and_a_worker_that_reports_no_more_tr
     assert await claimed(both, "busy", BUSY) == {"c": False}
 
 
+async def test_suspicion_of_before_the_clock_went_back_is_forgotten(both: BothQueues) -> None:
+    await both.enqueue(struck(make_job("first", "mallory")))
+    assert await claimed(both, "w1", EMPTY) == {"first": True}
+    await both.advance(-600_000)
+    await both.enqueue(make_job("m", "mallory"))
+    assert await claimed(both, "w2", BUSY) == {"m": False}
+
+
 async def test_jobs_of_a_suspect_pair_run_beside_jobs_of_their_own_tenant(both: BothQueues) -> None:
     """Else one death of an engine would hold all of a cluster that has one tenant."""
     await both.enqueue(struck(make_job("first", "mallory")))

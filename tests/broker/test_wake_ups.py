@@ -53,6 +53,15 @@ async def test_a_wake_up_reaches_the_one_worker_that_can_use_it(redis: Redis) ->
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
+async def test_wake_ups_are_passed_on_after_the_clock_went_back(redis: Redis) -> None:
+    await redis.set(f"{KEYS.prefix}passed_on", terms.PASSED_ON_LIMIT, px=600_000)
+    worker = JobQueue(redis, KEYS, worker_id="w")
+    await JobQueue(redis, KEYS).enqueue(job("large", prompt_ids=tuple(range(50))))
+    assert not (await worker.claim(BASES[0], SMALL, wait_s=1.0)).jobs
+    assert await redis.llen(KEYS.wake) == 1
+    assert 0 < await redis.pttl(f"{KEYS.prefix}passed_on") <= terms.PASSED_ON_MS
+
+
 async def test_a_wake_up_that_nobody_can_use_ends(redis: Redis) -> None:
     queues = [JobQueue(redis, KEYS, worker_id=f"w{number}") for number in range(3)]
     await JobQueue(redis, KEYS).enqueue(job("large", prompt_ids=tuple(range(50))))

@@ -41,7 +41,7 @@ async def _purge(fault: Fault, cluster: Cluster) -> None:
         if purges:
             await asyncio.wait(purges, timeout=_PURGE_S)
         with contextlib.suppress(RedisConnectionError):
-            await cluster.redis.call(lambda: cluster.redis.data.queue.forget_tenant(tenant))
+            await cluster.redis.call(lambda: cluster.redis.data.queue.forget_tenant(tenant, cluster.redis.now_ms))
         await asyncio.sleep(_PASS_S)
 
 

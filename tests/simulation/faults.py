@@ -34,6 +34,7 @@ class Kind(StrEnum):
     REDIS_SLOW = "Redis slow"
     REDIS_WIPE = "Redis wiped"
     REDIS_ROLL_BACK = "Redis rolled back"
+    REDIS_CLOCK = "Redis's clock ahead, then right"
     TENANT_PURGED = "tenant purged"
     KEY_REVOKED = "API key revoked"
     SEALS_REFUSED = "worker refuses jobs' seals"
@@ -43,8 +44,10 @@ class Kind(StrEnum):
 FORGETTING = frozenset({Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK})
 # Acts of operators, which are drawn by a chance of their own: older seeds draw what they drew before.
 ACTS = frozenset({Kind.TENANT_PURGED, Kind.KEY_REVOKED, Kind.SEALS_REFUSED})
-_FAULTS = [kind for kind in Kind if kind not in ACTS and kind is not Kind.REDIS_SLOW]
+_FAULTS = [kind for kind in Kind if kind not in {*ACTS, Kind.REDIS_SLOW, Kind.REDIS_CLOCK}]
 _LOOK_S = 0.05
+# Time in ms that Redis's clock is ahead.
+_AHEAD_MS = 600_000
 _LENGTHS_S = (0.05, 0.15, 0.5, 1.5, 4.0, 7.0)
 
 
@@ -89,6 +92,11 @@ def draw_outage(chance: Random, until_s: float, routers: int) -> list[Fault]:
 def draw_wipe(chance: Random) -> list[Fault]:
     """Draw, for every other backlog, a Redis that loses its data while most of the requests wait."""
     return [Fault(Kind.REDIS_WIPE, chance.uniform(1.05, 1.3), 0.0, 0, 0)] if chance.random() < 0.5 else []
+
+
+def draw_clock(chance: Random, until_s: float) -> Fault:
+    """Draw a time in which Redis's clock is ahead."""
+    return Fault(Kind.REDIS_CLOCK, chance.uniform(0.1, until_s), chance.choice(_LENGTHS_S), 0, 0)
 
 
 def draw_slow(chance: Random, until_s: float) -> Fault:
@@ -205,6 +213,10 @@ async def _redis(fault: Fault, redis: SimulatedRedis) -> None:
             redis.down = True
             await asyncio.sleep(fault.length_s)
             redis.restart()
+        case Kind.REDIS_CLOCK:
+            redis.ahead_ms += _AHEAD_MS
+            await asyncio.sleep(fault.length_s)
+            redis.ahead_ms -= _AHEAD_MS
         case Kind.REDIS_SLOW:
             redis.slow_s = 0.3
             await asyncio.sleep(fault.length_s)

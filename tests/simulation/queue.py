@@ -14,12 +14,12 @@ from broker.commands import Command
 from broker.keys import Keys
 from broker.ledger import BehindError, QuotaReachedError
 from broker.ledger_records import ReserveCall
-from broker.liveness import TTL_MS, Census
+from broker.liveness import Census
 from broker.messages import AdapterRequest, Capacity, DeadJob, Job
 from broker.quarantine import QuarantinedError
 from broker.queue import DeadlineUnattainableError, QueueFullError, UnreservedError
 from broker.queue_entry import Entry
-from broker.terms import FREE_ROWS_MS, Claimed, Placement, QueueLimits, QueueState, UsageReport
+from broker.terms import FREE_ROWS_MS, WORKER_TTL_MS, Claimed, Placement, QueueLimits, QueueState, UsageReport
 from broker.worker_state import WorkerState
 from tests.simulation.ledger import SimulatedReserve
 from tests.simulation.redis import SimulatedRedis
@@ -106,7 +106,7 @@ class SimulatedQueue:
         data, now_ms = self._redis.data, self._redis.now_ms
         data.queue.charge(reports, now_ms)
         for worker, at_ms in tuple(data.claimed_ms.items()):
-            if now_ms - at_ms > FREE_ROWS_MS:
+            if abs(now_ms - at_ms) > FREE_ROWS_MS:
                 data.queue.clear_free_rows(worker)
                 del data.claimed_ms[worker]
         data.claimed_ms[self._worker_id] = now_ms
@@ -204,7 +204,7 @@ class SimulatedLiveness:
 
     def _beat(self, state: WorkerState) -> list[str]:
         redis, data = self._redis, self._redis.data
-        data.living[state.incarnation] = (redis.now_ms + TTL_MS, state)
+        data.living[state.incarnation] = (redis.now_ms + WORKER_TTL_MS, state)
         return data.queue.live_routers(redis.now_ms)
 
     async def declare_dead(self, incarnation: str) -> None:
@@ -225,6 +225,8 @@ class SimulatedLiveness:
         redis, data = self._redis, self._redis.data
         if router:
             data.queue.beat_router(router, redis.now_ms)
+        latest_ms = redis.now_ms + WORKER_TTL_MS  # later where the clock went back
+        data.living = {name: (min(until_ms, latest_ms), state) for name, (until_ms, state) in data.living.items()}
         lapsed = [state for until_ms, state in data.living.values() if until_ms <= redis.now_ms]
         for state in lapsed:
             del data.living[state.incarnation]

@@ -79,6 +79,8 @@ class SimulatedRedis:
         self.lost_ms: list[int] = []
         # Times of the loop at which routers counted what they last told of reservations, by router, account and id.
         self.told_s: dict[tuple[Node | None, str, str], float] = {}
+        # Time in ms that the server's clock is ahead.
+        self.ahead_ms = 0
         self._limits = limits or QueueLimits()
         self._chance = chance
         self._network = network
@@ -89,7 +91,7 @@ class SimulatedRedis:
     @property
     def now_ms(self) -> int:
         """Return the server's own time."""
-        return 1_700_000_000_000 + round(asyncio.get_running_loop().time() * 1e3)
+        return 1_700_000_000_000 + self.ahead_ms + round(asyncio.get_running_loop().time() * 1e3)
 
     def wipe(self) -> None:
         """Remove all data."""

@@ -8,7 +8,7 @@
 local function measure_claim_rate(claimed_work)
   local rate = redis.call('HMGET', CLAIM_RATE, 'since', 'work')
   local since, work = number_of(rate[1]), number_of(rate[2]) + claimed_work
-  if since == 0 then
+  if since == 0 or since > now then -- the clock went back
     redis.call('HSET', CLAIM_RATE, 'since', now, 'work', 0)
   elseif now - since >= CLAIM_RATE_MS then
     redis.call('HSET', CLAIM_RATE, 'since', now, 'work', 0, 'pace', exact(work / (now - since)))

@@ -97,11 +97,12 @@ local function look(id, tenant, line_place)
     end
     return GONE
   end
+  if queued > now then queued = 0 end -- the clock went back: the job has waited long enough for anything
   is_young_passed = is_young_passed or now - queued < YOUNG_MS
   if tokens > max_tokens or rank > max_rank or base ~= base_digest then return PASSED end
   if not has_link(router) then return PASSED end
-  local reserved_for = values[2]
-  if reserved_for and reserved_for ~= worker and number_of(values[3]) > now then
+  local reserved_for, reserved_ms = values[2], number_of(values[3]) - now
+  if reserved_for and reserved_for ~= worker and reserved_ms > 0 and reserved_ms <= RESERVE_MS then
     -- Empty at most one worker at a time for jobs that need a whole one.
     if rows >= ALL_ROWS then is_first = false end
     return PASSED

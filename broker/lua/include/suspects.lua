@@ -34,10 +34,10 @@ local function count_suspects()
   any_suspects = next(suspect_pairs) ~= nil
 end
 
--- Return an entry as a table. Raises an error on one that has ended, or that these scripts cannot have packed.
+-- Return an entry as a table. Raises an error on one that has ended, or that these scripts cannot have packed by now.
 local function checked_suspect(tenant, adapter, attempt, strikes, until_ms, busy_until)
-  if tenant >= '' and adapter >= '' and attempt >= 0 and strikes >= 0 and until_ms > now and busy_until >= 0
-      and attempt + strikes + until_ms + busy_until < math.huge then
+  if tenant >= '' and adapter >= '' and attempt >= 0 and strikes >= 0 and until_ms > now and until_ms <= now + SUSPECT_MS
+      and busy_until >= 0 and busy_until <= now + TRIED_MS and attempt + strikes < math.huge then
     return {tenant = tenant, adapter = adapter, attempt = attempt, strikes = strikes, until_ms = until_ms,
       busy_until = busy_until}
   end

@@ -14,7 +14,8 @@ end
 local function pass_wake_up_on()
   local key = PREFIX .. 'passed_on'
   local count = increment(key)
-  if count == 1 then redis.call('PEXPIRE', key, PASSED_ON_MS) end
+  if count > PASSED_ON_LIMIT and redis.call('PTTL', key) > PASSED_ON_MS then count = 1 end -- the clock went back
+  if count == 1 then redis.call('SET', key, 1, 'PX', PASSED_ON_MS) end
   if count <= PASSED_ON_LIMIT then wake_a_worker() end
 end
 

@@ -13,14 +13,15 @@ import logging
 from collections.abc import Callable, Sequence
 
 from broker.connection import REDIS_DOWN
-from broker.liveness import BEAT_MS, TTL_MS, Liveness
+from broker.liveness import BEAT_MS, Liveness
+from broker.terms import WORKER_TTL_MS
 from broker.worker_state import WorkerPhase, WorkerState
 from worker.io.membership.health import WorkerHealth
 
 log = logging.getLogger(__name__)
 
 # Timeout in seconds for one beat: without a later one the key has expired by then.
-BEAT_TIMEOUT_S = TTL_MS / 1e3
+BEAT_TIMEOUT_S = WORKER_TTL_MS / 1e3
 # Timeout in seconds for removing the key of a worker that stops. It expires on its own as well.
 LEAVE_S = 1.0
 
