@@ -54,17 +54,14 @@ ROLES: Mapping[str, Role] = {
             "resume_keys",
             "set_aside",
             "renew_pin",
-            "ledger_reserve",
-            "ledger_settle",
-            "ledger_look",
+            *("ledger_reserve", "ledger_settle", "ledger_renew", "ledger_fill", "ledger_join", "ledger_report"),
         ),
-        # Commands of no script: for waiting jobs, dead letters, pins and charges; hget: scripts of older versions.
+        # Commands of no script: for waiting jobs, dead letters, pins, usage events and the removal of a tenant's data.
         commands=(
-            *("zcard", "lrange", "hset", "hget", "hgetall", "hdel", "sadd", "srandmember", "function|load"),
-            # For the removal of a tenant's data.
-            *("srem", "hlen"),
+            *("zcard", "lrange", "hset", "hgetall", "hdel", "function|load"),
+            *("xgroup|create", "xreadgroup", "xautoclaim", "xack", "xdel"),
         ),
-        keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger/*}:*", "lp:{ledger}:*", "lp:{resume}:*"),
+        keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger}:*", "lp:{resume}:*"),
     ),
     "worker": Role(
         scripts=("claim", "charge", "beat", "declare_dead", "stop_claiming", "stop_waiting"),
@@ -83,9 +80,9 @@ ROLES: Mapping[str, Role] = {
             *("acl|setuser", "acl|save", "acl|list", "acl|log", "acl|whoami", "acl|getuser"),
             *("function|load", "function|list", "function|delete", "config|get", "slowlog|get", "client|list"),
             *("dbsize", "scan", "type", "ttl", "memory|usage", "zcard", "zrange", "zscore", "hgetall", "hlen"),
-            *("lrange", "llen"),
+            *("lrange", "llen", "xlen"),
         ),
-        read_keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger/*}:*", "lp:{ledger}:tenants"),
+        read_keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger}:*"),
     ),
 }
 

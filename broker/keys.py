@@ -38,13 +38,14 @@ lp:{MODEL/CELL}:born         string  random name of this data, made when it bega
 lp:{MODEL/CELL}:aside        hash    names and types of keys that had another type than here, for a router to report
 lp:{MODEL/CELL}:aside:NAME   any     such a key; expires
 lp:{resume}:keys             list    keys of the resume tokens of all routers, the newest first; secret
-lp:{ledger}:tenants          set     tenants whose charges are reported
-lp:{resume}:keys:aside       any     one of these two that had another type; expires. So has lp:{ledger}:tenants:aside
-lp:{ledger/NAME}:account     string  what a tenant or API key was granted in the running windows (broker/ledger.py)
-lp:{ledger/NAME}:held        zset    reservations that are open, by the time at which they end unless they are renewed
-lp:{ledger/NAME}:streams     zset    those with a stream, by the same time
-lp:{ledger/NAME}:unreported  hash   charges whose usage events no router has written yet, where events are written
-lp:{ledger/NAME}:of:ID       string  a reservation, open or ended; expires
+lp:{resume}:keys:aside       any     that list, if it had another type; expires. The ledger's keys have such names too
+lp:{ledger}:state            hash    epoch of the ledger's data, number of its last call (broker/ledger.py)
+lp:{ledger}:account:NAME     hash    charges of a tenant or API key in the running windows, and what is held; expires
+lp:{ledger}:of:ID            hash    a reservation, open or ended; expires once it has ended
+lp:{ledger}:held:ROUTER      set     ids of a router's open reservations
+lp:{ledger}:moved:ROUTER     set     ids of those that another router has by now; expires
+lp:{ledger}:routers          zset    routers with reservations, by the time at which others end these
+lp:{ledger}:usage            stream  charges whose usage events no router has written yet, where events are written
 """
 
 from __future__ import annotations
@@ -53,17 +54,11 @@ from dataclasses import dataclass
 
 RESUME_KEYS = "lp:{resume}:keys"
 
-# Names of the tenants that have had a charge to report.
-LEDGER_TENANTS = "lp:{ledger}:tenants"
-
+# Prefix of the ledger's keys.
+LEDGER = "lp:{ledger}:"
 
 # Beginning of the names of API keys' accounts; a tenant's account has the tenant's name, in which is no slash.
 _KEY_ACCOUNT = "keys/"
-
-
-def ledger_prefix(account: str) -> str:
-    """Return the common prefix of the Redis keys of an account, colon included."""
-    return f"lp:{{ledger/{account}}}:"
 
 
 def key_account(key_id: str) -> str:

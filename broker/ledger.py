@@ -1,213 +1,323 @@
-"""The ledger: how much each tenant was granted of its quotas, and reservations of what may still come.
+"""The ledger: what tenants and API keys have used of their quotas, and reservations of what may still come.
 
-    reserve ──▶ held ──▶ settle: the account keeps what was used, each token once
-                  └──▶ no look for HELD_MS, or left for LINGER_MS: ended with what its router counted last
+    reserve ──▶ open: renewed every second with what is used so far ──▶ settle: charged
+                  └──▶ its router has not renewed for HELD_MS: another one's renewal ends it, charged as last renewed
 
-An account counts requests and tokens in the running minute, day and month of UTC, by Redis's clock; a request counts in
-the windows of its admission. Each state of an account has an epoch and a version, and each router keeps a copy of the
-last state that it has seen. A call of a router whose copy is later than the account tells that Redis has lost data:
-then the copy is taken over first. docs/quotas.md gives the bound of what is granted too much.
+An account is a tenant's, or that of an API key that has a plan. It counts what was charged in the running minute, day
+and month of UTC, by Redis's clock; these counts only grow. Open reservations hold more beside them, and both together
+stay within the limits. A request counts in the windows of its admission. A charge adds an event to a Redis stream in
+the same script, so the sums of events and accounts agree.
 
-A tenant has an account, and an API key that has a plan has one too; a request is reserved in both. The Redis keys of an
-account share a hash tag of their own, so that a quota is the same for all models and cells.
+Routers save the counts in the adapter store every second. Each state of the ledger has an epoch, and numbers its calls.
+A call that knows of another epoch, or of a later call, finds that Redis has lost data: the ledger is filled with the
+saved counts, and is closed for RECOVERY_MS until routers have told it their reservations and what they have not saved.
+docs/quotas.md gives the bound of what is granted too much.
+
+All keys of the ledger share a hash tag, so that a quota is the same for all models and cells, and one call may reserve
+in several accounts and renew the reservations of any.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import OutOfMemoryError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from broker.batched_script import BatchedScript
-from broker.keys import LEDGER_TENANTS, is_key_account, ledger_prefix
-from broker.ledger_records import (
-    COPY_FIELDS,
-    LIMIT_NAMES,
-    AccountCopy,
-    Charge,
-    Look,
-    Reservation,
-    ReserveCall,
-    TokenLimits,
-)
+from broker.functions import PreparedCall
+from broker.keys import LEDGER
 from broker.scripts import SCRIPTS, Scripts
-from broker.wrong_types import retried
+from broker.wrong_types import set_aside
 
-log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
-# Maximum reservations that one look renews: a script stops the whole server while it runs.
-RENEWALS_AT_ONCE = 128
-# Sends a call and notes its answer.
-SendReserve = Callable[[ReserveCall], Awaitable[None]]
-_NAMES = tuple(field.name for field in fields(Reservation))
+# Maximum reservations, or accounts, in one call: a script stops the whole server while it runs.
+RESERVATIONS_AT_ONCE = 128
+# Types of the keys that all tenants share.
+_SHARED = {"state": "hash", "routers": "zset", "usage": "stream"}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """Maximum streams at once, and counts by minute, day and month, in the order of the scripts; None: no limit."""
+
+    streams: int | None = None
+    requests_per_minute: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+
+
+# The limits by the names that the scripts have for them.
+_LIMITS = dict(
+    zip(("streams", "requests", "input", "output", "day_tokens", "month_tokens"), TokenLimits.__slots__, strict=True)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The charges of an account in its last windows, in the order of the scripts.
+
+    Windows have numbers by UTC, a month 12 x year + month - 1. `repeated_tokens` of output were made again, uncharged.
+    """
+
+    name: str
+    minute: int = 0
+    requests: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    day: int = 0
+    day_tokens: int = 0
+    repeated_tokens: int = 0
+    month: int = 0
+    month_tokens: int = 0
+
+
+_NUMBERS = (
+    *("open", "minute", "day", "month", "requests", "held_input", "held_output", "streams", "used_input"),
+    *("used_output", "paid_input", "paid_output", "again", "told", "resumes", "charges"),
+)
+# The numbers with which a router holds a reservation again: what it holds first.
+_JOINED = (
+    *("requests", "held_input", "held_output", "streams", "minute", "day", "month", "used_input", "used_output"),
+    *("paid_input", "paid_output", "again", "told", "resumes", "charges"),
+)
+
+
+@dataclass(slots=True)
+class Reservation:
+    """A request's reservation at its router, in one account or more. `input` and `output` tokens are asked for.
+
+    `facts` are those of its usage event, for whoever ends it; empty: no event is written. `numbers` are the ledger's at
+    the grant; broker/lua/include/ledger.lua explains them. Tokens that are used count from the request's beginning.
+    """
+
+    id: str
+    accounts: tuple[str, ...]
+    input: int
+    output: int
+    facts: str = ""
+    numbers: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(_NUMBERS, 0))
+    # 0 once its call has ended, while it may still be resumed.
+    streams: int = 1
+    used_input: int = 0
+    used_output: int = 0
+    # Tokens that the ledger knows of, by the last renewal.
+    renewed: tuple[int, int, int] = (0, 0, 1)
+
+    def use(self, used_input: int, used_output: int) -> None:
+        """Count what is used by now."""
+        self.used_input, self.used_output = max(self.used_input, used_input), max(self.used_output, used_output)
+
+    @property
+    def now(self) -> tuple[int, int, int]:
+        """Return what a renewal tells."""
+        return self.used_input, self.used_output, self.streams
 
 
 class QuotaReachedError(Exception):
     """A limit leaves no room; `wait_ms` is the time until there is some, None where there never is for this request."""
 
-    def __init__(self, limit: str, wait_ms: int | None) -> None:
+    def __init__(self, account: str, limit: str, wait_ms: int | None) -> None:
         super().__init__(limit)
+        self.account = account
         self.limit = limit
         self.wait_ms = wait_ms
 
 
-class BehindError(Exception):
-    """Redis has lost data of the account: a look must come first."""
+class LedgerBehindError(Exception):
+    """The ledger has another `epoch`, 0 for none, than the router knows, or fewer calls: it has to be told first."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(f"the ledger is of epoch {epoch}")
+        self.epoch = epoch
+
+
+class LedgerClosedError(Exception):
+    """The ledger has lost data, and is closed for `wait_ms` until routers have told what they know."""
+
+    def __init__(self, wait_ms: int) -> None:
+        super().__init__(f"the ledger is closed for {wait_ms} ms")
+        self.wait_ms = wait_ms
 
 
 class LedgerFullError(Exception):
     """Redis has no memory for another reservation."""
 
 
-class Ledger:
-    """The accounts of all tenants and keys, by name. Errors of broker.connection.REDIS_DOWN pass through."""
+@dataclass(slots=True)
+class ReserveCall:
+    """A call that reserves the tokens of a new request, to be sent with the job's enqueue; `answer` is the ledger's."""
 
-    def __init__(self, redis: Redis, scripts: Scripts = SCRIPTS, *, reports: bool = False) -> None:
-        """Use a server; with `reports` it keeps each charge of a tenant until `acknowledge`."""
+    call: PreparedCall
+    # Redis key of the reservation, which exists once it is granted.
+    key: str
+    answer: Any = None
+
+
+# Sends a call and notes its answer.
+SendReserve = Callable[[ReserveCall], Awaitable[None]]
+
+
+class Calls(Protocol):
+    """Calls of the ledger's scripts, by name: those of LedgerCalls, or of a simulation."""
+
+    async def __call__(self, name: str, arguments: Sequence[Any], send: SendReserve | None = None) -> Any:
+        """Return a script's answer."""
+
+
+class LedgerCalls:
+    """Calls of the ledger's scripts on a server."""
+
+    def __init__(self, redis: Redis, scripts: Scripts = SCRIPTS) -> None:
         self._redis = redis
-        self._reports = reports
-        self._reserve = BatchedScript(redis, scripts.register(redis, "ledger_reserve"))
-        self._reserve_when_full = BatchedScript(redis, scripts.register(redis, "ledger_reserve", when_full=True))
-        self._settle = BatchedScript(redis, scripts.register(redis, "ledger_settle"))
-        self._look = BatchedScript(redis, scripts.register(redis, "ledger_look"))
+        self._scripts = scripts
+        self._batched: dict[str, BatchedScript] = {}
+
+    async def __call__(self, name: str, arguments: Sequence[Any], send: SendReserve | None = None) -> Any:
+        """Return a script's answer; `send` sends the call with another, where Redis is no cluster.
+
+        Raises an error of broker.connection.REDIS_DOWN.
+        """
+        try:
+            return await self._call(name, arguments, send)
+        except ResponseError as error:
+            if "WRONGTYPE" not in str(error):
+                raise
+        for key, wanted in _SHARED.items():
+            await set_aside(self._redis, LEDGER + key, wanted)
+        return await self._call(name, arguments, None)
+
+    async def _call(self, name: str, arguments: Sequence[Any], send: SendReserve | None) -> Any:
+        script = self._batched.get(name)
+        if script is None:
+            base, when_full = name.removesuffix("_when_full"), name.endswith("_when_full")
+            function = self._scripts.register(self._redis, base, when_full=when_full)
+            script = self._batched[name] = BatchedScript(self._redis, function, LEDGER + "state")
+        if send is None or isinstance(self._redis, RedisCluster):
+            return await script(arguments)
+        key = f"{LEDGER}of:{arguments[2]}"
+        call = ReserveCall(script.prepare((key,), arguments), key)
+        await send(call)
+        if isinstance(call.answer, Exception):
+            raise call.answer
+        return call.answer
+
+
+class Ledger:
+    """The ledger as one router, by its name, uses it. Errors of broker.connection.REDIS_DOWN pass through."""
+
+    def __init__(self, calls: Calls, router: str) -> None:
+        self._calls = calls
+        self.router = router
+        # Epoch of the ledger that this router has told what it knows, and number of the last call that it knows of.
+        self.epoch, self._number = 0, 0
+        # Charges of accounts that calls of this router have changed, by name, until they are saved.
+        self.unsaved: dict[str, Counts] = {}
 
     async def reserve(
         self,
-        account: str,
         wanted: Reservation,
         received: int | None,
-        limits: TokenLimits,
-        seen: AccountCopy,
+        limits: Mapping[str, TokenLimits],
         send: SendReserve | None = None,
-    ) -> tuple[Reservation, AccountCopy]:
-        """Reserve the tokens of a request, or take over its reservation where it is resumed with `received` tokens.
+    ) -> None:
+        """Reserve the tokens of a request, or go on with its reservation where it is resumed with `received` tokens.
 
-        Idempotent by id. `send` sends the call of a new request together with another, where Redis is no cluster; its
-        errors pass through. Raises QuotaReachedError, BehindError or LedgerFullError.
+        Idempotent by id. `limits` are by account. `send` sends the call of a new request together with another; its
+        errors pass through. Raises QuotaReachedError, LedgerBehindError, LedgerClosedError or LedgerFullError.
         """
-        prefix = ledger_prefix(account)
-        had = -1 if received is None else received
-        sizes = [wanted.id, wanted.owner, wanted.subject, wanted.input, wanted.output, had]
-        most = (getattr(limits, name) for name in TokenLimits.__slots__)
-        arguments = [prefix, *sizes, seen.epoch, seen.version, *(-1 if one is None else one for one in most)]
+        arguments: list[Any] = [wanted.id, self.router, wanted.facts, wanted.input, wanted.output]
+        arguments.append(-1 if received is None else received)
+        for name in wanted.accounts:
+            most = (getattr(limits[name], limit) for limit in TokenLimits.__slots__)
+            arguments += [name, *(-1 if one is None else one for one in most)]
         try:
-            if send is None or isinstance(self._redis, RedisCluster):
-                answer = await self._reserve(arguments, prefix)
-            else:
-                call = self._reserve.prepare((prefix,), arguments)
-                answer = await _sent(ReserveCall(call, f"{prefix}of:{wanted.id}"), send)
+            answer = await self._ask("ledger_reserve", arguments, send)
         except OutOfMemoryError as error:
             if received is None:
                 raise LedgerFullError("Redis is out of memory") from error
-            answer = await self._reserve_when_full(arguments, prefix)
+            answer = await self._ask("ledger_reserve_when_full", arguments)
         if answer[0] == b"refused":
-            raise QuotaReachedError(LIMIT_NAMES[answer[1].decode()], None if answer[2] < 0 else answer[2])
-        if answer[0] == b"behind":
-            raise BehindError
-        part, base, given, made, minute, day, month = answer[1 + COPY_FIELDS :]
-        granted = replace(
-            wanted,
-            part=part,
-            base=base,
-            requests=int(part == 0),
-            input=given,
-            output=made,
-            used_output=base,
-            minute=minute,
-            day=day,
-            month=month,
-        )
-        return granted, _account(answer)
+            account, limit, wait_ms = answer[3:6]
+            raise QuotaReachedError(account.decode(), _LIMITS[limit.decode()], None if wait_ms < 0 else wait_ms)
+        wanted.numbers = dict(zip(_NUMBERS, map(int, answer[3]), strict=True))
+        wanted.use(wanted.numbers["used_input"], wanted.numbers["used_output"])
+        wanted.renewed = wanted.now
 
-    async def settle(
-        self, account: str, reservation: Reservation, state: str, seen: AccountCopy
-    ) -> tuple[AccountCopy, Charge | None]:
-        """End a reservation: `finished`, or `ended` before its end; `left`: unless it is resumed soon. Idempotent.
+    async def settle(self, ended: Reservation, router: str = "") -> list[bytes]:
+        """End a reservation, charged with what was used. Idempotent. Returns the fields of its event, if it has one.
 
-        Returns the account and the charge to report. Raises BehindError.
+        Raises LedgerBehindError or LedgerClosedError.
         """
-        prefix = ledger_prefix(account)
-        arguments = [prefix, state, seen.epoch, seen.version, self._reports_of(account), *_arguments(reservation)]
-        answer = await self._settle(arguments, prefix)
-        if answer[0] == b"behind":
-            raise BehindError
-        charges = _charges(answer[1 + COPY_FIELDS :])
-        return _account(answer), charges[0] if charges else None
+        numbers, (renewed_input, renewed_output, _) = ended.numbers, ended.renewed
+        arguments = [ended.id, router or self.router, ended.facts, ended.used_input, ended.used_output]
+        arguments += [" ".join(ended.accounts), numbers["minute"], numbers["day"], numbers["month"]]
+        answer = await self._ask("ledger_settle", [*arguments, renewed_input, renewed_output])
+        return list(answer[3]) if len(answer) > 3 else []
 
-    async def acknowledge(self, tenant: str, charges: Sequence[str]) -> None:
-        """Forget charges, which have been reported, by their ids."""
-        await self._redis.hdel(ledger_prefix(tenant) + "unreported", *charges)
+    async def renew(self, changed: Sequence[Reservation]) -> tuple[int, list[str]]:
+        """Renew this router's reservations, and tell what is used of those that have changed.
 
-    async def add_tenant(self, tenant: str) -> None:
-        """Note that a tenant's charges are reported."""
-        await retried(self._redis, LEDGER_TENANTS, "set", lambda: self._redis.sadd(LEDGER_TENANTS, tenant))
-
-    async def forget_tenant(self, tenant: str) -> tuple[int, int]:
-        """Forget that a tenant's charges are reported, once none waits; its account stays until its month has passed.
-
-        Returns how many records were removed, and how many stay: open reservations and unreported charges.
+        Returns how many reservations of routers that died were ended, and the ids of those of this router that other
+        routers have by now. Raises LedgerBehindError or LedgerClosedError.
         """
-        prefix = ledger_prefix(tenant)
-        kept = await self._redis.hlen(prefix + "unreported") + await self._redis.zcard(prefix + "held")
-        removed = 0 if kept else await self._redis.srem(LEDGER_TENANTS, tenant)
-        return int(removed), int(kept)
+        ended, moved = 0, list[str]()
+        for some in _chunks(changed):
+            told = [one.now for one in some]
+            first = [not one.renewed[0] and one.used_input for one in some]  # facts are known with the first token
+            arguments: list[Any] = [self.router]
+            for one, now, is_first in zip(some, told, first, strict=True):
+                arguments += [one.id, *now, one.facts if is_first else ""]
+            answer = await self._ask("ledger_renew", arguments)
+            for one, now in zip(some, told, strict=True):
+                one.renewed = now
+            ended, moved = ended + int(answer[3]), [*moved, *(one.decode() for one in answer[4])]
+        return ended, moved
 
-    async def some_tenants(self, count: int) -> list[str]:
-        """Return some tenants whose charges are reported, drawn by chance."""
-        drawn: Any = await retried(
-            self._redis, LEDGER_TENANTS, "set", lambda: self._redis.srandmember(LEDGER_TENANTS, count)
-        )
-        return [name.decode(errors="replace") for name in drawn or ()]
+    async def fill(self, counts: Sequence[Counts]) -> None:
+        """Fill accounts of a ledger that has lost data."""
+        for some in filter(None, _chunks(counts)):
+            await self._calls("ledger_fill", [getattr(one, name) for one in some for name in Counts.__slots__])
 
-    async def look(self, account: str, seen: AccountCopy, reservations: Sequence[Reservation] = ()) -> Look:
-        """Compare a router's copy with the account, and renew its reservations."""
-        prefix, found = ledger_prefix(account), Look(seen, 0, refilled=False)
-        for at in range(0, max(1, len(reservations)), RENEWALS_AT_ONCE):
-            some = reservations[at : at + RENEWALS_AT_ONCE]
-            copy = [getattr(found.account, name) for name in AccountCopy.__slots__]
-            renewed = [argument for one in some for argument in _arguments(one)]
-            answer = await self._look([prefix, *copy, len(some), self._reports_of(account), *renewed], prefix)
-            expired, refilled, moved, charges = answer[1 + COPY_FIELDS :]
-            found = Look(
-                _account(answer),
-                found.expired + expired,
-                found.refilled or bool(refilled),
-                (*found.charges, *_charges(charges)),
-                (*found.moved, *(one.decode() for one in moved)),
-            )
-        return found
+    async def join(self, closed_ms: int, reservations: Sequence[Reservation]) -> None:
+        """Use a filled ledger from now on, with these reservations; it is closed for so long if it has no epoch yet."""
+        stage = "first"
+        for some in _chunks(reservations):
+            arguments: list[Any] = [self.epoch, closed_ms, self.router, stage]
+            for one in some:
+                numbers = {**one.numbers, "used_input": one.used_input, "used_output": one.used_output}
+                numbers["streams"] = one.streams
+                arguments += [one.id, " ".join(one.accounts), one.facts, *(numbers[name] for name in _JOINED)]
+            epoch, number = await self._calls("ledger_join", arguments)
+            stage = "more"
+        self.epoch, self._number = int(epoch), int(number)
 
-    def _reports_of(self, account: str) -> int:
-        return int(self._reports and not is_key_account(account))
+    async def report(self, events: Sequence[Sequence[bytes]]) -> None:
+        """Add events again, which a ledger that has lost data may not have."""
+        for some in filter(None, _chunks(events)):
+            await self._calls("ledger_report", [part for event in some for part in event])
 
-
-async def _sent(call: ReserveCall, send: SendReserve) -> Any:
-    await send(call)
-    if isinstance(call.answer, Exception):
-        raise call.answer
-    return call.answer
-
-
-def _account(answer: Sequence[Any]) -> AccountCopy:
-    return AccountCopy(*answer[1 : 1 + COPY_FIELDS])
-
-
-def _charges(answer: Sequence[bytes]) -> list[Charge]:
-    charges: list[Charge] = []
-    for name, value in zip(answer[::2], answer[1::2], strict=True):
-        try:
-            stored = json.loads(value)
-            facts = (stored[field] for field in ("input", "output", "at_ms", "subject"))
-            charges.append(Charge(name.decode(), *facts))
-        except (ValueError, KeyError, RecursionError):  # no UTF-8, or nested arrays: something else has written it
-            log.warning("cannot read a charge of %d bytes", len(value))
-    return charges
+    async def _ask(self, name: str, arguments: Sequence[Any], send: SendReserve | None = None) -> Sequence[Any]:
+        epoch = self.epoch
+        answer: Sequence[Any] = await self._calls(name, [epoch, self._number, *arguments], send)
+        if answer[0] == b"behind":
+            raise LedgerBehindError(int(answer[1]))
+        if answer[0] == b"closed":
+            raise LedgerClosedError(int(answer[1]))
+        if epoch == self.epoch:
+            self._number = max(self._number, int(answer[1]))
+        values = answer[2]
+        for at in range(0, len(values), len(Counts.__slots__)):
+            counts = Counts(values[at].decode(), *map(int, values[at + 1 : at + len(Counts.__slots__)]))
+            self.unsaved[counts.name] = counts
+        return answer
 
 
-def _arguments(reservation: Reservation) -> list[str | int]:
-    return [getattr(reservation, name) for name in _NAMES]
+def _chunks(items: Sequence[_T]) -> Iterable[Sequence[_T]]:
+    """Yield so many at a time, and none once where there are none."""
+    return (items[at : at + RESERVATIONS_AT_ONCE] for at in range(0, max(1, len(items)), RESERVATIONS_AT_ONCE))

@@ -22,7 +22,7 @@ from broker.claims import Claims
 from broker.commands import CommandQueue
 from broker.dead import DeadLetters
 from broker.keys import Keys
-from broker.ledger_records import ReserveCall
+from broker.ledger import ReserveCall
 from broker.messages import Capacity, Job
 from broker.pins import PinnedAdapters
 from broker.quarantine import Quarantine, QuarantinedError

@@ -2,7 +2,7 @@
 
 A file begins with `#!lua` and its flags: `allow-oom` where the script takes away or adds a bounded amount, so that a
 full Redis can still empty itself. `--- @include "clock"` stands for broker/lua/include/clock.lua, once in a script. The
-names of whole numbers in broker/terms.py and broker/ledger_terms.py, such as HOLD_MS, are replaced by the numbers.
+names of whole numbers in broker/terms.py, such as HOLD_MS, are replaced by the numbers.
 
 Every script that includes "keys" gets the prefix of the cell's keys as ARGV[1]; KEYS[1] is one of these keys, so that
 the script runs on their shard. Redis has the scripts as functions of one library (broker/lua_library.py).
@@ -18,7 +18,7 @@ from importlib.resources import files
 
 from redis.asyncio import Redis
 
-from broker import ledger_terms, terms
+from broker import terms
 from broker.functions import Function
 from broker.lua_library import Library, make_library
 
@@ -29,8 +29,7 @@ _LOCAL = re.compile(
 )
 _WORD = re.compile(r"\w+")
 _CONSTANT = re.compile(r"\b[A-Z][A-Z_]+\b")
-_TERMS = {**vars(terms), **vars(ledger_terms)}
-_CONSTANTS = {name: value for name, value in _TERMS.items() if isinstance(value, int) and name.isupper()}
+_CONSTANTS = {name: value for name, value in vars(terms).items() if isinstance(value, int) and name.isupper()}
 
 
 class Scripts:

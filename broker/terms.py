@@ -127,6 +127,26 @@ TURNS_LIMIT = 10**14 - 1
 ALL_ROWS = 1 << 16
 WHOLE_WORKERS_FIRST = 1 << 50
 
+# The ledger (broker/ledger.py).
+# Time in ms after a router's last renewal, which comes every second, after which others end its reservations.
+HELD_MS = 10_000
+# Time in ms for which a reservation that has ended stays in Redis, so that a resumed request finds what it was charged.
+ENDED_RECORD_MS = 120_000
+# Maximum reservations of dead routers that one renewal ends: a script stops the whole server while it runs.
+EXPIRED_AT_ONCE = 256
+# Time in ms in which routers tell a ledger that has lost data what they know, before it grants anything.
+RECOVERY_MS = 2_000
+# Maximum output tokens in a day that are made again without a charge, because clients of resumed requests say that they
+# have not got them: this number, and a percentage of the account's tokens of that day. A lost link loses some.
+REPEATED_TOKENS = 256
+REPEATED_PERCENT = 2
+# Number of times that a request may be resumed before each further one counts as a request, with its prompt.
+FREE_RESUMES = 8
+# Time in ms after which a tenant with all its streams is to call again.
+STREAM_RETRY_MS = 1_000
+# Time in ms for which an account stays in Redis after its last change: longer than a month.
+ACCOUNT_MS = 3_000_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:

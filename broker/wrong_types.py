@@ -23,7 +23,12 @@ async def retried(redis: Redis, key: str, wanted: str, call: Callable[[], Awaita
     except ResponseError as error:
         if "WRONGTYPE" not in str(error):
             raise
+    await set_aside(redis, key, wanted)
+    return await call()
+
+
+async def set_aside(redis: Redis, key: str, wanted: str) -> None:
+    """Rename a key that is not of the `wanted` type."""
     aside = f"{key}:aside"
     if found := await SCRIPTS.register(redis, "set_aside")(key, [wanted, aside]):
         log.error("the Redis key %s was a %s; it is %s now, for a day", key, found.decode(), aside)
-    return await call()

@@ -11,7 +11,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from broker.eviction import EvictionWatch
-from broker.ledger import Ledger
+from broker.ledger import LedgerCalls
 from broker.startup import connect_once_up
 from router.api.cluster import ClusterService
 from router.api.operator_commands import AdapterCommands
@@ -84,7 +84,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
     dispatcher = _dispatcher(settings, models, reach := RelayReach(metrics), plans, metrics)
     telemetry, auditor = _records(settings, metrics, spans, models)
     plans.record = auditor.record
-    encoder, proofs, quotas = PromptEncoder(), GrammarProofs(), _quotas(settings, redis, plans, metrics)
+    encoder, proofs, quotas = PromptEncoder(), GrammarProofs(), _quotas(settings, redis, plans, metrics, store)
     public, relay = make_servers(settings, tls, telemetry, store, auditor, seals, supervised)
     resume_keys, relay_service = resume_keys_of(settings, redis, seals), relay.service(dispatcher, metrics)
     following: asyncio.Task[None] | None = None
@@ -178,9 +178,10 @@ def _records(
     return RequestTelemetry(metrics, spans, models), Auditor(AuditLog(settings.audit, "router", metrics.audit))
 
 
-def _quotas(settings: Settings, redis: Redis, plans: Plans, metrics: RouterMetrics) -> Quotas:
-    ledger, path, url = Ledger(redis, reports=bool(settings.usage_file)), settings.usage_file, settings.usage_url
-    return Quotas(ledger, plans, metrics, UsageLog(Path(path), ledger.acknowledge, metrics, url) if path else None)
+def _quotas(settings: Settings, redis: Redis, plans: Plans, metrics: RouterMetrics, store: StoreClient) -> Quotas:
+    path, url = settings.usage_file, settings.usage_url
+    usage = UsageLog(redis, Path(path), metrics, url) if path else None
+    return Quotas(LedgerCalls(redis), plans, metrics, usage, store)
 
 
 async def _run_until(stop: asyncio.Event, following: asyncio.Task[None]) -> None:

@@ -1,45 +1,32 @@
 #!lua flags=allow-oom
--- End a request's reservation, or with 'left' leave it to be resumed for a while. Idempotent. Answers the account behind
--- 'settled' or 'other' where another router has the request by now, then the charge to report, if any; or {'behind'}.
---- @include "ledger_account"
---- @include "given_reservation"
+-- End a request's reservation with what was used of it. Idempotent. Answers {'settled', number of the call, counts of
+-- charged accounts, the event of the charge or nothing}, or as why_wait.
+--- @include "ledger"
 
-local state, account = ARGV[2], read_account()
-local id, given = given_reservation(6)
-local charge, value
+local epoch, seen, id, router, facts = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
+local used_input, used_output = tonumber(ARGV[6]), tonumber(ARGV[7])
+local waits, number = why_wait(epoch, seen)
+if waits then return waits end
+
+local event
 local r = read_reservation(id)
-if not r then
-  if is_behind(account, tonumber(ARGV[3]), tonumber(ARGV[4])) then return {'behind'} end
-  r = given
-  -- Nothing is held for a call that ended before its reservation came: the account has nothing of it.
-  if state == 'left' and r.day == 0 then return answer('settled', account) end
+if not r then -- as its router knows it; what that has renewed was charged when another one ended it
+  r = new_reservation(router, ARGV[8], facts)
+  r.minute, r.day, r.month, r.requests = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11]), 1
+  r.paid_input, r.paid_output, r.charges = tonumber(ARGV[12]), tonumber(ARGV[13]), 1
 end
-if r.owner ~= given.owner then
-  -- Tokens that this router sent after those that the client named to the other router: that one makes them again.
-  local late = given.used_output - r.told
-  if late > 0 then
-    r.told = given.used_output
-    local again = charged_again(account, late)
-    r.again = r.again + again
-    if again > 0 and r.state ~= 'open' then
-      end_reservation(account, id, r, r.state, ARGV[5] == '1')
-    else
-      r.output = r.output + again
-      add(account, r, 0, 0, again)
-      write_reservation(id, r)
-    end
-    write_account(account)
+if r.router == router then
+  if facts ~= '' then r.facts = facts end
+  take_use(r, used_input, used_output)
+  event = end_reservation(id, r)
+elseif used_output > r.told then -- sent to a client that had told less to another router, which makes it again
+  local again = charged_again(r, used_output - r.told)
+  r.told, r.again = used_output, r.again + again
+  if r.open == 1 then
+    hold_more(r, 0, 0, again, 0)
+    write_reservation(id, r)
+  else
+    event = end_reservation(id, r)
   end
-  return answer('other', account)
 end
-if r.part ~= given.part then return answer('other', account) end
-take_use(r, given)
-if state == 'left' and r.state == 'open' then
-  write_reservation(id, r)
-  redis.call('ZADD', HELD, now + LINGER_MS, id)
-  redis.call('ZREM', STREAMS, id)
-else
-  charge, value = end_reservation(account, id, r, state == 'finished' and state or 'ended', ARGV[5] == '1')
-end
-write_account(account)
-return answer('settled', account, charge, value)
+return {'settled', number, write_accounts(), event}

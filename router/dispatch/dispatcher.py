@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
 from broker.connection import REDIS_DOWN
-from broker.ledger_records import ReserveCall
+from broker.ledger import ReserveCall
 from broker.messages import Job
 from broker.quarantine import QuarantinedError
 from broker.queue import JobQueue, UnreservedError

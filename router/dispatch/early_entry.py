@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Self
 
-from broker.ledger_records import ReserveCall
+from broker.ledger import ReserveCall
 from broker.messages import Job
 from broker.queue import JobQueue
 from broker.queue_entry import Entry, is_short

@@ -24,7 +24,7 @@ from router.generation.resume import ResumeClaims, ResumeTokens, Resumption
 from router.generation.runs import Run, Runs
 from router.generation.slow_clients import SlowClients
 from router.output.answer import Answer
-from router.quotas.grant import End, Grant
+from router.quotas.grant import Grant
 from router.quotas.quotas import Quotas
 from router.quotas.usage import Facts
 from router.request import Message, Received, Request
@@ -208,7 +208,7 @@ class Generation:
             raise
         finally:
             if grant is not None:
-                grant.settle(End.ENDED)
+                grant.settle()
 
     def _drop(self, run: Run, reader: Reader, error: CallError) -> None:
         """End a run and its reader, which may stand still, unless another call reads the run by now."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from broker.ledger import SendReserve
-from broker.ledger_records import ReserveCall
+from broker.ledger import ReserveCall, SendReserve
 from broker.messages import Job
 from broker.queue import UnreservedError
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import RoutedJob
 from router.generation.resume import Resumption
-from router.quotas.grant import End, Grant
+from router.quotas.grant import Grant
 from router.quotas.quotas import Quotas
 from router.quotas.usage import Facts
 
@@ -46,7 +45,7 @@ class ReservedJobs:
                 return grant, routed or await self._dispatcher.dispatch(job, entry)
             except BaseException:
                 if grant is not None:
-                    grant.settle(End.LEFT if job.resumed else End.ENDED)
+                    grant.leave() if job.resumed else grant.settle()
                 raise
 
     async def reserve(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from router.dispatch.routed_job import RoutedJob
 from router.generation.resume import Began, ResumeClaims, Resumption
 from router.output.chat_reader import ChatFormat
-from router.quotas.grant import End, Grant
+from router.quotas.grant import Grant
 from router.request import Request, Summary, WeightedAdapter
 from rpc.errors import AlreadyExists
 
@@ -91,8 +91,10 @@ class Run:
     def settle(self) -> None:
         """End the request's reservation, but leave one whose client may resume it for a while."""
         if self.grant is not None:
-            unfinished = End.LEFT if self.gave_token or self.resumption else End.ENDED
-            self.grant.settle(End.FINISHED if self.complete else unfinished)
+            if self.complete or not (self.gave_token or self.resumption):
+                self.grant.settle()
+            else:
+                self.grant.leave()
 
     def suits(self, resumption: Resumption | None) -> bool:
         """Return whether a call can read this run: the same answer, from as early on as the call needs it."""

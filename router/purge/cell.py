@@ -21,7 +21,6 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from broker.connection import REDIS_DOWN
-from broker.ledger import Ledger
 from broker.tenant_records import TenantRecords
 from broker.worker_state import WorkerState
 from router.catalog.models import Models, ServedModel
@@ -103,8 +102,7 @@ class CellPurge:
         return _places(part, answer.removals)
 
     async def _stores(self, tenant: str) -> _Places:
-        parts = [*(self._cell_records(model, tenant) for model in self._models.served), self._ledger(tenant)]
-        return _flat(await asyncio.gather(*parts))
+        return _flat(await asyncio.gather(*(self._cell_records(model, tenant) for model in self._models.served)))
 
     async def _cell_records(self, model: ServedModel, tenant: str) -> _Places:
         part, queue = f"redis {model.manifest.name}", model.queue
@@ -114,12 +112,6 @@ class CellPurge:
             return [found]
         counts = {"waiting jobs": found.jobs, "pins": found.pins, "records by name": found.others}
         return [pb.PurgedPlace(part=part, place=place, removed=count) for place, count in counts.items()]
-
-    async def _ledger(self, tenant: str) -> _Places:
-        found = await _answer("redis ledger", Ledger(self._redis).forget_tenant(tenant))
-        if isinstance(found, pb.PurgedPlace):
-            return [found]
-        return [pb.PurgedPlace(part="redis ledger", place="accounts", removed=found[0], kept=found[1])]
 
     async def _ask_workers(self, tenant: str) -> _Places:
         try:

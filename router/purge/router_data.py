@@ -45,7 +45,7 @@ class RouterData:
         settings = sum(configs.forget_tenant(tenant) for configs in self._settings)
         forget_warnings()
         texts = forget_formats() + forget_tools() + self._proofs.forget() + self._encoder.forget()
-        await self._quotas.forget_tenant(tenant)
+        await self._quotas.forget_tenant()
         return [
             pb.Removal(place="jobs", removed=ended, left=open_jobs),
             pb.Removal(place="names of adapters", removed=names),

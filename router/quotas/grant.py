@@ -1,17 +1,16 @@
-"""A request's reservation at its router, which counts what is used of it."""
+"""A call's reservation of tokens at its router, which counts what is used of it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
-from broker.ledger_records import Reservation
+from broker.ledger import Reservation
 from router.dispatch.routed_job import RoutedJob
 from router.quotas.usage import Facts
 from rpc.errors import CallError
@@ -20,25 +19,24 @@ from rpc.errors import CallError
 FINISH_S = 0.5
 
 
-class End(StrEnum):
-    """The ends of a call with a reservation: with its whole answer, before it, or before it and perhaps resumed."""
+class Ends(Protocol):
+    """The ends of reservations, in the background; LedgerSession has them."""
 
-    FINISHED = "finished"
-    ENDED = "ended"
-    LEFT = "left"
+    def settle(self, grant: Grant) -> asyncio.Future[None]:
+        """End a reservation; the answer is done once the ledger knows."""
+
+    def leave(self, grant: Grant) -> asyncio.Future[None]:
+        """End it unless the request is resumed soon."""
 
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """The reservation of a call: of one job, or of all jobs of a call of Score, Embed or Classify.
+    """The reservation of a call: of one job, or of all jobs of a call of Score, Embed or Classify."""
 
-    It is held in the account of the call's tenant, and in that of its API key where this has a plan.
-    """
-
-    # By account, all with the same id.
-    reservations: dict[str, Reservation]
-    # Ends the reservation; the answer is done once the ledger knows.
-    on_end: Callable[[Grant, End], asyncio.Future[Any]]
+    reservation: Reservation
+    ends: Ends
+    # Output tokens that the client of a resumed request had.
+    received: int = 0
     jobs: list[RoutedJob] = field(default_factory=list)
     # Counts the output tokens that the client got, from the request's first one; None: the call has no stream, and is
     # made again where its router dies.
@@ -46,55 +44,47 @@ class Grant:
     # Facts for the usage event; None: events are not written.
     facts: Facts | None = None
     began_at: float = field(default_factory=time.monotonic)
-    _settled: asyncio.Future[Any] | None = None
+    _end: asyncio.Future[None] | None = None
 
     @property
     def id(self) -> str:
         """Return the reservation's id."""
-        return next(iter(self.reservations.values())).id
+        return self.reservation.id
 
-    def settle(self, end: End) -> asyncio.Future[Any]:
+    def settle(self) -> asyncio.Future[None]:
         """End it in the background; the answer is done once the ledger knows. Further ends do nothing."""
-        if self._settled is None:
-            self._settled = self.on_end(self, end)
-        return self._settled
+        if self._end is None:
+            self._end = self.ends.settle(self)
+        return self._end
+
+    def leave(self) -> None:
+        """End it in the background, unless the request is resumed soon."""
+        if self._end is None:
+            self._end = self.ends.leave(self)
 
     async def finish(self) -> None:
         """Settle before the client gets the last message, so that it knows of no token that is not charged.
 
         A Redis that does not answer delays nobody for long: then the reservation is settled later.
         """
-        await asyncio.wait({self.settle(End.FINISHED)}, timeout=FINISH_S)
+        await asyncio.wait({self.settle()}, timeout=FINISH_S)
 
     def end_calls(self, error: CallError) -> None:
         """End the call of the reservation with an error."""
         for routed in self.jobs:
             routed.end_reader(error)
 
-    def count(self, account: str) -> Reservation:
-        """Return an account's reservation with what is used of it by now, as it would stand if this router died."""
-        if self.delivered is not None:
-            given = sum(len(routed.job.prompt_ids) for routed in self.jobs if routed.first_token_at is not None)
-            self._count(account, given)
-        return self.reservations[account]
+    def count(self, *, ended: bool = False) -> Reservation:
+        """Return the reservation with what is used of it by now, as it would stand if this router died."""
+        if ended or self.delivered is not None:
+            computed = [one for one in self.jobs if one.first_token_at is not None or (ended and _is_given_up(one))]
+            prompts = sum(len(routed.job.prompt_ids) for routed in computed)
+            used_input = min(prompts + self.received, self.reservation.numbers["held_input"]) if computed else 0
+            self.reservation.use(used_input, self.delivered() if self.delivered else 0)
+            self.reservation.facts = self._encoded_facts()
+        return self.reservation
 
-    def count_all(self) -> dict[str, Reservation]:
-        """Return the reservations with what is used of them in the end."""
-        given = sum(len(routed.job.prompt_ids) for routed in self.jobs if _is_charged(routed))
-        for account in self.reservations:
-            self._count(account, given)
-        return self.reservations
-
-    def _count(self, account: str, given: int) -> None:
-        kept = self.reservations[account]
-        self.reservations[account] = replace(
-            kept,
-            used_input=max(kept.used_input, min(given, kept.input) if kept.requests else 0),
-            used_output=max(kept.used_output, self.delivered() if self.delivered else 0),
-            subject=self._subject() if kept.subject else "",
-        )
-
-    def _subject(self) -> str:
+    def _encoded_facts(self) -> str:
         if self.facts is None:
             return ""
         facts = self.facts.of_job(self.jobs[0].job) if self.jobs else self.facts
@@ -104,7 +94,6 @@ class Grant:
         return msgspec.structs.replace(facts, cached_tokens=cached, seconds=round(seconds, 4)).encode()
 
 
-def _is_charged(routed: RoutedJob) -> bool:
-    """Return whether a job's prompt is charged: it made a token, or its client left while a worker computed it."""
-    given_up = routed.claimed_at is not None and routed.failure is None and routed.reader.error is None
-    return routed.first_token_at is not None or given_up
+def _is_given_up(routed: RoutedJob) -> bool:
+    """Return whether a job's client left while a worker computed its prompt, which is charged then."""
+    return routed.claimed_at is not None and routed.failure is None and routed.reader.error is None

@@ -1,9 +1,10 @@
-"""Usage events: a line of JSON for each part of a request that its tenant was charged for, appended to a file.
+"""Usage events: a line of JSON for each charge of a tenant, appended to a file.
 
-    settled or expired ──▶ charge, kept in Redis ──▶ line in the file, synced ──▶ acknowledged: Redis forgets it
+    charge ──XADD, in the ledger's script──▶ stream ──XREADGROUP──▶ line in a file, synced ──▶ XACK, XDEL
 
-A charge that its router has not acknowledged, because it died or its disk was full, is written by another router. So
-none is missing, and one that is there twice has the same id. (CloudEvents 1.0, JSON format: https://cloudevents.io)
+Each event is read by one router. What it has not acknowledged after CLAIM_MS, because it died or its disk was full, is
+claimed by another. So none is missing, and one that is written twice has the same id.
+(CloudEvents 1.0, JSON format: https://cloudevents.io)
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ import asyncio
 import fcntl
 import json
 import logging
+import math
 import os
 import time
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from broker.connection import REDIS_DOWN
-from broker.ledger_records import Charge
+from broker.keys import LEDGER
 from broker.messages import Job
+from broker.wrong_types import set_aside
 from router.metrics import RouterMetrics
 from router.quotas.usage_sender import UsageSender
 from rpc.errors import Unauthenticated
@@ -32,21 +37,27 @@ from rpc.identity.principal import caller
 
 log = logging.getLogger(__name__)
 
-# Interval in seconds between writes; each ends with an fsync.
+# Interval in seconds between writes, each of which ends with an fsync; and between looks for events that another router
+# has read and not written, which takes so many ms.
 WRITE_S = 0.2
-# Maximum charges that wait for the disk: further ones stay in Redis, for a later look.
-WAITING_LIMIT = 10_000
-# Number of the last charges written, which are not written again while Redis still has them.
-_WRITTEN_LIMIT = 20_000
+CLAIM_S, CLAIM_MS = 1.0, 2_000
+# Maximum events of a write.
+EVENTS_AT_ONCE = 500
 # Timeout in seconds for another router that writes to the same file, and interval in seconds between looks at it: one
 # that stands still just then must hold up nobody.
 _LOCK_S, _LOCK_RETRY_S = 1.0, 0.005
 SOURCE, TYPE = "/loraplex/ledger", "loraplex.usage.v1"
+# The stream; the consumer group of all routers, and the name that they share in it.
+_STREAM, _GROUP, _CONSUMER = LEDGER + "usage", "files", "routers"
+
+# An entry of the stream: its id there, and its fields by name.
+Entry = tuple[bytes, dict[bytes, bytes]]
 
 
 class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Facts about a call, kept with its reservation, so that any router can write its event."""
 
+    tenant: str = ""
     key: str = ""
     # Of the call: parts of a call of Score have ids of their own.
     request_id: str = ""
@@ -63,12 +74,12 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
         request_id = self.request_id or job.request_id
         return msgspec.structs.replace(self, request_id=request_id, model=job.model, adapter_revision=revision)
 
-    def with_key(self, key: str) -> Facts:
-        """Return the facts of a call with an API key, by its id."""
-        return msgspec.structs.replace(self, key=key)
+    def of_caller(self, tenant: str, key: str) -> Facts:
+        """Return the facts of a tenant's call, with an API key by its id."""
+        return msgspec.structs.replace(self, tenant=tenant, key=key)
 
     def encode(self) -> str:
-        """Return the facts as a reservation's subject."""
+        """Return the facts as a reservation has them."""
         return msgspec.json.encode(self).decode()
 
 
@@ -76,36 +87,21 @@ NO_FACTS = Facts()
 
 
 class UsageLog:
-    """Writes the events of the charges of one router. `acknowledge` tells the ledger of a tenant's written charges.
+    """Writes the events of charges to one router's file. With a `url` they are sent to a collector as well."""
 
-    With a `url` they are sent to a collector as well.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        acknowledge: Callable[[str, Sequence[str]], Awaitable[None]],
-        metrics: RouterMetrics,
-        url: str = "",
-    ) -> None:
+    def __init__(self, redis: Redis, path: Path, metrics: RouterMetrics, url: str = "") -> None:
         self._sender = UsageSender(path, url, metrics) if url else None
+        self._redis = redis
         self._path = path
-        self._acknowledge = acknowledge
         self._metrics = metrics
-        self._waiting: dict[str, tuple[str, Charge]] = {}
-        self._written: OrderedDict[str, None] = OrderedDict()
         self._writing = asyncio.Lock()
-
-    def add(self, tenant: str, charge: Charge) -> None:
-        """Write the event of a charge soon. A charge that is written already is only acknowledged again."""
-        if len(self._waiting) < WAITING_LIMIT:
-            self._waiting[charge.id] = (tenant, charge)
+        self._claimed_at = -math.inf
 
     async def follow(self) -> None:
         """Write what waits, again and again; never returns."""
         while True:
-            await asyncio.sleep(WRITE_S)
-            await self.write()
+            went = await self.write()
+            await asyncio.sleep(WRITE_S if went else CLAIM_S)
 
     async def close(self, timeout_s: float) -> None:
         """Write what waits, and send what the collector takes within a timeout."""
@@ -113,28 +109,51 @@ class UsageLog:
         if self._sender is not None:
             await asyncio.to_thread(self._sender.close, timeout_s)
 
-    async def write(self) -> None:
-        """Write what waits; what the disk does not take stays in Redis, and comes again with a later look."""
+    async def write(self) -> bool:
+        """Write what waits; what the disk does not take stays in Redis, for any router. Returns whether all went."""
         async with self._writing:
-            batch, self._waiting = self._waiting, {}
-            new = {name: one for name, one in batch.items() if name not in self._written}
             try:
-                await asyncio.to_thread(_append, self._path, [event_of(*one) for one in new.values()])
-            except OSError as error:
-                log.error("usage events wait: --usage-file %s: %s", self._path, error.strerror)
-                return
-            self._metrics.usage_events.inc(len(new))
-            self._written.update(dict.fromkeys(new))
-            while len(self._written) > _WRITTEN_LIMIT:
-                self._written.popitem(last=False)
-        by_tenant: dict[str, list[str]] = {}
-        for name, (tenant, _) in batch.items():
-            by_tenant.setdefault(tenant, []).append(name)
-        for tenant, names in by_tenant.items():
-            try:
-                await self._acknowledge(tenant, names)
-            except REDIS_DOWN:
-                return  # they come again with a later look
+                while entries := await self._read():
+                    try:
+                        events = [event_of(fields) for _, fields in entries]
+                        await asyncio.to_thread(_append, self._path, events)
+                    except OSError as error:
+                        log.error("usage events wait: --usage-file %s: %s", self._path, error.strerror)
+                        return False
+                    self._metrics.usage_events.inc(len(events))
+                    ids = [entry_id for entry_id, _ in entries]
+                    await self._redis.xack(_STREAM, _GROUP, *ids)
+                    await self._redis.xdel(_STREAM, *ids)
+            except (
+                *REDIS_DOWN,
+                ResponseError,
+            ) as error:  # what was read is claimed later, and written with the same ids
+                log.warning("usage events wait: Redis: %s", error)
+                return False
+        return True
+
+    async def _read(self) -> list[Entry]:
+        """Return new events, and from time to time those that a router has read and not written."""
+        try:
+            return await self._next()
+        except ResponseError as error:
+            if "WRONGTYPE" in str(error):
+                await set_aside(self._redis, _STREAM, "stream")
+            elif "NOGROUP" not in str(error):
+                raise
+        with suppress(ResponseError):  # another router has made it
+            await self._redis.xgroup_create(_STREAM, _GROUP, "0", mkstream=True)
+        return await self._next()
+
+    async def _next(self) -> list[Entry]:
+        if time.monotonic() - self._claimed_at > CLAIM_S:
+            claimed: Any = await self._redis.xautoclaim(_STREAM, _GROUP, _CONSUMER, CLAIM_MS, count=EVENTS_AT_ONCE)
+            if claimed[1]:
+                return list(claimed[1])
+            self._claimed_at = time.monotonic()
+        found: Any = await self._redis.xreadgroup(_GROUP, _CONSUMER, {_STREAM: ">"}, count=EVENTS_AT_ONCE)
+        streams = found.items() if isinstance(found, dict) else found or ()
+        return [entry for _, entries in streams for entry in entries]
 
 
 def calling_key() -> str:
@@ -145,35 +164,35 @@ def calling_key() -> str:
         return ""
 
 
-def _facts_of(charge: Charge) -> Facts:
-    """Return what stands in a charge's subject; nothing for one that something else than a router has written."""
+def event_of(fields: dict[bytes, bytes]) -> dict[str, Any]:
+    """Return the event of a charge, with what can be read of one that something else than the ledger has added."""
     try:
-        return msgspec.json.decode(charge.subject or "{}", type=Facts)
+        facts = msgspec.json.decode(fields.get(b"facts", b"{}"), type=Facts)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        log.warning("cannot read the facts of a charge: %d characters", len(charge.subject))
-        return NO_FACTS
+        log.warning("cannot read the facts of a charge: %d bytes", len(fields[b"facts"]))
+        facts = NO_FACTS
 
+    def number(name: bytes) -> int:
+        value = fields.get(name, b"")
+        return int(value) if value.isdigit() and len(value) < 16 else 0
 
-def event_of(tenant: str, charge: Charge) -> dict[str, Any]:
-    """Return the event of a charge."""
-    facts = _facts_of(charge)
     return {
         "specversion": "1.0",
-        "id": charge.id,
+        "id": fields.get(b"id", b"").decode(errors="replace"),
         "source": SOURCE,
         "type": TYPE,
-        "subject": f"tenants/{tenant}",
-        "time": datetime.fromtimestamp(charge.at_ms / 1e3, UTC).isoformat(timespec="milliseconds"),
+        "subject": f"tenants/{facts.tenant}",
+        "time": datetime.fromtimestamp(number(b"at_ms") / 1e3, UTC).isoformat(timespec="milliseconds"),
         "datacontenttype": "application/json",
         "data": {
-            "tenant": tenant,
+            "tenant": facts.tenant,
             "key": facts.key,
             "request_id": facts.request_id,
             "model": facts.model,
             "adapter_revision": facts.adapter_revision,
-            "input_tokens": charge.input,
-            "cached_tokens": min(facts.cached_tokens, charge.input),
-            "output_tokens": charge.output,
+            "input_tokens": number(b"input"),
+            "cached_tokens": min(facts.cached_tokens, number(b"input")),
+            "output_tokens": number(b"output"),
             "seconds": facts.seconds,
         },
     }

@@ -13,9 +13,8 @@ from broker import acl, functions
 from broker.commands import DRAIN
 from broker.connection import connect
 from broker.functions import FunctionsMissingError
-from broker.keys import RESUME_KEYS, Keys, ledger_prefix
-from broker.ledger import Ledger
-from broker.ledger_records import AccountCopy, Reservation, TokenLimits
+from broker.keys import LEDGER, RESUME_KEYS, Keys
+from broker.ledger import Ledger, LedgerCalls, Reservation, TokenLimits
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, AdapterRequest, Capacity
 from broker.queue import JobQueue
@@ -75,19 +74,24 @@ async def test_a_router_and_a_worker_do_all_their_work(redis: Redis, valkey_url:
         await queue.pins.unpin(PINNED.adapter)
         assert await queue.count_waiting() == 0
         await StoredResumeKeys(of_router).merge("made", [])
-        await use_ledger(Ledger(of_router, reports=True))
+        await use_ledger(of_router)
 
 
-async def use_ledger(ledger: Ledger) -> None:
-    await ledger.add_tenant("acme")
-    assert await ledger.some_tenants(1) == ["acme"]
-    wanted = Reservation("r", "router", input=4, output=8)
-    granted, seen = await ledger.reserve("acme", wanted, None, TokenLimits(streams=1), AccountCopy())
-    await ledger.look("acme", seen, [granted])
-    used = Reservation("r", "router", input=4, output=8, used_input=4, minute=granted.minute, day=granted.day)
-    _, charge = await ledger.settle("acme", used, "finished", seen)
-    assert charge is not None
-    await ledger.acknowledge("acme", [charge.id])
+async def use_ledger(redis: Redis) -> None:
+    ledger, usage = Ledger(LedgerCalls(redis), "router"), LEDGER + "usage"
+    await ledger.join(0, [])
+    reservation = Reservation("r", ("acme",), 4, 8, "{}")
+    await ledger.reserve(reservation, None, {"acme": TokenLimits(streams=1)})
+    reservation.use(4, 1)
+    await ledger.renew([reservation])
+    assert await ledger.settle(reservation)
+    await ledger.fill(list(ledger.unsaved.values()))
+    await redis.xgroup_create(usage, "files", "0", mkstream=True)
+    found: Any = await redis.xreadgroup("files", "routers", {usage: ">"})
+    ((_, ((entry, _),)),) = found
+    await redis.xautoclaim(usage, "files", "routers", 0)
+    await redis.xack(usage, "files", entry)
+    await redis.xdel(usage, entry)
 
 
 async def test_a_worker_waits_until_a_router_has_loaded_the_functions(redis: Redis, valkey_url: str) -> None:
@@ -126,8 +130,8 @@ async def test_what_a_worker_may_not(redis: Redis, valkey_url: str) -> None:
         url = valkey_url.replace("unix://", f"unix://worker:{PASSWORD}@")
         attempts: list[tuple[Any, ...]] = [
             ("LRANGE", RESUME_KEYS, 0, -1),
-            ("GET", ledger_prefix("acme") + "account"),
-            ("HGETALL", ledger_prefix("acme") + "unreported"),
+            ("HGETALL", LEDGER + "account:acme"),
+            ("XRANGE", LEDGER + "usage", "-", "+"),
             ("HGETALL", other.prefix + "job:1"),
             ("ZADD", other.waiting, 1, "1"),
             ("SET", other.prefix + "worker:w-inc", "x"),

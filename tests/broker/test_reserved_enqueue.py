@@ -7,15 +7,22 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from broker.keys import ledger_prefix
-from broker.ledger import BehindError, Ledger, LedgerFullError, QuotaReachedError
-from broker.ledger_records import AccountCopy, Reservation, ReserveCall, TokenLimits
+from broker.keys import LEDGER
+from broker.ledger import (
+    Ledger,
+    LedgerBehindError,
+    LedgerCalls,
+    LedgerFullError,
+    QuotaReachedError,
+    Reservation,
+    ReserveCall,
+    TokenLimits,
+)
 from broker.queue import JobQueue, QueueFullError, UnreservedError
 from broker.terms import QueueLimits
 from tests.broker.both_queues import KEYS, make_job
 from tests.broker.test_batched_script import round_trips
 
-WANTED = Reservation("r", "router-a", input=10, output=50)
 ROOMY, NARROW = TokenLimits(tokens_per_day=1000), TokenLimits(tokens_per_day=10)
 
 
@@ -23,11 +30,11 @@ class Router:
     """Reserves and enqueues; `error` is what the last enqueue raised."""
 
     def __init__(self, redis: Redis, limits: QueueLimits | None = None) -> None:
-        self.queue, self.ledger = JobQueue(redis, KEYS, limits=limits), Ledger(redis)
+        self.queue, self.ledger = JobQueue(redis, KEYS, limits=limits), Ledger(LedgerCalls(redis), "router-a")
         self.error: Exception | None = None
 
-    async def reserve(self, limits: TokenLimits, seen: AccountCopy | None = None) -> Reservation:
-        """Reserve WANTED, and enqueue a job with it."""
+    async def reserve(self, limits: TokenLimits) -> Reservation:
+        """Reserve tokens, and enqueue a job with them."""
 
         async def send(call: ReserveCall) -> None:
             try:
@@ -35,27 +42,28 @@ class Router:
             except (UnreservedError, QueueFullError) as error:
                 self.error = error
 
-        granted, _ = await self.ledger.reserve("acme", WANTED, None, limits, seen or AccountCopy(), send)
-        return granted
+        reservation = Reservation("r", ("acme",), 10, 50)
+        await self.ledger.reserve(reservation, None, {"acme": limits}, send)
+        return reservation
 
 
 async def test_a_job_and_its_reservation_go_in_one_round_trip(redis: Redis) -> None:
     router = Router(redis)
-    await router.reserve(ROOMY)  # loads the functions
-    await redis.flushdb()
+    await router.ledger.join(0, [])  # loads the functions
     before = await round_trips(redis)
-    granted = await router.reserve(ROOMY)
+    reservation = await router.reserve(ROOMY)
     assert await round_trips(redis) - before == 2  # this question is the other
-    assert (granted.input, granted.output) == (10, 50)
+    assert (reservation.numbers["held_input"], reservation.numbers["held_output"]) == (10, 50)
     assert await router.queue.count_waiting() == 1
 
 
 async def test_a_job_whose_reservation_is_refused_is_not_queued(redis: Redis) -> None:
     router = Router(redis)
+    with pytest.raises(LedgerBehindError):
+        await router.reserve(ROOMY)
+    await router.ledger.join(0, [])
     with pytest.raises(QuotaReachedError, match="tokens_per_day"):
         await router.reserve(NARROW)
-    with pytest.raises(BehindError):
-        await router.reserve(ROOMY, AccountCopy(epoch=1 << 50))
     assert isinstance(router.error, UnreservedError)
     assert await router.queue.count_waiting() == 0
     assert await redis.keys(KEYS.prefix + "*") == []
@@ -63,15 +71,15 @@ async def test_a_job_whose_reservation_is_refused_is_not_queued(redis: Redis) ->
 
 async def test_a_reservation_is_granted_though_its_job_is_refused(redis: Redis) -> None:
     router = Router(redis, replace(QueueLimits(), jobs=0))
+    await router.ledger.join(0, [])
     await router.reserve(ROOMY)
     assert isinstance(router.error, QueueFullError)
-    assert await redis.zcard(ledger_prefix("acme") + "held") == 1
+    assert await redis.scard(LEDGER + "held:router-a") == 1
 
 
 async def test_a_server_that_has_lost_its_functions_gets_both_calls_again(redis: Redis) -> None:
     router = Router(redis)
-    await router.reserve(ROOMY)
-    await redis.flushall()
+    await router.ledger.join(0, [])
     await redis.function_flush()
     await router.reserve(ROOMY)
     assert await router.queue.count_waiting() == 1
@@ -79,6 +87,7 @@ async def test_a_server_that_has_lost_its_functions_gets_both_calls_again(redis:
 
 async def test_a_full_server_refuses_the_reservation_first(redis: Redis) -> None:
     router = Router(redis)
+    await router.ledger.join(0, [])
     await router.reserve(ROOMY)
     await redis.config_set("maxmemory", 1)
     try:

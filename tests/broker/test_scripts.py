@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 import broker
-from broker import keys, ledger_terms, terms
+from broker import keys, terms
 from broker.scripts import SCRIPTS, Scripts
 
 LUA = Path(broker.__path__[0]) / "lua"
 NAMES = sorted(path.stem for path in LUA.glob("*.lua"))
-TERMS = {**vars(terms), **vars(ledger_terms)}
-CONSTANTS = {name for name, value in TERMS.items() if isinstance(value, int) and name.isupper()}
+CONSTANTS = {name for name, value in vars(terms).items() if isinstance(value, int) and name.isupper()}
 # Scripts that take away, or add a bounded amount, run though Redis is out of memory: all but those that admit requests.
 REFUSED_WHEN_FULL = {"enqueue", "ledger_reserve"}
 

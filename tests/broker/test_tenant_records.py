@@ -8,8 +8,6 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.dead import DeadLetters
-from broker.ledger import Ledger
-from broker.ledger_records import AccountCopy, Reservation, TokenLimits
 from broker.messages import AdapterRef, AdapterRequest, WeightedRef
 from broker.quarantine import Quarantine
 from broker.queue import JobQueue
@@ -88,18 +86,3 @@ async def test_more_jobs_than_one_script_looks_at(
     assert len(set(taken)) == MOST + 3
     totals = await redis.hgetall(KEYS.prefix + "bytes")
     assert {name: value for name, value in totals.items() if name != b"next_lift"} == {}
-
-
-async def test_an_account_stays_and_the_list_of_reported_tenants_does_not(redis: Redis) -> None:
-    ledger = Ledger(redis, reports=True)
-    await ledger.add_tenant(TENANT)
-    limits = TokenLimits(tokens_per_day=100)
-    reservation, copy = await ledger.reserve(TENANT, Reservation("r", "router", input=10), None, limits, AccountCopy())
-    assert await ledger.forget_tenant(TENANT) == (0, 1), "an open reservation"
-    _, charge = await ledger.settle(TENANT, replace(reservation, used_input=10), "finished", copy)
-    assert charge is not None
-    assert await ledger.forget_tenant(TENANT) == (0, 1), "a charge that no router has reported"
-    await ledger.acknowledge(TENANT, [charge.id])
-    assert await ledger.forget_tenant(TENANT) == (1, 0)
-    assert await ledger.some_tenants(10) == []
-    assert (await ledger.look(TENANT, AccountCopy())).account.day_tokens == 10

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
 
-from broker.ledger import BehindError, Ledger
-from broker.ledger_records import AccountCopy, Reservation, TokenLimits
+from broker.ledger import Ledger, LedgerCalls, Reservation, TokenLimits
 from broker.liveness import Liveness
 from broker.messages import AdapterRef
 from broker.quarantine import QuarantinedError
@@ -24,7 +23,7 @@ LIMITS = TokenLimits(streams=9)
 # Texts that are no number, no packed value, or one that compares with nothing.
 _TEXTS = (b"", b"?", b"nan", b"1e999", b"\xff" * 40)
 # Kinds of keys with packed values; jobs whose fields are changed, and the one whose facts are changed one by one.
-_PACKED = ("charged", "suspects", "deaths", "account", "of")
+_PACKED = ("charged", "suspects", "deaths")
 _CHANGED_JOBS, _CHANGED_FULLY = ("a1", "c1"), ("a1", b"facts")
 # Returns what comes of a packed text when one of its values is of another type, no number, negative, or left out.
 _VARIANTS = """
@@ -95,21 +94,25 @@ async def _others_go_on(redis: Redis, spoilt: str) -> None:
 
 
 async def _reserve(redis: Redis) -> None:
-    ledger = Ledger(redis, reports=True)
-    held, copy = await ledger.reserve("acme", Reservation("x1", "router", output=9), None, LIMITS, AccountCopy())
-    await ledger.reserve("acme", Reservation("x2", "router", "{}", input=3, output=9), None, LIMITS, copy)
-    await ledger.settle("acme", replace(held, used_input=1, used_output=2), "finished", copy)
+    ledger = Ledger(LedgerCalls(redis), "router")
+    await ledger.join(0, [])
+    for number in (1, 2):
+        one = Reservation(f"x{number}", ("acme",), 3, 9, "{}")
+        await ledger.reserve(one, None, {"acme": LIMITS})
+    await ledger.renew([one])
+    one.use(1, 2)
+    await ledger.settle(one)
 
 
 async def _ledger_goes_on(redis: Redis, spoilt: str) -> None:
-    ledger, copy = Ledger(redis, reports=True), AccountCopy()
-    copy = (await ledger.look("acme", copy, [Reservation("x2", "router", output=9)])).account
-    try:
-        held, copy = await ledger.reserve("acme", Reservation("x3", "router", output=1), None, LIMITS, copy)
-    except BehindError:
-        raise AssertionError("the last look was of this account") from None
-    await ledger.settle("acme", replace(held, used_output=1), "finished", copy)
-    await ledger.settle("acme", Reservation("x2", "router", used_output=1), "ended", copy)
+    ledger = Ledger(LedgerCalls(redis), "router")
+    await ledger.join(0, [])
+    one, known = Reservation("x3", ("other",), 1, 1, "{}"), Reservation("x1", ("acme",), 3, 9, "{}")
+    await ledger.reserve(one, None, {"other": LIMITS})
+    for settled in (one, known):
+        settled.use(0, 1)
+        await ledger.renew([settled])
+        await ledger.settle(settled)
 
 
 async def _faults(redis: Redis, key: Any) -> list[Fault]:
@@ -132,6 +135,10 @@ async def _faults(redis: Redis, key: Any) -> list[Fault]:
             if name in {"tenants", "uses", "idle"}:
                 (first,) = await redis.zrange(key, 0, 0)
                 changes += [("ZADD", key, score, first) for score in ("-inf", "inf")]
+        case b"set":
+            changes = [("SADD", key, b"\xff")]
+        case b"stream":
+            changes = [("XADD", key, "*", b"\xff", b"\xff")]
         case _:
             changes = [("RPUSH", key, b"\xff")]
     faults = [Fault(f"{name}: {change}", (change,), spoils) for change in changes]

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from redis.asyncio import Redis
 
-from broker.keys import LEDGER_TENANTS, RESUME_KEYS
-from broker.ledger import Ledger
+from broker.keys import LEDGER, RESUME_KEYS
+from broker.ledger import Ledger, LedgerCalls, Reservation, TokenLimits
 from broker.queue import JobQueue, QueueFullError
 from broker.resume_keys import StoredResumeKeys
 from broker.terms import LOOKS_PER_CHECK, QueueLimits, QueueState
@@ -21,23 +21,32 @@ async def _resume_keys(redis: Redis) -> list[str]:
     return await StoredResumeKeys(redis).merge("made", [])
 
 
-async def _tenants(redis: Redis) -> list[str]:
-    ledger = Ledger(redis, reports=True)
-    found = await ledger.some_tenants(9)
-    await ledger.add_tenant("acme")
-    return found + await ledger.some_tenants(9)
+async def _charged(redis: Redis) -> list[str]:
+    ledger, one = Ledger(LedgerCalls(redis), "router"), Reservation("r", ("acme",), 1, 1, "{}")
+    await ledger.join(0, [])
+    await ledger.reserve(one, None, {"acme": TokenLimits()})
+    await ledger.renew([one])
+    one.use(1, 1)
+    return [(await ledger.settle(one))[1].decode()]
 
 
 @pytest.mark.parametrize(
-    ("key", "use", "found"), [(RESUME_KEYS, _resume_keys, ["made"]), (LEDGER_TENANTS, _tenants, ["acme"])]
+    ("key", "use", "found"),
+    [
+        (RESUME_KEYS, _resume_keys, ["made"]),
+        *((LEDGER + name, _charged, ["r:0"]) for name in ("state", "routers", "usage", "account:acme")),
+    ],
 )
 async def test_a_key_of_another_type_is_set_aside(
     redis: Redis, valkey_url: str, key: str, use: Callable[[Redis], Awaitable[list[str]]], found: list[str]
 ) -> None:
-    await redis.hset(key, "x", "y")
+    if key == RESUME_KEYS:
+        await redis.hset(key, "x", "y")
+    else:
+        await redis.rpush(key, "x")
     async with role_clients(redis, valkey_url) as (of_router, _):
         assert await use(of_router) == found
-    assert await redis.hgetall(f"{key}:aside") == {b"x": b"y"}
+    assert await redis.exists(f"{key}:aside")
     assert await redis.pttl(f"{key}:aside") > 0
 
 
@@ -62,8 +71,3 @@ async def test_a_queue_of_another_type_stops_no_other_tenant_before_a_census_fin
     states = await queue.look_up([(name, 1) for name in ("a2", "b1") for _ in range(LOOKS_PER_CHECK)])
     assert set(states) == {QueueState.WAITS}
     assert "b1" in await claim(queue)
-
-
-async def test_a_tenant_s_name_that_is_no_text_ends_no_router(redis: Redis) -> None:
-    await redis.sadd(LEDGER_TENANTS, b"\xff")
-    assert await Ledger(redis, reports=True).some_tenants(9) == ["\ufffd"]

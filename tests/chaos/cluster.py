@@ -43,7 +43,7 @@ _ROUTER_FLAGS = (
 _OF_QUEUE = {"arrivals", "news", "floor", "idle", "pace", "wake", "dead", "commands"}
 _LASTING = {"born", "routers", "workers", "worker", *_OF_QUEUE} | {
     "keys",  # of resume tokens
-    "tenants",  # of the ledger
+    *("state", "usage"),  # of the ledger
 }
 
 

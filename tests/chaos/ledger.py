@@ -16,9 +16,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from broker.keys import LEDGER_TENANTS, ledger_prefix
-from broker.ledger import Ledger
-from broker.ledger_records import AccountCopy
+from broker.keys import LEDGER, is_key_account
 from tests.chaos.history import Account, Charged, Fault, Observation
 from tests.chaos.plan import IN_FLIGHT, TENANTS, Kind
 from tests.chaos.verdict import Verdict
@@ -53,13 +51,14 @@ def draw_plans(seed: int) -> str:
 
 async def read_ledger(redis: Redis, usage: Iterable[Path]) -> list[Charged | Account]:
     """Return what tenants were charged, once every reservation has ended and every charge is written."""
-    ledger = Ledger(redis)
-    members: Any = await redis.smembers(LEDGER_TENANTS)
-    tenants = sorted(name.decode() for name in members)
-    for prefix in map(ledger_prefix, tenants):
-        while await redis.exists(prefix + "held", prefix + "unreported"):  # noqa: ASYNC110 — Redis tells no event
-            await asyncio.sleep(LOOK_S)
-    accounts = [Account(one, (await ledger.look(one, AccountCopy())).account.month_tokens) for one in tenants]
+    while await redis.keys(f"{LEDGER}held:*") or await redis.xlen(f"{LEDGER}usage"):  # noqa: ASYNC110 — Redis tells no event
+        await asyncio.sleep(LOOK_S)
+    accounts: list[Charged | Account] = []
+    keys: Any = await redis.keys(f"{LEDGER}account:*")
+    for key in sorted(keys):
+        name = key.decode().removeprefix(f"{LEDGER}account:")
+        if not is_key_account(name):
+            accounts.append(Account(name, int(await redis.hget(key, "month_tokens") or 0)))
     return [*read_events(usage), *accounts]
 
 

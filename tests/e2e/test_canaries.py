@@ -316,9 +316,8 @@ async def check_purge(cluster: Secure, first: str, redis: Redis) -> None:
     assert {"adapters in memory and slots", "compiled formats", "templates and formats"} <= removed, answer
     assert list(revisions.glob("*-*")) == []
     named = {where for where, data in (await everything_in(redis)).items() if b"acme" in data}
-    # A charge of a claimed job expires within two minutes, an account with its month. The killed router has left a
-    # reservation, or a charge whose event is still to be written, for which the tenant stays listed.
-    kept = [":charged:", "{ledger/acme}", *(["{ledger}:tenants"] if any(place.kept for place in answer.places) else [])]
+    # A charge of a claimed job expires within two minutes, as a reservation that has ended; an account with its month.
+    kept = [":charged:", "{ledger}:account:acme", "{ledger}:of:", "{ledger}:usage"]
     assert [where for where in named if not any(one in where for one in kept)] == []
 
 

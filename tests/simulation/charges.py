@@ -7,10 +7,9 @@ from dataclasses import replace
 from random import Random
 
 from broker.keys import key_account
-from broker.ledger_records import AccountCopy
-from broker.ledger_terms import HELD_MS, RECOVERY_MS
-from router.quotas.accounts import LOOK_S
+from broker.terms import RECOVERY_MS
 from router.quotas.plans import Plans
+from router.quotas.session import RENEW_S
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.loop import Node
 from tests.simulation.redis import SimulatedRedis
@@ -21,9 +20,9 @@ TENANTS = ("one", "two", "three")
 _SILENT = frozenset(
     {Kind.ROUTER_KILL, Kind.ROUTER_HANG, Kind.REDIS_DOWN, Kind.REDIS_HANG, Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK}
 )
-# Maximum time in seconds between two reports of a router that runs and reaches Redis: the interval of its looks, and
+# Maximum time in seconds between two reports of a router that runs and reaches Redis: the interval of its renewals, and
 # their time on the network.
-_REPORT_S = LOOK_S + 0.2
+_REPORT_S = RENEW_S + 0.2
 
 
 def draw_keys(chance: Random, plans: Sequence[Plan]) -> list[Plan]:
@@ -88,11 +87,7 @@ class Charges:
             untold = sum(self._untold(story, account) for story in own)
             if got > most + untold + self._bound(account, most):
                 wrong.append(f"{account} got {got} tokens, its quota is {most}")
-            # Reservations of routers that died may be held still. Looks that follow each other end them: after a pause
-            # without looks the ledger lets routers renew theirs first.
-            for part in range(1, 10):
-                later_ms = self._redis.now_ms + part * HELD_MS // 4
-                charged = self._redis.data.ledger.look(account, AccountCopy(), [], later_ms).account.day_tokens
+            charged = self._redis.data.ledger.look(account, self._redis.now_ms).get("day_tokens", 0)
             least, largest = got - untold, sum(map(_chargeable, own))
             if not self._redis.lost_ms and not least <= charged <= largest:
                 wrong.append(f"{account} was charged {charged} tokens, {least} to {largest} are due")
@@ -103,7 +98,7 @@ class Charges:
         held = story.held.get(account)
         if held is None or held.router.died_at is None:
             return 0
-        since_s = max(self._redis.told_s.get((held.router, account, held.id), 0.0), self._reported_until(held.router))
+        since_s = max(self._redis.told_s.get((held.router, held.id), 0.0), self._reported_until(held.router))
         return sum(tokens for sent_at, tokens in story.sent if sent_at >= since_s)
 
     def _reported_until(self, router: Node) -> float:

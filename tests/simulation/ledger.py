@@ -1,23 +1,159 @@
-"""The ledger over a simulated server."""
+"""The ledger over a simulated server: the shipped Lua functions, run by an interpreter over Python's data."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from broker.ledger_records import AccountCopy, Charge, Look, Reservation, TokenLimits
+from lupa.lua51 import LuaRuntime, lua_type  # type: ignore[import-untyped]  # has no types
+
+from broker.keys import LEDGER
+from broker.ledger import SendReserve
+from broker.scripts import SCRIPTS
+from broker.terms import HELD_MS
 from tests.simulation.loop import NODE, Node
-from tests.simulation.redis import SimulatedRedis
+
+if TYPE_CHECKING:
+    from tests.simulation.redis import SimulatedRedis
+
+
+@cache
+def _interpreter() -> tuple[LuaRuntime, dict[str, Any]]:
+    """Return an interpreter, and the functions that the library registers in it, by name."""
+    lua, functions = LuaRuntime(encoding="latin-1", unpack_returned_tuples=True), dict[str, Any]()
+    library = SCRIPTS.library
+
+    def call(*command: Any) -> Any:
+        return _Server.running.call(*command)
+
+    def register(function: Any) -> None:
+        functions[function["function_name"]] = function["callback"]
+
+    lua.globals().redis = lua.table(register_function=register, call=call, pcall=call)
+    lua.execute(library.text.partition("\n")[2])
+    return lua, {name.removeprefix(library.name + "_"): function for name, function in functions.items()}
+
+
+def _from_lua(value: Any) -> Any:
+    """Return an answer as a client of Redis gets it."""
+    if lua_type(value) == "table":
+        return [_from_lua(one) for one in value.values()]
+    return value.encode("latin-1") if isinstance(value, str) else int(value)
+
+
+@dataclass
+class _Server:
+    """A server's keys, and its own time. Deep copies are those of a replica."""
+
+    # The one whose script runs.
+    running: ClassVar[_Server]
+    now_ms: int = 0
+    keys: dict[str, Any] = field(default_factory=dict)
+    ends_ms: dict[str, int] = field(default_factory=dict)
+
+    def run(self, name: str, arguments: Sequence[Any], now_ms: int) -> Any:
+        """Call a function of the library."""
+        lua, functions = _interpreter()
+        self.now_ms = now_ms
+        for key in [key for key, end_ms in self.ends_ms.items() if end_ms <= now_ms]:
+            self.keys.pop(key, None)
+            del self.ends_ms[key]
+        _Server.running = self
+        texts = [str(one) if not isinstance(one, bytes) else one.decode("latin-1") for one in arguments]
+        return _from_lua(functions[name](lua.table(), lua.table_from(texts)))
+
+    def call(self, command: str, key: str = "", *arguments: Any) -> Any:
+        """Carry out a command of a script."""
+        answer = getattr(self, "_" + command.lower())(key, *map(_text, arguments))
+        if key in self.keys and not self.keys[key]:
+            del self.keys[key]
+        lua, _ = _interpreter()
+        return lua.table_from(answer) if isinstance(answer, list) else answer
+
+    def _time(self, _: str) -> list[str]:
+        return [str(self.now_ms // 1_000), str(self.now_ms % 1_000 * 1_000)]
+
+    def _hmget(self, key: str, *fields: str) -> list[Any]:
+        found = self.keys.get(key, {})
+        return [found.get(name, False) for name in fields]
+
+    def _hset(self, key: str, *values: str) -> int:
+        self.keys.setdefault(key, {}).update(zip(values[::2], values[1::2], strict=True))
+        return 1
+
+    def _del(self, *keys: str) -> int:
+        return len([self.keys.pop(key, None) for key in keys])
+
+    def _pexpire(self, key: str, ms: str) -> int:
+        self.ends_ms[key] = self.now_ms + int(ms)
+        return 1
+
+    def _persist(self, key: str) -> int:
+        return int(self.ends_ms.pop(key, None) is not None)
+
+    def _sadd(self, key: str, *members: str) -> int:
+        self.keys.setdefault(key, {}).update(dict.fromkeys(members))
+        return 1
+
+    def _srem(self, key: str, *members: str) -> int:
+        return sum(self.keys.get(key, {}).pop(member, 0) is None for member in members)
+
+    def _smembers(self, key: str) -> list[str]:
+        return list(self.keys.get(key, ()))
+
+    def _srandmember(self, key: str, count: str) -> list[str]:
+        return self._smembers(key)[: int(count)]
+
+    def _scard(self, key: str) -> int:
+        return len(self.keys.get(key, ()))
+
+    def _zadd(self, key: str, score: str, member: str) -> int:
+        self.keys.setdefault(key, {})[member] = float(score)
+        return 1
+
+    _zrem = _srem
+
+    def _sorted(self, key: str) -> list[tuple[float, str]]:
+        return sorted((score, member) for member, score in self.keys.get(key, {}).items())
+
+    def _zrange(self, key: str, first: str, last: str, with_scores: str) -> list[str]:
+        assert (first, last, with_scores) == ("-1", "-1", "WITHSCORES")
+        return [text for score, member in self._sorted(key)[-1:] for text in (member, f"{score:.0f}")]
+
+    def _zrangebyscore(self, key: str, lowest: str, highest: str) -> list[str]:
+        return [member for score, member in self._sorted(key) if float(lowest) <= score <= float(highest)]
+
+    def _xadd(self, key: str, *entry: str) -> str:
+        self.keys.setdefault(key, []).append(entry[1:])
+        return str(len(self.keys[key]))
+
+
+def _text(argument: Any) -> str:
+    return f"{argument:.17g}" if isinstance(argument, float) else str(argument)
+
+
+class LuaLedger(_Server):
+    """The ledger's data of a server."""
+
+    def look(self, account: str, now_ms: int) -> dict[str, int]:
+        """Return the numbers of an account, once reservations of routers that died have ended."""
+        state = self.keys.get(LEDGER + "state", {})
+        for part in range(1, 13):
+            arguments = [state.get("epoch", 0), 0, "nobody's"]
+            self.run("ledger_renew", arguments, now_ms + part * HELD_MS // 4)
+        return {name: int(value) for name, value in self.keys.get(f"{LEDGER}account:{account}", {}).items()}
 
 
 @dataclass
 class SimulatedReserve:
-    """Stands in for broker.ledger_records.ReserveCall: the simulated queue carries it out before an enqueue."""
+    """Stands in for broker.ledger.ReserveCall: the simulated queue carries it out before an enqueue."""
 
-    reserve: Callable[[], tuple[Reservation, AccountCopy]]
-    answer: tuple[Reservation, AccountCopy] | Exception | None = None
+    reserve: Callable[[], Any]
+    answer: Any = None
 
 
 @dataclass(frozen=True)
@@ -32,67 +168,35 @@ class Held:
 HELD: ContextVar[dict[str, Held] | None] = ContextVar("HELD", default=None)
 
 
-class SimulatedLedger:
-    """Stands in for broker.ledger.Ledger."""
+class SimulatedCalls:
+    """Stands in for broker.ledger.LedgerCalls."""
 
     def __init__(self, redis: SimulatedRedis) -> None:
         self._redis = redis
 
-    async def reserve(
-        self,
-        tenant: str,
-        wanted: Reservation,
-        received: int | None,
-        limits: TokenLimits,
-        seen: AccountCopy,
-        send: Callable[[SimulatedReserve], Awaitable[None]] | None = None,
-    ) -> tuple[Reservation, AccountCopy]:
-        """See Ledger."""
+    async def __call__(self, name: str, arguments: Sequence[Any], send: SendReserve | None = None) -> Any:
+        """See LedgerCalls."""
         redis, held, router = self._redis, HELD.get(), NODE.get()
         counted_at = asyncio.get_running_loop().time()
 
-        def reserve() -> tuple[Reservation, AccountCopy]:
-            granted, account = redis.data.ledger.reserve(tenant, wanted, received, limits, seen, redis.now_ms)
-            redis.granted.append((tenant, redis.now_ms, granted.input + granted.output))
-            if held is not None and router is not None:
-                held[tenant] = Held(granted.id, router)
-            if received is not None:
-                self._told(router, tenant, [granted], counted_at)
-            return granted, account
+        def run() -> Any:
+            answer = redis.data.ledger.run(name, arguments, redis.now_ms)
+            if answer[0] in (b"behind", b"closed") or router is None:
+                return answer
+            if name == "ledger_reserve" and answer[0] == b"granted":
+                for account in arguments[7 + 1 :: 7]:
+                    redis.granted.append((account, redis.now_ms, sum(answer[3][5:7])))
+                    if held is not None:
+                        held[account] = Held(arguments[2], router)
+            ids = {"ledger_reserve": arguments[2:3], "ledger_settle": arguments[2:3], "ledger_renew": arguments[3::5]}
+            for told in ids.get(name, ()):
+                redis.told_s[router, told] = max(redis.told_s.get((router, told), 0.0), counted_at)
+            return answer
 
         if send is None:
-            return await redis.call(reserve)
-        await send(call := SimulatedReserve(reserve))
+            return await redis.call(run)
+        call: Any = SimulatedReserve(run)
+        await send(call)
         if isinstance(call.answer, Exception):
             raise call.answer
-        assert call.answer is not None
         return call.answer
-
-    async def settle(
-        self, tenant: str, reservation: Reservation, state: str, seen: AccountCopy
-    ) -> tuple[AccountCopy, Charge | None]:
-        """See Ledger."""
-        redis, router, counted_at = self._redis, NODE.get(), asyncio.get_running_loop().time()
-
-        def settle() -> tuple[AccountCopy, Charge | None]:
-            settled = redis.data.ledger.settle(tenant, reservation, state, seen, redis.now_ms)
-            self._told(router, tenant, [reservation], counted_at)
-            return settled
-
-        return await redis.call(settle)
-
-    async def look(self, tenant: str, seen: AccountCopy, reservations: Sequence[Reservation] = ()) -> Look:
-        """See Ledger."""
-        redis, router, counted_at = self._redis, NODE.get(), asyncio.get_running_loop().time()
-
-        def look() -> Look:
-            found = redis.data.ledger.look(tenant, seen, reservations, redis.now_ms)
-            self._told(router, tenant, reservations, counted_at)
-            return found
-
-        return await redis.call(look)
-
-    def _told(self, router: Node | None, tenant: str, reservations: Sequence[Reservation], counted_at: float) -> None:
-        told_s = self._redis.told_s
-        for one in reservations:
-            told_s[router, tenant, one.id] = max(told_s.get((router, tenant, one.id), 0.0), counted_at)

@@ -12,8 +12,7 @@ from broker.claims import begin_apart
 from broker.codec import decode_adapter_request, decode_job
 from broker.commands import Command
 from broker.keys import Keys
-from broker.ledger import BehindError, QuotaReachedError
-from broker.ledger_records import ReserveCall
+from broker.ledger import ReserveCall
 from broker.liveness import Census
 from broker.messages import AdapterRequest, Capacity, DeadJob, Job
 from broker.quarantine import QuarantinedError
@@ -74,11 +73,9 @@ class SimulatedQueue:
 
     def _enqueue(self, job: Job, placement: Placement, reserve: SimulatedReserve | None) -> Refusal | None:
         if reserve is not None:
-            try:
-                reserve.answer = reserve.reserve()
-            except (QuotaReachedError, BehindError) as error:
-                reserve.answer = error
-                raise UnreservedError from error
+            reserve.answer = reserve.reserve()
+            if reserve.answer[0] != b"granted":
+                raise UnreservedError
         data = self._redis.data
         refusal = data.queue.enqueue(job, placement, self._redis.now_ms)
         one = data.queue.waiting.find(job.job_id)

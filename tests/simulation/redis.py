@@ -17,13 +17,13 @@ from typing import TypeVar
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from bench.ledger_model import LedgerModel
 from bench.queue_model.queue_model import QueueModel
 from broker.commands import Command
 from broker.messages import DeadJob, Job
 from broker.seal_kinds import JOB_S
 from broker.terms import QueueLimits, UsageReport
 from broker.worker_state import WorkerState
+from tests.simulation.ledger import LuaLedger
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 
@@ -39,7 +39,7 @@ class _Data:
 
     def __init__(self, limits: QueueLimits, born: int = 0) -> None:
         self.queue = QueueModel(limits)
-        self.ledger = LedgerModel()
+        self.ledger = LuaLedger()
         self.born = born
         self.bodies: dict[str, bytes] = {}
         # Times at which the waiting jobs were sealed.
@@ -77,8 +77,8 @@ class SimulatedRedis:
         # Reservations of tokens, and losses of data, in their order: tenants, times and amounts.
         self.granted: list[tuple[str, int, int]] = []
         self.lost_ms: list[int] = []
-        # Times of the loop at which routers counted what they last told of reservations, by router, account and id.
-        self.told_s: dict[tuple[Node | None, str, str], float] = {}
+        # Times of the loop at which routers counted what they last told of reservations, by router and id.
+        self.told_s: dict[tuple[Node, str], float] = {}
         # Time in ms that the server's clock is ahead.
         self.ahead_ms = 0
         self._limits = limits or QueueLimits()

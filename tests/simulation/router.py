@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loraplex.admin.v1 import accounts_pb2
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from artifacts.base_model import BaseModel
@@ -45,7 +46,7 @@ from rpc.errors import NotFound
 from rpc.identity.api_keys import HashedKey, KeyDirectory
 from rpc.identity.principal import Role
 from tests.simulation.channels import Registrar
-from tests.simulation.ledger import SimulatedLedger
+from tests.simulation.ledger import SimulatedCalls
 from tests.simulation.loop import Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
@@ -74,12 +75,23 @@ class SimulatedStore:
     def __init__(self, base: BaseModel, adapters: Mapping[str, AdapterRef], keys: Iterable[str]) -> None:
         self._base = base
         self._adapters = adapters
+        self._accounts: dict[str, accounts_pb2.Account] = {}
         # API keys by id.
         self.keys = {key: HashedKey(key, "", Role.TENANT_USER, frozenset(), None, False, ()) for key in sorted(keys)}
 
     def forget_tenant(self, tenant: str) -> int:
         """See StoreClient; it keeps no names."""
         return 0
+
+    async def save_accounts(self, accounts: Sequence[accounts_pb2.Account]) -> None:
+        """See StoreClient; all accounts are of one day."""
+        for one in accounts:
+            if one.day_tokens >= self._accounts.setdefault(one.name, one).day_tokens:
+                self._accounts[one.name] = one
+
+    async def accounts(self) -> list[accounts_pb2.Account]:
+        """See StoreClient."""
+        return list(self._accounts.values())
 
     def epoch_of(self, revision: str) -> int:
         """See StoreClient."""
@@ -189,9 +201,8 @@ class SimulatedRouter:
         tokens = ResumeTokens(GivenKeys("the key that all routers share"), ResumeEpochs(self._store, self.keys))
         encoder, proofs = PromptEncoder(), GrammarProofs()
         admission = Admission(self.models, self._store, self.name, self.reach, encoder, proofs=proofs)
-        ledger: Any = SimulatedLedger(self._redis)
         self.plans = Plans(self._quotas)
-        quotas = Quotas(ledger, self.plans)
+        quotas = Quotas(SimulatedCalls(self._redis), self.plans, store=self._store)
         self.tenant_data = RouterData(self.dispatcher, self._store, (), encoder, proofs, quotas)
         self.generation = Generation(self.models, admission, self.dispatcher, tokens, quotas)
         self._scoring = Scoring(self.generation, admission, self.models, encoder)

@@ -19,8 +19,6 @@ import grpc
 from artifacts.base_model import read_base_model
 from artifacts.grammars.prover import Prover
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
-from broker.ledger_records import AccountCopy
-from broker.ledger_terms import RECOVERY_MS
 from broker.liveness import Liveness
 from broker.messages import Job
 from broker.queue import JobQueue
@@ -30,7 +28,7 @@ from router.dispatch.link import Frame, Link
 from tests.simulation import engine
 from tests.simulation.acts import act
 from tests.simulation.channels import Channels
-from tests.simulation.charges import TENANTS, Charges, accounts_of
+from tests.simulation.charges import Charges
 from tests.simulation.clients import ask
 from tests.simulation.faults import ACTS, FORGETTING, Cluster, Fault, Kind, happen
 from tests.simulation.invariants import Attempts, Shares, service_bound
@@ -162,9 +160,6 @@ class _Run:
         self._redis.enqueued, self._redis.claimed = self._enqueued, self._claimed
         self._redis.scanned = self._key_shares.look
         base = read_base_model(MODEL)
-        accounts = {*TENANTS, *(account for plan in scenario.plans for account in accounts_of(plan))}
-        for account in sorted(accounts):  # of a cluster that has been up for a while
-            self._redis.data.ledger.look(account, AccountCopy(), [], self._redis.now_ms - RECOVERY_MS)
         quotas = directory / "plans.toml"
         quotas.write_text(scenario.quotas)
         self._store = SimulatedStore(base, scenario.adapters, {plan.key for plan in scenario.plans if plan.key})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from broker.ledger_records import ReserveCall
+from broker.ledger import ReserveCall
 from broker.messages import Capacity, Job
 from broker.queue import JobQueue
 from broker.queue_entry import Entry

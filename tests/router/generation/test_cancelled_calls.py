@@ -17,9 +17,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.batched_script import BatchedScript
 from broker.functions import PreparedCall
-from broker.keys import ledger_prefix
-from broker.ledger import Ledger
-from broker.ledger_records import AccountCopy
+from broker.keys import LEDGER
+from broker.ledger import LedgerCalls
 from broker.quarantine import QuarantinedError
 from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
 from broker.terms import Placement
@@ -63,7 +62,7 @@ class Router:
         self.dispatcher = Dispatcher(
             lambda model: self.queue, lambda job: Placement(), timing=DispatchTiming(late_enqueue_s=0.05)
         )
-        self.quotas = Quotas(Ledger(redis), Plans(directory / "plans.toml"), retry_s=0.01)
+        self.quotas = Quotas(LedgerCalls(redis), Plans(directory / "plans.toml"))
         models: Any = SimpleNamespace(with_digest=lambda *_: SimpleNamespace(text=HashText()))
         admission: Any = Admission()
         self.generation = Generation(models, admission, self.dispatcher, TOKENS, self.quotas)
@@ -81,9 +80,9 @@ async def until(condition: Any) -> None:
 
 
 async def nothing_is_left(router: Router, redis: Redis) -> bool:
-    account = (await Ledger(redis).look("acme", AccountCopy())).account
-    held = await redis.zcard(ledger_prefix("acme") + "held")
-    return await router.queue.count_waiting() == account.day_tokens == held == 0
+    counts = await redis.hmget(LEDGER + "account:acme", "day_tokens", "held_day_tokens")
+    held = await redis.keys(LEDGER + "held:*")
+    return not await router.queue.count_waiting() and not any(int(count or 0) for count in counts) and not held
 
 
 @pytest.mark.parametrize("answered", [False, True])

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
-from broker.ledger_records import Reservation
+from broker.ledger import Reservation
 from broker.messages import Job
 from broker.queue import JobQueue
 from router.dispatch.dispatcher import Dispatcher
@@ -135,7 +137,7 @@ async def test_a_call_that_takes_over_gets_everything_from_the_first_token(
 async def test_a_part_that_is_taken_over_is_charged_to_the_later_call_alone(
     generation: Generation, dispatcher: Dispatcher, queue: JobQueue, leaves: bool
 ) -> None:
-    grants = [Grant({"acme": Reservation("r", "here", input=9)}, lambda grant, end: asyncio.Future()) for _ in range(2)]
+    grants = [Grant(Reservation("r", ("acme",), 9, 0, numbers=Counter(held_input=9)), Mock()) for _ in range(2)]
     first = asyncio.create_task(ids_of(generation.run(REQUEST, None, part_of=grants[0])))
     await claim(queue)
     (routed,) = dispatcher.jobs
@@ -150,7 +152,7 @@ async def test_a_part_that_is_taken_over_is_charged_to_the_later_call_alone(
     with pytest.raises(asyncio.CancelledError if leaves else Aborted):
         await first
     assert await second == [5]
-    charged = [grant.count_all()["acme"].used_input for grant in grants]
+    charged = [grant.count(ended=True).used_input for grant in grants]
     assert charged == [0, len(job().prompt_ids)]
 
 

@@ -7,10 +7,11 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from broker.ledger_records import Reservation
+from broker.ledger import Reservation
 from router.generation.scoring import AT_ONCE, Scoring
 from router.quotas.grant import Grant
 from router.request import Message, PromptLogprobs, Request, Summary, TokenLogprobs
@@ -35,7 +36,7 @@ class Answers:
     @asynccontextmanager
     async def reserved(self, tenant: str, request_id: str, prompt_tokens: int) -> AsyncGenerator[Grant]:
         self.reserved_tokens.append(prompt_tokens)
-        yield Grant({tenant: Reservation("r", "here")}, lambda grant, end: asyncio.Future())
+        yield Grant(Reservation("r", (tenant,), prompt_tokens, 0), Mock())
 
     async def run(self, request: Request, deadline_s: float | None, part_of: Grant) -> AsyncGenerator[Message]:
         assert isinstance(request.prompt, tuple)

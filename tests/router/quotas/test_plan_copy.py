@@ -11,7 +11,7 @@ import pytest
 from adapter_store.app import Store
 from adapter_store.settings import StoreSettings
 from artifacts.plans import Plan
-from broker.ledger_records import TokenLimits
+from broker.ledger import TokenLimits
 from router.catalog.store_client import StoreClient
 from router.quotas.plan_copy import PlanCopy
 from router.quotas.plans import Plans

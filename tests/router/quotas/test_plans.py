@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from artifacts.plans import Plan
-from broker.ledger_records import TokenLimits
+from broker.ledger import TokenLimits
 from broker.terms import NO_KEY, KeyTerms
 from router.quotas.plans import Plans
 from telemetry.audit.log import AuditCounts, AuditLog

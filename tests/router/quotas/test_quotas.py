@@ -3,38 +3,65 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loraplex.admin.v1 import accounts_pb2
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from broker.keys import ledger_prefix
-from broker.ledger import Ledger
-from broker.ledger_records import AccountCopy
+from broker.keys import LEDGER
+from broker.ledger import LedgerCalls
 from broker.scripts import Scripts
 from router.dispatch.routed_job import RoutedJob
-from router.quotas.grant import End, Grant
+from router.quotas.grant import Grant
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from rpc.errors import Aborted, Exhausted, Unavailable
 from tests.router.recording_link import RecordingLink, frame, job
 
-NO_RECOVERY = Scripts(constants={"RECOVERY_MS": 0})
+# A ledger that has lost data is closed for a moment, not for seconds.
+SCRIPTS = Scripts(constants={"RECOVERY_MS": 20})
 New = Callable[..., Quotas]
 
 
-@pytest.fixture
-def new(redis: Redis, tmp_path: Path) -> New:
-    """Make the quotas of a router; the tenant acme has the limits given."""
+class Store:
+    """Keeps accounts; `error` is raised instead."""
 
-    def make(**limits: int) -> Quotas:
+    def __init__(self) -> None:
+        self.kept: dict[str, accounts_pb2.Account] = {}
+        self.error: Exception | None = None
+
+    async def save_accounts(self, accounts: Sequence[accounts_pb2.Account]) -> None:
+        """Keep accounts."""
+        if self.error is not None:
+            raise self.error
+        self.kept |= {one.name: one for one in accounts}
+
+    async def accounts(self) -> list[accounts_pb2.Account]:
+        """Return what was kept."""
+        if self.error is not None:
+            raise self.error
+        return list(self.kept.values())
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def new(redis: Redis, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> New:
+    """Make the quotas of a router; the tenant acme has the limits given."""
+    monkeypatch.setattr("router.quotas.session.RECOVERY_MS", 20)
+
+    def make(table: str = "tenants.acme", **limits: int) -> Quotas:
         path = tmp_path / "plans.toml"
-        path.write_text("[tenants.acme]\n" + "".join(f"{name} = {most}\n" for name, most in limits.items()))
-        return Quotas(Ledger(redis, NO_RECOVERY), Plans(path), retry_s=0.01)
+        path.write_text(f"[{table}]\n" + "".join(f"{name} = {most}\n" for name, most in limits.items()))
+        return Quotas(LedgerCalls(redis, SCRIPTS), Plans(path), store=store)
 
     return make
 
@@ -45,8 +72,17 @@ async def granted(quotas: Quotas, *amounts: int, resumed: tuple[str, int] | None
     return grant
 
 
-async def account(redis: Redis, name: str = "acme") -> AccountCopy:
-    return (await Ledger(redis).look(name, AccountCopy())).account
+async def day_tokens(redis: Redis, name: str = "acme") -> int:
+    """Return what an account has of a day, held or charged."""
+    return sum(
+        int(count or 0) for count in await redis.hmget(f"{LEDGER}account:{name}", "day_tokens", "held_day_tokens")
+    )
+
+
+async def held_by(redis: Redis, quotas: Quotas) -> set[str]:
+    """Return the ids of a router's open reservations."""
+    found: Any = await redis.smembers(f"{LEDGER}held:{quotas.session.ledger.router}")
+    return {one.decode() for one in found}
 
 
 def begun(grant: Grant, delivered: int) -> None:
@@ -82,14 +118,26 @@ async def test_what_a_request_used_stays_and_the_rest_comes_back(new: New, redis
     whole, left, refused = [await granted(quotas, 2, 100) for _ in range(3)]
     begun(whole, 60)
     begun(left, 5)
-    whole.settle(End.FINISHED)
-    whole.settle(End.ENDED)
-    left.settle(End.LEFT)
-    refused.settle(End.ENDED)
+    whole.settle()
+    whole.settle()
+    left.leave()
+    refused.settle()
     await quotas.drain(5.0)
     # The one that was left may be resumed: it is still reserved.
-    assert (await account(redis)).day_tokens == 62 + 102
-    assert (await account(redis)).requests in {2, 0}  # the minute may have passed
+    assert await day_tokens(redis) == 62 + 102
+    assert await held_by(redis, quotas) == {left.id}
+
+
+async def test_a_request_that_nobody_resumes_ends_after_a_while(
+    new: New, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.quotas.session.LINGER_S", 0.01)
+    quotas = new(tokens_per_day=1_000)
+    begun(left := await granted(quotas, 2, 100), 5)
+    left.leave()
+    while quotas.session._lingering:
+        await asyncio.wait(quotas.session._lingering)
+    assert await day_tokens(redis) == 7
 
 
 async def test_a_resumed_request_is_charged_once_though_both_routers_settle(new: New, redis: Redis) -> None:
@@ -97,82 +145,121 @@ async def test_a_resumed_request_is_charged_once_though_both_routers_settle(new:
     grant = await granted(first, 2, 100)
     begun(grant, 30)
     resumed = await granted(second, 2, 100, resumed=(grant.id, 20))
-    grant.settle(End.LEFT)
+    grant.leave()
     await first.drain(5.0)
     begun(resumed, 100)
-    resumed.settle(End.FINISHED)
+    resumed.settle()
     await second.drain(5.0)
-    assert (await account(redis)).day_tokens == 102
+    assert await day_tokens(redis) == 102
+
+
+async def test_a_request_resumed_at_its_own_router_is_charged_once(new: New, redis: Redis) -> None:
+    quotas = new(tokens_per_day=1_000)
+    begun(grant := await granted(quotas, 2, 100), 30)
+    grant.leave()
+    begun(resumed := await granted(quotas, 2, 100, resumed=(grant.id, 30)), 100)
+    await asyncio.wait_for(quotas.session._settle(grant), 5.0)  # as the first call's end does after a while
+    assert await held_by(redis, quotas) == {grant.id}
+    resumed.settle()
+    await quotas.drain(5.0)
+    assert await day_tokens(redis) == 102
 
 
 async def test_a_call_whose_request_another_router_has_ends(new: New, redis: Redis) -> None:
     first, second = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
     begun(grant := await granted(first, 2, 100), 30)
     elsewhere = await granted(second, 2, 100, resumed=(grant.id, 0))
-    await first._accounts.look_at_used([])
+    await first.session.renew()
     (routed,) = grant.jobs
     with pytest.raises(Aborted):
         await routed.arrivals(routed.reader)
     back = await granted(first, 2, 100, resumed=(grant.id, 0))
     begun(back, 30)
-    await first._accounts.look_at_used([])
+    await first.session.renew()
     assert back.jobs[0].reader.error is None
     for one in (grant, elsewhere, back):
-        one.settle(End.FINISHED)
+        one.settle()
     await asyncio.gather(first.drain(5.0), second.drain(5.0))
-    assert (await account(redis)).day_tokens == 32
+    assert await day_tokens(redis) == 32
 
 
-async def test_a_redis_that_lost_its_data_gets_the_account_back(new: New, redis: Redis) -> None:
-    quotas = new(tokens_per_day=1_000)
-    begun(done := await granted(quotas, 2, 400), 400)
-    done.settle(End.FINISHED)
-    begun(running := await granted(quotas, 2, 300), 10)
-    await quotas.drain(5.0)
+async def test_a_redis_that_lost_its_data_gets_the_accounts_and_reservations_back(new: New, redis: Redis) -> None:
+    first, second = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
+    for quotas in (first, second):
+        begun(done := await granted(quotas, 2, 200), 200)
+        await done.settle()
+    begun(running := await granted(first, 2, 300), 10)
     await redis.flushdb()
+    await asyncio.gather(first.session.renew(), second.session.renew())
     with pytest.raises(Exhausted):
-        await quotas.reserve("acme", 2, 300)
-    running.settle(End.FINISHED)
-    await quotas.drain(5.0)
-    assert (await account(redis)).day_tokens == 402 + 12
+        await second.reserve("acme", 2, 300)
+    running.settle()
+    await first.drain(5.0)
+    assert await day_tokens(redis) == 404 + 12
 
 
-async def test_looks_renew_what_runs_and_find_lost_data_of_idle_tenants(new: New, redis: Redis) -> None:
-    quotas = new(tokens_per_day=1_000)
-    begun(done := await granted(quotas, 2, 400), 400)
-    done.settle(End.FINISHED)
-    await quotas.drain(5.0)
-    quotas._accounts.find("acme").used_at = float("-inf")
-    await quotas._accounts.look_at_used([])
+async def test_routers_that_restarted_fill_a_wiped_redis_from_the_store(new: New, redis: Redis, store: Store) -> None:
+    first = new("default", tokens_per_day=1_000)
+    begun(done := await granted(first, 2, 900), 900)
+    done.settle()
+    await first.drain(5.0)  # it stops: what it knew is with the store alone
     await redis.flushdb()
-    await quotas._accounts.look_at_used([])
-    assert (await account(redis)).day_tokens == 402
-    begun(running := await granted(quotas, 2, 100), 50)
-    await quotas._accounts.look_at_used([])
-    held = await redis.zrange(ledger_prefix("acme") + "held", 0, -1)
-    assert held == [running.id.encode()]
+    successor = new("default", tokens_per_day=1_000)
+    store.error = Unavailable("the store does not answer")
+    with pytest.raises(Unavailable):
+        await successor.reserve("acme", 2, 900)
+    store.error = None
+    with pytest.raises(Exhausted):
+        await successor.reserve("acme", 2, 900)
+    assert await day_tokens(redis) == 902
+
+
+async def test_accounts_that_the_store_did_not_take_are_saved_later(new: New, store: Store) -> None:
+    quotas = new(tokens_per_day=1_000)
+    begun(done := await granted(quotas, 2, 100), 60)
+    await done.settle()
+    store.error = Unavailable("the store does not answer")
+    await quotas.session.save()
+    assert not store.kept
+    store.error = None
+    await quotas.session.save()
+    assert store.kept["acme"].day_tokens == 62
+    assert not quotas.session.ledger.unsaved
 
 
 async def test_an_end_is_settled_once_redis_is_back(new: New, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     quotas = new(tokens_per_day=1_000)
     begun(grant := await granted(quotas, 2, 100), 60)
-    ledger, away = quotas._ledger, asyncio.Event()
-    settle = ledger.settle
+    ledger, away = quotas.session.ledger, asyncio.Event()
 
-    async def refuse(*arguments: Any) -> AccountCopy:
+    async def refuse(*arguments: Any) -> None:
         away.set()
         raise RedisConnectionError("away")
 
-    monkeypatch.setattr(ledger, "settle", refuse)
-    monkeypatch.setattr(ledger, "reserve", refuse)
-    grant.settle(End.FINISHED)
-    await away.wait()
-    with pytest.raises(Unavailable) as unavailable:
-        await quotas.reserve("acme", 2, 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "settle", refuse)
+        patch.setattr(ledger, "reserve", refuse)
+        grant.settle()
+        await away.wait()
+        with pytest.raises(Unavailable) as unavailable:
+            await quotas.reserve("acme", 2, 100)
     assert unavailable.value.reason == "LEDGER_DOWN"
-    monkeypatch.setattr(ledger, "settle", settle)
     await quotas.drain(5.0)
-    assert (await account(redis)).day_tokens == 62
+    assert await day_tokens(redis) == 62
+
+
+async def test_tokens_of_a_forgotten_request_are_input_that_is_charged_once_it_is_computed(
+    new: New, redis: Redis
+) -> None:
+    quotas = new(tokens_per_day=5_000)
+    idle = await granted(quotas, 2, 3_000, resumed=("unknown", 2_990))
+    await idle.settle()  # its job never ran
+    assert await day_tokens(redis) == 0
+    begun(resumed := await granted(quotas, 2, 3_000, resumed=("forgotten", 2_990)), 3_000)
+    await resumed.settle()
+    assert await day_tokens(redis) == 2 + 2_990 + 10
+    with pytest.raises(Exhausted):
+        await quotas.reserve("acme", 2, 3_000, resumed=("another", 2_990))
 
 
 async def test_a_plan_bounds_what_one_request_may_ask_for(new: New) -> None:
@@ -193,68 +280,62 @@ def with_key(redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Q
     path = tmp_path / "plans.toml"
     path.write_text(KEY_PLANS)
     monkeypatch.setattr("router.quotas.quotas.calling_key", lambda: "k1")
-    return Quotas(Ledger(redis, NO_RECOVERY), Plans(path), retry_s=0.01)
+    return Quotas(LedgerCalls(redis, SCRIPTS), Plans(path))
 
 
 async def test_a_call_is_reserved_and_settled_in_both_accounts(with_key: Quotas, redis: Redis) -> None:
     begun(grant := await granted(with_key, 2, 100), 60)
-    assert set(grant.reservations) == {"acme", "keys/k1"}
-    await with_key._accounts.look_at_used([])
-    for name in grant.reservations:
-        assert await redis.zrange(ledger_prefix(name) + "held", 0, -1) == [grant.id.encode()]
+    assert [await day_tokens(redis, name) for name in ("acme", "keys/k1")] == [102, 102]
     with pytest.raises(Exhausted) as refused:
         await with_key.reserve("acme", 2, 100)
     assert refused.value.subject == "keys/k1/quotas/tokens_per_day"
-    await asyncio.wait_for(grant.settle(End.FINISHED), 5.0)
-    assert [(await account(redis, name)).day_tokens for name in ("acme", "keys/k1")] == [62, 62]
+    await asyncio.wait_for(grant.settle(), 5.0)
+    assert [await day_tokens(redis, name) for name in ("acme", "keys/k1")] == [62, 62]
     assert with_key.apply_plan(replace(job(), priority=5)).priority == 1
 
 
 async def test_what_the_tenant_has_no_room_for_leaves_the_keys_account_alone(with_key: Quotas, redis: Redis) -> None:
-    other = Quotas(Ledger(redis, NO_RECOVERY), with_key._plans)
+    other = Quotas(LedgerCalls(redis, SCRIPTS), with_key._plans)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("router.quotas.quotas.calling_key", lambda: "k2")
         await granted(other, 100, 100)
     with pytest.raises(Exhausted) as refused:
         await with_key.reserve("acme", 50, 60)
     assert refused.value.subject == "tenants/acme/quotas/tokens_per_day"
-    await with_key.drain(5.0)
-    assert (await account(redis, "keys/k1")).day_tokens == 0
+    assert await day_tokens(redis, "keys/k1") == 0
 
 
 @pytest.mark.parametrize("carried_out", [False, True])
 @pytest.mark.parametrize("error", [RedisConnectionError("away"), asyncio.CancelledError(), ValueError("odd")])
-async def test_a_failed_reservation_of_the_tenant_leaves_nothing_in_either_account(
+async def test_a_failed_reservation_leaves_nothing_in_either_account(
     with_key: Quotas, redis: Redis, monkeypatch: pytest.MonkeyPatch, error: BaseException, *, carried_out: bool
 ) -> None:
-    reserve = with_key._ledger.reserve
+    ledger = with_key.session.ledger
+    reserve = ledger.reserve
+    await ledger.join(0, [])
 
-    async def fail(account: str, *rest: Any) -> object:
-        if account == "acme" and not carried_out:
-            raise error
-        answer = await reserve(account, *rest)
-        if account == "acme":
-            raise error
-        return answer
+    async def fail(*arguments: Any) -> None:
+        if carried_out:
+            await reserve(*arguments)
+        raise error
 
-    monkeypatch.setattr(with_key._ledger, "reserve", fail)
+    monkeypatch.setattr(ledger, "reserve", fail)
     with pytest.raises(Unavailable if isinstance(error, RedisConnectionError) else type(error)):
         await with_key.reserve("acme", 2, 100)
     await with_key.drain(5.0)
-    for name in ("acme", "keys/k1"):
-        assert (await account(redis, name)).day_tokens == 0
-        assert not await redis.exists(ledger_prefix(name) + "held")
-        assert not with_key._accounts.find(name).grants
+    assert [await day_tokens(redis, name) for name in ("acme", "keys/k1")] == [0, 0]
+    assert not await held_by(redis, with_key)
+    assert not with_key.session._grants
 
 
 async def test_a_request_resumed_with_another_key_is_charged_once_to_each(
     with_key: Quotas, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun(grant := await granted(with_key, 2, 100), 30)
-    grant.settle(End.LEFT)
-    await with_key.drain(5.0)
+    grant.leave()
+    await with_key.session.renew()
     monkeypatch.setattr("router.quotas.quotas.calling_key", lambda: "")
     begun(resumed := await granted(with_key, 2, 100, resumed=(grant.id, 30)), 100)
-    resumed.settle(End.FINISHED)
+    resumed.settle()
     await with_key.drain(5.0)
-    assert (await account(redis)).day_tokens == 102
+    assert [await day_tokens(redis, name) for name in ("acme", "keys/k1")] == [102, 32]
