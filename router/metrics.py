@@ -91,7 +91,7 @@ class RouterMetrics(Meters):
             "quota_reservations_expired", "Reservations that ended because no router renewed them."
         )
         self.ledger_refills = self.counter(
-            "quota_ledger_refills", "Accounts that took over this router's copy: Redis had lost data."
+            "quota_ledger_refills", "Times that this router told a ledger that had lost data what it knows."
         )
         self.usage_events = self.counter("usage_events", "Usage events that this router wrote to its file.")
         self.usage_sent = self.counter("usage_events_sent", "Usage events that the collector took.")

@@ -29,4 +29,6 @@ elseif used_output > r.told then -- sent to a client that had told less to anoth
     event = end_reservation(id, r)
   end
 end
+-- The router may not have got the answer of an earlier call that charged this.
+for name in each_account(r) do account_of(name) charged[name] = true end
 return {'settled', number, write_accounts(), event}
