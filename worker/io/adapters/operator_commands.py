@@ -29,8 +29,8 @@ from worker.ipc import Pin, PinRefused, Unpin, Warm
 
 log = logging.getLogger(__name__)
 
-# Timeout in seconds of one wait for a command: below the time after which a silent connection counts as lost.
-WAIT_S = 2.0
+# Timeout in seconds of one wait for a command: so far below that of a call that a slow Redis can answer in time.
+WAIT_S = 1.0
 # Seconds until the next wait after Redis did not answer.
 RETRY_S = 0.5
 # Timeout in seconds for an adapter that is to be warm to get a slot that no sequence needs.
