@@ -7,11 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.report import Report
+from bench.tables import rewrite
 
 
-def run_command(name: str, description: str, measure: Callable[[bool], Report]) -> Report:
-    """Read the arguments, call `measure`, print the tables, write the JSON file; return the report."""
-    return run_parsed(command_parser(name, description), lambda arguments: measure(arguments.quick))
+def run_command(name: str, description: str, measure: Callable[[bool], Report], page: Path | None = None) -> Report:
+    """Read the arguments, call `measure`, print the tables, write the JSON file; return the report.
+
+    With a `page` of the docs there is an argument to write its tables again.
+    """
+    parser = command_parser(name, description)
+    if page is not None:
+        parser.add_argument("--write-docs", action="store_true", help=f"write the figures into docs/{page.name}")
+    return run_parsed(parser, lambda arguments: measure(arguments.quick), page)
 
 
 def command_parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -22,14 +29,20 @@ def command_parser(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def run_parsed(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Report]) -> Report:
+def run_parsed(
+    parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Report], page: Path | None = None
+) -> Report:
     """Do what run_command does, with `measure` of all arguments."""
     arguments = parser.parse_args()
     # Checked before the measurement, which takes minutes.
     if arguments.json and not arguments.json.resolve().parent.is_dir():
         parser.error(f"--json: {arguments.json.parent} is not a directory")
+    if page is not None and arguments.write_docs and arguments.quick:
+        parser.error("--write-docs: not with --quick, whose figures are not for the page")
     report = measure(arguments)
     report.show()
     if arguments.json:
         report.write(arguments.json)
+    if page is not None and arguments.write_docs:
+        page.write_text(rewrite(page.read_text(), report.to_json()))
     return report

@@ -2,7 +2,8 @@
 
 A simulation tells what one of the routers gets from all workers: messages, frames and tokens a second, with the workers
 paced by the router and without. Then messages of that size and at that rate go over real links to a real relay, in a
-process of its own, whose processor time gives the cost of a message. A full run rewrites docs/scaling.md.
+process of its own, whose processor time gives the cost of a message. With --write-docs the figures go into
+docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from bench.fan_in_messages import Fleet, Traffic, simulate
 from bench.fan_in_router import job_id
 from bench.processor_time import processor_s
 from bench.report import Aim, Report, progress
-from bench.tables import rewrite
 from router.dispatch.pacing import PaceLimits
 from rpc.server import relay_options
 
@@ -76,10 +76,8 @@ class Case:
 
 
 def main() -> None:
-    """Run the benchmark with the command line's arguments; a full run rewrites the page."""
-    report = run_command("fan_in", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
-    if not report.quick:
-        PAGE.write_text(rewrite(PAGE.read_text(), report.to_json()))
+    """Run the benchmark with the command line's arguments; `--write-docs` writes its tables of the page."""
+    run_command("fan_in", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick), PAGE)
 
 
 def measure(setup: Setup, quick: bool) -> Report:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -14,7 +14,7 @@ _ENGINE_MODULE = b"worker.engine.process"
 
 
 def processor_s(roots: Mapping[str, int]) -> dict[str, float]:
-    """Return the seconds used so far by each process with its children; workers' engines are counted separately.
+    """Return the seconds used so far by each process with its children, but for those of `roots` and workers' engines.
 
     The result is empty on a system without /proc.
     """
@@ -26,18 +26,23 @@ def processor_s(roots: Mapping[str, int]) -> dict[str, float]:
         children.setdefault(int(fields[_PARENT]), []).append(pid)
     used: dict[str, float] = {}
     for name, root in roots.items():
-        for pid in _tree(root, children):
+        for pid in _tree(root, children, set(roots.values())):
             if pid in table:
                 whose = ENGINE if pid != root and _ENGINE_MODULE in _command(pid) else name
                 used[whose] = used.get(whose, 0.0) + _seconds(table[pid])
     return used
 
 
-def _tree(root: int, children: Mapping[int, Iterable[int]]) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """Return the child processes of a process, in the order of their start."""
+    return [int(word) for word in (_PROC / str(pid) / "task" / str(pid) / "children").read_text().split()]
+
+
+def _tree(root: int, children: Mapping[int, Iterable[int]], others: Collection[int]) -> list[int]:
+    """Return a process and those below it, without `others`; of this process, which starts the cluster's, it alone."""
     found = [root]
     for pid in found:  # The list grows in the loop.
-        # The children of this process are the cluster's processes, which have their own entries.
-        found += children.get(pid, ()) if pid != os.getpid() else ()
+        found += () if pid == os.getpid() else (child for child in children.get(pid, ()) if child not in others)
     return found
 
 

@@ -2,7 +2,8 @@
 
 Clusters of up to 1,000 workers and 100,000 adapters run in virtual time and show how often a job's worker has its
 adapter, how long jobs wait, how service is shared, and how often workers claim. The cost of a claim is measured on a
-real Valkey and gives the number of workers that a cell serves. A full run rewrites docs/scaling.md and its plots.
+real Valkey and gives the number of workers that a cell serves. A full run draws the plots of docs/scaling.md; with
+--write-docs its figures go there too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from bench.plots import PLOTS, Panel, draw
 from bench.report import Aim, Report, progress
 from bench.scaling_cluster import BEAT_MS, Result, Scale, VirtualCluster
 from bench.scaling_redis import CHARGE, CLAIM, EMPTY_CLAIM, ENQUEUE, WAITING, measure_costs
-from bench.tables import rewrite
 
 AIMS = {
     "hit_rate_100_workers": Aim(at_least=0.9),
@@ -97,10 +97,8 @@ class Run:
 
 
 def main() -> None:
-    """Run the benchmark with the command line's arguments; a full run rewrites the page and the plots."""
-    report = run_command("scaling", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
-    if not report.quick:
-        PAGE.write_text(rewrite(PAGE.read_text(), report.to_json()))
+    """Run the benchmark with the command line's arguments; `--write-docs` writes its tables of the page."""
+    run_command("scaling", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick), PAGE)
 
 
 def measure(setup: Setup, quick: bool) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,19 @@ def test_the_page_has_a_place_for_every_benchmark(name: str) -> None:
     assert "| `speed` | 2.5 | >= 3 |" in written
     assert f"`python -m bench.{name}` on " in written
     assert rewrite(written, made) == written
+
+
+def test_a_page_is_written_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(empty := "<!-- bench.engine -->\n<!-- end of bench.engine -->\n")
+    for flags, code in (([], None), (["--quick", "--write-docs"], 2), (["--write-docs"], None)):
+        assert page.read_text() == empty
+        monkeypatch.setattr("sys.argv", ["bench", *flags])
+        with pytest.raises(SystemExit) if code else nullcontext():
+            run_command("engine", "Something.", lambda quick: report("engine"), page)
+    assert "| ours | 1,234.5 |" in page.read_text()
 
 
 def test_a_page_without_markers_is_refused() -> None:
