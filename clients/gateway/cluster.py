@@ -5,10 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from loraplex_client import AsyncClient, LoraplexError, NotImplementedByServerError, ServedModel, Tls
+from loraplex_client import (
+    AsyncClient,
+    LoraplexError,
+    NotImplementedByServerError,
+    PermissionDeniedError,
+    ServedModel,
+    Tls,
+    UnauthenticatedError,
+)
 from loraplex_client.addresses import read_addresses
 from loraplex_client.calls import Call, Script
 from loraplex_client.connection import AsyncConnection
@@ -23,6 +32,10 @@ from clients.gateway.router_state import cluster_connection
 _NAMES_S = 5.0
 # Timeout in seconds of a look at a router's health.
 _HEALTH_S = 2.0
+# Timeout in seconds for a router's answer to whether it accepts a credential.
+_ACCEPTED_S = 1.0
+# Maximum number of accepted credentials that are remembered, of which each is a hash of 32 bytes.
+_ACCEPTED = 100_000
 # Maximum number of tokens whose bytes are kept.
 _TOKENS = 300_000
 # Maximum number of tokens whose bytes one call asks for: routers take as many ids as the context has.
@@ -53,6 +66,8 @@ class Cluster:
         self._names_until = 0.0
         self._digests: frozenset[str] = frozenset()
         self._bytes: dict[tuple[str, int], bytes] = {}
+        # Hashes of credentials that a router has accepted. One that was revoked since may stay: it is still one caller.
+        self._accepted: set[bytes] = set()
 
     async def close(self) -> None:
         """Close the channels."""
@@ -69,6 +84,43 @@ class Cluster:
             raise HttpError(404, "state_not_served", "the state is not served: give the gateway --operator-router")
         who = self._who(headers)
         return [(address, connection.for_caller(*who)) for address, connection in self._operators.items()]
+
+    async def counted_as(self, headers: Headers, address: str) -> str:
+        """Return the name of the caller whose share a request takes: its tenant, or its credential once accepted.
+
+        A request without a credential, or with one that no router has accepted yet, is its address's: names that
+        anybody can make up would each have a share. Raises UnauthenticatedError where a router refuses the credential.
+        """
+        try:
+            tenant, credential = self._who(headers)
+        except HttpError:  # the handler raises it, where it needs a caller
+            return address
+        if not self._checks_credentials:
+            return f"tenant {tenant}"
+        if not credential or not await self._accepts(credential):
+            return address
+        # The same signature of a token can be written in many ways; what it signs cannot.
+        signed = credential.rpartition(".")[0] or credential
+        return f"credential {sha256(signed.encode()).hexdigest()}"
+
+    async def _accepts(self, credential: str) -> bool:
+        """Return whether a router accepts a credential; False where none says. Raises UnauthenticatedError."""
+        key = sha256(credential.encode()).digest()
+        if key in self._accepted:
+            return True
+        try:
+            async with asyncio.timeout(_ACCEPTED_S):
+                await self._client.for_caller(api_key=credential).models()
+        except UnauthenticatedError:
+            raise
+        except PermissionDeniedError:  # a known caller, who may call something else
+            pass
+        except (LoraplexError, TimeoutError):
+            return False
+        if len(self._accepted) >= _ACCEPTED:
+            self._accepted.clear()
+        self._accepted.add(key)
+        return True
 
     def _who(self, headers: Headers) -> tuple[str, str]:
         """Return the tenant and the credential of a request, each empty for none. Raises HttpError."""
@@ -137,12 +189,12 @@ async def _bytes_of(caller: AsyncClient, model: str, ids: Sequence[int]) -> tupl
 
 def _credential(headers: Headers) -> str:
     """Return the API key or token of a request; empty for none. Raises HttpError."""
-    given: list[str] = headers.getlist("x-api-key")
+    credentials = {value.strip() for value in headers.getlist("x-api-key")}
     for value in headers.getlist("authorization"):
         scheme, _, key = value.partition(" ")
         if scheme.lower() != "bearer":
             raise HttpError(401, "credential_invalid", "authorization: give `Bearer` and an API key or a token")
-        given.append(key.strip())
-    if len(set(given)) > 1:
+        credentials.add(key.strip())
+    if len(credentials) > 1:
         raise HttpError(401, "credentials_differ", "the request has two credentials; give one")
-    return given[0] if given else ""
+    return "".join(credentials)

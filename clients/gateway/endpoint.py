@@ -11,15 +11,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from loraplex_client import AsyncClient, Generation, LoraplexError
-from loraplex_client.endpoint import TENANT_KEY
 from opentelemetry import context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from clients.gateway.cluster import Cluster
 from clients.gateway.errors import HttpError, full, http_error
-from clients.gateway.exchange import BODIES_BYTES, Exchange, client_of
+from clients.gateway.exchange import BODIES_BYTES, Exchange
 from clients.gateway.hosts import OwnNames
 from clients.gateway.metrics import GatewayMetrics
 from rpc.shares import Shares
@@ -27,8 +25,6 @@ from rpc.shares import Shares
 log = logging.getLogger(__name__)
 
 TRACEPARENT = "traceparent"
-# Headers that say who calls.
-_CALLER = ("authorization", "x-api-key", TENANT_KEY)
 _propagator = TraceContextTextMapPropagator()
 
 
@@ -84,23 +80,20 @@ Handler = Callable[[HttpCall], Awaitable[None]]
 
 
 class OpenRequests:
-    """The requests of the whole process, in shares: while their bodies come of addresses, then of callers.
-
-    A caller is who the headers say, which only routers check: who is refused there holds a place for milliseconds.
-    """
+    """The requests of the whole process, in shares: of addresses until callers are known, then of callers."""
 
     def __init__(self, limit: int) -> None:
         self._receiving, self._running = Shares(limit), Shares(limit)
         # Bytes of the bodies of requests that run, by their addresses.
         self.bytes = Shares(BODIES_BYTES)
 
-    def receiving(self, scope: Scope) -> AbstractContextManager[None]:
+    def receiving(self, address: str) -> AbstractContextManager[None]:
         """Count a request whose body comes, while the context is open. Raises HttpError."""
-        return _counted(self._receiving, client_of(scope))
+        return _counted(self._receiving, address)
 
-    def running(self, headers: Headers) -> AbstractContextManager[None]:
+    def running(self, caller: str) -> AbstractContextManager[None]:
         """Count a request that has its body, while the context is open. Raises HttpError."""
-        return _counted(self._running, "\n".join(headers.get(name, "") for name in _CALLER))
+        return _counted(self._running, caller)
 
 
 @contextmanager
@@ -156,9 +149,10 @@ class Endpoint:
         if handler is None:
             allowed = ", ".join(self._handlers)
             raise HttpError(405, "method_not_allowed", f"{exchange.method}: {self.path} takes {allowed}")
-        with self._open.receiving(scope):
+        with self._open.receiving(exchange.client):
             body = await exchange.read_body(self._open.bytes)
-        with self._open.running(exchange.headers):
+            caller = await self._gateway.cluster.counted_as(exchange.headers, exchange.client)
+        with self._open.running(caller):
             call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}))
             with trace_of(exchange.headers):
                 work = asyncio.create_task(_run(handler, call))

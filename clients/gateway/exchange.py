@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from clients.gateway.errors import HttpError, full, invalid
+from clients.gateway.listener import host_of
 from rpc.shares import Shares
 
 # Maximum bytes of a request's body: a router takes gRPC messages of 4 MiB.
@@ -28,14 +29,14 @@ encode = msgspec.json.Encoder().encode
 class Exchange:
     """A request and its answer, which is one JSON value or a stream of events. `status` is 0 until it is sent.
 
-    `client` is the address that it came from.
+    `client` is the host that it came from.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers = Headers(scope=scope)
-        self.client = client_of(scope)
+        self.client = host_of(str((scope.get("client") or ("",))[0]))
         self.status = 0
         self.body_bytes = 0
         self._receive = receive
@@ -124,11 +125,6 @@ class Exchange:
     async def _body(self, body: bytes) -> None:
         self._ended = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def client_of(scope: Scope) -> str:
-    """Return the address that a request came from."""
-    return str((scope.get("client") or ("",))[0])
 
 
 def _too_large() -> HttpError:

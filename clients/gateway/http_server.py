@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from clients.gateway.errors import HttpError
 from clients.gateway.exchange import BODY_BYTES, encode
-from clients.gateway.listener import Listener
+from clients.gateway.listener import Listener, Place, Places
 from clients.gateway.own_certificate import OwnCertificate
 from clients.gateway.settings import Settings
 from rpc.edge import raise_file_limit
@@ -45,6 +45,8 @@ class Connection(HttpToolsProtocol):
     on_error: Callable[[HttpError], object]
     gauge: Gauge
     closed: Counter
+    # Set by `HttpServer`.
+    place: Place
 
     _headers_timer: TimerHandle | None = None
     _stall_timer: TimerHandle | None = None
@@ -54,12 +56,14 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(transport)
+        self.place.close = self._make_room
         self.gauge.set(len(self.connections))
         self._headers_timer = self.loop.call_later(_HEADERS_S, self._give_up, "headers_slow")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         super().connection_lost(exc)
+        self.place.leave()
         self.gauge.set(len(self.connections))
         for timer in (self._headers_timer, self._stall_timer):
             if timer is not None:
@@ -97,6 +101,13 @@ class Connection(HttpToolsProtocol):
             self._headers_timer.cancel()
             self._headers_timer = None
         super().on_headers_complete()
+        self.place.work()
+
+    def on_response_complete(self) -> None:
+        """See HttpToolsProtocol."""
+        super().on_response_complete()
+        if self.cycle.response_complete:  # else the next request came behind this one
+            self.place.rest()
 
     def pause_writing(self) -> None:
         """See asyncio.Protocol: the client reads more slowly than its answer comes."""
@@ -132,6 +143,9 @@ class Connection(HttpToolsProtocol):
         self.transport.write(head.encode("ascii") + body)
         self.transport.close()
 
+    def _make_room(self) -> None:
+        self._give_up("limit")
+
     def _give_up(self, why: str) -> None:
         self.closed.labels(why).inc()
         self.transport.abort()
@@ -145,7 +159,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, config: Config, connections_limit: int, tls: OwnCertificate | None, closed: Counter) -> None:
         super().__init__(config)
-        self._connections_limit, self._tls, self._closed = connections_limit, tls, closed
+        self._places, self._tls, self._closed = Places(connections_limit), tls, closed
         # Set when it listens, or has failed to.
         self.start_tried = asyncio.Event()
 
@@ -154,22 +168,16 @@ class HttpServer(uvicorn.Server):
         try:
             await super().startup([])
             context = None if self._tls is None else self._tls.context
-            listeners = [
-                Listener(one, self._connection, self._has_room, context, self._closed) for one in sockets or ()
-            ]
+            listeners = [Listener(one, self._connection, self._places, context, self._closed) for one in sockets or ()]
             self.servers = cast(Any, listeners)  # uvicorn closes them
         finally:
             self.start_tried.set()
 
-    def _connection(self) -> asyncio.BaseProtocol:
+    def _connection(self, place: Place) -> asyncio.BaseProtocol:
         make = cast(Any, self.config.http_protocol_class)
-        return cast(
-            asyncio.BaseProtocol,
-            make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state),
-        )
-
-    def _has_room(self, opening: int) -> bool:
-        return len(self.server_state.connections) + opening < self._connections_limit
+        connection = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        connection.place = place
+        return cast(asyncio.BaseProtocol, connection)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

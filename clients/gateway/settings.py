@@ -46,7 +46,7 @@ class Settings:
     port: int = setting("the port to listen on; 0: the system chooses", 8000)
     tls_cert: str = setting("PEM file with the gateway's own certificate: it then speaks HTTPS; with --tls-key", "")
     tls_key: str = setting("PEM file with the certificate's private key", "")
-    connections_limit: int = setting("how many connections may be open", 10_000)
+    connections_limit: int = setting("how many connections may be open; an address gets half of them", 10_000)
     requests_limit: int = setting("how many requests may run at once; a caller gets a share of them", 8_192)
     client_stall_s: float = setting(
         "seconds that a client may leave an answer unread; then its connection is closed", 15.0

@@ -22,6 +22,13 @@ from rpc.shares import Shares
 SCOPE = {"type": "http", "method": "POST", "path": "/x", "headers": []}
 
 
+class Caller:
+    """Stands for a cluster whose callers are what the header Authorization says."""
+
+    async def counted_as(self, headers: Headers, address: str) -> str:
+        return headers.get("authorization", address)
+
+
 class Client:
     """Sends a body; leaves where a test says so."""
 
@@ -29,11 +36,11 @@ class Client:
         self.leaves = asyncio.Event()
         self.sent: list[Any] = []
         self.metrics = GatewayMetrics()
-        cluster: Any = None
+        cluster: Any = Caller()
         requests = OpenRequests(limit)
         self.open = ExitStack()
         for _ in range(running):
-            self.open.enter_context(requests.running(Headers({"authorization": "Bearer loud"})))
+            self.open.enter_context(requests.running("Bearer loud"))
         self._endpoint = Endpoint("/x", PROTOCOL, {"POST": handler}, Gateway(cluster, self.metrics), requests)
         self._asked = False
 
@@ -114,11 +121,11 @@ async def test_bodies_that_do_not_come_from_one_address_leave_room_for_those_of_
     requests = OpenRequests(8)
     with ExitStack() as slow:
         for _ in range(4):
-            slow.enter_context(requests.receiving({"client": ("10.0.0.1", 1)}))
+            slow.enter_context(requests.receiving("10.0.0.1"))
         with pytest.raises(HttpError, match="as many requests as it may"):
-            slow.enter_context(requests.receiving({"client": ("10.0.0.1", 2)}))
-        slow.enter_context(requests.receiving({"client": ("10.0.0.2", 1)}))
-        slow.enter_context(requests.receiving({"client": None}))
+            slow.enter_context(requests.receiving("10.0.0.1"))
+        slow.enter_context(requests.receiving("10.0.0.2"))
+        slow.enter_context(requests.receiving(""))
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "1.5", "soon", "9" * 30, ""])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from starlette.types import Message
@@ -24,7 +25,7 @@ MESSAGE = "host: 'evil.test' is no name of this gateway; if it should be, start 
 
 async def answer(settings: Settings, *hosts: str, origin: str = "", path: str = "/v1/nothing") -> tuple[int, Any]:
     """Return status and body of the answer to a request with these headers."""
-    cluster: Any = None
+    cluster: Any = AsyncMock()
     app = application(Gateway(cluster, GatewayMetrics(), own_names(settings)), 8)
     headers = [(b"host", host.encode()) for host in hosts] + [(b"origin", origin.encode())] * bool(origin)
     sent: list[Message] = []

@@ -105,12 +105,27 @@ async def rows(cluster: Cluster, count: int) -> bool:
     return sum(worker.rows_running for worker in await cluster.workers()) == count
 
 
-async def test_connections_beyond_the_limit_are_closed(limited: str, eventually: Eventually) -> None:
-    held = [await connect(limited) for _ in range(3)]
-    assert not await is_served(limited)
-    for _, writer in held:
+async def test_connections_beyond_the_limit_take_the_place_of_idle_ones(
+    cluster: Cluster, limited: str, eventually: Eventually
+) -> None:
+    """The test is one host, which has half of three connections, rounded up."""
+    (idle, _), *_ = others = [await connect(limited) for _ in range(2)]
+    assert await is_served(limited)
+    assert not await idle.read(-1), "the one that has rested longest is closed"
+    for _, writer in others:
+        writer.close()
+    body = LONG.replace(b'"n":16', b'"n":1')
+    busy = []
+    for _ in range(2):
+        reader, writer = await connect(limited)
+        writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.readuntil(b"data: ")
+        busy.append(writer)
+    assert not await is_served(limited), "nothing is closed for a new one that answers a request"
+    for writer in busy:
         writer.close()
     await eventually(lambda: is_served(limited))
+    await eventually(cluster.idle)
 
 
 async def is_served(address: str) -> bool:

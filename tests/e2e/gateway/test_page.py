@@ -194,7 +194,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[tuple[str, Settings, OneWorke
     port = server.bind("127.0.0.1", 0, tls.server_credentials(client_certificates=False))
     await server.start()
     operated = f"127.0.0.1:{port},localhost:{port}"
-    yield text, Settings("127.0.0.1:1", ca=str(files[2]), port=0, operator_router=operated), service
+    yield text, Settings(f"127.0.0.1:{port}", ca=str(files[2]), port=0, operator_router=operated), service
     await server.stop(0)
 
 

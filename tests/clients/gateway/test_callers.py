@@ -1,0 +1,148 @@
+"""Shares of the gateway: a request takes that of a checked credential or of a host, a connection that of a host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from loraplex_client import PermissionDeniedError, UnauthenticatedError, UnavailableError
+from starlette.datastructures import Headers
+
+from clients.gateway.cluster import Cluster
+from clients.gateway.listener import Place, Places, host_of
+
+KEY, LIMITED = "lpx_key_secret", "lpx_limited_secret"
+HOST = "10.0.0.1"
+
+
+class Routers:
+    """Stand for routers that accept KEY and all tokens of one payload; the clients of LIMITED may not list models."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.fails: Exception | None = None
+
+    def for_caller(self, tenant: str = "", api_key: str = "") -> Any:
+        self._key = api_key
+        return self
+
+    async def models(self) -> None:
+        self.asked[self._key] += 1
+        if self.fails is not None:
+            raise self.fails
+        if self._key == LIMITED:
+            raise PermissionDeniedError("no scope")
+        if self._key != KEY and not self._key.startswith("header.payload."):
+            raise UnauthenticatedError("no such key")
+
+
+@pytest.fixture
+def routers() -> Routers:
+    return Routers()
+
+
+@pytest.fixture
+def cluster(routers: Routers) -> Cluster:
+    found = Cluster.__new__(Cluster)
+    found._client, found._checks_credentials, found._accepted = routers, True, set()  # type: ignore[assignment]
+    return found
+
+
+def spellings() -> Iterator[Headers]:
+    """Yield requests with one key that differ in what says so."""
+    for scheme in ("Bearer", "bearer", "bEaReR", "BEARER"):
+        for space in (" ", "  ", "   "):
+            yield Headers({"authorization": f"{scheme}{space}{KEY}"})
+            yield Headers({"authorization": f"{scheme}{space}{KEY}", "x-api-key": f"{KEY} "})
+            yield Headers({"authorization": f"{scheme}{space}{KEY}", "x-loraplex-tenant": f"t{len(space)}"})
+
+
+async def test_every_spelling_of_a_key_is_one_caller_whom_a_router_is_asked_about_once(
+    cluster: Cluster, routers: Routers
+) -> None:
+    found = {await cluster.counted_as(headers, HOST) for headers in spellings()}
+    assert len(found) == 1
+    assert found != {HOST}
+    assert routers.asked == {KEY: 1}
+    tokens = {await cluster.counted_as(Headers({"x-api-key": f"header.payload.{at}"}), HOST) for at in range(3)}
+    assert len(tokens) == 1, "one token whose signature is written in three ways"
+    assert tokens != found
+    assert await cluster.counted_as(Headers({"x-api-key": LIMITED}), HOST) not in {HOST, *found}
+
+
+async def test_made_up_keys_have_no_share_of_their_own(cluster: Cluster, routers: Routers) -> None:
+    assert await cluster.counted_as(Headers({}), HOST) == HOST
+    assert await cluster.counted_as(Headers({"authorization": "Basic abc"}), HOST) == HOST
+    assert await cluster.counted_as(Headers({"authorization": "Bearer a", "x-api-key": "b"}), HOST) == HOST
+    for _ in range(2):
+        with pytest.raises(UnauthenticatedError):
+            await cluster.counted_as(Headers({"x-api-key": "made up"}), HOST)
+    assert routers.asked == {"made up": 2}
+    routers.fails = UnavailableError("no router")
+    assert await cluster.counted_as(Headers({"x-api-key": KEY}), HOST) == HOST
+
+
+async def test_without_credentials_a_caller_is_the_tenant_alone(cluster: Cluster, routers: Routers) -> None:
+    cluster._checks_credentials = False
+    found = {await cluster.counted_as(Headers({"x-loraplex-tenant": "a", "x-api-key": key}), HOST) for key in "xyz"}
+    assert found == {"tenant a"}
+    assert not routers.asked
+
+
+def test_a_host_has_all_addresses_of_its_network() -> None:
+    assert host_of("10.0.0.1") == host_of("::ffff:10.0.0.1") == "10.0.0.1"
+    assert host_of("2001:db8:0:1::5") == host_of("2001:db8:0:1:ffff::") == "2001:db8:0:1::/64"
+    assert host_of("2001:db8:0:2::5") != host_of("2001:db8:0:1::5")
+    assert host_of("") == ""
+
+
+class Connections:
+    """Connections of hosts at places; `closed` are those that were closed for others."""
+
+    def __init__(self, limit: int) -> None:
+        self.places = Places(limit)
+        self.closed: list[str] = []
+
+    def open(self, host: str, name: str = "", works: bool = False) -> Place | None:
+        place = self.places.enter(host)
+        if place is not None:
+            place.close = lambda: self.closed.append(name)
+            if works:
+                place.work()
+        return place
+
+
+def test_a_host_has_half_of_the_connections_and_its_new_ones_take_the_place_of_idle_ones() -> None:
+    connections = Connections(8)
+    places = [connections.open("a", f"a{at}") for at in range(4)]
+    assert all(places)
+    places[0].work()  # type: ignore[union-attr]
+    assert connections.open("a", "a4")
+    assert connections.closed == ["a1"], "the one that has rested longest"
+    for _ in range(4):
+        assert connections.open("b", works=True)
+    assert connections.open("b") is None, "all of its half work"
+
+
+def test_the_idle_connections_of_the_host_that_has_most_make_room_for_others() -> None:
+    connections = Connections(8)
+    for at in range(4):
+        assert connections.open("loud", f"loud {at}")
+    for _ in range(3):
+        assert connections.open("busy", works=True)
+    quiet = connections.open("quiet", "quiet")
+    assert quiet
+    assert connections.open("new", "new")
+    assert connections.open("new", "new too")
+    assert connections.closed == ["loud 0", "loud 1"]
+    # Now loud and new have two each, and busy has three without an idle one.
+    assert connections.open("busy") is None
+    assert connections.open("quiet", "quiet too")
+    assert connections.closed.pop() == "loud 2"
+    assert connections.open("quiet")
+    assert connections.closed.pop() == "quiet", "nobody has more: its own makes room"
+    quiet.leave()  # as it does when it ends
+    assert sum(connections.places._of_host.values()) == 8
+    assert connections.places.resting.keys() == {"loud", "new", "quiet"}
