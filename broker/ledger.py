@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import OutOfMemoryError, ResponseError
@@ -163,13 +163,6 @@ class ReserveCall:
 SendReserve = Callable[[ReserveCall], Awaitable[None]]
 
 
-class Calls(Protocol):
-    """Calls of the ledger's scripts, by name: those of LedgerCalls, or of a simulation."""
-
-    async def __call__(self, name: str, arguments: Sequence[Any], send: SendReserve | None = None) -> Any:
-        """Return a script's answer."""
-
-
 class LedgerCalls:
     """Calls of the ledger's scripts on a server."""
 
@@ -211,7 +204,7 @@ class LedgerCalls:
 class Ledger:
     """The ledger as one router, by its name, uses it. Errors of broker.connection.REDIS_DOWN pass through."""
 
-    def __init__(self, calls: Calls, router: str) -> None:
+    def __init__(self, calls: LedgerCalls, router: str) -> None:
         self._calls = calls
         self.router = router
         # Epoch of the ledger that this router has told what it knows, and number of the last call that it knows of.

@@ -7,6 +7,7 @@
 local epoch, seen, id, router, facts = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 -- `received`: output tokens that the client of a resumed request has; -1: a new request.
 local input, output, received = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+-- The limits in the order of broker/ledger.py, by what they limit.
 local LIMITS = {'streams', 'requests', 'input', 'output', 'day_tokens', 'month_tokens'}
 local names, limits = {}, {}
 for i = 9, #ARGV, 7 do

@@ -24,8 +24,8 @@ from router.generation.resume import ResumeClaims, ResumeTokens, Resumption
 from router.generation.runs import Run, Runs
 from router.generation.slow_clients import SlowClients
 from router.output.answer import Answer
-from router.quotas.grant import Grant
 from router.quotas.quotas import Quotas
+from router.quotas.session import Grant
 from router.quotas.usage import Facts
 from router.request import Message, Received, Request
 from rpc.errors import Aborted, CallError, Exhausted, InvalidField, Unavailable

@@ -10,8 +10,8 @@ from broker.queue import UnreservedError
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import RoutedJob
 from router.generation.resume import Resumption
-from router.quotas.grant import Grant
 from router.quotas.quotas import Quotas
+from router.quotas.session import Grant
 from router.quotas.usage import Facts
 
 # Maximum prompt tokens of a job that is sent together with its reservation: where that is refused, Redis has read the

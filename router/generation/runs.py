@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from router.dispatch.routed_job import RoutedJob
 from router.generation.resume import Began, ResumeClaims, Resumption
 from router.output.chat_reader import ChatFormat
-from router.quotas.grant import Grant
+from router.quotas.session import Grant
 from router.request import Request, Summary, WeightedAdapter
 from rpc.errors import AlreadyExists
 

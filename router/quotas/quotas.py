@@ -15,8 +15,8 @@ from dataclasses import replace
 from broker.connection import REDIS_DOWN
 from broker.keys import is_key_account
 from broker.ledger import (
-    Calls,
     Ledger,
+    LedgerCalls,
     LedgerFullError,
     QuotaReachedError,
     Reservation,
@@ -24,11 +24,11 @@ from broker.ledger import (
     TokenLimits,
 )
 from broker.messages import Job
+from router.catalog.store_client import StoreClient
 from router.dispatch.refusals import queue_full
 from router.metrics import RouterMetrics
-from router.quotas.grant import Grant
 from router.quotas.plans import Owner, Plans
-from router.quotas.session import AccountStore, LedgerSession
+from router.quotas.session import Grant, LedgerSession
 from router.quotas.usage import NO_FACTS, Facts, UsageLog, calling_key
 from rpc.errors import Exhausted, Unavailable
 
@@ -40,11 +40,11 @@ class Quotas:
 
     def __init__(
         self,
-        calls: Calls,
+        calls: LedgerCalls,
         plans: Plans,
         metrics: RouterMetrics | None = None,
         usage: UsageLog | None = None,
-        store: AccountStore | None = None,
+        store: StoreClient | None = None,
     ) -> None:
         self._plans = plans
         self._metrics = metrics or RouterMetrics()

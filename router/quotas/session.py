@@ -1,6 +1,7 @@
-"""A router's session with the ledger: its reservations are renewed, ended in the background, and told again when lost.
+"""A call's reservation of tokens, and a router's session with the ledger.
 
-Every second it renews its reservations, and saves the accounts that its calls have changed in the adapter store.
+The session ends reservations in the background, and tells them again to a ledger that has lost data. Every second it
+renews them, and saves the accounts that its calls have changed in the adapter store.
 """
 
 from __future__ import annotations
@@ -10,16 +11,27 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Protocol, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
+import msgspec
 from loraplex.admin.v1 import accounts_pb2 as pb
 
 from broker.connection import REDIS_DOWN
-from broker.ledger import Counts, Ledger, LedgerBehindError, LedgerClosedError, SendReserve, TokenLimits
+from broker.ledger import (
+    Counts,
+    Ledger,
+    LedgerBehindError,
+    LedgerClosedError,
+    Reservation,
+    SendReserve,
+    TokenLimits,
+)
 from broker.terms import RECOVERY_MS
+from router.catalog.store_client import StoreClient
+from router.dispatch.routed_job import RoutedJob
 from router.metrics import RouterMetrics
-from router.quotas.grant import Grant
+from router.quotas.usage import Facts
 from rpc.errors import Aborted, CallError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -30,6 +42,8 @@ T = TypeVar("T")
 RENEW_S = 1.0
 # Time in seconds for which the reservation of a call that ended before its answer is held, so that it may be resumed.
 LINGER_S = 5.0
+# Timeout in seconds for the settling that the last message of a call waits for.
+FINISH_S = 0.5
 # Maximum number of tries of one reservation, while the ledger is filled and opened.
 _TRIES = 4
 # Time in seconds for which events of charges are kept, to add them again to a Redis that has lost them; routers write
@@ -41,20 +55,80 @@ _DRAIN_RETRY_S = 0.05
 _FORMER = "/former"
 
 
-class AccountStore(Protocol):
-    """The accounts that the adapter store keeps. Its calls raise CallError."""
+@dataclass(slots=True, eq=False)
+class Grant:
+    """The reservation of a call: of one job, or of all jobs of a call of Score, Embed or Classify."""
 
-    async def save_accounts(self, accounts: Sequence[pb.Account]) -> None:
-        """Save accounts, each count unless the store has a higher one."""
+    reservation: Reservation
+    session: LedgerSession
+    # Output tokens that the client of a resumed request had.
+    received: int = 0
+    jobs: list[RoutedJob] = field(default_factory=list)
+    # Counts the output tokens that the client got, from the request's first one; None: the call has no stream, and is
+    # made again where its router dies.
+    delivered: Callable[[], int] | None = None
+    # Facts for the usage event; None: events are not written.
+    facts: Facts | None = None
+    began_at: float = field(default_factory=time.monotonic)
+    _end: asyncio.Future[None] | None = None
 
-    async def accounts(self) -> Sequence[pb.Account]:
-        """Return all accounts of windows that may still run."""
+    @property
+    def id(self) -> str:
+        """Return the reservation's id."""
+        return self.reservation.id
+
+    def settle(self) -> asyncio.Future[None]:
+        """End it in the background; the answer is done once the ledger knows. Further ends do nothing."""
+        if self._end is None:
+            self._end = self.session.settle(self)
+        return self._end
+
+    def leave(self) -> None:
+        """End it in the background, unless the request is resumed soon."""
+        if self._end is None:
+            self._end = self.session.leave(self)
+
+    async def finish(self) -> None:
+        """Settle before the client gets the last message, so that it knows of no token that is not charged.
+
+        A Redis that does not answer delays nobody for long: then the reservation is settled later.
+        """
+        await asyncio.wait({self.settle()}, timeout=FINISH_S)
+
+    def end_calls(self, error: CallError) -> None:
+        """End the call of the reservation with an error."""
+        for routed in self.jobs:
+            routed.end_reader(error)
+
+    def count(self, *, ended: bool = False) -> Reservation:
+        """Return the reservation with what is used of it by now, as it would stand if this router died."""
+        if ended or self.delivered is not None:
+            computed = [one for one in self.jobs if one.first_token_at is not None or (ended and _is_given_up(one))]
+            prompts = sum(len(routed.job.prompt_ids) for routed in computed)
+            used_input = min(prompts + self.received, self.reservation.numbers["held_input"]) if computed else 0
+            self.reservation.use(used_input, self.delivered() if self.delivered else 0)
+            self.reservation.facts = self._encoded_facts()
+        return self.reservation
+
+    def _encoded_facts(self) -> str:
+        if self.facts is None:
+            return ""
+        facts = self.facts.of_job(self.jobs[0].job) if self.jobs else self.facts
+        # A resumed request has those of its beginning.
+        cached = facts.cached_tokens or sum(routed.cached_tokens for routed in self.jobs)
+        seconds = time.monotonic() - self.began_at
+        return msgspec.structs.replace(facts, cached_tokens=cached, seconds=round(seconds, 4)).encode()
+
+
+def _is_given_up(routed: RoutedJob) -> bool:
+    """Return whether a job's client left while a worker computed its prompt, which is charged then."""
+    return routed.claimed_at is not None and routed.failure is None and routed.reader.error is None
 
 
 class LedgerSession:
     """The reservations of one router. Without a store a Redis that loses its data is told what the router knows."""
 
-    def __init__(self, ledger: Ledger, metrics: RouterMetrics, store: AccountStore | None = None) -> None:
+    def __init__(self, ledger: Ledger, metrics: RouterMetrics, store: StoreClient | None = None) -> None:
         self.ledger = ledger
         self._metrics = metrics
         self._store = store

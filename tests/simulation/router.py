@@ -202,7 +202,9 @@ class SimulatedRouter:
         encoder, proofs = PromptEncoder(), GrammarProofs()
         admission = Admission(self.models, self._store, self.name, self.reach, encoder, proofs=proofs)
         self.plans = Plans(self._quotas)
-        quotas = Quotas(SimulatedCalls(self._redis), self.plans, store=self._store)
+        calls: Any = SimulatedCalls(self._redis)
+        accounts: Any = self._store
+        quotas = Quotas(calls, self.plans, store=accounts)
         self.tenant_data = RouterData(self.dispatcher, self._store, (), encoder, proofs, quotas)
         self.generation = Generation(self.models, admission, self.dispatcher, tokens, quotas)
         self._scoring = Scoring(self.generation, admission, self.models, encoder)

@@ -26,8 +26,8 @@ from router.dispatch.routed_job import READ_TOKENS
 from router.generation.generation import Generation
 from router.generation.resume import Began, ResumeClaims, ResumeTokens, Resumption
 from router.generation.resume_keys import GivenKeys
-from router.quotas.grant import Grant
 from router.quotas.quotas import Quotas
+from router.quotas.session import Grant
 from router.request import Delta, Message, Received, Request, Summary
 from router.text.prompt_encoder import SHORT_IDS
 from router.text.tokenizer import HashText

@@ -13,7 +13,7 @@ import pytest
 
 from broker.ledger import Reservation
 from router.generation.scoring import AT_ONCE, Scoring
-from router.quotas.grant import Grant
+from router.quotas.session import Grant
 from router.request import Message, PromptLogprobs, Request, Summary, TokenLogprobs
 from router.text.prompt_encoder import PromptEncoder
 from router.text.tokenizer_text import TokenizerText

@@ -17,9 +17,9 @@ from broker.keys import LEDGER
 from broker.ledger import LedgerCalls
 from broker.scripts import Scripts
 from router.dispatch.routed_job import RoutedJob
-from router.quotas.grant import Grant
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
+from router.quotas.session import Grant
 from rpc.errors import Aborted, Exhausted, Unavailable
 from tests.router.recording_link import RecordingLink, frame, job
 
@@ -61,7 +61,8 @@ def new(redis: Redis, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPa
     def make(table: str = "tenants.acme", **limits: int) -> Quotas:
         path = tmp_path / "plans.toml"
         path.write_text(f"[{table}]\n" + "".join(f"{name} = {most}\n" for name, most in limits.items()))
-        return Quotas(LedgerCalls(redis, SCRIPTS), Plans(path), store=store)
+        accounts: Any = store
+        return Quotas(LedgerCalls(redis, SCRIPTS), Plans(path), store=accounts)
 
     return make
 
