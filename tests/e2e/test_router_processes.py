@@ -21,7 +21,7 @@ from worker.engine_api import Stopping
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=10"
 # Of streams that outlive a kill, and of those that end within a drain.
-LONG, SHORT = 150, 60
+LONG, SHORT = 120, 30
 # Connections of which each process has one, but for one in 2**21 runs.
 CLIENTS = 22
 
