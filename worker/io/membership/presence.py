@@ -104,4 +104,4 @@ class Presence:
                     return
                 self._follow_routers(await self._liveness.beat(self._state(self._phase)))
         except REDIS_DOWN as error:  # a timeout is one of them
-            log.warning("Redis does not answer: %s", error or type(error).__name__)
+            log.warning("Redis does not answer: %s", str(error) or type(error).__name__)
