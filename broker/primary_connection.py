@@ -21,7 +21,7 @@ from broker.connection_files import TLSConnection
 class _FollowsPrimary(AbstractConnection):
     """A connection that closes when its server has become a replica: the address may lead to the new primary now.
 
-    While a cluster moves a slot key by key, either node has a part of a queue or account. A call that went to the new
+    While a cluster moves a slot key by key, either node has a part of a queue or ledger. A call that went to the new
     node (ASK) would begin these anew there, and the keys that follow could not be moved: BUSYKEY. So it fails. The
     library would fail too: it sends ASKING over another connection, and raises AttributeError for a node that is new.
 

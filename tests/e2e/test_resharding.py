@@ -1,4 +1,4 @@
-"""A Redis Cluster moves the slots of a queue and an account, whole, to a node that has joined and back, under load."""
+"""A Redis Cluster moves the slots of queue and ledger, whole, to a node that has joined and back, under load."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from loraplex_client import AsyncClient
 
-from broker.keys import Keys, ledger_prefix
-from tests.e2e.conftest import TENANT, StartCluster
+from broker.keys import LEDGER, Keys
+from tests.e2e.conftest import StartCluster
 from tests.valkey_cluster import ValkeyCluster
 from worker.engine.hash_tokens import expected_ids
 from worker.engine_api import Stopping
@@ -24,7 +24,12 @@ async def test_every_call_is_answered_while_slots_move(start_cluster: StartClust
     with tempfile.TemporaryDirectory(prefix="lp-") as directory:
         async with (
             ValkeyCluster(Path(directory)) as valkeys,
-            start_cluster(MODEL, {}, redis_url=valkeys.url, router_flags=("--plans", str(plans))) as cluster,
+            start_cluster(
+                MODEL,
+                {},
+                redis_url=valkeys.url,
+                router_flags=("--plans", str(plans), "--usage-file", str(tmp_path / "usage")),
+            ) as cluster,
         ):
             answers, more = 0, asyncio.Condition()
 
@@ -47,7 +52,7 @@ async def test_every_call_is_answered_while_slots_move(start_cluster: StartClust
             async def move() -> None:
                 await answered(CALLERS)
                 for source in (0, 1):
-                    for key in (Keys("hash", "main").waiting, ledger_prefix(TENANT)):
+                    for key in (Keys("hash", "main").waiting, LEDGER):
                         await valkeys.move(key, source)
                         await answered(CALLERS)
 
