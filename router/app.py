@@ -57,6 +57,9 @@ log = logging.getLogger(__name__)
 
 # Time in seconds that calls get to send their last status when the router stops.
 HAND_OVER_S = 1.0
+# Time in seconds in which a router that stops still takes calls: gRPC cancels those that wait to be accepted, and their
+# clients cannot know that nothing was computed.
+ACCEPT_S = 0.25
 
 
 async def run(settings: Settings, *, supervised: bool = False) -> None:
@@ -193,6 +196,7 @@ async def _run_until(stop: asyncio.Event, following: asyncio.Task[None]) -> None
 
 async def _drain(public: GuardedServers, generation: Generation | None, drain_s: float) -> None:
     """Take no new calls; after `drain_s` end those that still run, which are resumed at another router."""
+    await asyncio.sleep(ACCEPT_S)
     stopping = asyncio.create_task(public.stop(drain_s + HAND_OVER_S))
     await asyncio.wait({stopping}, timeout=drain_s)
     if generation is not None:

@@ -137,10 +137,11 @@ def test_the_server_calls_of_one_call(server: Any, other_server: Any, way: str, 
 
 
 @pytest.mark.parametrize("status", [grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN])
-def test_a_stream_that_breaks_before_its_first_message(server: Any, status: grpc.StatusCode) -> None:
-    server.service.script = [status]
+@pytest.mark.parametrize("call", [generate, tokenize])
+def test_a_call_that_breaks_before_its_first_message(server: Any, status: grpc.StatusCode, call: Call) -> None:
+    server.service.script, server.service.unary_failure = [status], status
     with lx.Client(server.address) as client, pytest.raises(lx.LoraplexError):
-        client.generate("hello")
+        call(client)
     assert len(server.service.requests) == CALL_TRIES
 
 

@@ -14,7 +14,14 @@ from loraplex_client.addresses import Rotation, read_addresses
 from loraplex_client.calls import Call
 from loraplex_client.channels import Channels
 from loraplex_client.credentials import ApiKey, Credentials, credentials_of
-from loraplex_client.errors import CancelledError, InvalidRequestError, LoraplexError, UnavailableError, error_of
+from loraplex_client.errors import (
+    CancelledError,
+    InvalidRequestError,
+    LoraplexError,
+    UnavailableError,
+    error_of,
+    is_broken,
+)
 from loraplex_client.recovery import Attempt, Recovery
 from loraplex_client.retries import RESUME_ATTEMPTS, RetryBudget, Tries
 from loraplex_client.tracing import trace_metadata
@@ -93,7 +100,7 @@ class Endpoint:
         """Return the seconds until the next try of a call that is not resumed. Raises the error that ends it."""
         failure = error_of(error, attempt.address)
         try:
-            if not (isinstance(failure, UnavailableError) or tries.waits(failure)):
+            if not (isinstance(failure, UnavailableError) or is_broken(failure) or tries.waits(failure)):
                 raise failure
             if not attempt.call.may_repeat:
                 self._rotation.failed(attempt.address)

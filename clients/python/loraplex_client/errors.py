@@ -124,6 +124,12 @@ class InternalError(LoraplexError):
     """A failure inside the server, or a stream that breaks the protocol."""
 
 
+def is_broken(error: LoraplexError) -> bool:
+    """Return whether the connection broke, or no server took the call: such errors have no reason of a server."""
+    broke = isinstance(error, (UnavailableError, CancelledError, InternalError)) or type(error) is LoraplexError
+    return broke and not error.reason
+
+
 class AnswerFormatError(LoraplexError):
     """An answer that can't be read as its response_format, mostly because max_new_tokens cut it; `text` has it."""
 

@@ -13,13 +13,7 @@ from dataclasses import dataclass
 from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call
-from loraplex_client.errors import (
-    CancelledError,
-    InternalError,
-    InvalidRequestError,
-    LoraplexError,
-    UnavailableError,
-)
+from loraplex_client.errors import InvalidRequestError, LoraplexError, UnavailableError, is_broken
 from loraplex_client.fold import Fold
 from loraplex_client.generation import Generation, Piece
 from loraplex_client.retries import Tries
@@ -96,6 +90,4 @@ class Recovery:
             return not self._came
         if isinstance(error, InvalidRequestError):
             return error.reason in _TOKEN_REFUSED and self._tries.count <= self._tries.others
-        # A broken connection shows as one of these classes without a reason of a Loraplex server.
-        broke = isinstance(error, (CancelledError, InternalError)) or type(error) is LoraplexError
-        return broke and not error.reason
+        return is_broken(error)
