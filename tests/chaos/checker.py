@@ -66,7 +66,7 @@ def check(lines: Iterable[Line]) -> Verdict:
         _check_calls(verdict, observation, doors)
     for fault in faults:
         _check_fault(verdict, fault, requests, doors)
-    check_crowd(verdict, records.crowd, doors)
+    check_crowd(verdict, records.crowd, doors, overlap=begun.overlap)
     if begun.ledger or records.accounts:
         check_ledger(verdict, requests, records.charges, records.accounts, faults)
     check_refusals(verdict, requests.values(), () if begun.overlap else faults, doors)

@@ -37,7 +37,7 @@ _WORKER_FLAGS = ("--rows", "12", "--fetch-silent-s", "5", "--drain-s", "0.5")
 WAITING, TENANT_WAITING, CLIENT_STALL_S = 80, 40, 5.0
 _ROUTER_FLAGS = (
     *("--waiting-limit", str(WAITING), "--tenant-waiting-limit", str(TENANT_WAITING)),
-    *("--client-stall-s", str(CLIENT_STALL_S)),
+    *("--client-stall-s", str(CLIENT_STALL_S), "--drain-s", "0.5"),
 )
 # Keys of a cell that are there without any job, by the word after the tag; the others must go, or expire.
 _OF_QUEUE = {"arrivals", "news", "floor", "idle", "pace", "wake", "dead", "commands"}

@@ -1,4 +1,4 @@
-"""A crowd: many callers over plain gRPC, whose calls are made once. What comes of each is kept for the checker."""
+"""A crowd: many callers, whose calls are made once. What comes of each is kept for the checker."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, Self
 import grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
+from loraplex_client import AsyncClient, LoraplexError
 from loraplex_client.endpoint import TENANT_KEY
 from loraplex_client.errors import error_of
 
@@ -46,6 +47,8 @@ class Sort:
     # Seconds for which the caller reads nothing after the first message.
     stops_s: float = 0.0
     may_break: bool = False
+    # The SDK's client, which is to get the answer; None: called over plain gRPC.
+    sdk: AsyncClient | None = None
 
 
 class Crowd:
@@ -94,7 +97,7 @@ class Crowd:
     def begin(self, count: int, sort: Sort) -> None:
         """Begin so many calls now."""
         for _ in range(count):
-            self._spawn(self._call(sort))
+            self._spawn(self._call(sort) if sort.sdk is None else self._ask(sort, sort.sdk))
 
     def press(self, callers: int, sort: Sort, seconds: float) -> None:
         """Begin a closed loop of so many callers, each of which waits after a refusal; it lasts `seconds`."""
@@ -165,12 +168,33 @@ class Crowd:
         await self._count_streaming(-bool(ids))
         return kept
 
+    async def _ask(self, sort: Sort, client: AsyncClient) -> None:
+        self.begun += 1
+        number = next(self._numbers)
+        request = self._request(number, sort)
+        began, ids, ends, code, reason = self._arena.driver.now, list[int](), 0, "OK", ""
+        try:
+            async for piece in client.for_caller(request.revision.tenant).generate_stream(
+                request.prompt, model=sort.model, max_new_tokens=request.max_tokens, ignore_eos=True, timeout_s=CALL_S
+            ):
+                ids += piece.token_ids
+                ends += piece.finished is not None
+        except LoraplexError as error:
+            code, reason = type(error).__name__, error.reason
+        self.calls.append(
+            CrowdCall(
+                *(self._planned.number, request, sort.specs, "", began, self._arena.driver.now, code, reason, None),
+                *(tuple(ids), ends, False, True),
+            )
+        )
+
     def _request(self, number: int, sort: Sort) -> Request:
         rng = random.Random(f"crowd {self._planned.pick} {number}")
         tenant = sort.tenants[number % len(sort.tenants)]
         # A long prompt is not kept: nothing may answer it.
         prompt = "" if sort.prompt_bytes else f"{self._planned.number} {number} {rng.getrandbits(64):x}"
-        return Request(number, Revision(tenant), prompt, rng.randint(*sort.tokens), logprobs=sort.logprobs)
+        options: dict[str, Any] = {"logprobs": sort.logprobs, "ignore_eos": sort.sdk is not None}
+        return Request(number, Revision(tenant), prompt, rng.randint(*sort.tokens), **options)
 
     async def _count_streaming(self, change: int) -> None:
         async with self._changed:

@@ -1,16 +1,20 @@
-"""The kinds of faults that a crowd makes: full queues, bursts, floods, readers that stop, a replaced base model."""
+"""The faults that a crowd makes or sees: full queues, bursts, floods, slow readers, other models, routers that stop."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
+from loraplex_client import AsyncClient
+
+from broker.keys import Keys
 from tests.chaos.arena import Arena, Strike
 from tests.chaos.cluster import CLIENT_STALL_S, TENANT_WAITING, WAITING, register_model
 from tests.chaos.crowd import Crowd, Sort
 from tests.chaos.history import CrowdCall
-from tests.chaos.plan import IN_FLIGHT, TENANTS, PlannedFault
+from tests.chaos.plan import IN_FLIGHT, MODEL_NAME, TENANTS, PlannedFault
 
 QUEUE_FULL = "QUEUE_FULL"
 # Callers that keep a tenant's share of the queue full: it, all rows, and some that are refused.
@@ -18,6 +22,9 @@ _CALLERS = TENANT_WAITING + 80
 # Tenants that fill the cell's queue: so many that the share of each tenant holds all requests that the driver has in
 # flight at once, which may all be one tenant's.
 _FILLERS = WAITING // IN_FLIGHT - len(TENANTS)
+# Calls of one client of the SDK: those that take most rows, and those that wait beside the driver's. Half of the latter
+# are more than its budget of retries.
+_RUNNING, _WAITERS = 40, WAITING - IN_FLIGHT - 8
 # Smallest receive window that a gRPC client can have, so that a client that does not read blocks its router soon.
 _SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 16_384), ("grpc.http2.bdp_probe", 0))
 
@@ -151,3 +158,46 @@ async def router_kill_full(arena: Arena, planned: PlannedFault) -> AsyncIterator
         await asyncio.sleep(planned.hold)
         await arena.cluster.restart(name)
     strike.proof = f"process {arena.cluster.processes[name].pid} ended with {code}: {crowd.ends()}"
+
+
+@asynccontextmanager
+async def router_restart(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Restart a router in order while requests wait in the queue, or each router after the other: none fails."""
+    await arena.take(["crowd"], planned)
+    cluster, queue = arena.cluster, Keys(MODEL_NAME, "main").waiting
+    names = sorted(cluster.doors)
+    names = names if planned.hold < 0.5 else names[:: 1 if planned.pick < 0.5 else -1][:1]
+    for name in names:
+        await arena.take([name], planned)
+    waited, codes = 0, list[int | None]()
+    async with AsyncExitStack() as clients, Crowd(arena, planned) as crowd:
+        strike = Strike(", ".join(names), arena.driver.now, arena.driver.streaming, calls=crowd.calls)
+        for name in names:
+            # A new one: the channel of the last one may not know yet that its router is back.
+            client = await clients.enter_async_context(AsyncClient(cluster.routers))
+            sort = Sort([f"waiter-{number}" for number in range(4)], tokens=(300, 500), sdk=client)
+            crowd.begin(_RUNNING, sort)
+            await _until_admitted(arena, crowd, claimed=True)
+            waiting = 0
+            while not waiting:
+                crowd.begin(_WAITERS, sort)
+                await _until_admitted(arena, crowd)
+                waiting = await cluster.valkeys.primary.client.zcard(queue)
+            waited += waiting
+            cluster.kill(name, signal.SIGTERM)
+            codes.append(await cluster.processes[name].exited)
+            await cluster.restart(name)
+            await cluster.wait_serving()
+        yield strike
+    if waited and not any(codes):
+        strike.proof = f"{waited} requests waited, and the routers ended with 0: {crowd.ends()}"
+
+
+async def _until_admitted(arena: Arena, crowd: Crowd, *, claimed: bool = False) -> None:
+    """Wait until each call of waiters has ended or has a job, one that a worker has claimed where `claimed`."""
+    async with asyncio.timeout(20):
+        while True:
+            jobs = [job for job in await arena.cluster.jobs() if job.tenant.startswith("waiter-")]
+            if sum(bool(job.worker_id) or not claimed for job in jobs) + len(crowd.calls) >= crowd.begun:
+                return
+            await asyncio.sleep(0.05)

@@ -177,9 +177,10 @@ def _store(fault: StoreFault) -> Striker:
     async def strike(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
         store, driver = arena.cluster.faulty_store, arena.driver
         name = f"cold-{planned.number}"
+        victim = await arena.take(["store"], planned)
         store.faults[name] = fault
         revision = await arena.cluster.push(TENANTS[planned.number % 2], name)
-        struck = Strike(await arena.take(["store"], planned), driver.now, driver.streaming)
+        struck = Strike(victim, driver.now, driver.streaming)
         try:
             driver.cold.extend([revision] * 3)
             await driver.allow_more(4)
@@ -193,6 +194,29 @@ def _store(fault: StoreFault) -> Striker:
             del store.faults[name]
 
     return strike
+
+
+@asynccontextmanager
+async def _store_kill(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Kill the store while a worker fetches a new adapter; it is back in a moment, and nobody notices."""
+    store, cluster, name = arena.cluster.faulty_store, arena.cluster, f"killed-{planned.number}"
+    strike = Strike(await arena.take(["store"], planned), 0.0, arena.driver.streaming)
+    store.faults[name] = StoreFault.GATED
+    try:
+        arena.driver.cold.extend([await cluster.push(TENANTS[planned.number % 2], name)] * 3)
+        await arena.driver.allow_more(4)
+        await store.asked(name)
+        strike.began = arena.driver.now
+        cluster.kill("store")
+        code = await cluster.processes["store"].exited
+        if killed(code):
+            strike.proof = f"the store ended with {code} while {name} was on its way"
+    finally:
+        store.gate.set()
+        store.gate = asyncio.Event()
+        del store.faults[name]
+    yield strike
+    await cluster.restart("store")
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -227,4 +251,6 @@ STRIKERS: dict[Kind, Striker] = {
     Kind.SLOW_READER: crowd_faults.slow_reader,
     Kind.BASE_REPLACED: crowd_faults.base_replaced,
     Kind.ROUTER_KILL_FULL: crowd_faults.router_kill_full,
+    Kind.ROUTER_RESTART: crowd_faults.router_restart,
+    Kind.STORE_KILL: _store_kill,
 }

@@ -154,7 +154,7 @@ class Observation(msgspec.Struct, tag=True):
 
 
 class CrowdCall(msgspec.Struct, frozen=True, tag=True):
-    """A call of a crowd: made once over plain gRPC, never repeated or resumed.
+    """A call of a crowd: made once over plain gRPC, never repeated or resumed, or through the SDK.
 
     `router` is the name of the router that it went to. `code` is the status, `ends` counts the Summary messages.
     """
@@ -173,6 +173,8 @@ class CrowdCall(msgspec.Struct, frozen=True, tag=True):
     ends: int = 0
     # A stream that has begun may end with an error, where that has a reason.
     may_break: bool = False
+    # It was made through the SDK, for which the fault is none.
+    must_end: bool = False
 
 
 class Fault(msgspec.Struct, tag=True):

@@ -60,6 +60,10 @@ class Kind(StrEnum):
     BASE_REPLACED = "base_replaced"
     # A router that dies while the queue is full.
     ROUTER_KILL_FULL = "router_kill_full"
+    # Routers that are told to stop, and started again, while requests wait in the queue.
+    ROUTER_RESTART = "router_restart"
+    # A store that is killed while workers fetch from it.
+    STORE_KILL = "store_kill"
 
 
 # Faults in which no tenant within its share of the queue may be refused.

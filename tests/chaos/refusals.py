@@ -5,6 +5,7 @@ Where the connection to a router was broken by a fault, its calls may end withou
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -19,7 +20,13 @@ BROKEN_S = 10.0
 _FAILURES = {"CANCELLED", "UNKNOWN", "INTERNAL", "DEADLINE_EXCEEDED"}
 # Reasons after which no wait helps, so that no RetryInfo belongs to them.
 _FINAL = {"CLIENT_TOO_SLOW"}
-_KILLS = {Kind.ROUTER_KILL.value, Kind.ROUTER_KILL_FULL.value}
+_KILLS = {Kind.ROUTER_KILL.value, Kind.ROUTER_KILL_FULL.value, Kind.ROUTER_RESTART.value}
+# Reasons with which nobody is refused while such a fault lasts, for at most so many seconds; no reason stands for all.
+_PROMISES: dict[Kind, tuple[str, float]] = {
+    Kind.REDIS_SLOW: ("", math.inf),
+    Kind.ROUTER_RESTART: ("ROUTER_DRAINING", math.inf),
+    Kind.STORE_KILL: ("STORE_DOWN", 4.0),
+}
 
 
 class Doors:
@@ -27,8 +34,9 @@ class Doors:
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self._broken = [
-            (fault.victim.partition(" ")[0], fault.began, fault.mended + BROKEN_S)
+            (victim.partition(" ")[0], fault.began, fault.mended + BROKEN_S)
             for fault in faults
+            for victim in fault.victim.split(", ")
             if fault.kind in _KILLS or fault.victim.endswith(" from its clients") or _cuts_router(fault)
         ]
 
@@ -41,14 +49,19 @@ def _cuts_router(fault: Fault) -> bool:
     return fault.kind == "cable_cut" and fault.victim.startswith("router")
 
 
-def check_crowd(verdict: Verdict, calls: Iterable[CrowdCall], doors: Doors) -> None:
-    """Check the calls of all crowds; one finding for all of a fault that have the same one."""
+def check_crowd(verdict: Verdict, calls: Iterable[CrowdCall], doors: Doors, *, overlap: bool) -> None:
+    """Check the calls of all crowds; one finding for all of a fault that have the same one.
+
+    With `overlap` another fault may have ended a call that one fault does not end.
+    """
     found = Counter[tuple[int, str]]()
     for call in calls:
         verdict.crowd["answered" if call.code == "OK" else "refused"] += 1
         if call.code != "OK":
             verdict.refusals[f"{call.code} {call.reason or 'without a reason'}"] += 1
         problem = _problem(call, broken=doors.broken(call.began, call.ended, call.router))
+        if call.must_end and call.code != "OK" and not problem and not overlap:
+            problem = f"were made through the SDK and ended with {call.code} {call.reason}"
         if problem:
             found[call.fault, problem] += 1
     verdict.findings += [f"fault {fault}: {count} calls of its crowd {what}" for (fault, what), count in found.items()]
@@ -82,17 +95,18 @@ def check_refusals(
 ) -> None:
     """Check the refusals of requests that were sent again; `faults` are those that came one at a time."""
     fair = [fault for fault in faults if fault.kind in FAIR_KINDS]
-    slow = [fault for fault in faults if fault.kind == Kind.REDIS_SLOW]
+    promised = [(fault, *_PROMISES[Kind(fault.kind)]) for fault in faults if fault.kind in _PROMISES]
     for observation in observations:
         number = observation.request.number
         for refusal in observation.refused:
             verdict.refusals[f"{refusal.code} {refusal.reason or 'without a reason'}"] += 1
             if not refusal.reason and not doors.broken(refusal.at - BROKEN_S, refusal.at):
                 verdict.findings.append(f"request {number} was refused with {refusal.code} and no reason")
-            for fault in slow:
-                if fault.began <= refusal.at <= fault.mended:
+            for fault, reason, most_s in promised:
+                lasts = fault.began <= refusal.at <= fault.mended and fault.mended - fault.began <= most_s
+                if lasts and refusal.reason.startswith(reason):
                     why = refusal.reason or refusal.code
-                    verdict.findings.append(f"request {number} was refused with {why} while Redis was slow")
+                    verdict.findings.append(f"request {number} was refused with {why} during a {fault.kind}")
             crowded = [fault for fault in fair if fault.began <= refusal.at <= fault.mended]
             if refusal.code == "RESOURCE_EXHAUSTED" and refusal.reason != "QUOTA_EXCEEDED" and crowded:
                 verdict.findings.append(

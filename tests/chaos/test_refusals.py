@@ -87,9 +87,27 @@ def test_nobody_is_refused_while_redis_is_slow() -> None:
     refusal = Refusal(0.7, "UNAVAILABLE", "NO_WORKER")
     kind = Kind.REDIS_SLOW.value
     assert verdict_of(refused(refusal), kind=kind).findings == [
-        "request 0 was refused with NO_WORKER while Redis was slow"
+        "request 0 was refused with NO_WORKER during a redis_slow"
     ]
     assert verdict_of(refused(msgspec.structs.replace(refusal, at=1.5)), kind=kind).holds
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(Kind.STORE_KILL, "STORE_DOWN"), (Kind.ROUTER_RESTART, "ROUTER_DRAINING")]
+)
+def test_nobody_is_refused_because_a_store_or_a_router_is_started_again(kind: Kind, reason: str) -> None:
+    refusal = Refusal(0.7, "UNAVAILABLE", reason)
+    assert len(verdict_of(refused(refusal), kind=kind.value).findings) == 1
+    assert verdict_of(refused(msgspec.structs.replace(refusal, reason="NO_WORKER")), kind=kind.value).holds
+
+
+def test_a_call_of_the_sdk_is_answered_though_routers_are_started_again() -> None:
+    ended = changed(REFUSED, code="UnavailableError", reason="ROUTER_DRAINING", router="", must_end=True)
+    kind, victims = Kind.ROUTER_RESTART.value, "router-1, router-2"
+    assert verdict_of(ended, kind=kind, victim=victims).findings == [
+        "fault 0: 1 calls of its crowd were made through the SDK and ended with UnavailableError ROUTER_DRAINING"
+    ]
+    assert verdict_of(changed(ended, code="OK", token_ids=IDS, ends=1), kind=kind, victim=victims).holds
 
 
 def test_a_refusal_without_a_reason_is_found_unless_a_router_was_cut_off() -> None:
