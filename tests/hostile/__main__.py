@@ -23,11 +23,16 @@ SPAN_S = 5.0
 # fast as they are answered.
 PER_S = 20.0
 CALLS = 8
+# Maximum number of requests that the gateway runs at once, and number of the quiet tenant's requests beside each flood
+# of it, all of which it must serve. Floods, gateway and tenant share a process: its times are shown, not bounded.
+GATEWAY_REQUESTS = 64
+GATEWAY_ASKS = 200
 
 
 async def main() -> int:
     """Send all cases one by one, then in other orders beside a quiet tenant; print what went wrong, and the times."""
     from deploy.local.cluster import LocalCluster
+    from tests.hostile.gateway import quiet_beside_floods
     from tests.hostile.quiet import p99, timed_apart
     from tests.hostile.run import attack, running
     from tests.hostile.table import all_cases
@@ -52,6 +57,7 @@ async def main() -> int:
                 alone += await timed_apart(cluster.router, SPAN_S)
                 beside += await timed_beside(cluster, PER_S)
             flooded = await timed_beside(cluster, math.inf)
+        gateway = await quiet_beside_floods(Path(directory), GATEWAY_REQUESTS, GATEWAY_ASKS)
     failures += one_by_one.failures
     slow = {name: took for name, took in one_by_one.seconds.items() if took > CASE_S}
     for line in [*failures[:50], *(f"{name}: {took:.2f} s" for name, took in slow.items())]:
@@ -63,7 +69,11 @@ async def main() -> int:
     ms, ratio = [1e3 * p99(ttfts) for ttfts in (alone, beside, flooded)], p99(beside) / p99(alone)
     print(f"quiet tenant: p99 TTFT {ms[0]:.1f} ms alone, {ms[1]:.1f} ms beside {PER_S:g} a second: {ratio:.2f} times")
     print(f"beside {CALLS} callers that send as fast as they are answered: {ms[2]:.1f} ms, {ms[2] / ms[0]:.2f} times")
-    return 1 if failures or slow or ratio > SLOWER else 0
+    for name, seconds in gateway.items():
+        shown = f"p99 {1e3 * p99(seconds):.1f} ms" if seconds else "none"
+        print(f"gateway, {name}: {len(seconds)} of {GATEWAY_ASKS} requests served, {shown}")
+    refused = any(len(seconds) < GATEWAY_ASKS for seconds in gateway.values())
+    return 1 if failures or slow or refused or ratio > SLOWER else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The short form of `make hostile`: 200 cases at a real cluster, which serves a quiet tenant meanwhile."""
+"""The short form of `make hostile`: 200 cases at a real cluster, floods of a gateway, a quiet tenant beside them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local.cluster import LocalCluster
+from tests.hostile.gateway import FLOODS, quiet_beside_floods
 from tests.hostile.quiet import QuietTenant
 from tests.hostile.run import attack, running
 from tests.hostile.table import all_cases
@@ -33,3 +34,9 @@ async def test_hostile_calls_end_with_one_clean_status_and_a_quiet_tenant_is_ser
     assert not sending.done()
     assert quiet.ttfts
     sending.cancel()
+
+
+async def test_floods_of_a_gateway_leave_room_for_a_quiet_tenant(tmp_path: Path) -> None:
+    served = await quiet_beside_floods(tmp_path, requests_limit=8, asks=4)
+    assert {name: len(seconds) for name, seconds in served.items()} == dict.fromkeys(served, 4)
+    assert len(served) == 1 + len(FLOODS)
