@@ -103,11 +103,9 @@ chaos: $(STAMP) ## Kill, stop and cut off every part under load; check every tok
 	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) \
 		$(if $(OVERLAP),--overlap) $(if $(KINDS),--kinds "$(KINDS)") $(if $(JSON),--json "$(JSON)")
 
-# Faults that take no data from Redis: clients, usage events and accounts must then agree to the token.
-LEDGER_KINDS := worker_kill,engine_kill,router_kill,link_cut,redis_slow
 ledger: KILLS := $(if $(filter command line,$(origin KILLS)),$(KILLS),100)
-ledger: $(STAMP) ## Kill workers, engines and routers; clients, usage events and accounts must agree to the token
-	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) --ledger --kinds $(LEDGER_KINDS) \
+ledger: $(STAMP) ## Kill and stop processes and wipe Redis; clients, usage events, accounts and quotas must agree
+	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) --ledger $(if $(KINDS),--kinds "$(KINDS)") \
 		$(if $(JSON),--json "$(JSON)")
 
 formats: $(STAMP) ## Answer FORMAT_ANSWERS requests with formats while engines are killed; every one must be valid

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tests.chaos.history import Account, Answer, Begun, Charged, CrowdCall, Fault, Left, Line, Observation, Request
-from tests.chaos.ledger import check_ledger
+from tests.chaos.history import (
+    Account,
+    Answer,
+    Begun,
+    Charged,
+    CrowdCall,
+    Fault,
+    Idle,
+    Left,
+    Line,
+    Observation,
+    Quota,
+    Request,
+)
+from tests.chaos.ledger import OVER_QUOTA, LedgerLine, check_ledger
 from tests.chaos.oracle import answers, next_token, prompt_tokens, scores, truth, vectors
 from tests.chaos.refusals import Doors, check_crowd, check_refusals
 from tests.chaos.verdict import Verdict
@@ -22,8 +35,7 @@ class _Records:
     requests: dict[int, Observation] = field(default_factory=dict)
     crowd: list[CrowdCall] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-    charges: list[Charged] = field(default_factory=list)
-    accounts: list[Account] = field(default_factory=list)
+    ledger: list[LedgerLine] = field(default_factory=list)
 
     def read(self, lines: Iterable[Line], verdict: Verdict) -> Begun:
         """Read a whole history; return its beginning."""
@@ -39,10 +51,8 @@ class _Records:
                     self.crowd.append(line)
                 case Fault():
                     self.faults.append(line)
-                case Charged():
-                    self.charges.append(line)
-                case Account():
-                    self.accounts.append(line)
+                case Charged() | Account() | Quota() | Idle():
+                    self.ledger.append(line)
                 case Left():
                     verdict.left = line
         if self.begun is None:
@@ -61,14 +71,15 @@ def check(lines: Iterable[Line]) -> Verdict:
         if number not in requests:
             verdict.findings.append(f"request {number} has no outcome")
     digests = sorted({observation.request.revision.digest for observation in requests.values()})
+    limited = {line.tenant for line in records.ledger if isinstance(line, Quota)}
     for observation in requests.values():
-        _check_request(verdict, begun.model, observation, digests)
+        _check_request(verdict, begun.model, observation, digests, limited)
         _check_calls(verdict, observation, doors)
     for fault in faults:
         _check_fault(verdict, fault, requests, doors)
     check_crowd(verdict, records.crowd, doors, overlap=begun.overlap)
-    if begun.ledger or records.accounts:
-        check_ledger(verdict, requests, records.charges, records.accounts, faults)
+    if begun.ledger or records.ledger:
+        check_ledger(verdict, begun.model, requests, records.ledger, faults)
     check_refusals(verdict, requests.values(), () if begun.overlap else faults, doors)
     return verdict
 
@@ -94,10 +105,16 @@ def _gap(observation: Observation, fault: Fault) -> float:
     return max((b - a for a, b in near), default=0.0)
 
 
-def _check_request(verdict: Verdict, model: str, observation: Observation, digests: Sequence[str]) -> None:
+def _check_request(
+    verdict: Verdict, model: str, observation: Observation, digests: Sequence[str], limited: Container[str]
+) -> None:
     request, number = observation.request, observation.request.number
     verdict.refused += len(observation.refused)
     verdict.completed += observation.completed
+    if observation.error == OVER_QUOTA and request.revision.tenant in limited:
+        verdict.over_quota += 1  # whether it had to be refused is checked with the ledger
+        _check_wire(verdict, observation)
+        return
     if not observation.completed:
         verdict.findings.append(f"request {number} failed: {observation.error}")
     elif observation.revision.rpartition("/")[2] != request.revision.digest:

@@ -19,7 +19,7 @@ import uvloop
 from rpc.children.process import LaunchError
 from tests.chaos.checker import check
 from tests.chaos.history import read_history
-from tests.chaos.plan import Kind, make_plan
+from tests.chaos.plan import LEDGER_KINDS, Kind, make_plan
 from tests.chaos.report import as_json, as_lines, missed_aims
 from tests.chaos.run import run
 
@@ -31,7 +31,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="faults of all kinds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--overlap", action="store_true", help="several faults at once")
-    parser.add_argument("--ledger", action="store_true", help="tenants have plans; compare clients, events, accounts")
+    parser.add_argument(
+        "--ledger", action="store_true", help="tenants have plans; compare clients, events, accounts; its own kinds"
+    )
     parser.add_argument("--kinds", default="", help=f"only these, commas between: {', '.join(Kind)}")
     parser.add_argument("--json", type=Path, help="where the counts go")
     parser.add_argument("--history", type=Path, help="keep the history here; without, it is kept when the run fails")
@@ -67,6 +69,9 @@ def _logs_of(history: Path) -> Path:
 def _run(arguments: argparse.Namespace) -> Path | None:
     """The history of a new run; None when the cluster could not be kept."""
     kinds = [Kind(name) for name in arguments.kinds.split(",") if name]
+    if arguments.ledger and (others := set(kinds) - set(LEDGER_KINDS)):
+        print(f"error: --kinds: --ledger has {', '.join(LEDGER_KINDS)}, not {', '.join(others)}", file=sys.stderr)
+        return None
     plan = make_plan(
         arguments.requests,
         arguments.kills,

@@ -13,6 +13,7 @@ from loraplex_client.errors import DataLossError, ResourceExhaustedError
 from loraplex_client.generation import TokenLogprobs
 
 from tests.chaos.history import Answer, History, Observation, Pair, Refusal, Request, Revision, Score, Texts
+from tests.chaos.ledger import OVER_QUOTA, callers
 from tests.chaos.plan import MODEL_NAME, TENANTS, Plan, make_request
 from tests.chaos.tapped_client import TappedClient
 from tests.hash_answers import Logprobs
@@ -97,7 +98,7 @@ class Driver:
 
     async def run(self) -> None:
         """Send everything; returns when every request has its outcome."""
-        clients = {tenant: TappedClient(self._addresses, tenant, lambda: self.now) for tenant in TENANTS}
+        clients = {tenant: self._client(tenant) for tenant in TENANTS}
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._plan.in_flight):
@@ -108,9 +109,16 @@ class Driver:
 
     async def _serve(self, clients: Mapping[str, TappedClient]) -> None:
         while (number := await self._take()) is not None:
-            revisions = (self.cold.popleft(),) if self.cold else self._revisions
+            revisions = (self.cold.popleft(),) if self.cold else callers(self._plan, number, self._revisions)
             request = make_request(self._plan.seed, number, revisions)
-            await self._ask(clients[request.revision.tenant], request)
+            if client := clients.get(request.revision.tenant):
+                await self._ask(client, request)
+                continue
+            async with self._client(request.revision.tenant) as client:
+                await self._ask(client, request)
+
+    def _client(self, tenant: str) -> TappedClient:
+        return TappedClient(self._addresses, tenant, lambda: self.now)
 
     async def _take(self) -> int | None:
         async with self._changed:
@@ -154,6 +162,9 @@ class Driver:
         except TimeoutError:
             observation.error = f"no outcome in {PATIENCE_S:g} s"
         except LoraplexError as error:
+            if error.reason == OVER_QUOTA:
+                observation.error = OVER_QUOTA
+                return None
             if isinstance(error, _REFUSALS) and not observation.deltas:
                 code = observation.calls[-1].error.partition(":")[0]
                 return Refusal(self.now, code, error.reason, getattr(error, "retry_after_s", None))

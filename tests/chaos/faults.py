@@ -8,8 +8,10 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from broker.terms import HELD_MS
+from rpc.children.process import LaunchError
 from tests.chaos import crowd_faults, redis_faults
-from tests.chaos.arena import Arena, Strike, Victim
+from tests.chaos.arena import Arena, Strike
 from tests.chaos.links import Link, Way
 from tests.chaos.plan import TENANTS, Kind, PlannedFault
 from tests.chaos.processes import gone, killed, signal_process, stopped
@@ -47,7 +49,7 @@ async def _worker_hang(arena: Arena, planned: PlannedFault) -> AsyncIterator[Str
     """The whole worker stands still as a machine does, or its I/O process alone."""
     victim = await arena.take_worker(planned)
     pids = [victim.pid, victim.engine_pid] if planned.hold < 0.5 else [victim.pid]
-    async with _standing_still(arena, victim, pids) as strike:
+    async with _standing_still(arena, victim.name, victim.streams, pids) as strike:
         yield strike
         await asyncio.sleep(4.0 + planned.hold)
 
@@ -56,14 +58,14 @@ async def _worker_hang(arena: Arena, planned: PlannedFault) -> AsyncIterator[Str
 async def _engine_hang(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
     """Stop an engine for a while; its worker may replace it before it wakes."""
     victim = await arena.take_worker(planned)
-    async with _standing_still(arena, victim, [victim.engine_pid]) as strike:
+    async with _standing_still(arena, victim.name, victim.streams, [victim.engine_pid]) as strike:
         yield strike
         await asyncio.sleep(3.5 + 3.0 * planned.hold)
 
 
 @asynccontextmanager
-async def _standing_still(arena: Arena, victim: Victim, pids: list[int]) -> AsyncIterator[Strike]:
-    strike = Strike(victim.name, arena.driver.now, victim.streams)
+async def _standing_still(arena: Arena, victim: str, hit: list[int], pids: list[int]) -> AsyncIterator[Strike]:
+    strike = Strike(victim, arena.driver.now, hit)
     try:
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -86,6 +88,32 @@ async def _router_kill(arena: Arena, planned: PlannedFault) -> AsyncIterator[Str
     yield strike
     await asyncio.sleep(planned.hold)
     await arena.cluster.restart(name)
+
+
+@asynccontextmanager
+async def _router_stop(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Stop a router for longer than its lease, so that another one ends its reservations before it goes on."""
+    name, hit = await arena.take_router(planned)
+    async with _standing_still(arena, name, hit, [arena.cluster.processes[name].pid]) as strike:
+        yield strike
+        await asyncio.sleep(HELD_MS / 1e3 + 1.0 + 3.0 * planned.hold)
+
+
+@asynccontextmanager
+async def _restart_wipe(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Restart all routers in turn, so that none has what another one charged, and wipe Redis then."""
+    cluster, names = arena.cluster, sorted(arena.cluster.doors)
+    for name in (*names, "redis"):
+        await arena.take([name], planned)
+    strike = Strike(", ".join(names), arena.driver.now, arena.driver.streaming)
+    for name in names:
+        cluster.kill(name, signal.SIGTERM)
+        if code := await cluster.processes[name].exited:
+            raise LaunchError(f"{name} ended with {code} when it was told to stop")
+        await cluster.restart(name)
+        await cluster.wait_serving()
+    strike.proof = await cluster.valkeys.wipe()
+    yield strike
 
 
 def _link(disturb: Callable[[Link, PlannedFault], int | None], lasts_s: float) -> Striker:
@@ -253,4 +281,6 @@ STRIKERS: dict[Kind, Striker] = {
     Kind.ROUTER_KILL_FULL: crowd_faults.router_kill_full,
     Kind.ROUTER_RESTART: crowd_faults.router_restart,
     Kind.STORE_KILL: _store_kill,
+    Kind.ROUTER_STOP: _router_stop,
+    Kind.RESTART_WIPE: _restart_wipe,
 }

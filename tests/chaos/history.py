@@ -217,7 +217,21 @@ class Account(msgspec.Struct, frozen=True, tag=True):
     tokens: int
 
 
-Line = Begun | Observation | CrowdCall | Fault | Left | Charged | Account
+class Quota(msgspec.Struct, frozen=True, tag=True):
+    """A tenant's tokens a day by its plan, and those of them that were used before the run."""
+
+    tenant: str
+    tokens: int
+    used: int = 0
+
+
+class Idle(msgspec.Struct, frozen=True, tag=True):
+    """The commands that Redis carried out in a second for an idle cluster, those of scripts included."""
+
+    commands_s: float
+
+
+Line = Begun | Observation | CrowdCall | Fault | Left | Charged | Account | Quota | Idle
 _decoder = msgspec.json.Decoder(Line)
 
 

@@ -1,7 +1,8 @@
 """The tenants' plans in a chaos run, and the check that clients, usage events and accounts have the same tokens.
 
 A request's tokens are the client's, which the checker compares with the model's; those of the events with its
-request id; and, of all requests together, those of the tenant's account in Redis.
+request id; and, of all requests together, those of the tenant's account in Redis. Most tenants have the default plan,
+whose quota a few requests use up: those that are refused must be, and what clients got stays within docs/quotas.md.
 """
 
 from __future__ import annotations
@@ -17,24 +18,53 @@ from typing import Any
 from redis.asyncio import Redis
 
 from broker.keys import LEDGER, is_key_account
-from tests.chaos.history import Account, Charged, Fault, Observation
-from tests.chaos.plan import IN_FLIGHT, TENANTS, Kind
+from broker.ledger import Ledger, LedgerCalls, Reservation, TokenLimits
+from broker.terms import HELD_MS, REPEATED_PERCENT, REPEATED_TOKENS
+from router.catalog.store_client import StoreClient
+from router.metrics import RouterMetrics
+from router.quotas.session import LINGER_S, RENEW_S, LedgerSession
+from router.quotas.usage import Facts
+from tests.chaos.history import Account, Charged, Fault, Idle, Observation, Quota, Request, Revision
+from tests.chaos.oracle import prompt_tokens
+from tests.chaos.plan import IN_FLIGHT, TENANTS, Kind, Plan
 from tests.chaos.verdict import Verdict
 
+# Lines of a history that tell of the ledger.
+LedgerLine = Charged | Account | Quota | Idle
+# Reason of the refusal of a request whose tenant's quota has no room for it.
+OVER_QUOTA = "QUOTA_EXCEEDED"
+# Tokens a day of the default plan, and of the plans of some tenants that send more requests. A request asks for about
+# a hundred, at most for twelve hundred.
+DEFAULT_QUOTA, OWN_QUOTA = 1_500, 5_000
+_OWN = tuple(f"small-{number}" for number in range(4))
 # Interval in seconds between looks at whether every reservation has ended and every charge is written.
 LOOK_S = 0.2
+# Time in seconds in which Redis's commands for an idle cluster are counted, and their maximum in a second.
+IDLE_S, IDLE_COMMANDS_S = 5.0, 500
 # Tokens of an account that stands for a ledger which did not come to rest.
 RESTLESS = -1
-# Faults that take data from Redis: accounts are then put back within the bound of docs/quotas.md, not to the token.
-LOSSES = frozenset(
-    {Kind.REDIS_RESTART, Kind.REDIS_WIPE, Kind.REDIS_FAILOVER, Kind.KEYS_LOST, Kind.REDIS_FULL, Kind.ROUTER_KILL_FULL}
-)
+# Faults that take some data from Redis: what is granted and charged then is in docs/quotas.md, and not to the token.
+LOSSES = frozenset({Kind.REDIS_RESTART, Kind.REDIS_FAILOVER, Kind.KEYS_LOST, Kind.REDIS_FULL, Kind.ROUTER_KILL_FULL})
+# Faults that take all data, which routers and store put back.
+_WIPES = frozenset({Kind.REDIS_WIPE, Kind.RESTART_WIPE})
+# Maximum time in seconds between two reports of a router, and until reservations end of one that died.
+_REPORT_S, _ENDED_S = RENEW_S + 0.5, HELD_MS / 1e3 + 2.0
 
 
-def draw_plans(seed: int) -> str:
-    """Return a plans file in which each tenant has some limits, which its requests keep to."""
-    chance = random.Random(f"plans {seed}")
-    lines: list[str] = []
+def draw_quotas(plan: Plan) -> list[Quota]:
+    """Return the tenants that have a quota, which some of them have used in part or nearly as a whole."""
+    chance = random.Random(f"quotas {plan.seed}")
+    used = (1, DEFAULT_QUOTA // 2, DEFAULT_QUOTA - 150, DEFAULT_QUOTA - 1)
+    defaults = [Quota(f"tenant-{number}", DEFAULT_QUOTA, chance.choice(used)) for number in range(plan.tenants)]
+    return [*(Quota(tenant, OWN_QUOTA) for tenant in _OWN), *defaults]
+
+
+def draw_plans(plan: Plan) -> str:
+    """Return a plans file in which the busy tenants have some limits, which their requests keep to."""
+    chance = random.Random(f"plans {plan.seed}")
+    lines = ["[default]", f"tokens_per_day = {DEFAULT_QUOTA}"]
+    for tenant in _OWN:
+        lines += [f"[tenants.{tenant}]", f"tokens_per_day = {OWN_QUOTA}"]
     for tenant in TENANTS:
         limits = {
             "concurrent_streams": 2 * IN_FLIGHT,
@@ -47,6 +77,35 @@ def draw_plans(seed: int) -> str:
         lines += [f"[tenants.{tenant}]"]
         lines += [f"{name} = {limits[name]}" for name in chance.sample(list(limits), chance.randint(1, len(limits)))]
     return "\n".join(lines) + "\n"
+
+
+def callers(plan: Plan, number: int, revisions: Sequence[Revision]) -> Sequence[Revision]:
+    """Return what a request may be for: some are of a tenant with a quota, which asks the base model."""
+    chance = random.Random(f"caller {plan.seed} {number}")
+    kind = chance.random()
+    if not plan.ledger or kind < 0.6:
+        return revisions
+    return (Revision(chance.choice(_OWN) if kind < 0.75 else f"tenant-{chance.randrange(plan.tenants)}"),)
+
+
+async def use_quotas(quotas: Iterable[Quota], redis: Redis, store: str) -> None:
+    """Charge what was used before the run, as a router that has stopped since."""
+    ledger, client = Ledger(LedgerCalls(redis), "earlier"), StoreClient(store)
+
+    async def charge(quota: Quota) -> None:
+        facts = Facts(quota.tenant, request_id="earlier").encode()
+        reservation = Reservation(f"of-{quota.tenant}", (quota.tenant,), quota.used, 0, facts)
+        await ledger.reserve(reservation, None, {quota.tenant: TokenLimits()})
+        reservation.use(quota.used, 0)
+        await ledger.settle(reservation)
+
+    session = LedgerSession(ledger, RouterMetrics(), client)
+    try:
+        await session.renew()
+        await asyncio.gather(*(charge(quota) for quota in quotas if quota.used))
+        await session.save()
+    finally:
+        await client.close()
 
 
 async def read_ledger(redis: Redis, usage: Iterable[Path]) -> list[Charged | Account]:
@@ -74,56 +133,173 @@ def read_events(usage: Iterable[Path]) -> list[Charged]:
     return list(found.values())
 
 
+async def commands_s(redis: Redis) -> float:
+    """Return the commands that Redis carries out in a second, those of scripts included."""
+
+    async def count() -> int:
+        found: Any = await redis.info("commandstats")
+        return sum(one["calls"] for one in found.values())
+
+    before = await count()
+    await asyncio.sleep(IDLE_S)
+    return (await count() - before) / IDLE_S
+
+
 def check_ledger(
     verdict: Verdict,
+    model: str,
     requests: Mapping[int, Observation],
-    charges: Sequence[Charged],
-    accounts: Sequence[Account],
-    faults: Iterable[Fault],
+    lines: Sequence[LedgerLine],
+    faults: Sequence[Fault],
 ) -> None:
-    """Compare the tokens of clients, events and accounts; to the token unless Redis has lost data."""
-    of_request: dict[tuple[str, str], list[Charged]] = defaultdict(list)
-    of_tenant: dict[str, int] = defaultdict(int)
-    for charge in charges:
-        of_request[charge.tenant, charge.request_id].append(charge)
-        of_tenant[charge.tenant] += charge.input + charge.output
-    for observation in requests.values():
+    """Compare the tokens of clients, events, accounts and quotas; to the token where docs/quotas.md promises it."""
+    _LedgerCheck(verdict, model, requests, lines, faults).check()
+    for idle in (line for line in lines if isinstance(line, Idle)):
+        verdict.idle_commands_s = idle.commands_s
+        if idle.commands_s > IDLE_COMMANDS_S:
+            verdict.findings.append(f"an idle cluster costs {idle.commands_s:.0f} commands/s, over {IDLE_COMMANDS_S}")
+
+
+class _LedgerCheck:
+    """Compares the lines of a run. `_unsure` requests had a router that stood still, or died and was forgotten."""
+
+    def __init__(
+        self,
+        verdict: Verdict,
+        model: str,
+        requests: Mapping[int, Observation],
+        lines: Sequence[LedgerLine],
+        faults: Sequence[Fault],
+    ) -> None:
+        self._verdict, self._model, self._faults = verdict, model, faults
+        self._requests = list(requests.values())
+        self._of_request: dict[tuple[str, str], list[Charged]] = defaultdict(list)
+        self._of_tenant: dict[str, list[Observation]] = defaultdict(list)
+        self._in_events: dict[str, int] = defaultdict(int)
+        self._accounts = {line.tenant: line.tokens for line in lines if isinstance(line, Account)}
+        self._quotas = {line.tenant: line for line in lines if isinstance(line, Quota)}
+        self._is_lossy = any(fault.kind in LOSSES for fault in faults)
+        for charge in (line for line in lines if isinstance(line, Charged)):
+            self._of_request[charge.tenant, charge.request_id].append(charge)
+            self._in_events[charge.tenant] += charge.input + charge.output
+        for observation in self._requests:
+            self._of_tenant[observation.request.revision.tenant].append(observation)
+        self._unsure = {one.request.number for one in self._requests if self._is_unsure(one)}
+
+    def check(self) -> None:
+        """Add what is wrong to the verdict."""
+        verdict, exact = self._verdict, not self._is_lossy
+        for observation in self._requests:
+            if observation.completed:
+                self._check_request(observation, exact=exact and observation.request.number not in self._unsure)
+        if RESTLESS in self._accounts.values():
+            verdict.findings.append("the ledger has open reservations, or charges that nobody wrote")
+            return
+        callers = {tenant for tenant, own in self._of_tenant.items() if any(one.completed for one in own)}
+        for tenant in sorted((callers | self._in_events.keys()) - self._accounts.keys()):
+            self._miscount(f"{tenant} has no account", exact=exact)
+        for tenant in sorted(self._accounts):
+            self._check_account(tenant, exact=exact)
+        for tenant, own in sorted(self._of_tenant.items()):
+            if quota := self._quotas.get(tenant):
+                self._check_quota(quota, own)
+
+    def _miscount(self, what: str, *, exact: bool) -> None:
+        self._verdict.miscounted.append(what)
+        if exact:
+            self._verdict.findings.append(what)
+
+    def _is_unsure(self, observation: Observation) -> bool:
+        """Tell whether a router of the request stood still, or died before a wipe so that nobody ended what it had."""
+        for fault in self._faults:
+            if fault.kind == Kind.ROUTER_STOP and observation.request.number in fault.hit:
+                return True
+            if fault.kind not in {Kind.ROUTER_KILL, Kind.ROUTER_STOP}:
+                continue
+            wiped = any(one.kind in _WIPES and fault.began <= one.mended <= _end_of(fault) for one in self._faults)
+            if wiped and observation.calls[0].at <= _end_of(fault) and observation.ended >= fault.began - _REPORT_S:
+                return True
+        return False
+
+    def _check_request(self, observation: Observation, *, exact: bool) -> None:
+        request_id = f"{observation.request.number}.{len(observation.refused) + 1}"
+        own = self._of_request.get((observation.request.revision.tenant, request_id), ())
+        used = observation.prompt_tokens, observation.completion_tokens
+        charged = sum(one.input for one in own), sum(one.output for one in own)
+        self._verdict.client_tokens += sum(used)
+        self._verdict.charged_tokens += sum(charged)
+        # A call that was made again from its beginning was computed again.
+        times = sum(call.method != "Resume" for call in observation.calls)
+        if charged == used or (times > 1 and sum(used) <= sum(charged) <= times * sum(used)):
+            return
+        far = abs(sum(charged) - sum(used)) > (times + 1) * _asked(self._model, observation.request)
+        what = f"request {request_id} used {used[0]} + {used[1]} tokens, its events have {charged[0]} + {charged[1]}"
+        self._miscount(what, exact=exact or (far and not self._is_lossy))
+
+    def _check_account(self, tenant: str, *, exact: bool) -> None:
+        tokens, in_events = self._accounts[tenant], self._in_events.get(tenant, 0)
+        self._verdict.account_tokens += tokens
+        self._verdict.event_tokens += in_events
+        unsure = [one.request for one in self._of_tenant.get(tenant, ()) if one.request.number in self._unsure]
+        if tokens != in_events:
+            within = abs(tokens - in_events) <= sum(_asked(self._model, request) for request in unsure)
+            what = f"the account of {tenant} has {tokens} tokens, its events have {in_events}"
+            self._miscount(what, exact=exact and not within)
+
+    def _check_quota(self, quota: Quota, own: Sequence[Observation]) -> None:
+        """Compare what clients got with a quota, and find refusals though there was room."""
+        got = quota.used + sum(self._got(observation) for observation in own)
+        most = quota.tokens + self._bound(quota.tenant, own)
+        if got > most and not self._is_lossy:
+            self._verdict.findings.append(f"{quota.tenant} got {got} tokens of {quota.tokens}, {most} with the bound")
+        for refused in (one for one in own if one.error == OVER_QUOTA):
+            beside = [one for one in own if refused.calls[0].at - _ENDED_S - LINGER_S <= one.ended]
+            wanted = sum(
+                (len(one.refused) + len(one.calls)) * _asked(self._model, one.request)
+                for one in beside
+                if one.calls[0].at <= refused.ended
+            )
+            if self._accounts.get(quota.tenant, 0) + wanted <= quota.tokens:
+                number = refused.request.number
+                self._verdict.findings.append(f"request {number} of {quota.tenant} was refused though there was room")
+
+    def _got(self, observation: Observation) -> int:
+        """Return the tokens of a request that its client got, with its prompt if it got any."""
         if observation.completed:
-            _check_request(verdict, observation, of_request)
-    for account in accounts:
-        _check_account(verdict, account, of_tenant.get(account.tenant, 0))
-    found = {account.tenant for account in accounts}
-    callers = {one.request.revision.tenant for one in requests.values() if one.completed}
-    if not any(account.tokens == RESTLESS for account in accounts):
-        verdict.miscounted += [f"{tenant} has no account" for tenant in sorted((callers | of_tenant.keys()) - found)]
-    if not any(fault.kind in LOSSES for fault in faults):
-        verdict.findings += verdict.miscounted
+            return observation.prompt_tokens + observation.completion_tokens
+        ends: dict[int, int] = defaultdict(int)
+        for delta in observation.deltas:
+            ends[delta.choice] = max(ends[delta.choice], delta.offset + len(delta.token_ids))
+        return sum(ends.values()) + (prompt_tokens(self._model, observation.request) if ends else 0)
+
+    def _bound(self, tenant: str, own: Sequence[Observation]) -> int:
+        """Return the tokens beyond its quota that a tenant may get; D, L and R of docs/quotas.md."""
+        bound = 0
+        for observation in own:
+            if observation.request.number in self._unsure:
+                bound += _asked(self._model, observation.request)
+                continue
+            for fault in self._faults:
+                if fault.kind == Kind.ROUTER_KILL and observation.request.number in fault.hit:
+                    bound += _last(self._model, observation, fault)
+        if any(call.method == "Resume" for observation in own for call in observation.calls):
+            bound += REPEATED_TOKENS + self._accounts.get(tenant, 0) * REPEATED_PERCENT // 100
+        return bound
 
 
-def _check_request(
-    verdict: Verdict, observation: Observation, of_request: Mapping[tuple[str, str], Sequence[Charged]]
-) -> None:
-    request_id = f"{observation.request.number}.{len(observation.refused) + 1}"
-    own = of_request.get((observation.request.revision.tenant, request_id), ())
-    used = observation.prompt_tokens, observation.completion_tokens
-    charged = sum(one.input for one in own), sum(one.output for one in own)
-    verdict.client_tokens += sum(used)
-    verdict.charged_tokens += sum(charged)
-    # A call that was made again from its beginning was computed again.
-    times = sum(call.method != "Resume" for call in observation.calls)
-    if charged != used and not (times > 1 and sum(used) <= sum(charged) <= times * sum(used)):
-        verdict.miscounted.append(
-            f"request {request_id} used {used[0]} + {used[1]} tokens, its events have {charged[0]} + {charged[1]}"
-        )
+def _end_of(fault: Fault) -> float:
+    """Return the time at which the reservations of the fault's router have ended."""
+    return max(fault.mended, fault.began + _ENDED_S)
 
 
-def _check_account(verdict: Verdict, account: Account, in_events: int) -> None:
-    if account.tokens == RESTLESS:
-        verdict.findings.append("the ledger has open reservations, or charges that nobody wrote")
-        return
-    verdict.account_tokens += account.tokens
-    verdict.event_tokens += in_events
-    if account.tokens != in_events:
-        verdict.miscounted.append(
-            f"the account of {account.tenant} has {account.tokens} tokens, its events have {in_events}"
-        )
+def _last(model: str, observation: Observation, fault: Fault) -> int:
+    """Return the tokens that a client got in its router's last second, with the prompt if that was computed in it."""
+    since = fault.began - _REPORT_S
+    tokens = sum(len(delta.token_ids) for delta in observation.deltas if since <= delta.at <= fault.mended)
+    is_new = not any(delta.at < since for delta in observation.deltas)
+    return tokens + (prompt_tokens(model, observation.request) if is_new else 0)
+
+
+def _asked(model: str, request: Request) -> int:
+    """Return the tokens that a request reserves."""
+    return prompt_tokens(model, request) + request.max_tokens * (request.best_of or request.n)

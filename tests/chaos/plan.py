@@ -64,10 +64,20 @@ class Kind(StrEnum):
     ROUTER_RESTART = "router_restart"
     # A store that is killed while workers fetch from it.
     STORE_KILL = "store_kill"
+    # A router stands still for longer than its lease in the ledger lasts.
+    ROUTER_STOP = "router_stop"
+    # Routers stop and start again one after the other, and Redis loses its data when the last one has.
+    RESTART_WIPE = "restart_wipe"
 
 
 # Faults in which no tenant within its share of the queue may be refused.
 FAIR_KINDS = frozenset({Kind.QUEUE_FULL, Kind.GREEDY_TENANTS})
+
+# Faults in which the ledger may lose nothing, or what docs/quotas.md allows.
+LEDGER_KINDS = (
+    *(Kind.WORKER_KILL, Kind.ENGINE_KILL, Kind.ROUTER_KILL, Kind.LINK_CUT, Kind.REDIS_SLOW),
+    *(Kind.ROUTER_STOP, Kind.REDIS_WIPE, Kind.RESTART_WIPE, Kind.STORE_KILL),
+)
 
 # So often each comes in a round of a long schedule.
 _OFTEN = {Kind.WORKER_KILL: 3, Kind.ENGINE_KILL: 3, Kind.WORKER_HANG: 2, Kind.ROUTER_KILL: 2}
@@ -95,6 +105,8 @@ class Plan:
     in_flight: int = IN_FLIGHT
     # Tenants have plans, and the ledger is compared with the clients.
     ledger: bool = False
+    # Tenants with the default plan then, beside others.
+    tenants: int = 4_000
 
     @property
     def planned(self) -> dict[str, int]:
@@ -112,7 +124,8 @@ def make_plan(  # the command's options
     kinds: Sequence[Kind] = (),
     ledger: bool = False,
 ) -> Plan:
-    """The plan of a seed. With `kinds` only these, each as often as the others."""
+    """The plan of a seed. With `kinds` only these, each as often as the others; else all, or with `ledger` its own."""
+    kinds = kinds or (LEDGER_KINDS if ledger else ())
     rng = random.Random(f"faults {seed}")
     schedule: list[Kind] = []
     first = list(kinds or Kind)

@@ -20,7 +20,8 @@ BROKEN_S = 10.0
 _FAILURES = {"CANCELLED", "UNKNOWN", "INTERNAL", "DEADLINE_EXCEEDED"}
 # Reasons after which no wait helps, so that no RetryInfo belongs to them.
 _FINAL = {"CLIENT_TOO_SLOW"}
-_KILLS = {Kind.ROUTER_KILL.value, Kind.ROUTER_KILL_FULL.value, Kind.ROUTER_RESTART.value}
+# Faults in which routers do not answer.
+_AWAY = {Kind.ROUTER_KILL, Kind.ROUTER_KILL_FULL, Kind.ROUTER_RESTART, Kind.ROUTER_STOP, Kind.RESTART_WIPE}
 # Reasons with which nobody is refused while such a fault lasts, for at most so many seconds; no reason stands for all.
 _PROMISES: dict[Kind, tuple[str, float]] = {
     Kind.REDIS_SLOW: ("", math.inf),
@@ -37,7 +38,7 @@ class Doors:
             (victim.partition(" ")[0], fault.began, fault.mended + BROKEN_S)
             for fault in faults
             for victim in fault.victim.split(", ")
-            if fault.kind in _KILLS or fault.victim.endswith(" from its clients") or _cuts_router(fault)
+            if fault.kind in _AWAY or fault.victim.endswith(" from its clients") or _cuts_router(fault)
         ]
 
     def broken(self, began: float, ended: float, router: str = "") -> bool:

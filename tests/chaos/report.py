@@ -32,6 +32,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
             "all_event_tokens": verdict.event_tokens,
             "account_tokens": verdict.account_tokens,
             "miscounted": len(verdict.miscounted),
+            "requests_over_quota": verdict.over_quota,
         },
         "leaked": {
             "blocks": left.blocks if left else None,
@@ -70,6 +71,8 @@ def as_lines(verdict: Verdict) -> list[str]:
     lines += [f"refused: {count:>8} {how}" for how, count in verdict.refusals.most_common()]
     counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in values["ledger"].items())
     lines += [f"ledger: {counts}"] if verdict.account_tokens else []
+    if verdict.idle_commands_s is not None:
+        lines.append(f"idle: {verdict.idle_commands_s:.0f} commands/s")
     lines.append("left when idle: " + ", ".join(f"{count} {name}" for name, count in values["leaked"].items()))
     lines += [f"WRONG: {finding}" for finding in verdict.findings[:50]]
     lines += [f"WRONG: {kind} was planned more often than it happened" for kind in verdict.not_fired]

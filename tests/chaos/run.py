@@ -11,8 +11,8 @@ from tests.chaos.arena import Arena
 from tests.chaos.cluster import WORKERS, ChaosCluster, chaos_cluster
 from tests.chaos.driver import Driver
 from tests.chaos.faults import STRIKERS
-from tests.chaos.history import Account, Begun, Charged, CrowdCall, Fault, History, Left
-from tests.chaos.ledger import RESTLESS, draw_plans, read_events, read_ledger
+from tests.chaos.history import Account, Begun, Charged, CrowdCall, Fault, History, Idle, Left
+from tests.chaos.ledger import RESTLESS, commands_s, draw_plans, draw_quotas, read_events, read_ledger, use_quotas
 from tests.chaos.plan import MODEL, Plan, PlannedFault
 
 log = logging.getLogger(__name__)
@@ -28,12 +28,18 @@ async def run(plan: Plan, directory: Path, path: Path) -> None:
     history = History(path)
     history.append(Begun(MODEL, plan.seed, plan.requests, plan.planned, plan.overlap, plan.ledger))
     try:
-        async with chaos_cluster(directory, draw_plans(plan.seed) if plan.ledger else "") as (cluster, revisions):
+        async with chaos_cluster(directory, draw_plans(plan) if plan.ledger else "") as (cluster, revisions):
+            quotas = draw_quotas(plan) if plan.ledger else ()
+            for quota in quotas:
+                history.append(quota)
+            await use_quotas(quotas, cluster.valkeys.primary.client, cluster.store)
             driver = Driver(plan, [door.address for door in cluster.doors.values()], revisions, history)
             await cluster.unless_failed(_strike_and_send(plan, Arena(cluster, driver), history))
             history.append(await _left(cluster))
             for line in await _charged(cluster) if plan.ledger else ():
                 history.append(line)
+            if plan.ledger:
+                history.append(Idle(await commands_s(cluster.valkeys.primary.client)))
     finally:
         history.close()
 

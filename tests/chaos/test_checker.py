@@ -18,10 +18,12 @@ from tests.chaos.history import (
     Delta,
     Fault,
     History,
+    Idle,
     Left,
     Line,
     Observation,
     Pair,
+    Quota,
     Request,
     Revision,
     Score,
@@ -289,9 +291,42 @@ def test_clients_events_and_accounts_are_compared_to_the_token() -> None:
     assert "the account of acme" in with_ledger(charges, used + 1, observation).findings[0]
     more = [msgspec.structs.replace(charges[0], output=charges[0].output + 1)]
     assert "request 0.1 used" in with_ledger(more, used + 1, observation).findings[0]
+    failed_over = Fault(0, "redis_failover", "redis", 0.0, 0.0, [], proof="it failed over")
+    assert with_ledger(charges, used + 1, observation, failed_over).miscounted
+    assert not with_ledger(charges, used + 1, observation, failed_over).findings
     wiped = Fault(0, "redis_wipe", "redis", 0.0, 0.0, [], proof="it was wiped")
-    assert with_ledger(charges, used + 1, observation, wiped).miscounted
-    assert not with_ledger(charges, used + 1, observation, wiped).findings
+    assert with_ledger(charges, used + 1, observation, wiped).findings
+    killed = Fault(1, "router_kill", "router-1", 0.0, 0.5, [], proof="it was killed")
+    verdict = with_ledger(charges, used + 1, observation, wiped, killed)
+    assert (verdict.findings, len(verdict.miscounted)) == ([], 1)
+    assert with_ledger(charges, used + 200, observation, wiped, killed).findings
+
+
+def with_quota(quota: Quota, tokens: int, *observations: Observation) -> Verdict:
+    begun, charges = Begun(MODEL, 1, len(observations), {}), charges_of(*(one for one in observations if one.completed))
+    earlier = Charged("earlier", "acme", "earlier", tokens - sum(one.input + one.output for one in charges), 0)
+    return check([begun, quota, *observations, *charges, earlier, Account("acme", tokens), NOTHING_LEFT])
+
+
+def test_what_clients_got_of_a_quota_and_refusals_are_checked() -> None:
+    observation = forged()
+    used = observation.prompt_tokens + observation.completion_tokens
+    assert with_quota(Quota("acme", used + 20, 20), used + 20, observation).holds
+    assert with_quota(Quota("acme", used), 2 * used, observation).holds, "tokens may be made again for a resume"
+    assert "acme got" in with_quota(Quota("acme", 100, 300), used + 300, observation).findings[0]
+    refused = Observation(
+        msgspec.structs.replace(observation.request, number=1), [Call(4.0, "Generate", "r1")], [], {}, [], 4.1
+    )
+    refused.error = "QUOTA_EXCEEDED"
+    verdict = with_quota(Quota("acme", used + 20, 20), used + 20, observation, refused)
+    assert (verdict.holds, verdict.over_quota) == (True, 1)
+    assert "though there was room" in with_quota(Quota("acme", 1_000, 20), used + 20, observation, refused).findings[0]
+
+
+def test_an_idle_cluster_that_costs_redis_much_is_found() -> None:
+    for commands_s in (499.0, 501.0):
+        found = "\n".join(check([Begun(MODEL, 1, 1, {}), forged(), Idle(commands_s), NOTHING_LEFT]).findings)
+        assert ("costs 501 commands/s" in found) is (commands_s > 500)
 
 
 def test_a_call_that_was_made_again_may_be_charged_again() -> None:

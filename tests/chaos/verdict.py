@@ -45,6 +45,9 @@ class Verdict:
     event_tokens: int = 0
     account_tokens: int = 0
     miscounted: list[str] = field(default_factory=list)
+    # Requests that ended because their tenant's quota was used, and the commands a second of Redis for an idle cluster.
+    over_quota: int = 0
+    idle_commands_s: float | None = None
     left: Left | None = None
     findings: list[str] = field(default_factory=list)
 
@@ -67,5 +70,5 @@ class Verdict:
     def holds(self) -> bool:
         """Tell whether the promise was kept and every planned fault was tried."""
         wrong = self.lost + self.duplicated + self.reordered + self.wrong_adapter + self.stale_attempt_delivered
-        whole = self.completed == self.requests > 0
+        whole = self.completed + self.over_quota == self.requests > 0
         return whole and not (wrong or self.other or self.leaks or self.not_fired or self.vain or self.findings)
