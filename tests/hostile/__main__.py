@@ -1,4 +1,4 @@
-"""`make hostile`: sends the table of hostile calls to a real cluster, and times a quiet tenant alone and meanwhile."""
+"""`make hostile`: sends a table of hostile calls and floods to real clusters; times a quiet tenant meanwhile."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from pathlib import Path
 # Maximum time in seconds that a case may take, and the most that the quiet tenant's 99th percentile may grow.
 CASE_S = 1.0
 SLOWER = 1.5
+# The same beside a flood, and maximum time in seconds between two tokens of a stream beside a Resume of 4 MB.
+SLOWER_IN_FLOOD = 3.0
+GAP_S = 0.2
 SEED = 16
 # Number of spans for which the quiet tenant is timed alone and beside hostile calls, in turn, and seconds of each. The
 # machine's own noise changes from second to second.
@@ -73,7 +76,31 @@ async def main() -> int:
         shown = f"p99 {1e3 * p99(seconds):.1f} ms" if seconds else "none"
         print(f"gateway, {name}: {len(seconds)} of {GATEWAY_ASKS} requests served, {shown}")
     refused = any(len(seconds) < GATEWAY_ASKS for seconds in gateway.values())
-    return 1 if failures or slow or refused or ratio > SLOWER else 0
+    withstood = await _withstands_floods()
+    return 1 if failures or slow or refused or ratio > SLOWER or not withstood else 0
+
+
+async def _withstands_floods() -> bool:
+    """Time the quiet tenant beside one flood after the other, and streams beside a large Resume; print the times."""
+    from tests.hostile.floods import FLOODS, MODEL, WORKER_FLAGS, flooded, longest_gap_beside_a_resume
+    from tests.hostile.quiet import p99, timed_apart
+    from tests.hostile.run import running
+
+    ratios = list[float]()
+    with tempfile.TemporaryDirectory(prefix="hostile-") as directory:
+        async with running(Path(directory), MODEL, WORKER_FLAGS) as cluster:
+            for name, flood in FLOODS.items():
+                alone, beside = list[float](), list[float]()
+                for _ in range(SPANS):
+                    alone += await timed_apart(cluster.router, SPAN_S)
+                    async with flooded(cluster.router, flood):
+                        beside += await timed_apart(cluster.router, SPAN_S)
+                ratios.append(p99(beside) / p99(alone))
+                times = f"p99 TTFT {1e3 * p99(alone):.1f} ms alone, {1e3 * p99(beside):.1f} ms beside {flood.per_s:g}"
+                print(f"{name}: quiet tenant's {times} a second: {ratios[-1]:.2f} times (aim {SLOWER_IN_FLOOD:g})")
+            gap_s = await longest_gap_beside_a_resume(cluster.router)
+    print(f"a Resume of 4 MB: longest gap of another tenant's streams {gap_s:.3f} s (aim {GAP_S:g})")
+    return max(ratios) <= SLOWER_IN_FLOOD and gap_s <= GAP_S
 
 
 if __name__ == "__main__":

@@ -53,16 +53,18 @@ class Outcome:
 
 
 @asynccontextmanager
-async def running(directory: Path) -> AsyncIterator[LocalCluster]:
-    """Run a cluster of the hash model; a second base model has tokenizer files that panic, and many modules."""
-    settings = ClusterSettings(MODEL, port=0, store_port=0, data_dir=directory)
+async def running(
+    directory: Path, model: str = MODEL, worker_flags: tuple[str, ...] = ()
+) -> AsyncIterator[LocalCluster]:
+    """Run a cluster of a hash model; a second base model has tokenizer files that panic, and many modules."""
+    settings = ClusterSettings(model, port=0, store_port=0, data_dir=directory, worker_flags=worker_flags)
     panics = b'{"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""},' + files_of("byte-level")[
         "tokenizer.json"
     ].replace(b'"normalizer": null,', b"").lstrip(b"{ \n")
     wide = BaseModel(BASE, "sha256:" + "1" * 64, "llama", 64, 32, (), MODULES, files={"tokenizer.json": panics})
     async with LocalCluster(settings) as cluster:
         async with AsyncStoreClient(cluster.store, "operator") as store:
-            for base in (await asyncio.to_thread(read_base_model, MODEL), wide):
+            for base in (await asyncio.to_thread(read_base_model, model), wide):
                 await store.register_model(registered(base), base.files)
         await cluster.wait_serving()
         async with AsyncStoreClient(cluster.store, TENANT) as store:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from worker.engine.scheduling.batch_plan import BatchPlan
 from worker.engine.scheduling.blocks import BlockManager
-from worker.engine.scheduling.chunk_sizer import ChunkBudget
 from worker.engine.scheduling.memory_ceilings import MemoryCeilings
 from worker.engine.scheduling.running import RunningSequences
+from worker.engine.scheduling.sequence import Sequence
 from worker.engine.scheduling.statistics import Counters
 from worker.engine.scheduling.waiting import WaitingSequences
 
@@ -40,20 +39,21 @@ class Admission:
         if sequence is not None:
             self._running.yield_to(sequence, len(self._running) + 1 - self._ceilings.rows)
 
-    def admit(self, plan: BatchPlan, budget: ChunkBudget) -> None:
-        """Let sequences that wait run, and schedule their first chunks, while rows, blocks and budget last."""
-        while budget.any and len(self._running) < self._ceilings.rows:
-            sequence = self._waiting.head(self._tries)
-            if sequence is None:
-                return
-            # Nobody overtakes one that waits for blocks, or a long prompt might wait for ever.
-            if not self._blocks.allocate(sequence):
-                return
-            self._waiting.take(sequence)
-            if sequence.cached_tokens is None:
-                self._on_begun(sequence.sequence_id)
-                sequence.cached_tokens = sequence.computed
-                self._counters.prefix_queries += len(sequence.ids)
-                self._counters.prefix_hits += sequence.computed
-            self._running.start(sequence)
-            plan.add_chunk(sequence, budget)
+    def admit(self, passed: Collection[str] = ()) -> Sequence | None:
+        """Let the next sequence run that waits, but none of the tenants `passed`; None where rows or blocks lack."""
+        if len(self._running) >= self._ceilings.rows:
+            return None
+        sequence = self._waiting.head(self._tries)
+        if sequence is not None and sequence.spec.tenant in passed and self._blocks.shortage(sequence) <= 0:
+            sequence = self._waiting.head(self._tries, passed)
+        # Nobody overtakes one that waits for blocks, or a long prompt might wait for ever.
+        if sequence is None or sequence.spec.tenant in passed or not self._blocks.allocate(sequence):
+            return None
+        self._waiting.take(sequence)
+        if sequence.cached_tokens is None:
+            self._on_begun(sequence.sequence_id)
+            sequence.cached_tokens = sequence.computed
+            self._counters.prefix_queries += len(sequence.ids)
+            self._counters.prefix_hits += sequence.computed
+        self._running.start(sequence)
+        return sequence

@@ -109,7 +109,8 @@ class ChunkBudget:
     """The tokens left for the chunks of a step, and, where costs are given, the seconds left."""
 
     def __init__(self, tokens: int, costs: _Costs | None = None, seconds: float = 0.0) -> None:
-        self._tokens = max(0, tokens)
+        self._tokens = self._limit = max(0, tokens)
+        self._taken = 0
         self._costs = costs
         self._seconds = seconds
         self._begun = False
@@ -121,6 +122,19 @@ class ChunkBudget:
             return self._tokens > 0
         return self._costs.seconds(_load(0, _LEAST_CHUNK, fixed=False)) <= self._seconds
 
+    def split(self) -> ChunkBudget:
+        """Set half aside; `join` takes back what is left of it."""
+        half = ChunkBudget(self._tokens // 2, self._costs, self._seconds / 2)
+        self._tokens -= half._tokens
+        self._seconds -= half._seconds
+        return half
+
+    def join(self, half: ChunkBudget) -> None:
+        """Take back what is left of a half that was set aside."""
+        self._tokens += half._limit - half._taken
+        self._seconds += half._seconds
+        self._begun = self._begun or half._begun
+
     def take(self, start: int, wanted: int) -> int:
         """Take the tokens of a sequence's chunk from position `start` on, at most `wanted`, and return their number.
 
@@ -129,6 +143,7 @@ class ChunkBudget:
         most = min(wanted, self._tokens)
         count = most if self._costs is None else self._fitting(self._costs, start, wanted, most)
         self._tokens -= count or self._tokens
+        self._taken += count
         if self._costs and count:
             self._seconds -= self._costs.seconds(_load(start, count, fixed=not self._begun))
             self._begun = True

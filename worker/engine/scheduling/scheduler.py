@@ -162,12 +162,33 @@ class Scheduler:
                 decodes.append(computed)
             else:
                 index -= 1
-        budget = self._chunk_budget(decodes, len(plan.singles), len(prefilling))
-        for sequence in prefilling:
-            if budget.any:
-                plan.add_chunk(sequence, budget)
-        self._admission.admit(plan, budget)
+        self._add_chunks(plan, self._chunk_budget(decodes, len(plan.singles), len(prefilling)), prefilling)
         return plan.batch()
+
+    def _add_chunks(self, plan: BatchPlan, budget: ChunkBudget, prefilling: list[Sequence]) -> None:
+        """Schedule chunks of prompts: in rank, but half of the budget is first offered to the other tenants.
+
+        One prompt of each of them gets some: those that only wait, then the shortest. So a long prompt delays short
+        ones of others by a step or two, and is itself delayed by no more than a factor of two.
+        """
+        chunked = set[Sequence]()
+        if prefilling:
+            firsts = {sequence.spec.tenant: sequence for sequence in reversed(prefilling)}
+            tenants, aside = set(firsts), budget.split()
+            del firsts[prefilling[0].spec.tenant]
+            while aside.any and (newcomer := self._admission.admit(tenants)) is not None:
+                tenants.add(newcomer.spec.tenant)
+                plan.add_chunk(newcomer, aside)
+            for sequence in sorted(firsts.values(), key=lambda first: first.length - first.computed):
+                if aside.any:
+                    plan.add_chunk(sequence, aside)
+                    chunked.add(sequence)
+            budget.join(aside)
+        for sequence in prefilling:
+            if budget.any and sequence not in chunked:
+                plan.add_chunk(sequence, budget)
+        while budget.any and (newcomer := self._admission.admit()) is not None:
+            plan.add_chunk(newcomer, budget)
 
     def commit(
         self,

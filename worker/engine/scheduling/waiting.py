@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Collection
 
 from worker.engine.scheduling.residency import Residency
 from worker.engine.scheduling.row_shares import RowShares
@@ -56,10 +57,13 @@ class WaitingSequences:
         else:
             self._park(sequence)
 
-    def head(self, tries: int) -> Sequence | None:
-        """Return the next ready sequence if it may run now, its adapter in a slot; parks at most `tries` others."""
+    def head(self, tries: int, passed: Collection[str] = ()) -> Sequence | None:
+        """Return the next ready sequence if it may run now, its adapter in a slot; parks at most `tries` others.
+
+        Those of the tenants `passed` are passed over.
+        """
         for _ in range(min(tries, self._ready_count)):
-            sequence = self._next_ready()
+            sequence = self._next_ready(passed)
             if sequence is None:
                 return None
             adapter = sequence.spec.adapter
@@ -70,9 +74,10 @@ class WaitingSequences:
             self._park(sequence)
         return None
 
-    def _next_ready(self) -> Sequence | None:
+    def _next_ready(self, passed: Collection[str]) -> Sequence | None:
         """Return the first in rank of the tenant that has fewest rows for its weight; None behind the barrier."""
-        firsts, barrier = [sequences[-1] for sequences in self._ready.values()], self._demand.barrier()
+        firsts = [sequences[-1] for tenant, sequences in self._ready.items() if tenant not in passed]
+        barrier = self._demand.barrier()
         if barrier is not None:
             firsts = [first for first in firsts if first.rank < barrier]
         return min(firsts, key=lambda first: (self._shares.with_one_more(first), first.rank), default=None)

@@ -46,6 +46,36 @@ def test_prompts_share_a_step_and_its_tokens(model: PagedModel) -> None:
     assert model.rows_of_last == {"a": 5, "b": 5, "c": 2}
 
 
+def test_half_of_a_step_is_first_for_the_prompts_of_tenants_other_than_the_first(model: PagedModel) -> None:
+    model.add(replace(spec("long", prompt=50, tokens=2), tenant="a"))
+    model.add(replace(spec("longs own", prompt=4, tokens=2), tenant="a"))
+    model.step()
+    assert model.rows_of_last == {"long": 12}
+    model.add(replace(spec("short", prompt=4, tokens=2), tenant="b"))
+    model.add(replace(spec("middle", prompt=20, tokens=2), tenant="c"))
+    model.step()
+    assert model.rows_of_last == {"short": 4, "middle": 2, "long": 6}
+    model.step()
+    assert model.rows_of_last == {"short": 1, "middle": 5, "long": 6}
+    while len(model.ended) < 4:
+        model.step()
+    for name in ("long", "longs own", "short", "middle"):
+        model.assert_right(name)
+
+
+def test_who_waits_for_blocks_is_not_overtaken_by_another_tenant_with_more_rows(model: PagedModel) -> None:
+    for name in ("x", "y"):
+        model.add(replace(spec(name, prompt=4, tokens=30), tenant="b"))
+    model.step()
+    for name in ("long", "big"):
+        model.add(replace(spec(name, prompt=44, tokens=2), tenant="a"))
+    model.step()
+    model.add(replace(spec("small", prompt=1, tokens=1), tenant="b"))
+    while "long" not in model.ended:
+        model.step()
+        assert "small" not in model.rows_of_last
+
+
 def test_higher_priority_goes_first_but_not_for_ever(model: PagedModel) -> None:
     model.add(spec("low", priority=-1))
     for number in range(3 * 64):
