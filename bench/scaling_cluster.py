@@ -1,7 +1,8 @@
 """A large cluster in virtual time: the queue's policy (bench.queue_model), the router's placement, simple workers.
 
 A worker has rows and slots of a least-recently-used cache of adapters. It claims as worker.io.jobs.intake does: when it
-is woken, when one of its jobs has ended, after a hold, and once a second while it is idle.
+is woken, after a hold, and once a second; while jobs wait also when a job of its own has ended, at an interval unless
+several rows are free.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from bench.queue_model.queue_model import QueueModel
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import FREE_ROWS_MS, OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
+from worker.io.jobs.intake import IDLE_S, PACE_S, PACED_ROWS
 
 BASE = "sha256:0"
 _NO_LIMITS = QueueLimits(jobs=1 << 40, bytes=1 << 50, tenant_jobs=1 << 40, tenant_bytes=1 << 50)
-# Intervals in ms of an idle worker's claims and of its beats, as in worker.io.jobs.intake and broker.liveness.
-_IDLE_MS, BEAT_MS = 1_000, 500
+# Intervals in ms of a worker's claims, while it is idle or full and while jobs wait, and of its beats, as in
+# worker.io.jobs.intake and broker.liveness.
+_IDLE_MS, _PACE_MS, BEAT_MS = IDLE_S * 1e3, PACE_S * 1e3, 500
 _Event = Literal["arrival", "end", "look", "beat", "watch"]
 
 
@@ -57,7 +60,9 @@ class Result:
 
     seconds: float = 0.0
     claims: int = 0
+    # Of them those that took no job; and those without a free row.
     empty_claims: int = 0
+    full_claims: int = 0
     hits: int = 0
     misses: int = 0
     # Claimed jobs whose adapter no worker had had before.
@@ -79,7 +84,9 @@ class _Worker:
         self.adapters: OrderedDict[str, None] = OrderedDict()
         # Time of the next look at the queue; an earlier time in the event list is void.
         self.look_at = 0.0
-        self.claimed_at = 0.0
+        self.claimed_at = self.full_claim_at = 0.0
+        # Whether its claim waits in Redis for a job.
+        self.waits = True
 
     def use(self, digest: str) -> bool:
         """Put an adapter into the cache; return whether it was cached before."""
@@ -194,24 +201,34 @@ class VirtualCluster:
 
     def _claim(self, worker: _Worker) -> None:
         scale, free_rows = self._scale, self._free_rows(worker)
-        if free_rows < 1:
-            worker.look_at = self._now_ms + _IDLE_MS
-            self._at(worker.look_at, "look", worker.worker_id)
+        if free_rows < 1 and self._now_ms < worker.full_claim_at + _IDLE_MS:
+            self._look_at(worker, worker.full_claim_at + _IDLE_MS)
             return
         adapters = tuple(worker.adapters)
         capacity = Capacity(free_rows, scale.rows, 1 << 20, 1 << 20, 64, adapters)
         worker.claimed_at = self._now_ms
         decision = self._queue.claim(worker.worker_id, BASE, capacity, int(self._now_ms))
         self.result.claims += 1
-        self.result.empty_claims += not decision.job_ids
+        self.result.empty_claims += free_rows > 0 and not decision.job_ids
+        self.result.full_claims += free_rows < 1
+        if free_rows < 1:
+            worker.full_claim_at = self._now_ms
         for job_id in decision.job_ids:
             self._start(worker, job_id)
-        if decision.job_ids and decision.waiting and free_rows > len(decision.job_ids):
-            # A worker claims again until a claim gives no job.
-            worker.look_at = self._now_ms
+        worker.waits = self._free_rows(worker) > 0 and not (decision.waiting and (decision.job_ids or decision.crowded))
+        if worker.waits or not self._free_rows(worker):
+            self._look_at(worker, self._now_ms + (decision.hold_ms or _IDLE_MS if worker.waits else 0))
         else:
-            worker.look_at = self._now_ms + (decision.hold_ms or _IDLE_MS)
-        self._at(worker.look_at, "look", worker.worker_id)
+            self._look_paced(worker)
+
+    def _look_at(self, worker: _Worker, at_ms: float) -> None:
+        worker.look_at = at_ms
+        self._at(at_ms, "look", worker.worker_id)
+
+    def _look_paced(self, worker: _Worker) -> None:
+        """Let a worker claim at once where several rows are free, or nothing runs; else after an interval."""
+        few = worker.running and self._free_rows(worker) < PACED_ROWS
+        self._look_at(worker, max(self._now_ms, worker.claimed_at + _PACE_MS) if few else self._now_ms)
 
     def _start(self, worker: _Worker, job_id: str) -> None:
         (job, arrived_ms), scale, result = self._jobs[job_id], self._scale, self.result
@@ -232,7 +249,8 @@ class VirtualCluster:
         job, _ = self._jobs.pop(job_id)
         del worker.running[job_id]
         self._queue.charge([UsageReport(job_id, 1, job.stopping.max_tokens, ended=True)], int(self._now_ms))
-        self._claim(worker)
+        if not worker.waits:
+            self._look_paced(worker)
 
     def _beat(self, worker: _Worker) -> None:
         scale = self._scale

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from itertools import count
 
 from redis.asyncio import Redis
 
@@ -18,9 +19,13 @@ from broker.terms import Placement, QueueLimits, UsageReport
 # Waiting jobs during the measurement, their tenants, and the adapters that a claiming worker reports.
 _WAITING, _TENANTS, _ADAPTERS = 1_000, 100, 32
 _LIMITS = QueueLimits(jobs=1 << 30, tenant_jobs=1 << 30)
-ENQUEUE, CLAIM, EMPTY_CLAIM, CHARGE, WAITING = (
+# Connections that call at once: a shard that uses 70% of a core always has several calls to answer.
+_CALLERS = 8
+ENQUEUE, CLAIM, CLAIM_8, FULL_CLAIM, EMPTY_CLAIM, CHARGE, WAITING = (
     "enqueue",
     "claim of a job",
+    "claim of 8 jobs",
+    "claim of a full worker",
     "claim of none",
     "charge of 16",
     "16 waiting?",
@@ -35,51 +40,57 @@ def measure_costs(calls: int) -> dict[str, float]:
 
 async def _measure(url: str, calls: int) -> dict[str, float]:
     redis = await connect(url)
-    queue = JobQueue(redis, Keys("model", "main"), limits=_LIMITS, worker_id="w1")
+    keys = Keys("model", "main")
+    queues = [JobQueue(redis, keys, limits=_LIMITS, worker_id=f"w{number}") for number in range(_CALLERS)]
     adapters = tuple(f"sha256:{number:064x}" for number in range(_ADAPTERS))
-    one_row, all_rows = (
-        Capacity(1, 32, 1 << 20, 1 << 20, 64, adapters),
-        Capacity(32, 32, 1 << 20, 1 << 20, 64, adapters),
-    )
     placement = Placement(prefer=("w1", "w2", "w3"), load_tokens=10.0)
-    number = 0
+    numbers = count(1)
 
-    async def enqueue() -> None:
-        nonlocal number
-        number += 1
-        await queue.enqueue(_job(number), placement)
+    async def enqueue(queue: JobQueue) -> None:
+        await queue.enqueue(_job(next(numbers)), placement)
 
-    async def claim() -> None:
-        claimed = await queue.claim(BASE, one_row)
-        if len(claimed.jobs) != 1:
-            raise RuntimeError("a claim took no job")
+    def claim(rows: int, jobs: int) -> Callable[[JobQueue], Awaitable[None]]:
+        capacity = Capacity(rows, 32, 1 << 20, 1 << 20, 64, adapters)
 
-    async def claim_none() -> None:
-        await queue.claim(BASE, all_rows)
+        async def claim_rows(queue: JobQueue) -> None:
+            claimed = await queue.claim(BASE, capacity)
+            if len(claimed.jobs) != jobs:
+                raise RuntimeError(f"a claim of {rows} rows took {len(claimed.jobs)} jobs")
 
-    async def charge() -> None:
-        await queue.charge([UsageReport(f"j{number - back}", 1, 10) for back in range(16)])
+        return claim_rows
 
-    async def look() -> None:
-        await queue.look_up([(f"j{number - back}", 1) for back in range(16)])
+    async def charge(queue: JobQueue) -> None:
+        latest = next(numbers)
+        await queue.charge([UsageReport(f"j{latest - back}", 1, 10) for back in range(16)])
 
-    for _ in range(_WAITING):
-        await enqueue()
-    costs = {ENQUEUE: await _cost(redis, calls, enqueue), CLAIM: await _cost(redis, calls, claim)}
-    costs[WAITING] = await _cost(redis, calls, look)
-    costs[CHARGE] = await _cost(redis, calls, charge)
-    while (await queue.claim(BASE, all_rows)).jobs:
+    async def look(queue: JobQueue) -> None:
+        latest = next(numbers)
+        await queue.look_up([(f"j{latest - back}", 1) for back in range(16)])
+
+    async def cost(times: int, call: Callable[[JobQueue], Awaitable[None]]) -> float:
+        """Return the microseconds of a call, of which each queue makes its part, one after the other."""
+        each = max(1, times // _CALLERS)
+
+        async def repeat(queue: JobQueue) -> None:
+            for _ in range(each):
+                await call(queue)
+
+        before = await used_s(redis)
+        await asyncio.gather(*map(repeat, queues))
+        return (await used_s(redis) - before) / (each * _CALLERS) * 1e6
+
+    await cost(_WAITING, enqueue)
+    costs = {ENQUEUE: await cost(calls, enqueue), CLAIM: await cost(calls, claim(1, 1))}
+    await cost(calls, enqueue)
+    costs[CLAIM_8] = await cost(calls // 8, claim(8, 8))
+    costs[FULL_CLAIM] = await cost(calls, claim(0, 0))
+    costs[WAITING] = await cost(calls, look)
+    costs[CHARGE] = await cost(calls, charge)
+    while (await queues[0].claim(BASE, Capacity(32, 32, 1 << 20, 1 << 20, 64, adapters))).jobs:
         pass
-    costs[EMPTY_CLAIM] = await _cost(redis, calls, claim_none)
+    costs[EMPTY_CLAIM] = await cost(calls, claim(32, 0))
     await redis.aclose()
     return costs
-
-
-async def _cost(redis: Redis, calls: int, call: Callable[[], Awaitable[None]]) -> float:
-    before = await used_s(redis)
-    for _ in range(calls):
-        await call()
-    return (await used_s(redis) - before) / calls * 1e6
 
 
 async def used_s(redis: Redis) -> float:

@@ -37,7 +37,7 @@ def scan_arguments(
         *report_arguments(reports),
         *_share_arguments(capacity.row_to_share),
         capacity.only_tenant,
-        *capacity.adapters,
+        "\n".join(("", *capacity.adapters, "")),
     ]
 
 

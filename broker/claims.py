@@ -52,7 +52,7 @@ class _ScanAnswer(NamedTuple):
     live_workers: int
     # 1: the last of the jobs is of a suspect tenant and adapter.
     last_apart: int
-    # Of each job, what the queue has noted of it, packed.
+    # Of each job, what the queue has noted of it (broker/lua/include/waiting_jobs.lua).
     facts: list[bytes]
 
 

@@ -22,12 +22,12 @@ from rpc.identity.revision_grants import UNREADABLE
 
 
 class _Facts(msgspec.Struct, array_like=True, frozen=True):
-    """Facts of a job as the queue has noted them, packed by broker/lua/include/job_looks.lua for the claim's answer."""
+    """Facts of a job as the queue has noted them, in the order of broker/lua/include/waiting_jobs.lua."""
 
-    place: str
     tenant: str
     base: str
     adapter: str
+    prefer: str
     router: str
     attempt: float
     weight: float
@@ -36,6 +36,18 @@ class _Facts(msgspec.Struct, array_like=True, frozen=True):
     prompt: float
     rank: float
     rows: float
+    load: float
+    place: str
+    size: float
+    work: float
+    queued: float
+    deadline: float
+    key: str
+    key_weight: float
+
+
+# The facts are packed one after the other; with this before them they are an array in MessagePack.
+_ARRAY = b"\xdc" + len(_Facts.__struct_fields__).to_bytes(2, "big")
 
 
 def sealed_entry(seals: Seals, keys: Keys, job: Job, placement: Placement) -> Entry:
@@ -78,7 +90,7 @@ def _open_job(seals: Seals, keys: Keys, body: bytes, facts: bytes) -> Job:
 def _check_facts(job: Job, packed: bytes) -> None:
     """Raise SealError where the queue has handled another job than the sealed one."""
     try:
-        facts = msgspec.msgpack.decode(packed, type=_Facts)
+        facts = msgspec.msgpack.decode(_ARRAY + packed, type=_Facts)
     except UNREADABLE as error:
         raise SealError("FACTS_DIFFER", "a job whose facts cannot be read") from error
     pairs = {

@@ -109,5 +109,7 @@ class ClaimScan(JobLooks):
     def _may_look(self) -> bool:
         if self.free_rows > 0:
             return self._passes_left > 0
+        if self._arguments.capacity.rows > 0:
+            return False
         self._lookahead_left -= 1
         return self._lookahead_left >= 0

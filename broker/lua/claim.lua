@@ -27,9 +27,10 @@ local any_quarantined = redis.call('EXISTS', QUARANTINE) == 1
 
 --- @include "job_looks"
 
--- Return whether the scan goes on. Without a free row it looks a little further, at adapters to fetch beforehand.
+-- Return whether the scan goes on. That of a full worker looks at a few jobs, for adapters to fetch beforehand.
 local function may_look()
   if free_rows > 0 then return passes_left > 0 end
+  if not was_full then return false end
   lookahead_left = lookahead_left - 1
   return lookahead_left >= 0
 end

@@ -126,8 +126,12 @@ end
 
 -- Wake the first preferred worker with free rows, or else any.
 local function wake_for_job(has_begun)
+  local workers, rooms = {}, {}
   for worker in string.gmatch(has_begun and '' or job.prefer, '[^\n]+') do
-    if free_rows_of(worker) > 0 then return wake_worker(worker) end
+    workers[#workers + 1], rooms[#rooms + 1] = worker, PREFIX .. 'room:' .. worker
+  end
+  for number, rows in ipairs(#rooms > 0 and redis.call('MGET', unpack(rooms)) or {}) do
+    if number_of(rows) > 0 then return wake_worker(workers[number]) end
   end
   if redis.call('LPUSH', WAKE, 1) > WAKE_LIMIT then redis.call('LPOP', WAKE) end
 end

@@ -27,7 +27,7 @@ def test_every_run_and_ratio_is_there_and_has_a_place_on_the_page() -> None:
         ("one of ten tenants sends half, load 1.1", 2),
         ("one of ten tenants sends half, load 3", 2),
     ]
-    assert len([row for row in written["rows"] if row.get("us", 0) > 0]) == 5
+    assert len([row for row in written["rows"] if row.get("us", 0) > 0]) == 7
     assert written["ratios"].keys() == written["aims"].keys() == AIMS.keys()
     assert all(math.isfinite(value) for value in written["ratios"].values())
     assert "rendezvous, skewed" in rewrite(PAGE.read_text(), written)

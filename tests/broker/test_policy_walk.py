@@ -39,7 +39,7 @@ WEIGHTS = (
 )
 # Terms of API keys, of all tenants alike; many calls have none.
 KEY_TERMS = (
-    *(NO_KEY,) * 4,
+    *(NO_KEY,) * 3,
     KeyTerms("k1", weight=3.0),
     KeyTerms("k2", weight=0.7),
     KeyTerms("k3", weight=1.5, queue_share=0.1),

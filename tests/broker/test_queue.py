@@ -117,7 +117,7 @@ async def test_claims_come_in_the_order_of_arrival(queue: JobQueue) -> None:
     assert await claim(queue) == []
 
 
-async def test_a_claim_tells_which_adapters_wait_most(queue: JobQueue) -> None:
+async def test_a_full_worker_s_claim_tells_which_adapters_wait_most(queue: JobQueue) -> None:
     refs = {
         name: AdapterRef(f"tenants/acme/adapters/{name}/revisions/sha256:{name}", f"sha256:{name}", 8, 100)
         for name in "abcdef"
@@ -128,7 +128,8 @@ async def test_a_claim_tells_which_adapters_wait_most(queue: JobQueue) -> None:
     await queue.enqueue(job("large", adapter=replace(refs["a"], rank=ROOMY.max_rank + 1)))
     await queue.enqueue(job("other", adapter=refs["a"], base_digest="sha256:1"))
     claimed = await queue.claim("sha256:0", replace(ROOMY, rows=1))
-    assert [one.job_id for one in claimed.jobs] == ["0"]
+    assert ([one.job_id for one in claimed.jobs], claimed.adapter_requests) == (["0"], [])
+    claimed = await queue.claim("sha256:0", replace(ROOMY, rows=0))  # a full worker looks ahead
     assert claimed.adapter_requests == [AdapterRequest(refs[name], "acme") for name in "cfbd"]
     full = await queue.claim("sha256:0", replace(ROOMY, rows=0))
     assert (full.jobs, full.waiting, full.adapter_requests) == ([], 13, claimed.adapter_requests)

@@ -156,4 +156,5 @@ async def test_a_claimed_attempt_without_a_strike_clears_its_pair_for_the_jobs_b
     await both.enqueue(make_job("next", "mallory", adapter="sha256:a", prompt=40))
     claimed = await both.claim("w1", replace(MALLORYS, tokens=10))
     assert [job.job_id for job in claimed.jobs] == ["j"]
+    claimed = await both.claim("w1", replace(MALLORYS, tokens=10))
     assert [request.tenant for request in claimed.adapter_requests] == ["mallory"], "the next one only does not fit"

@@ -25,6 +25,7 @@ local tenants_end = reports_end + 3 + 2 * tenants_here
 local only_tenant = ARGV[tenants_end + 1]
 -- Then the scan looks at more tenants, and at fewer jobs of each.
 local looks_around = row_of ~= '' and free_rows < 1
-local rows_here, resident = {}, {}
+local rows_here = {}
 for i = reports_end + 4, tenants_end, 2 do rows_here[ARGV[i]] = tonumber(ARGV[i + 1]) end
-for i = tenants_end + 2, #ARGV do resident[ARGV[i]] = true end
+-- Digests of the adapters that the worker has, each between two ends of lines.
+local adapters_here = ARGV[tenants_end + 2]

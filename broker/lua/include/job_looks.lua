@@ -18,6 +18,8 @@ local function owner_lives(router)
   return router_alive[router]
 end
 
+local function is_resident(adapter) return string.find(adapters_here, '\n' .. adapter .. '\n', 1, true) ~= nil end
+
 -- Return whether the worker has a link to a router; one without is in the answer, so that the worker opens it.
 local function has_link(router)
   if not linked or linked[router] then return true end
@@ -28,9 +30,8 @@ end
 
 -- Return how many ms a job is still held for a worker with free rows that its adapter prefers to this one.
 local function held_for_ms(adapter, has_begun, queued, prefer)
-  if adapter == '' or has_begun or resident[adapter] then return 0 end
   local left_ms = queued + HOLD_MS - now
-  if left_ms <= 0 then return 0 end
+  if left_ms <= 0 or adapter == '' or has_begun or is_resident(adapter) then return 0 end
   for other in string.gmatch(prefer, '[^\n]+') do
     if other == worker then return 0 end
     if has_free_rows(other) then return left_ms end
@@ -114,7 +115,7 @@ local function look(id, tenant, line_place)
     return PASSED
   end
   local is_apart = any_suspects and is_suspect(name, adapter) and not goes_on_in_quarantine(attempt, prompt, prefill, rows)
-  local is_struck, asked_rows = rows >= ALL_ROWS, rows
+  local is_struck = rows >= ALL_ROWS
   rows = math.min(rows, all_rows)
   if is_apart and is_struck and is_another_tried(id, name, adapter) then return PASSED end
   if is_apart and not is_struck then
@@ -134,9 +135,9 @@ local function look(id, tenant, line_place)
       free_rows, row_of, is_last_apart = 0, '', true
     end
     if name ~= only_tenant then only_tenant = '' end
-    facts_of_bodies[#facts_of_bodies + 1] = cmsgpack.pack({place, name, base, adapter, router, attempt, weight, tokens,
-      prefill, prompt, rank, asked_rows})
-    take(id, tenant, name, weight, attempt, prompt, resident[adapter] and 0 or load, place, size, work, of_key)
+    facts_of_bodies[#facts_of_bodies + 1] = values[1]
+    if is_resident(adapter) then load = 0 end
+    take(id, tenant, name, weight, attempt, prompt, load, place, size, work, of_key)
     return TAKEN
   end
   saturated = true

@@ -54,25 +54,33 @@ end
 local function look_at_tenants()
   local lowest, seen_tenants, head = {}, 0, 1
   local found = redis.call('ZRANGE', TENANTS, skipped_tenants, skipped_tenants + TENANTS_PER_SCAN - 1, 'WITHSCORES')
-  for i = 1, #found, 2 do
-    lowest[#lowest + 1] = {name = found[i], counter = number_of(found[i + 1]), number = i, passed = 0, position = 0,
-      queue = PREFIX .. 'queue:' .. found[i], places = {}, next = 1}
+
+  -- Return the tenant at a place in the order of now; nil beyond the last. A claim of one row sees few of them.
+  local function tenant_at(at)
+    local name = found[2 * at - 1]
+    if not lowest[at] and name then
+      lowest[at] = {name = name, counter = number_of(found[2 * at]), number = at, passed = 0, position = 0,
+        queue = PREFIX .. 'queue:' .. name, places = {}, next = 1}
+    end
+    return lowest[at]
   end
+
   -- Tenants that the scan does not see may have a lower counter than one that has grown beyond this.
-  local horizon = #lowest == TENANTS_PER_SCAN and lowest[#lowest].counter or math.huge
-  while lowest[head] and lowest[head].counter <= horizon and may_look() do
-    local tenant = lowest[head]
+  local horizon = #found == 2 * TENANTS_PER_SCAN and number_of(found[#found]) or math.huge
+  while true do
+    local tenant = tenant_at(head)
+    if not tenant or tenant.counter > horizon or not may_look() then break end
     if look_at_tenant(tenant) then
       head = head + 1
       if tenant.position > 0 then seen_tenants = seen_tenants + 1 end
     else
       -- Move the tenant behind those that have a lower counter now; equals keep their order.
       local at = head
-      local behind = lowest[at + 1]
+      local behind = tenant_at(at + 1)
       while behind and (behind.counter < tenant.counter
           or behind.counter == tenant.counter and behind.number < tenant.number) do
         lowest[at], at = behind, at + 1
-        behind = lowest[at + 1]
+        behind = tenant_at(at + 1)
       end
       lowest[at] = tenant
     end

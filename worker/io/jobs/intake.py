@@ -32,9 +32,13 @@ log = logging.getLogger(__name__)
 
 # Maximum seconds between two claims of an idle worker: a wake-up may be lost with its Redis.
 IDLE_S = 1.0
-# Maximum seconds between two claims of a full worker. They take jobs of tenants below their share, ask for adapters to
-# prefetch, and renew its free rows in Redis.
+# Maximum seconds between two claims without a free row while tenants could share one: they take jobs of tenants below
+# their share. Others, each second, ask for adapters to prefetch and renew the worker's free rows in Redis.
 FULL_S = 0.25
+# Minimum seconds between two claims of a busy worker while jobs wait, and number of free rows that are claimed sooner:
+# a claim of several rows costs Redis half as much a job.
+PACE_S = 0.02
+PACED_ROWS = 8
 # Maximum seconds until a worker that has no room for what waits claims again: something that fits may have come.
 FIT_S = 0.1
 # Seconds until the next claim after Redis did not answer.
@@ -69,8 +73,9 @@ class Intake:
         # Whether the claim that is under way waits in Redis for a job.
         self._waits = False
         self._preparations = Preparations(base_digest, fetcher, results, self._hand_over)
-        # The row to share after the last claim, and the claim's time.
-        self._last_claim: tuple[RowToShare | None, float] = None, 0.0
+        # The row to share after the last claim; the claim's time, and that of the last one without a free row.
+        self._row_to_share: RowToShare | None = None
+        self._claimed_at = self._full_claim_at = 0.0
 
     async def run(self) -> None:
         """Claim whatever there is room for; never returns."""
@@ -91,7 +96,7 @@ class Intake:
     async def _claim_forever(self) -> None:
         wait_s, freed = 0.0, False
         while True:
-            capacity = await self._capacity_to_claim()
+            capacity = await self._capacity_to_claim(at_once=wait_s > 0)
             change, link_change = self._jobs.next_change, self._links.next_change
             full = capacity.rows <= 0
             try:
@@ -108,8 +113,10 @@ class Intake:
             self._fetcher.prefetch(claimed.adapter_requests)
             self._links.dial(claimed.unlinked)
             wait_s, freed = 0.0, False
+            self._claimed_at = time.monotonic()
             # A full worker that got a job may get another at once.
-            self._last_claim = None if full and claimed.jobs else self._capacity().row_to_share, time.monotonic()
+            self._row_to_share = None if full and claimed.jobs else self._capacity().row_to_share
+            self._full_claim_at = self._claimed_at if full else self._full_claim_at
             if claimed.unlinked and not full and not claimed.jobs:
                 # Meanwhile wake-ups are left to workers that reach these routers.
                 await one_is_set_within(claimed.hold_ms / 1e3 or FIT_S, change, link_change)
@@ -120,12 +127,17 @@ class Intake:
                 # The waiting jobs do not fit now: they may when a job here has ended, or other workers take them.
                 freed = await one_is_set_within(claimed.hold_ms / 1e3 or FIT_S, change)
 
-    async def _capacity_to_claim(self) -> Capacity:
-        """Wait while this worker is full and its tenants' rows are as they were at the last claim, up to FULL_S."""
+    async def _capacity_to_claim(self, *, at_once: bool) -> Capacity:
+        """Wait until there is reason for a claim; `at_once`: a free row is one, since the claim waits for a job."""
         while True:
-            change, capacity, (row, claimed_at) = self._jobs.next_change, self._capacity(), self._last_claim
-            left_s = claimed_at + FULL_S - time.monotonic()
-            if capacity.rows > 0 or capacity.row_to_share != row or left_s <= 0:
+            change, capacity = self._jobs.next_change, self._capacity()
+            claim_at = 0.0
+            if capacity.rows <= 0 and capacity.row_to_share == self._row_to_share:
+                claim_at = self._full_claim_at + (IDLE_S if self._row_to_share is None else FULL_S)
+            elif 0 < capacity.rows < PACED_ROWS and self._jobs.running and not at_once:
+                claim_at = self._claimed_at + PACE_S
+            left_s = claim_at - time.monotonic()
+            if left_s <= 0:
                 return capacity
             await one_is_set_within(left_s, change)
 

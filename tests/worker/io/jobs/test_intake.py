@@ -87,6 +87,24 @@ async def test_a_worker_that_its_last_claim_filled_takes_no_wake_up(
     assert asked.waited_without_room == 0
 
 
+async def test_a_busy_worker_claims_several_rows_at_once(
+    router: Router, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.io.jobs.intake.PACE_S", 600.0)
+    monkeypatch.setattr("worker.io.jobs.intake.PACED_ROWS", 2)
+    asked = RecordedQueue(worker, monkeypatch)
+    for number in range(ROWS):
+        await worker.queue.enqueue(job(f"endless-{number}", worker.address))
+    await router.until(lambda: all(router.ids[f"endless-{number}"] for number in range(ROWS)))
+    for name in ("one", "other"):
+        await worker.queue.enqueue(job(name, worker.address))
+    await router.until(lambda: asked.events[-1] == ("claim", 0))
+    for number in range(2):
+        worker.results.cancel(f"endless-{number}", 1)
+    await router.until(lambda: all(router.ids[name] for name in ("one", "other")))
+    assert ("claim", 2) in asked.events
+
+
 async def test_jobs_of_a_router_that_the_worker_does_not_reach_are_left_to_others(
     router: Router, worker: Worker
 ) -> None:
