@@ -30,7 +30,7 @@ Row = dict[str, Any]
 # The windows, and the counts that belong to each.
 _COUNTS = {
     "minute": ("requests", "input_tokens", "output_tokens"),
-    "day": ("day_tokens", "repeated_tokens"),
+    "day": ("day_tokens",),
     "month": ("month_tokens",),
 }
 _NUMBERS = tuple(name for window, counts in _COUNTS.items() for name in (window, *counts))

@@ -157,7 +157,6 @@ CREATE TABLE IF NOT EXISTS accounts (
     output_tokens INTEGER NOT NULL,
     day INTEGER NOT NULL,
     day_tokens INTEGER NOT NULL,
-    repeated_tokens INTEGER NOT NULL,
     month INTEGER NOT NULL,
     month_tokens INTEGER NOT NULL
 );

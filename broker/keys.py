@@ -43,7 +43,6 @@ lp:{ledger}:state            hash    epoch of the ledger's data, number of its l
 lp:{ledger}:account:NAME     hash    charges of a tenant or API key in the running windows, and what is held; expires
 lp:{ledger}:of:ID            hash    a reservation, open or ended; expires once it has ended
 lp:{ledger}:held:ROUTER      set     ids of a router's open reservations
-lp:{ledger}:moved:ROUTER     set     ids of those that another router has by now; expires
 lp:{ledger}:routers          zset    routers with reservations, by the time at which others end these
 lp:{ledger}:usage            stream  charges whose usage events no router has written yet, where events are written
 """

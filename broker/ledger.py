@@ -62,7 +62,7 @@ _LIMITS = dict(
 class Counts:
     """The charges of an account in its last windows, in the order of the scripts.
 
-    Windows have numbers by UTC, a month 12 x year + month - 1. `repeated_tokens` of output were made again, uncharged.
+    Windows have numbers by UTC, a month 12 x year + month - 1.
     """
 
     name: str
@@ -72,19 +72,18 @@ class Counts:
     output_tokens: int = 0
     day: int = 0
     day_tokens: int = 0
-    repeated_tokens: int = 0
     month: int = 0
     month_tokens: int = 0
 
 
 _NUMBERS = (
     *("open", "minute", "day", "month", "requests", "held_input", "held_output", "streams", "used_input"),
-    *("used_output", "paid_input", "paid_output", "again", "told", "resumes", "charges"),
+    *("used_output", "paid_input", "paid_output", "charges", "resumes", "sent"),
 )
 # The numbers with which a router holds a reservation again: what it holds first.
 _JOINED = (
     *("requests", "held_input", "held_output", "streams", "minute", "day", "month", "used_input", "used_output"),
-    *("paid_input", "paid_output", "again", "told", "resumes", "charges"),
+    *("paid_input", "paid_output", "charges", "resumes", "sent"),
 )
 
 

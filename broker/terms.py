@@ -136,10 +136,6 @@ ENDED_RECORD_MS = 120_000
 EXPIRED_AT_ONCE = 256
 # Time in ms in which routers tell a ledger that has lost data what they know, before it grants anything.
 RECOVERY_MS = 2_000
-# Maximum output tokens in a day that are made again without a charge, because clients of resumed requests say that they
-# have not got them: this number, and a percentage of the account's tokens of that day. A lost link loses some.
-REPEATED_TOKENS = 256
-REPEATED_PERCENT = 2
 # Number of times that a request may be resumed before each further one counts as a request, with its prompt.
 FREE_RESUMES = 8
 # Time in ms after which a tenant with all its streams is to call again.

@@ -11,7 +11,7 @@ for first = 1, #ARGV, #COUNTS + 1 do
     end
   end
   higher('minute', 'requests', 'input', 'output')
-  higher('day', 'day_tokens', 'repeated')
+  higher('day', 'day_tokens')
   higher('month', 'month_tokens')
 end
 write_accounts()

@@ -21,14 +21,14 @@ if ARGV[4] == 'first' then
   redis.call('DEL', LEDGER .. 'held:' .. router)
   redis.call('ZADD', ROUTERS, now + HELD_MS, router)
 end
-local given_numbers = {'minute', 'day', 'month', 'used_input', 'used_output', 'paid_input', 'paid_output', 'again', 'told',
-  'resumes', 'charges'}
-for first = 5, #ARGV, 18 do
+local JOINED = {'minute', 'day', 'month', 'used_input', 'used_output', 'paid_input', 'paid_output', 'charges', 'resumes',
+  'sent'}
+for first = 5, #ARGV, 17 do
   local id = ARGV[first]
   local function number(place) return tonumber(ARGV[first + place]) end
   if not read_reservation(id) then -- else another router has it by now
     local r = new_reservation(router, ARGV[first + 1], ARGV[first + 2])
-    for i, field in ipairs(given_numbers) do r[field] = number(6 + i) end
+    for i, field in ipairs(JOINED) do r[field] = number(6 + i) end
     r.open = 1
     hold_more(r, number(3), number(4), number(5), number(6))
     write_reservation(id, r)

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Keep a router's reservations, take over what was used of some, and end those of routers that have not renewed theirs for
--- HELD_MS. Answers {'renewed', number of the call, counts of charged accounts, how many were ended, ids of its former
+-- HELD_MS. Answers {'renewed', number of the call, counts of charged accounts, how many were ended, ids of those
 -- reservations that other routers have by now}, or as why_wait.
 --- @include "ledger"
 
@@ -17,6 +17,7 @@ for _, other in ipairs(redis.call('ZRANGEBYSCORE', ROUTERS, is_anew and '-inf' o
 end
 redis.call('ZADD', ROUTERS, now + HELD_MS, router)
 
+local ended, moved = 0, {}
 for i = 4, #ARGV, 5 do
   local id = ARGV[i]
   local r = read_reservation(id)
@@ -25,10 +26,11 @@ for i = 4, #ARGV, 5 do
     if ARGV[i + 3] == '0' then hold_more(r, 0, 0, 0, -r.streams) end -- its call has ended; it may be resumed
     if ARGV[i + 4] ~= '' then r.facts = ARGV[i + 4] end
     write_reservation(id, r)
+  elseif r and r.router ~= router then
+    moved[#moved + 1] = id
   end
 end
 
-local ended = 0
 for _, dead in ipairs(redis.call('ZRANGEBYSCORE', ROUTERS, '-inf', now)) do
   local ids = redis.call('SRANDMEMBER', LEDGER .. 'held:' .. dead, EXPIRED_AT_ONCE - ended)
   for _, id in ipairs(ids) do
@@ -43,6 +45,4 @@ for _, dead in ipairs(redis.call('ZRANGEBYSCORE', ROUTERS, '-inf', now)) do
   if ended >= EXPIRED_AT_ONCE then break end
   if redis.call('SCARD', LEDGER .. 'held:' .. dead) == 0 then redis.call('ZREM', ROUTERS, dead) end
 end
-local moved = redis.call('SMEMBERS', LEDGER .. 'moved:' .. router)
-if #moved > 0 then redis.call('DEL', LEDGER .. 'moved:' .. router) end
 return {'renewed', number, write_accounts(), ended, moved}

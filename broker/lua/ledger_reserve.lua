@@ -25,46 +25,39 @@ local function granted(r)
   return {'granted', number, write_accounts(), numbers}
 end
 
--- Let another router have the reservation; the former one learns of it when it renews.
-local function move(r)
-  redis.call('SREM', LEDGER .. 'moved:' .. router, id)
-  if r.router ~= router and r.open == 1 then
-    redis.call('SREM', LEDGER .. 'held:' .. r.router, id)
-    redis.call('SADD', LEDGER .. 'moved:' .. r.router, id)
-    redis.call('PEXPIRE', LEDGER .. 'moved:' .. r.router, ENDED_RECORD_MS)
-  end
-  r.router = router
-end
-
-local r = read_reservation(id)
+local r, listed = read_reservation(id), table.concat(names, ' ')
 if r and received < 0 then -- the same call again, or one that has ended before this server got to it
-  if r.open == 1 then move(r) end
+  if r.open == 1 then
+    redis.call('SREM', LEDGER .. 'held:' .. r.router, id)
+    r.router = router
+  end
   return granted(r)
 end
-local is_known, listed, repeated_before = r ~= nil, table.concat(names, ' '), nil
--- What is held from now on, beside what is held already; `place` is 1 for a further stream.
-local requests, more_input, more_output, place = 1, input, output, 1
+-- `input` and `output` become what is held from now on. Of an open reservation that is resumed `held_input` and
+-- `held_output` tokens are held already, in the windows that it has.
+local is_known, was_open, requests, held_input, held_output, place = r ~= nil, false, 1, 0, 0, 1
 if is_known then
-  requests, more_input = 0, 0
-  if r.resumes >= FREE_RESUMES then requests, more_input = 1, input + received end
-  repeated_before = account_of(names[1]).repeated
-  local again = charged_again(r, math.max(0, r.used_output - received))
-  -- Its prompt was computed, or is now.
-  take_use(r, r.paid_input + r.held_input, received)
-  if r.open == 1 and r.accounts ~= listed then end_reservation(id, r) end
-  if r.open == 1 then
-    more_output, place = again, 1 - r.streams
-  else
-    more_output, requests, r.requests = math.max(0, output - r.used_output) + again, requests + r.requests, 0
+  was_open = r.open == 1 and r.accounts == listed
+  r.used_output = math.max(r.used_output, received)
+  if r.used_output > 0 then r.used_input = r.paid_input + r.held_input end -- its prompt was computed
+  if was_open then
+    r.facts = facts
+    held_input = r.held_input - (r.used_input - r.paid_input)
+    held_output, place = r.held_output - (r.used_output - r.paid_output), 1 - r.streams
   end
-  r.again, r.told, r.resumes, r.used_input = r.again + again, r.used_output, r.resumes + 1, r.used_input + more_input
+  end_reservation(id, r)
+  requests, input = r.requests, r.resumes >= FREE_RESUMES and input > 0 and input + received or held_input
+  if r.resumes >= FREE_RESUMES then requests = 1 end
+  -- Tokens that its client has not got are made again, and charged again.
+  r.sent, r.used_output, r.paid_output = math.max(r.sent, r.used_output), received, received
 else
   r = new_reservation(router, listed, facts)
   if received >= 0 then -- nothing is known of it any more: what its client has is a prompt, and is computed again
-    more_input, more_output = input > 0 and input + received or 0, math.max(0, output - received)
-    r.used_output, r.paid_output, r.told, r.resumes = received, received, received, 1
+    r.used_output, r.paid_output, r.sent = received, received, received
+    input = input > 0 and input + received or 0
   end
 end
+if received >= 0 then output, r.resumes = math.max(0, output - received), r.resumes + 1 end
 
 -- The refusal whose room comes last.
 local limit_account, limit, wait_ms = nil, nil, 0
@@ -85,15 +78,15 @@ local function to_next_month(account)
   return day * DAY_MS - now
 end
 
-local was_open = r.open == 1
+local more_input, more_output = math.max(0, input - held_input), math.max(0, output - held_output)
 for _, name in ipairs(names) do
   local account = account_of(name)
-  local minute_ms, both = (account.minute + 1) * MINUTE_MS - now, more_input + more_output
+  local minute_ms = (account.minute + 1) * MINUTE_MS - now
   check(name, account, 'requests', requests, minute_ms)
   check(name, account, 'input', more_input, minute_ms)
   check(name, account, 'output', more_output, minute_ms)
-  check(name, account, 'day_tokens', both, (account.day + 1) * DAY_MS - now)
-  check(name, account, 'month_tokens', both, to_next_month(account))
+  check(name, account, 'day_tokens', more_input + more_output, (account.day + 1) * DAY_MS - now)
+  check(name, account, 'month_tokens', more_input + more_output, to_next_month(account))
   -- A request that is resumed in time has its former place, or one of as many again.
   local most = limits[name].streams * (was_open and 2 or 1)
   if most >= 0 and place == 1 and account.streams >= most then
@@ -101,11 +94,7 @@ for _, name in ipairs(names) do
   end
   if not was_open then r.minute, r.day, r.month = account.minute, account.day, account.month end
 end
-if limit then
-  if repeated_before then account_of(names[1]).repeated = repeated_before end
-  return {'refused', number, next(charged) and write_accounts() or {}, limit_account, limit, wait_ms}
-end
-move(r)
-r.accounts, r.facts, r.open = listed, facts, 1
-hold_more(r, requests, more_input, more_output, place)
+if limit then return {'refused', number, is_known and write_accounts() or {}, limit_account, limit, wait_ms} end
+r.router, r.accounts, r.facts, r.open, r.requests = router, listed, facts, 1, 0
+hold_more(r, requests, input, output, 1)
 return granted(r)

@@ -19,15 +19,10 @@ if r.router == router then
   if facts ~= '' then r.facts = facts end
   take_use(r, used_input, used_output)
   event = end_reservation(id, r)
-elseif used_output > r.told then -- sent to a client that had told less to another router, which makes it again
-  local again = charged_again(r, used_output - r.told)
-  r.told, r.again = used_output, r.again + again
-  if r.open == 1 then
-    hold_more(r, 0, 0, again, 0)
-    write_reservation(id, r)
-  else
-    event = end_reservation(id, r)
-  end
+elseif used_output > r.sent then -- sent to a client that had told less to another router, which makes it again
+  event = charge(id, r, 0, used_output - r.sent)
+  r.sent = used_output
+  write_reservation(id, r)
 end
 -- The router may not have got the answer of an earlier call that charged this.
 for name in each_account(r) do account_of(name) charged[name] = true end

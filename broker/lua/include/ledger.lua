@@ -4,16 +4,16 @@
 local LEDGER = 'lp:{ledger}:'
 local STATE, ROUTERS, USAGE = LEDGER .. 'state', LEDGER .. 'routers', LEDGER .. 'usage'
 local DAY_MS, MINUTE_MS = 86400000, 60000
--- Counts of what was used, in the order of broker/ledger.py: three of the minute, two of the day and one of the month.
-local COUNTS = {'minute', 'requests', 'input', 'output', 'day', 'day_tokens', 'repeated', 'month', 'month_tokens'}
-local ACCOUNT = {'minute', 'requests', 'input', 'output', 'day', 'day_tokens', 'repeated', 'month', 'month_tokens',
-  'held_requests', 'held_input', 'held_output', 'held_day_tokens', 'held_month_tokens', 'streams'}
+-- Charges of an account, in the order of broker/ledger.py; then what open reservations hold beside them.
+local COUNTS = {'minute', 'requests', 'input', 'output', 'day', 'day_tokens', 'month', 'month_tokens'}
+local ACCOUNT = {'minute', 'requests', 'input', 'output', 'day', 'day_tokens', 'month', 'month_tokens', 'held_requests',
+  'held_input', 'held_output', 'held_day_tokens', 'held_month_tokens', 'streams'}
 -- Numbers of a reservation. `requests`, `held_input` and `held_output` are held in its accounts while it is open, and
 -- `streams` is 1 while it has a place among the streams. The others count from the request's beginning: what is `used`
--- as far as the ledger knows, and what is `paid`, that is charged. `again` tokens are charged a second time. The request
--- was resumed `resumes` times, the last time after `told` output tokens, and charged `charges` times.
+-- as far as the ledger knows, and what is `paid`, that is charged. The request was charged `charges` times and resumed
+-- `resumes` times; its former routers have sent `sent` output tokens.
 local NUMBERS = {'open', 'minute', 'day', 'month', 'requests', 'held_input', 'held_output', 'streams', 'used_input',
-  'used_output', 'paid_input', 'paid_output', 'again', 'told', 'resumes', 'charges'}
+  'used_output', 'paid_input', 'paid_output', 'charges', 'resumes', 'sent'}
 local RESERVATION = {'router', 'accounts', 'facts', unpack(NUMBERS)}
 -- The accounts that this call has read, by name, and those in which it has charged something.
 local accounts, charged = {}, {}
@@ -84,7 +84,7 @@ local function account_of(name)
   if accounts[name] then return accounts[name] end
   local account, day = read_numbers(LEDGER .. 'account:' .. name, ACCOUNT), math.floor(now / DAY_MS)
   turn(account, 'minute', math.floor(now / MINUTE_MS), {'requests', 'input', 'output'})
-  turn(account, 'day', day, {'day_tokens', 'repeated'})
+  turn(account, 'day', day, {'day_tokens'})
   turn(account, 'month', month_of(day), {'month_tokens'})
   accounts[name] = account
   return account
@@ -143,39 +143,32 @@ local function write_reservation(id, r)
   end
 end
 
--- Count output tokens of a request that are made again, since its client says that it has not got them. Return how many
--- of them are charged again: those beyond what its first account has free in a day.
-local function charged_again(r, tokens)
-  local account = account_of(string.match(r.accounts, '%S+'))
-  local repeated = account.repeated + tokens
-  if repeated > REPEATED_TOKENS + account.day_tokens * REPEATED_PERCENT / 100 then return tokens end
-  account.repeated = repeated
-  return 0
-end
-
 local function take_use(r, used_input, used_output)
   r.used_input, r.used_output = math.max(r.used_input, used_input), math.max(r.used_output, used_output)
 end
 
+-- Charge tokens of a reservation. Return the event of the charge, if there is one for its facts.
+local function charge(id, r, input, output)
+  if input + output <= 0 then return end
+  for name in each_account(r) do
+    add(account_of(name), r, '', r.requests, input, output)
+    charged[name] = true
+  end
+  r.requests, r.charges = 0, r.charges + 1
+  if r.facts == '' then return end
+  local event = {'id', string.format('%s:%.0f', id, r.charges - 1), 'input', string.format('%.0f', input), 'output',
+    string.format('%.0f', output), 'at_ms', string.format('%.0f', now), 'facts', r.facts}
+  redis.call('XADD', USAGE, '*', unpack(event))
+  return event
+end
+
 -- End a reservation, and charge what was used of it and is not paid yet: after an earlier end only what that did not know
--- of. Return the event of the charge, if there is one for its facts: an id, the counts and the facts.
+-- of. Return the event of the charge.
 local function end_reservation(id, r)
   if r.open == 1 then release(r) end
   redis.call('SREM', LEDGER .. 'held:' .. r.router, id)
-  local input, output = math.max(0, r.used_input - r.paid_input), math.max(0, r.used_output - r.paid_output) + r.again
-  local event
-  if input + output > 0 then
-    for name in each_account(r) do
-      add(account_of(name), r, '', r.requests, input, output)
-      charged[name] = true
-    end
-    if r.facts ~= '' then
-      event = {'id', string.format('%s:%.0f', id, r.charges), 'input', string.format('%.0f', input), 'output',
-        string.format('%.0f', output), 'at_ms', string.format('%.0f', now), 'facts', r.facts}
-      redis.call('XADD', USAGE, '*', unpack(event))
-    end
-    r.requests, r.paid_input, r.paid_output, r.again, r.charges = 0, r.used_input, r.used_output, 0, r.charges + 1
-  end
+  local event = charge(id, r, math.max(0, r.used_input - r.paid_input), math.max(0, r.used_output - r.paid_output))
+  r.paid_input, r.paid_output = math.max(r.paid_input, r.used_input), math.max(r.paid_output, r.used_output)
   write_reservation(id, r)
   return event
 end

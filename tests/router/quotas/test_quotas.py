@@ -169,12 +169,12 @@ async def test_a_request_resumed_at_its_own_router_is_charged_once(new: New, red
 async def test_a_call_whose_request_another_router_has_ends(new: New, redis: Redis) -> None:
     first, second = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
     begun(grant := await granted(first, 2, 100), 30)
-    elsewhere = await granted(second, 2, 100, resumed=(grant.id, 0))
+    elsewhere = await granted(second, 2, 100, resumed=(grant.id, 30))
     await first.session.renew()
     (routed,) = grant.jobs
     with pytest.raises(Aborted):
         await routed.arrivals(routed.reader)
-    back = await granted(first, 2, 100, resumed=(grant.id, 0))
+    back = await granted(first, 2, 100, resumed=(grant.id, 30))
     begun(back, 30)
     await first.session.renew()
     assert back.jobs[0].reader.error is None
