@@ -39,7 +39,7 @@ class Kind(StrEnum):
     REDIS_RESTART = "redis_restart"
     REDIS_WIPE = "redis_wipe"
     REDIS_FAILOVER = "redis_failover"
-    # Each round trip takes 1 to 1.1 s, for longer than a worker's liveness key lasts.
+    # Each round trip takes a second, for longer than a worker's liveness key lasts.
     REDIS_SLOW = "redis_slow"
     LINK_CUT = "link_cut"
     LINK_ONE_WAY = "link_one_way"

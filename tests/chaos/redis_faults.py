@@ -11,7 +11,7 @@ from tests.chaos.crowd_faults import waiting_crowd
 from tests.chaos.plan import PlannedFault
 
 # Timeout in seconds for routers to say SERVING while Redis is slow: another fault may have killed one of them.
-SERVING_S = 15.0
+SERVING_S = 30.0
 
 Striker = Callable[[Arena, PlannedFault], AbstractAsyncContextManager[Strike]]
 
@@ -51,14 +51,14 @@ async def keys_lost(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike
 
 @asynccontextmanager
 async def slow(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
-    """Break all connections to Redis, and delay the new ones' round trips; routers serve, and refuse no request."""
+    """Break all connections to Redis, and delay the round trips of new ones; meanwhile routers serve."""
     struck = Strike(await arena.take(["redis"], planned), arena.driver.now, arena.driver.streaming)
     links = [pair.redis for pair in arena.cluster.links.values()]
     disturbed = sum(link.disturbed for link in links)
     for link in links:
         link.cut()
         link.heal()
-        link.delay(0.5 + 0.05 * planned.hold)
+        link.delay(0.5)
     try:
         yield struck
         for _ in range(8):
