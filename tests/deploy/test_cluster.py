@@ -39,34 +39,20 @@ async def answer(address: str) -> tuple[int, ...]:
         return (await client.generate("hello", max_new_tokens=8)).token_ids
 
 
-async def test_serves_and_leaves_nothing(leftovers: Leftovers, short_temp_dir: Path) -> None:
-    async with LocalCluster(SETTINGS) as cluster:
-        assert set(cluster.processes) == {"valkey", "store", "router-1", "worker-1"}
+async def test_serves_takes_more_workers_and_leaves_nothing(leftovers: Leftovers, short_temp_dir: Path) -> None:
+    async with LocalCluster(dataclasses.replace(SETTINGS, routers=2, workers=2)) as cluster:
+        assert set(cluster.processes) == {"valkey", "store", "router-1", "router-2", "worker-1", "worker-2"}
         assert all(os.getsid(process.pid) == process.pid for process in cluster.processes.values())
-        # Its worker waits for the model, and it goes on afterwards.
+        # Its workers wait for the model, and it goes on afterwards.
         with pytest.raises(LaunchError, match=r"not serving after 0\.01 s; worker-1 last said"):
             await cluster.wait_serving(timeout_s=0.01)
         await register(cluster)
         await cluster.wait_serving(WAIT_S)
-        assert len(await answer(cluster.router)) == 8
         assert {path.name for path in (cluster.data_dir / "logs").iterdir()} == {f"{n}.log" for n in cluster.processes}
-        addresses = (cluster.router, cluster.store)
-        processes = list(cluster.processes.values())
-    assert [process.exited.result() for process in processes] == [0, 0, 0, 0]
-    for address in addresses:
-        host, port = address.rsplit(":", 1)
-        with socket.create_server((host, int(port))):  # the port is free again
-            pass
-    assert leftovers() == []
-
-
-async def test_runs_several_of_each_and_takes_more_workers(leftovers: Leftovers) -> None:
-    async with LocalCluster(dataclasses.replace(SETTINGS, routers=2, workers=2)) as cluster:
-        await register(cluster)
-        await cluster.wait_serving(WAIT_S)
         assert cluster.routers[0] == cluster.router != cluster.routers[1]
         first, second = [await answer(address) for address in cluster.routers]
         assert first == second
+        assert len(first) == 8
         name = await cluster.start_worker()
         assert name == "worker-3"
         await asyncio.wait_for(cluster.processes[name].wait_ready(), WAIT_S)
@@ -78,6 +64,13 @@ async def test_runs_several_of_each_and_takes_more_workers(leftovers: Leftovers)
         failure = asyncio.create_task(cluster.wait_failed())
         os.kill(cluster.processes["router-2"].pid, signal.SIGKILL)  # not through `kill`: nobody meant it
         assert "router-2 was killed by SIGKILL" in str(await asyncio.wait_for(failure, WAIT_S))
+        addresses = (cluster.router, cluster.store)
+        processes = [cluster.processes[name] for name in ("valkey", "store", "router-1", "worker-3")]
+    assert [process.exited.result() for process in processes] == [0, 0, 0, 0]
+    for address in addresses:
+        host, port = address.rsplit(":", 1)
+        with socket.create_server((host, int(port))):  # the port is free again
+            pass
     assert leftovers() == []
 
 

@@ -27,13 +27,15 @@ _TYPES = {
 }
 
 
-def result_of(program: str, device: str, cases: Any = None) -> Any:
+def result_of(program: str, device: str, cases: Any = None, first: str = "") -> Any:
     """Return what a program of this folder prints as JSON: with "cpu" Triton is interpreted there.
 
-    A process of its own: nothing else may find Triton interpreted. It gets the cases as JSON.
+    A process of its own: nothing else may find Triton interpreted. It runs the statements `first` before the program,
+    which gets the cases as JSON.
     """
+    run = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(program)), device],
+        [sys.executable, "-c", f"{first}\n{run}", str(Path(__file__).with_name(program)), device],
         env=os.environ | {"PYTHONPATH": str(_ROOT)} | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {}),
         input=json.dumps(cases),
         capture_output=True,
