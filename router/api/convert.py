@@ -126,7 +126,7 @@ def read_prompt(message: pb.GenerateSpec | pb.TokenizeRequest) -> tuple[str, Pro
         case "token_ids" if isinstance(message, pb.GenerateSpec):
             if not message.token_ids.ids:
                 raise InvalidField("token_ids", "is empty")
-            return "token_ids", tuple(message.token_ids.ids)
+            return "token_ids", read_ids(message.token_ids.ids)
         case "chat":
             return "chat", read_chat(message.chat)
     raise InvalidField("input", "give one of prompt, token_ids and chat")

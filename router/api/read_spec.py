@@ -1,4 +1,4 @@
-"""Reading the message of a request: first its size is checked; large formats are read in turns of the tenants."""
+"""Reading the message of a request: first its size is checked; large ones are read in turns of the tenants."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ async def read_spec(spec: pb.GenerateSpec, tenant: str, models: Models, encoder:
     check_prompt_size(spec, models.get(spec.model))
     if is_large_format(spec):  # read_request then knows it
         await encoder.in_turn(tenant, lambda: read_format(spec, tenant))
-    return read_request(spec, tenant)
+    return await encoder.run(tenant, len(spec.token_ids.ids), lambda: read_request(spec, tenant))

@@ -16,7 +16,7 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.forgets import WorkerForgets
 from router.dispatch.pacing import PaceLimits
-from router.dispatch.relay_frames import read_frame
+from router.dispatch.relay_frames import is_long, read_frame
 from router.metrics import RouterMetrics
 from rpc.errors import InvalidField
 from rpc.identity.principal import Principal
@@ -179,7 +179,10 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
                     case "frames":
                         self._metrics.messages.inc()
                         self._metrics.frames.inc(len(request.frames.frames))
-                        for frame in map(read_frame, request.frames.frames):
+                        for message in request.frames.frames:
+                            # Other frames of this worker wait for a long one; the event loop does not.
+                            long = is_long(message)
+                            frame = await asyncio.to_thread(read_frame, message) if long else read_frame(message)
                             self._check_bound(link, frame.job_id, frame.attempt)
                             self._dispatcher.receive_frame(link, frame)
                     case "claims":

@@ -16,6 +16,13 @@ _FINISHES = {
     pb.FINISH_KIND_COMPLETE: WorkerFinish.COMPLETE,
 }
 _NO_FINISH = pb.Finish()
+# Maximum tokens of a prompt whose log probabilities are read on the event loop, in some milliseconds.
+_SHORT_PROMPT = 256
+
+
+def is_long(frame: pb.Frame) -> bool:
+    """Return whether a frame takes long to read: log probabilities of a long prompt, of 20 numbers a token."""
+    return frame.HasField("first") and len(frame.first.prompt_logprobs) > _SHORT_PROMPT
 
 
 def read_frame(frame: pb.Frame) -> Frame:

@@ -22,7 +22,7 @@ from artifacts.peft_config import parse_peft_config
 from artifacts.quantized_checkpoint import stored_scheme
 from artifacts.revision import lora_tensors
 from artifacts.safetensors_header import read_header
-from router.api.convert import read_request
+from router.api.convert import count_received, read_received, read_request
 from router.api.encoding import read_classify, read_embed
 from router.api.message_fields import field_in_excess
 from router.api.sglang.ebnf import lark_of
@@ -49,6 +49,13 @@ def _request(data: bytes) -> None:
     """Count the fields of a request's bytes, as a router does with large ones, and read it."""
     field_in_excess(data, pb.GenerateRequest.DESCRIPTOR, limit=8)
     read_request(pb.GenerateRequest.FromString(data).spec, _TENANT)
+
+
+def _resume(data: bytes) -> None:
+    """Bound the ids that a client says it has of three choices, and read them."""
+    received = pb.ResumeRequest.FromString(data).received
+    count = count_received(received, 3, 8)
+    assert sum(len(part.token_ids) for part in read_received(received).values()) == count
 
 
 def _names(data: bytes) -> None:
@@ -144,6 +151,17 @@ TARGETS: dict[str, Target] = {
         (DecodeError, CallError),
         tuple(pb.GenerateRequest(spec=spec).SerializeToString() for spec in (_SPEC, _CHAT)),
         message=pb.GenerateRequest,
+    ),
+    "resumes": Target(
+        _resume,
+        (DecodeError, CallError),
+        tuple(
+            pb.ResumeRequest(
+                received=[pb.ReceivedTokens(choice=choice, token_ids=[5] * size, finished=choice == 1, text_bytes=size)]
+            ).SerializeToString()
+            for choice, size in ((0, 8), (1, 0), (2, 9))
+        ),
+        message=pb.ResumeRequest,
     ),
     "embeddings": Target(
         lambda data: read_embed(pb.EmbedRequest.FromString(data), _TENANT),

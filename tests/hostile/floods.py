@@ -70,7 +70,7 @@ async def _long_prompt(stub: Stub) -> None:
 
 
 async def _detokenize(stub: Stub) -> None:
-    ids = [next(_numbers) % 32_000] * 100_000
+    ids = [next(_numbers) % 32_000] * 30_000
     await stub.Detokenize(pb.DetokenizeRequest(token_ids=ids), metadata=_METADATA, timeout=_TIMEOUT_S)
 
 
@@ -83,7 +83,7 @@ async def _new_regex(stub: Stub) -> None:
 FLOODS = {
     "rapid cancels": Flood(_cancelled, 100.0),
     "long prompts": Flood(_long_prompt, 1.0),
-    "Detokenize": Flood(_detokenize, 10.0),
+    "Detokenize": Flood(_detokenize, 20.0),
     "new regexes": Flood(_new_regex, 10.0),
 }
 

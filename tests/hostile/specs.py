@@ -165,6 +165,9 @@ def bad_specs() -> Iterator[Case]:
         spec = pb.GenerateSpec(prompt="x")
         resumed = pb.ResumeRequest(spec=spec, resume_token=token, received=[pb.ReceivedTokens(token_ids=[1] * 9)])
         yield Case(f"resume token {token[:6]!r}", f"{INFERENCE}Resume", (resumed.SerializeToString(),))
+    received = [pb.ReceivedTokens(choice=choice, token_ids=[1] * 200_000) for choice in range(16)]
+    resumed = pb.ResumeRequest(spec=pb.GenerateSpec(prompt="x"), resume_token="x", received=received)
+    yield Case("3 million received ids", f"{INFERENCE}Resume", (resumed.SerializeToString(),))
     ids = pb.DetokenizeRequest(token_ids=[2**32 - 1])
     yield Case("ids of no text", f"{INFERENCE}Detokenize", (ids.SerializeToString(),))
     ids = pb.DetokenizeRequest(token_ids=[1] * 1_000_000)

@@ -7,9 +7,13 @@ import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
+from loraplex.inference.v1 import inference_pb2_grpc
 
 from deploy.local.cluster import LocalCluster
+from rpc.server import channel_options
+from tests.hostile import floods
 from tests.hostile.gateway import FLOODS, quiet_beside_floods
 from tests.hostile.quiet import QuietTenant
 from tests.hostile.run import attack, running
@@ -34,6 +38,11 @@ async def test_hostile_calls_end_with_one_clean_status_and_a_quiet_tenant_is_ser
     assert not sending.done()
     assert quiet.ttfts
     sending.cancel()
+    async with grpc.aio.insecure_channel(cluster.router, options=channel_options()) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        for flood in (*floods.FLOODS.values(), floods.FLOODS["rapid cancels"]):
+            await flood.call(stub)
+        assert await floods.resume_once(stub, await floods.large_resume(stub, received=300)) == "delta"
 
 
 async def test_floods_of_a_gateway_leave_room_for_a_quiet_tenant(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from loraplex.inference.v1 import inference_pb2 as pb
 
 from artifacts.grammars.build import json_grammar
 from router.api import read_spec
+from router.api.convert import read_request
 from router.api.formats import forget_formats, read_format
+from router.request import Request
 from router.text.prompt_encoder import PromptEncoder
 from router.text.tokenizer import HashText
 
@@ -43,6 +45,21 @@ async def test_large_formats_of_one_tenant_delay_another_s_by_one(monkeypatch: p
     may_read.set()
     await asyncio.gather(*asked)
     assert order.index("quiet") <= 2
+
+
+async def test_many_ids_of_a_prompt_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[int]()
+
+    def read(spec: pb.GenerateSpec, tenant: str) -> Request:
+        threads.append(threading.get_ident())
+        return read_request(spec, tenant)
+
+    monkeypatch.setattr(read_spec, "read_request", read)
+    for count in (10, 10_000):
+        spec = pb.GenerateSpec(token_ids=pb.TokenIds(ids=range(count)))
+        spec.prompt_options.truncate_to = 5
+        assert (await read_spec.read_spec(spec, "acme", MODELS, PromptEncoder(1))).prompt == tuple(range(count))
+    assert [ident == threading.get_ident() for ident in threads] == [True, False]
 
 
 def test_a_format_that_one_tenant_has_asked_with_is_read_anew_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
