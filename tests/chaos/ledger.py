@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from broker.keys import LEDGER, is_key_account
 from broker.ledger import Ledger, LedgerCalls, Reservation, TokenLimits
-from broker.terms import HELD_MS, REPEATED_PERCENT, REPEATED_TOKENS
+from broker.terms import HELD_MS
 from router.catalog.store_client import StoreClient
 from router.metrics import RouterMetrics
 from router.quotas.session import LINGER_S, RENEW_S, LedgerSession
@@ -282,8 +282,6 @@ class _LedgerCheck:
             for fault in self._faults:
                 if fault.kind == Kind.ROUTER_KILL and observation.request.number in fault.hit:
                     bound += _last(self._model, observation, fault)
-        if any(call.method == "Resume" for observation in own for call in observation.calls):
-            bound += REPEATED_TOKENS + self._accounts.get(tenant, 0) * REPEATED_PERCENT // 100
         return bound
 
 
