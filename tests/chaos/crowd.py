@@ -7,7 +7,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +23,7 @@ from rpc.server import channel_options
 from tests.chaos.arena import Arena
 from tests.chaos.history import CrowdCall, Request, Revision
 from tests.chaos.plan import MODEL, MODEL_NAME, PlannedFault
+from tests.hostile.floods import large_resume, resume_once
 
 # Timeout of a call in seconds; one that has not ended by then has no outcome.
 CALL_S = 40.0
@@ -98,6 +99,11 @@ class Crowd:
         """Begin so many calls now."""
         for _ in range(count):
             self._spawn(self._call(sort) if sort.sdk is None else self._ask(sort, sort.sdk))
+
+    def resume(self, received: int) -> None:
+        """Say at every router that so many tokens of 16 answers were received, which nobody delivered."""
+        for _, stub in self._stubs:
+            self._spawn(_resume(stub, received))
 
     def press(self, callers: int, sort: Sort, seconds: float) -> None:
         """Begin a closed loop of so many callers, each of which waits after a refusal; it lasts `seconds`."""
@@ -210,3 +216,8 @@ def _message(request: Request, sort: Sort) -> pb.GenerateRequest:
         output=pb.Output(logprobs=request.logprobs),
     )
     return pb.GenerateRequest(spec=spec)
+
+
+async def _resume(stub: Any, received: int) -> None:
+    with suppress(grpc.aio.AioRpcError):  # another fault may end it
+        await resume_once(stub, await large_resume(stub, received))

@@ -83,11 +83,12 @@ async def burst(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
 
 @asynccontextmanager
 async def oversize(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
-    """Send texts of almost 4 MiB, more than any context, four to eight a second."""
+    """Send texts of almost 4 MiB, more than any context, four to eight a second, and resumes of a megabyte."""
     await arena.take(["crowd"], planned)
     async with Crowd(arena, planned) as crowd:
         strike = Strike("the routers", arena.driver.now, arena.driver.streaming, calls=crowd.calls)
         sort = Sort(["oversize"], specs=(), prompt_bytes=4_190_000)
+        crowd.resume(30_000)
         for _ in range(16):
             crowd.begin(1, sort)
             await asyncio.sleep(0.25 - 0.125 * planned.hold)
