@@ -24,6 +24,7 @@ from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import PROMPT_WEIGHT
 from router.catalog.placement import MIB
+from router.dispatch import routed_job
 from router.dispatch.link import Frame, Link
 from tests.simulation import engine
 from tests.simulation.acts import act
@@ -43,10 +44,13 @@ from tests.simulation.stories import End, Story
 from tests.simulation.worker import SimulatedFetcher, SimulatedWorker, start_engine
 from worker.engine.adapter_cache.loading import LoaderThreads
 from worker.io.engine_client.process import EngineProcess
+from worker.io.jobs import results
 from worker.io.settings import Settings
 
 # A request that has not ended by then never does; and so long after the last one everything must be free.
 PATIENCE_S, QUIET_S = 120.0, 8.0
+# Maximum tokens of a read and of a hand-over to the engine, so few that most resumed answers take several.
+READ_TOKENS = STEP_IDS = 7
 _REPLACED = (
     (JobQueue, SimulatedQueue),
     (Liveness, SimulatedLiveness),
@@ -99,6 +103,8 @@ def simulate_scenario(scenario: Scenario) -> Outcome:
                 replaced(_REPLACED),
                 mock.patch.object(EngineProcess, "start", start_engine),
                 mock.patch.object(grpc.aio, "insecure_channel", Channels(network)),
+                mock.patch.object(routed_job, "READ_TOKENS", READ_TOKENS),
+                mock.patch.object(results, "STEP_IDS", STEP_IDS),
                 virtual_time(chance) as loop,
             ):
                 loop.set_exception_handler(lambda _, context: logged.append(_describe(context)))
