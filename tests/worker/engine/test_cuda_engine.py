@@ -40,6 +40,8 @@ SHAPE = {"num_hidden_layers": 2, "hidden_size": 32}
 QUANTIZED = "int4"
 
 
+# Interpreting takes 20 s of a core, and a minute and a half on cores that twelve others share.
+@pytest.mark.timeout(300)
 def test_mixed_adapters_give_pefts_logits_and_tokens(tmp_path: Path) -> None:
     """More adapters than slots, rows without one, prompts in chunks; with decode steps in padded buffers and without.
 
