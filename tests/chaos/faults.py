@@ -263,6 +263,7 @@ STRIKERS: dict[Kind, Striker] = {
     Kind.REDIS_WIPE: redis_faults.wipe,
     Kind.REDIS_FAILOVER: redis_faults.failover,
     Kind.REDIS_SLOW: redis_faults.slow,
+    Kind.REDIS_CLOCK: redis_faults.clock_ahead,
     Kind.LINK_CUT: _link(lambda link, planned: link.cut(), 2.0),
     Kind.LINK_ONE_WAY: _link(_hold, 4.0),
     Kind.LINK_DELAY: _link(_delay, 2.0),

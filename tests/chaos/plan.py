@@ -41,6 +41,8 @@ class Kind(StrEnum):
     REDIS_FAILOVER = "redis_failover"
     # Each round trip takes a second, for longer than a worker's liveness key lasts.
     REDIS_SLOW = "redis_slow"
+    # Redis's clock is ahead by ten minutes, and is put right.
+    REDIS_CLOCK = "redis_clock"
     LINK_CUT = "link_cut"
     LINK_ONE_WAY = "link_one_way"
     LINK_DELAY = "link_delay"

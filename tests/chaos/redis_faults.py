@@ -1,4 +1,4 @@
-"""The kinds of faults of Redis: it restarts, is wiped, fails over, is slow or full, or loses keys."""
+"""The kinds of faults of Redis: it restarts, is wiped, fails over, is slow or full, loses keys, or has another time."""
 
 from __future__ import annotations
 
@@ -46,6 +46,16 @@ async def keys_lost(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike
             lost += await arena.cluster.valkeys.lose_keys(f"{planned.pick} {number}")
             await asyncio.sleep(0.2 + 0.5 * planned.hold)
         struck.proof = f"{lost} keys were deleted" if lost else ""
+        yield struck
+
+
+@asynccontextmanager
+async def clock_ahead(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
+    """Set Redis's clock ten minutes ahead while jobs wait, and put it right; then all goes on as before."""
+    struck = Strike(await arena.take(["redis"], planned), arena.driver.now, arena.driver.streaming)
+    async with waiting_crowd(arena, planned) as struck.calls:
+        async with arena.cluster.valkeys.clock_ahead() as struck.proof:
+            await asyncio.sleep(1.0 + 2.0 * planned.hold)
         yield struck
 
 

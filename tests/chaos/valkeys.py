@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import shutil
 import signal
 import socket
+import struct
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +27,8 @@ from tests.chaos.links import Link
 DUMP = "dump.rdb"
 # The primary's work of so long is gone with a restart or a failover.
 LAG_S = 0.15
+# Time in seconds by which the clock is ahead.
+AHEAD_S = 600
 # Written before what is to be kept, and before what is to be lost.
 EARLIER, LATER = "chaos:earlier", "chaos:later"
 
@@ -30,9 +36,10 @@ EARLIER, LATER = "chaos:earlier", "chaos:later"
 class Server:
     """A Valkey server on a Unix socket, and on a port for its replica."""
 
-    def __init__(self, directory: Path, port: int) -> None:
+    def __init__(self, directory: Path, port: int, environ: dict[str, str] | None) -> None:
         self.directory = directory
         self.port = port
+        self._environ = environ
 
     @property
     def socket(self) -> str:
@@ -47,7 +54,9 @@ class Server:
         if replica_of is not None:
             command += ["--replicaof", *replica_of.address.split(":")]
         log = self.directory / "log"
-        self.process = await Process.start(self.directory.name, command, log_path=log, ready=valkey.READY)
+        self.process = await Process.start(
+            self.directory.name, command, log_path=log, environ=self._environ, ready=valkey.READY
+        )
         await self.process.wait_ready()
         self.client: Redis = await connect(f"unix://{self.socket}")
 
@@ -67,9 +76,13 @@ class Valkeys:
         # Of its own: a socket's path has to be short.
         self._temporary = tempfile.TemporaryDirectory(prefix="lp-")
         self._made = 0
+        # How far the servers' clock is ahead, in microseconds, as clock_ahead.c reads it.
+        self._ahead = Path(self._temporary.name) / "ahead"
+        self._environ: dict[str, str] | None = None
         self.clients: list[Link] = []
 
     async def __aenter__(self) -> Self:
+        await self._prepare_clock()
         self.primary, self.replica = self._make(), self._make()
         await self.primary.start()
         self._replication = await Link(f"127.0.0.1:{self.primary.port}").start()
@@ -133,6 +146,34 @@ class Valkeys:
         finally:
             await client.config_set("maxmemory", 0)
 
+    @asynccontextmanager
+    async def clock_ahead(self) -> AsyncIterator[str]:
+        """Let the servers' clock be AHEAD_S ahead while the context is open; yield the proof that it is."""
+        if self._environ is None:
+            yield "skipped: there is no C compiler"
+            return
+        self._set_ahead(AHEAD_S)
+        try:
+            seconds, _ = await self.primary.client.time()
+            ahead_s = seconds - time.time()
+            yield f"Redis's clock was ahead by {ahead_s:.0f} s" if abs(ahead_s - AHEAD_S) < AHEAD_S / 2 else ""
+        finally:
+            self._set_ahead(0)
+
+    def _set_ahead(self, seconds: int) -> None:
+        with self._ahead.open("r+b") as file:
+            file.write(struct.pack("<q", seconds * 1_000_000))
+
+    async def _prepare_clock(self) -> None:
+        """Compile what sets the clock of the servers; without a compiler it stays as it is."""
+        self._ahead.write_bytes(struct.pack("<q", 0))
+        compiler, library = shutil.which("cc"), Path(self._temporary.name) / "clock_ahead.so"
+        if compiler is not None:
+            command = (compiler, "-shared", "-fPIC", "-o", str(library), str(Path(__file__).with_name("clock_ahead.c")))
+            process = await asyncio.create_subprocess_exec(*command)
+            if await process.wait() == 0:
+                self._environ = {**os.environ, "LD_PRELOAD": str(library), "CLOCK_AHEAD": str(self._ahead)}
+
     async def lose_keys(self, seed: str) -> int:
         """Delete about half of the project's keys; how many were deleted."""
         client, rng = self.primary.client, random.Random(seed)
@@ -180,4 +221,4 @@ class Valkeys:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        return Server(Path(self._temporary.name) / f"valkey-{self._made}", port)
+        return Server(Path(self._temporary.name) / f"valkey-{self._made}", port, self._environ)
