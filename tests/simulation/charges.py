@@ -13,6 +13,7 @@ from router.quotas.session import RENEW_S
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.loop import Node
 from tests.simulation.redis import SimulatedRedis
+from tests.simulation.router import STOP_S
 from tests.simulation.stories import End, Plan, Story, asked_tokens
 
 TENANTS = ("one", "two", "three")
@@ -88,7 +89,7 @@ class Charges:
             if got > most + untold + self._bound(account, most):
                 wrong.append(f"{account} got {got} tokens, its quota is {most}")
             charged = self._redis.data.ledger.look(account, self._redis.now_ms).get("day_tokens", 0)
-            least, largest = got - untold, sum(map(_chargeable, own))
+            least, largest = got - untold, sum(map(self._chargeable, own))
             if not self._redis.lost_ms and not least <= charged <= largest:
                 wrong.append(f"{account} was charged {charged} tokens, {least} to {largest} are due")
         return wrong
@@ -130,13 +131,19 @@ class Charges:
         after = sum(amount for of, ms, amount in self._redis.granted if of == account and 0 <= ms - at_ms < RECOVERY_MS)
         return max(after, max(amounts, default=0))
 
+    def _chargeable(self, story: Story) -> int:
+        """Return the most that a request may be charged.
 
-def _chargeable(story: Story) -> int:
-    """Return the most that a request may be charged.
+        What was computed for a client that left counts too, and what a router had charged for a call before its client
+        got anything of it, and it was made again: one that died, or that could not tell the ledger that it handed the
+        call back. Of candidates that are ranked a client has nothing before the end: a resume makes them again.
+        """
+        asked, request = asked_tokens(story.plan), story.plan.request
+        once = story.received_tokens if story.ends in ([End.COMPLETED], [End.REFUSED]) else asked
+        remade = story.resumes if request.best_of > request.n else 0
+        return once + (remade + story.repeats + sum(map(self._is_silent, story.handed_back))) * asked
 
-    What was computed for a client that left counts too, and what a router that died had charged for a call before its
-    client got anything of it, and made it again.
-    """
-    asked = asked_tokens(story.plan)
-    once = story.received_tokens if story.ends in ([End.COMPLETED], [End.REFUSED]) else asked
-    return once + story.repeats * asked
+    def _is_silent(self, at_s: float) -> bool:
+        """Return whether a router that stopped at a time may not have reached the ledger until its process ended."""
+        silent = (fault for fault in self._faults if fault.kind in _SILENT)
+        return any(fault.at_s - STOP_S <= at_s <= fault.at_s + fault.length_s for fault in silent)

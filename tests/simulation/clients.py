@@ -38,18 +38,14 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
             token = await _call(story, router, network, token, None if due is None else due - loop.time())
         except (BrokenError, Unavailable) as error:
             token = getattr(error, "token", token)
-            if isinstance(error.__cause__, Unavailable):
-                story.reasons.append(error.__cause__.reason)
-            elif error.__cause__ is not None and not token:
-                story.repeats += 1
+            _note_loss(story, error.__cause__, token)
         except DeadlinePassed:
             story.end(End.LATE)
         except TimeoutError:
             if not story.ends:  # else only the end of the stream came too late
                 story.end(End.CANCELLED if plan.texts and plan.texts.leaves else End.LATE)
         except Exhausted as error:
-            story.failure = error
-            story.end(End.FAILED if error.retry_after_s is None else End.REFUSED)
+            _refuse(story, error)
         except CallError as error:
             story.failure = error
             story.end(End.REVOKED if error.reason in _REVOKED else End.FAILED)
@@ -58,6 +54,25 @@ async def ask(story: Story, routers: Sequence[SimulatedRouter], network: Network
         story.resumes += 1
         wait_s = _RETRY_S[0] if story.transcript.tokens > had else min(_RETRY_S[1], 2 * wait_s)
         await asyncio.sleep(wait_s)
+
+
+def _note_loss(story: Story, cause: BaseException | None, token: str) -> None:
+    """Note why a stream broke before its end, and whether its request is made anew or resumed with a token."""
+    if isinstance(cause, Unavailable):
+        story.reasons.append(cause.reason)
+        if cause.reason == "ROUTER_DRAINING" and not token:
+            story.handed_back.append(asyncio.get_running_loop().time())
+    elif cause is not None and not token:
+        story.repeats += 1
+
+
+def _refuse(story: Story, error: Exhausted) -> None:
+    """End a call that a limit refuses; a request that a router has handed back waits for room, as in the SDK."""
+    story.failure = error
+    if story.waits_for_room and error.retry_after_s is not None and error.reason != "QUOTA_EXCEEDED":
+        story.reasons.append(error.reason)
+    else:
+        story.end(End.FAILED if error.retry_after_s is None else End.REFUSED)
 
 
 async def _call(story: Story, router: SimulatedRouter, network: Network, token: str, deadline_s: float | None) -> str:

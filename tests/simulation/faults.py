@@ -25,6 +25,7 @@ class Kind(StrEnum):
     ENGINE_HANG = "engine hangs"
     ROUTER_KILL = "router killed"
     ROUTER_HANG = "router stopped and woken"
+    ROUTER_DRAIN = "router drained"
     LINK_CUT = "link cut"
     LINK_HELD = "link silent"
     LINK_HALF_HELD = "link silent in one direction"
@@ -44,7 +45,7 @@ class Kind(StrEnum):
 FORGETTING = frozenset({Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK})
 # Acts of operators, which are drawn by a chance of their own: older seeds draw what they drew before.
 ACTS = frozenset({Kind.TENANT_PURGED, Kind.KEY_REVOKED, Kind.SEALS_REFUSED})
-_FAULTS = [kind for kind in Kind if kind not in {*ACTS, Kind.REDIS_SLOW, Kind.REDIS_CLOCK}]
+_FAULTS = [kind for kind in Kind if kind not in {*ACTS, Kind.ROUTER_DRAIN, Kind.REDIS_SLOW, Kind.REDIS_CLOCK}]
 _LOOK_S = 0.05
 # Time in ms that Redis's clock is ahead.
 _AHEAD_MS = 600_000
@@ -104,6 +105,12 @@ def draw_slow(chance: Random, until_s: float) -> Fault:
     return Fault(Kind.REDIS_SLOW, chance.uniform(0.1, until_s), chance.uniform(4.0, 8.0), 0, 0)
 
 
+def draw_restart(chance: Random, until_s: float, routers: int) -> list[Fault]:
+    """Draw a restart in order of each router after the other, while requests wait."""
+    at_s, length_s = chance.uniform(0.2, until_s), chance.choice(_LENGTHS_S[1:5])
+    return [Fault(Kind.ROUTER_DRAIN, at_s + n * (length_s + 2.0), length_s, 0, n) for n in range(routers)]
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The parts of a cluster that faults strike."""
@@ -124,7 +131,7 @@ async def happen(fault: Fault, cluster: Cluster) -> bool:
             return await _worker(fault, worker)
         case Kind.ENGINE_KILL | Kind.ENGINE_HANG:
             return await _engine(fault, worker)
-        case Kind.ROUTER_KILL | Kind.ROUTER_HANG:
+        case Kind.ROUTER_KILL | Kind.ROUTER_HANG | Kind.ROUTER_DRAIN:
             return await _router(fault, router)
         case Kind.LINK_CUT | Kind.LINK_HELD | Kind.LINK_HALF_HELD:
             await _link(fault, worker, router, cluster.network)
@@ -180,12 +187,18 @@ async def _engine(fault: Fault, worker: SimulatedWorker) -> bool:
 async def _router(fault: Fault, router: SimulatedRouter) -> bool:
     if router.node.frozen:
         return False
-    if fault.kind is Kind.ROUTER_KILL:
+    node = router.node
+    if fault.kind is Kind.ROUTER_DRAIN:
+        draining = node.start(router.drain())
+        while not draining.done() and not node.dead:  # noqa: ASYNC110 — another fault may kill it meanwhile
+            await asyncio.sleep(_LOOK_S)
+        if node.dead:
+            return True
+    if fault.kind is not Kind.ROUTER_HANG:
         router.kill()
         await asyncio.sleep(fault.length_s)
         router.start()
         return True
-    node = router.node
     node.frozen = True
     await asyncio.sleep(fault.length_s)
     if router.node is node:

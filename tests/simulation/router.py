@@ -14,6 +14,7 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from artifacts.base_model import BaseModel
 from broker.messages import AdapterRef
 from broker.terms import QueueLimits
+from router.app import HAND_OVER_S
 from router.catalog.live_workers import LOOK_S
 from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.models import Models
@@ -54,6 +55,8 @@ from tests.simulation.texts import Encoded
 
 # An adapter's load as tokens, as the default settings have it.
 MIB_TOKENS = 10.0
+# Maximum time in seconds from a stop to the end of the process.
+STOP_S = 2 * HAND_OVER_S
 Accepted = Callable[[Link, Frame, int], None]
 
 
@@ -204,7 +207,7 @@ class SimulatedRouter:
         self.plans = Plans(self._quotas)
         calls: Any = SimulatedCalls(self._redis)
         accounts: Any = self._store
-        quotas = Quotas(calls, self.plans, store=accounts)
+        quotas = self.quotas = Quotas(calls, self.plans, store=accounts)
         self.tenant_data = RouterData(self.dispatcher, self._store, (), encoder, proofs, quotas)
         self.generation = Generation(self.models, admission, self.dispatcher, tokens, quotas)
         self._scoring = Scoring(self.generation, admission, self.models, encoder)
@@ -254,6 +257,13 @@ class SimulatedRouter:
     def failed(self) -> Sequence[asyncio.Task[None]]:
         """Return the tasks that must run for ever and ended."""
         return [task for task in self._following if task.done()]
+
+    async def drain(self) -> None:
+        """Hand back all calls and end what was begun, as router.app does before its process ends."""
+        self.generation.drain()
+        await asyncio.sleep(HAND_OVER_S)
+        await self.dispatcher.drain_tasks()
+        await self.quotas.drain(HAND_OVER_S)
 
     def kill(self) -> None:
         """Kill the process, as SIGKILL does."""

@@ -16,7 +16,7 @@ from router.request import Request, Stopping
 from tests.hash_answers import expected_answers, expected_scores
 from tests.simulation.acts import draw_acts
 from tests.simulation.charges import draw_keys, draw_quotas
-from tests.simulation.faults import Fault, draw_clock, draw_faults, draw_outage, draw_slow, draw_wipe
+from tests.simulation.faults import Fault, draw_clock, draw_faults, draw_outage, draw_restart, draw_slow, draw_wipe
 from tests.simulation.options import asked_of, draw_options, prompt_ids_of
 from tests.simulation.stories import Plan
 from tests.simulation.texts import draw_texts
@@ -71,6 +71,8 @@ def draw(seed: int) -> Scenario:
     ahead = Random(f"a clock ahead {seed}")
     clock = [draw_clock(ahead, 3.0)] if not backlog and not quotas and ahead.random() < 0.15 else []
     slow = [draw_slow(own, 3.0)] if not backlog and own.random() < 0.15 else []
+    own = Random(f"a restart {seed}")
+    restart = draw_restart(own, 2.0, routers) if own.random() < 0.15 else []
     count = chance.choice((0, 0, 1)) if backlog else chance.choice((0, 1, 1, 2, 2, 3, 4, 6))
     wipe = draw_wipe(Random(f"wipe {seed}")) if backlog and not count else []
     return Scenario(
@@ -81,7 +83,7 @@ def draw(seed: int) -> Scenario:
         kv_blocks=chance.choice((20, 40, 100)),
         adapters=adapters,
         plans=tuple(plans),
-        faults=(*draw_faults(chance, count, 3.0, workers, routers), *outage, *slow, *clock, *acts, *wipe),
+        faults=(*draw_faults(chance, count, 3.0, workers, routers), *restart, *outage, *slow, *clock, *acts, *wipe),
         backlog=backlog,
         # In every fifth the queue is soon full: newcomers are refused, or displaced, and what has begun is not.
         limits=QueueLimits(jobs=3, tenant_jobs=2) if seed % 5 == 2 and not backlog else QueueLimits(),

@@ -69,6 +69,8 @@ class Story:
         self.resumes = 0
         # Number of calls that were made again from the beginning, because the router that had them died.
         self.repeats = 0
+        # Times at which routers that were told to stop have handed it back, before it had a token.
+        self.handed_back: list[float] = []
         self.ttft_s: float | None = None
         # Reasons of the refusals after which the client asked again.
         self.reasons: list[str] = []
@@ -85,6 +87,11 @@ class Story:
         if self.plan.scores or self.plan.texts:
             return asked_tokens(self.plan) if self._scored or self._encoded else 0
         return self.transcript.charged
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Return whether no limit of the queue may refuse it: a router has handed it back, and it has one job."""
+        return bool(self.handed_back) and not (self.plan.scores or self.plan.texts)
 
     def end(self, end: End) -> None:
         """Note an end of the call; more than one is a fault."""
@@ -125,6 +132,8 @@ class Story:
         late = self.failure is not None and self.failure.reason == "QUOTA_EXCEEDED"
         if self.ends == [End.REFUSED] and self.transcript.tokens and not late:
             wrong.append(f"refused after {self.transcript.tokens} tokens: {self.failure!r}")
+        if self.ends == [End.REFUSED] and self.waits_for_room and not late:
+            wrong.append(f"refused after a router has handed it back: {self.failure!r}")
         if self.ends == [End.FAILED]:
             wrong.append(f"failed: {self.failure!r}")
         return wrong

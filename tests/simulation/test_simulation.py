@@ -64,6 +64,7 @@ def test_the_runs_are_no_idle_ones(outcomes: list[Outcome]) -> None:
     assert set(fired) == set(Kind)
     assert sum(outcome.attempts for outcome in outcomes) > requests
     assert any(outcome.resumes for outcome in outcomes)
+    assert any("ROUTER_DRAINING" in outcome.reasons for outcome in outcomes)
     assert any(outcome.difference for outcome in outcomes if outcome.scenario.backlog)
 
 
