@@ -62,7 +62,7 @@ local function take(id, tenant, name, weight, attempt, prompt, load, place, size
   if place ~= id then note_turn(name, place) end
   if tenant then
     tenant.counter = tenant.counter + cost
-    local is_idle = take_out(id, name, place, size, work, key, tenant.counter)
+    local is_idle = take_out(id, name, place, size, work, key, tenant.counter, tenant.places[tenant.next + 1] ~= nil)
     if cost > 0 and not is_idle then redis.call('ZADD', TENANTS, exact(tenant.counter), name) end
   else
     if cost > 0 then charge_tenant(name, cost) end

@@ -11,10 +11,11 @@ end
 -- Return the place of a tenant's next job; nil at the end of the queue. A few are read at once.
 local function next_place(tenant)
   if not tenant.places[tenant.next] then
-    tenant.places = redis.pcall('ZRANGE', tenant.queue, tenant.position, tenant.position + PLACES_AT_ONCE - 1)
+    local count = math.max(2, math.min(PLACES_AT_ONCE, free_rows))
+    tenant.places = redis.pcall('ZRANGE', tenant.queue, tenant.position, tenant.position + count - 1)
     tenant.next = 1
     if tenant.places.err then tenant.places = {} end -- of another type, which a census sets aside
-    if #tenant.places < PLACES_AT_ONCE then tenant.length = tenant.position + #tenant.places end
+    if #tenant.places < count then tenant.length = tenant.position + #tenant.places end
   end
   return tenant.places[tenant.next]
 end

@@ -26,9 +26,9 @@ local function checked_facts(tenant, base, adapter, prefer, router, attempt, wei
 end
 
 -- Take a job out of its tenant's queue, or out of the jobs that have begun, where its place is its id. Returns whether
--- the tenant became idle, whose key of `keys_of` is to be deleted then; its `counter` may be known. A queue of another
--- type, which a census sets aside, stays.
-local function leave_queue(id, tenant, place, size, work, key, counter)
+-- the tenant became idle, whose key of `keys_of` is to be deleted then; its `counter` may be known, and that it `has_more`
+-- jobs. A queue of another type, which a census sets aside, stays.
+local function leave_queue(id, tenant, place, size, work, key, counter, has_more)
   count_waiting(tenant, -size, -work, place == id)
   if place == id then
     redis.call('ZREM', REDISPATCHED, place)
@@ -36,7 +36,7 @@ local function leave_queue(id, tenant, place, size, work, key, counter)
   end
   if key ~= '' then count_of_key(tenant, key, -1, -size) end
   local queue = PREFIX .. 'queue:' .. tenant
-  if redis.pcall('ZREM', queue, place) ~= 1 or redis.call('EXISTS', queue) == 1 then return false end
+  if redis.pcall('ZREM', queue, place) ~= 1 or has_more or redis.call('EXISTS', queue) == 1 then return false end
   deactivate_tenant(tenant, counter)
   return true
 end
