@@ -234,9 +234,10 @@ class LedgerSession:
         ledger = self.ledger
         has_lost = ledger.epoch != 0
         try:
-            # Nobody has filled it yet: one without an epoch, or the one of this router with fewer calls.
-            saved = await self._saved() if epoch in {0, ledger.epoch} else []
-            counts = [*saved, *ledger.unsaved.values()]
+            # Who filled it already may have read the store before this router saved what it knows.
+            unsaved = list(ledger.unsaved.values())
+            saved = await self._saved() if has_lost or not epoch else []
+            counts = [*saved, *unsaved, *ledger.unsaved.values()]
             await ledger.fill(counts)
             await ledger.join(RECOVERY_MS if counts or has_lost else 0, [one.count() for one in self._grants.values()])
             await ledger.report([event for _, event in self._events])

@@ -215,6 +215,33 @@ async def test_routers_that_restarted_fill_a_wiped_redis_from_the_store(new: New
     assert await day_tokens(redis) == 902
 
 
+@pytest.mark.parametrize("within", [False, True])
+async def test_what_a_router_saves_while_a_wiped_redis_is_filled_is_not_lost(
+    new: New, redis: Redis, store: Store, monkeypatch: pytest.MonkeyPatch, within: bool
+) -> None:
+    first, other = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
+    grant = await granted(other, 2, 100)
+    begun(grant, 60)
+    await grant.settle()
+    await first.session.renew()
+    await redis.flushdb()
+    await first.session.renew()  # fills it from the store, which has nothing yet
+    read = store.accounts
+
+    async def read_then_save() -> object:
+        accounts = await read()
+        await other.session.save()
+        return accounts
+
+    if within:
+        monkeypatch.setattr(store, "accounts", read_then_save)
+    else:
+        await other.session.save()
+    await other.session.renew()
+    assert not other.session.ledger.unsaved
+    assert await day_tokens(redis) == 62
+
+
 async def test_accounts_that_the_store_did_not_take_are_saved_later(new: New, store: Store) -> None:
     quotas = new(tokens_per_day=1_000)
     begun(done := await granted(quotas, 2, 100), 60)
