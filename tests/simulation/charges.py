@@ -17,10 +17,11 @@ from tests.simulation.router import STOP_S
 from tests.simulation.stories import End, Plan, Story, asked_tokens
 
 TENANTS = ("one", "two", "three")
-# Faults after which a router does not tell a new account in time what it knows of the lost one.
+# Faults after which a router may not tell the ledger in time what it knows; and those in which none reaches Redis.
 _SILENT = frozenset(
     {Kind.ROUTER_KILL, Kind.ROUTER_HANG, Kind.REDIS_DOWN, Kind.REDIS_HANG, Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK}
 )
+_AWAY = frozenset({Kind.REDIS_DOWN, Kind.REDIS_HANG, Kind.REDIS_SLOW})
 # Maximum time in seconds between two reports of a router that runs and reaches Redis: the interval of its renewals, and
 # their time on the network.
 _REPORT_S = RENEW_S + 0.2
@@ -40,10 +41,12 @@ def _keys_of(tenant: str) -> tuple[str, str]:
 def draw_quotas(chance: Random, plans: Sequence[Plan]) -> str:
     """Return a plans file: of each tenant a limit or two, which its requests may reach or not, and of some keys."""
     lines: list[str] = []
+    default = Random(f"default {chance.random()}").choice(TENANTS)  # has no plan of its own, in half of all scenarios
     for tenant in TENANTS:
         wanted = [asked_tokens(plan) for plan in plans if plan.request.tenant == tenant] or [1]
         tokens = max(*wanted, round(sum(wanted) * chance.choice((0.3, 0.7, 2.0))), 1)
-        lines += [f"[tenants.{tenant}]", f"tokens_per_day = {tokens}"]
+        is_default = tenant == default and tokens % 2
+        lines += ["[default]" if is_default else f"[tenants.{tenant}]", f"tokens_per_day = {tokens}"]
         if chance.random() < 0.15:
             lines.append(f"concurrent_streams = {chance.randint(1, 4)}")
         if chance.random() < 0.15:
@@ -78,19 +81,23 @@ class Charges:
     def check(self, stories: Sequence[Story]) -> list[str]:
         """Return what is wrong."""
         wrong: list[str] = []
-        for account in self._plans.accounts:
+        for account in sorted({*self._plans.accounts, *TENANTS}):
             own = [story for story in stories if account in accounts_of(story.plan)]
             got, limits = sum(story.received_tokens for story in own), self._plans.limits_of(account)
             if limits is None:
                 continue
             most = limits.tokens_per_day
             assert most is not None, "each account has this limit"
-            untold = sum(self._untold(story, account) for story in own)
-            if got > most + untold + self._bound(account, most):
+            untold, bound = sum(self._untold(story, account) for story in own), self._bound(account)
+            if got > most + untold + bound:
                 wrong.append(f"{account} got {got} tokens, its quota is {most}")
             charged = self._redis.data.ledger.look(account, self._redis.now_ms).get("day_tokens", 0)
-            least, largest = got - untold, sum(map(self._chargeable, own))
-            if not self._redis.lost_ms and not least <= charged <= largest:
+            self._redis.read_usage()
+            in_events = sum(tokens for tokens, accounts in self._redis.events.values() if account in accounts)
+            if abs(charged - in_events) > bound:
+                wrong.append(f"{account} was charged {charged} tokens, its events have {in_events}")
+            least, largest = got - untold - bound, bound + sum(map(self._chargeable, own))
+            if not least <= charged <= largest:
                 wrong.append(f"{account} was charged {charged} tokens, {least} to {largest} are due")
         return wrong
 
@@ -120,16 +127,38 @@ class Charges:
                 until_s = min(until_s, start_s - _REPORT_S)
         return until_s
 
-    def _bound(self, account: str, most: int) -> int:
+    def _bound(self, account: str) -> int:
         """Return how much more than its quota a tenant or key may get, for all losses of data; see docs/quotas.md."""
-        amounts = [amount for of, _, amount in self._redis.granted if of == account]
-        if not self._redis.lost_ms:
-            return 0
-        if sum(fault.kind in _SILENT for fault in self._faults) > 1:
-            return most * len(self._redis.lost_ms)  # what nobody could tell may be granted again
-        at_ms = self._redis.lost_ms[0]
-        after = sum(amount for of, ms, amount in self._redis.granted if of == account and 0 <= ms - at_ms < RECOVERY_MS)
-        return max(after, max(amounts, default=0))
+        return sum(
+            amount
+            for since_ms, at_ms in self._redis.losses
+            for of, ms, amount, router in self._redis.granted
+            if of == account
+            # A replica that lags has not what was granted since, and grants until a router finds that out.
+            and (since_ms <= ms <= at_ms + _REPORT_S * 1e3 * (since_ms < at_ms) or self._is_silent(router, at_ms))
+        )
+
+    def _is_silent(self, router: str, lost_ms: int) -> bool:
+        """Tell whether a router may not tell what it knows of a ledger that loses its data at a time.
+
+        What a router charged in the second before its death is in no store. One that is away keeps the ledger closed.
+        """
+        at_s = (lost_ms - self._redis.ms_of(0.0)) / 1e3
+        away = [fault for fault in self._faults if fault.kind is Kind.STORE_AWAY]
+        until_s = max(at_s, *(fault.at_s + fault.length_s for fault in away), 0.0) + RECOVERY_MS / 1e3 + _REPORT_S
+        since_s = min(at_s, *(fault.at_s for fault in away), at_s) - _REPORT_S
+        for fault in self._faults:
+            end_s = fault.at_s + fault.length_s
+            if fault.kind in _AWAY and fault.at_s <= until_s and end_s >= since_s:
+                return True
+            if router == f"router-{fault.router}":
+                if fault.kind is Kind.ROUTER_KILL and fault.at_s <= until_s:
+                    return True
+                end_s += STOP_S * (fault.kind is Kind.ROUTER_DRAIN)
+                is_busy = fault.kind in {Kind.ROUTER_HANG, Kind.ROUTER_DRAIN}
+                if is_busy and fault.at_s <= until_s and end_s >= since_s:
+                    return True
+        return False
 
     def _chargeable(self, story: Story) -> int:
         """Return the most that a request may be charged.
@@ -141,9 +170,9 @@ class Charges:
         asked, request = asked_tokens(story.plan), story.plan.request
         once = story.received_tokens if story.ends in ([End.COMPLETED], [End.REFUSED]) else asked
         remade = story.resumes if request.best_of > request.n else 0
-        return once + (remade + story.repeats + sum(map(self._is_silent, story.handed_back))) * asked
+        return once + (remade + story.repeats + sum(map(self._cannot_tell, story.handed_back))) * asked
 
-    def _is_silent(self, at_s: float) -> bool:
+    def _cannot_tell(self, at_s: float) -> bool:
         """Return whether a router that stopped at a time may not have reached the ledger until its process ended."""
         silent = (fault for fault in self._faults if fault.kind in _SILENT)
         return any(fault.at_s - STOP_S <= at_s <= fault.at_s + fault.length_s for fault in silent)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 
+from broker.terms import HELD_MS
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
 from tests.simulation.router import SimulatedRouter, SimulatedStore
@@ -36,6 +37,7 @@ class Kind(StrEnum):
     REDIS_WIPE = "Redis wiped"
     REDIS_ROLL_BACK = "Redis rolled back"
     REDIS_CLOCK = "Redis's clock ahead, then right"
+    STORE_AWAY = "store away"
     TENANT_PURGED = "tenant purged"
     KEY_REVOKED = "API key revoked"
     SEALS_REFUSED = "worker refuses jobs' seals"
@@ -45,7 +47,8 @@ class Kind(StrEnum):
 FORGETTING = frozenset({Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK})
 # Acts of operators, which are drawn by a chance of their own: older seeds draw what they drew before.
 ACTS = frozenset({Kind.TENANT_PURGED, Kind.KEY_REVOKED, Kind.SEALS_REFUSED})
-_FAULTS = [kind for kind in Kind if kind not in {*ACTS, Kind.ROUTER_DRAIN, Kind.REDIS_SLOW, Kind.REDIS_CLOCK}]
+_RARE = {Kind.ROUTER_DRAIN, Kind.REDIS_SLOW, Kind.REDIS_CLOCK, Kind.STORE_AWAY}
+_FAULTS = [kind for kind in Kind if kind not in {*ACTS, *_RARE}]
 _LOOK_S = 0.05
 # Time in ms that Redis's clock is ahead.
 _AHEAD_MS = 600_000
@@ -100,6 +103,25 @@ def draw_clock(chance: Random, until_s: float) -> Fault:
     return Fault(Kind.REDIS_CLOCK, chance.uniform(0.1, until_s), chance.choice(_LENGTHS_S), 0, 0)
 
 
+def draw_stop(chance: Random, until_s: float, routers: int) -> Fault:
+    """Draw a time for which a router stands still, longer than others keep its reservations."""
+    length_s = HELD_MS / 1e3 + chance.uniform(0.5, 3.0)
+    return Fault(Kind.ROUTER_HANG, chance.uniform(1.0, until_s), length_s, 0, chance.randrange(routers))
+
+
+def draw_restart_wipe(chance: Random, until_s: float, routers: int) -> list[Fault]:
+    """Draw a restart of all routers in turn, so that none has what another one charged, and a wipe of Redis then."""
+    at_s = chance.uniform(1.2, until_s)
+    drains = [Fault(Kind.ROUTER_DRAIN, at_s + 0.6 * router, 0.1, 0, router) for router in range(routers)]
+    return [*drains, Fault(Kind.REDIS_WIPE, drains[-1].at_s + chance.uniform(0.5, 3.0), 0.0, 0, 0)]
+
+
+def draw_store(chance: Random, until_s: float) -> list[Fault]:
+    """Draw a time in which the store does not answer, and a wipe of Redis in it."""
+    away = Fault(Kind.STORE_AWAY, chance.uniform(1.0, until_s), chance.choice(_LENGTHS_S[2:]), 0, 0)
+    return [away, Fault(Kind.REDIS_WIPE, away.at_s + chance.random() * away.length_s, 0.0, 0, 0)]
+
+
 def draw_slow(chance: Random, until_s: float) -> Fault:
     """Draw a time in which each round trip to Redis takes more than half a second."""
     return Fault(Kind.REDIS_SLOW, chance.uniform(0.1, until_s), chance.uniform(4.0, 8.0), 0, 0)
@@ -135,6 +157,10 @@ async def happen(fault: Fault, cluster: Cluster) -> bool:
             return await _router(fault, router)
         case Kind.LINK_CUT | Kind.LINK_HELD | Kind.LINK_HALF_HELD:
             await _link(fault, worker, router, cluster.network)
+        case Kind.STORE_AWAY:
+            cluster.store.away = True
+            await asyncio.sleep(fault.length_s)
+            cluster.store.away = False
         case Kind.REDIS_CUT:
             node = worker.node
             cluster.redis.cut_off.add(node)

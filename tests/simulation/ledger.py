@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
 from lupa.lua51 import LuaRuntime, lua_type  # type: ignore[import-untyped]  # has no types
+from redis.exceptions import ConnectionError as RedisConnectionError
 
-from broker.keys import LEDGER
+from broker.keys import LEDGER, key_account
 from broker.ledger import SendReserve
 from broker.scripts import SCRIPTS
 from broker.terms import HELD_MS
+from router.quotas.usage import WRITE_S, Facts
 from tests.simulation.loop import NODE, Node
 
 if TYPE_CHECKING:
@@ -147,6 +151,38 @@ class LuaLedger(_Server):
             self.run("ledger_renew", arguments, now_ms + part * HELD_MS // 4)
         return {name: int(value) for name, value in self.keys.get(f"{LEDGER}account:{account}", {}).items()}
 
+    def take_events(self) -> list[tuple[str, int, frozenset[str]]]:
+        """Remove the events of the stream; return their ids, their tokens and the accounts that they are of."""
+        events = []
+        for entry in self.keys.pop(LEDGER + "usage", []):
+            fields = dict(zip(entry[::2], entry[1::2], strict=True))
+            facts = msgspec.json.decode(fields["facts"], type=Facts)
+            accounts = {facts.tenant, *([key_account(facts.key)] if facts.key else [])}
+            events.append((fields["id"], int(fields["input"]) + int(fields["output"]), frozenset(accounts)))
+        return events
+
+
+class SimulatedUsage:
+    """Stands in for router.quotas.usage.UsageLog: the events that it reads are on the disk at once."""
+
+    def __init__(self, redis: SimulatedRedis) -> None:
+        self._redis = redis
+
+    async def write(self) -> None:
+        """Read what waits."""
+        with contextlib.suppress(RedisConnectionError):
+            await self._redis.call(self._redis.read_usage)
+
+    async def close(self, timeout_s: float) -> None:
+        """Read what waits, for the last time."""
+        await self.write()
+
+    async def follow(self) -> None:
+        """Read again and again; never returns."""
+        while True:
+            await self.write()
+            await asyncio.sleep(WRITE_S)
+
 
 @dataclass
 class SimulatedReserve:
@@ -185,7 +221,7 @@ class SimulatedCalls:
                 return answer
             if name == "ledger_reserve" and answer[0] == b"granted":
                 for account in arguments[7 + 1 :: 7]:
-                    redis.granted.append((account, redis.now_ms, sum(answer[3][5:7])))
+                    redis.granted.append((account, redis.now_ms, sum(answer[3][5:7]), router.name))
                     if held is not None:
                         held[account] = Held(arguments[2], router)
             ids = {"ledger_reserve": arguments[2:3], "ledger_settle": arguments[2:3], "ledger_renew": arguments[3::5]}

@@ -74,9 +74,12 @@ class SimulatedRedis:
         # Called after each claim.
         self.scanned: Callable[[], None] = lambda: None
         self.made: Callable[[UsageReport], None] = lambda report: None
-        # Reservations of tokens, and losses of data, in their order: tenants, times and amounts.
-        self.granted: list[tuple[str, int, int]] = []
-        self.lost_ms: list[int] = []
+        # Reservations of tokens, in their order: accounts, times, amounts and routers.
+        self.granted: list[tuple[str, int, int, str]] = []
+        # Losses of data: the times since which it is gone, and at which it was lost.
+        self.losses: list[tuple[int, int]] = []
+        # Tokens of usage events, by id, and the accounts that they are of.
+        self.events: dict[str, tuple[int, frozenset[str]]] = {}
         # Times of the loop at which routers counted what they last told of reservations, by router and id.
         self.told_s: dict[tuple[Node, str], float] = {}
         # Time in ms that the server's clock is ahead.
@@ -85,18 +88,31 @@ class SimulatedRedis:
         self._chance = chance
         self._network = network
         self._saved: _Data | None = None
+        self._saved_ms = 0
         self._woken = asyncio.Event()
         self.data = _Data(self._limits)
 
     @property
     def now_ms(self) -> int:
         """Return the server's own time."""
-        return 1_700_000_000_000 + self.ahead_ms + round(asyncio.get_running_loop().time() * 1e3)
+        return self.ms_of(asyncio.get_running_loop().time()) + self.ahead_ms
+
+    @staticmethod
+    def ms_of(time_s: float) -> int:
+        """Return the time of a right clock at a time of the loop."""
+        return 1_700_000_000_000 + round(time_s * 1e3)
 
     def wipe(self) -> None:
         """Remove all data."""
-        self.lost_ms.append(self.now_ms)
+        self.losses.append((self.now_ms, self.now_ms))
         self.data = _Data(self._limits, self.now_ms)
+
+    def read_usage(self) -> None:
+        """Take the events of the stream; of two with the same id the larger counts."""
+        for name, tokens, accounts in self.data.ledger.take_events():
+            self.events[name] = max(
+                self.events.get(name, (0, accounts)), (tokens, accounts), key=lambda event: event[0]
+            )
 
     def restart(self) -> None:
         """Start again, with the data."""
@@ -105,12 +121,12 @@ class SimulatedRedis:
 
     def save(self) -> None:
         """Keep what a replica has that lags from now on."""
-        self._saved = copy.deepcopy(self.data)
+        self._saved, self._saved_ms = copy.deepcopy(self.data), self.now_ms
 
     def roll_back(self) -> None:
         """A failover to that replica."""
         if self._saved is not None:
-            self.lost_ms.append(self.now_ms)
+            self.losses.append((self._saved_ms, self.now_ms))
             self.data, self._saved = self._saved, None
         self.run += 1
 

@@ -43,11 +43,11 @@ from router.quotas.usage import calling_key
 from router.request import Message, Received, Request, Summary
 from router.text.prompt_encoder import PromptEncoder
 from router.worker_watch import look_at_workers
-from rpc.errors import NotFound
+from rpc.errors import NotFound, Unavailable
 from rpc.identity.api_keys import HashedKey, KeyDirectory
 from rpc.identity.principal import Role
 from tests.simulation.channels import Registrar
-from tests.simulation.ledger import SimulatedCalls
+from tests.simulation.ledger import SimulatedCalls, SimulatedUsage
 from tests.simulation.loop import Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
@@ -79,6 +79,8 @@ class SimulatedStore:
         self._base = base
         self._adapters = adapters
         self._accounts: dict[str, accounts_pb2.Account] = {}
+        # Keeps its calls about accounts from being answered.
+        self.away = False
         # API keys by id.
         self.keys = {key: HashedKey(key, "", Role.TENANT_USER, frozenset(), None, False, ()) for key in sorted(keys)}
 
@@ -88,13 +90,19 @@ class SimulatedStore:
 
     async def save_accounts(self, accounts: Sequence[accounts_pb2.Account]) -> None:
         """See StoreClient; all accounts are of one day."""
+        self._check_answers()
         for one in accounts:
             if one.day_tokens >= self._accounts.setdefault(one.name, one).day_tokens:
                 self._accounts[one.name] = one
 
     async def accounts(self) -> list[accounts_pb2.Account]:
         """See StoreClient."""
+        self._check_answers()
         return list(self._accounts.values())
+
+    def _check_answers(self) -> None:
+        if self.away:
+            raise Unavailable("the adapter store does not answer", reason="STORE_DOWN")
 
     def epoch_of(self, revision: str) -> int:
         """See StoreClient."""
@@ -207,7 +215,8 @@ class SimulatedRouter:
         self.plans = Plans(self._quotas)
         calls: Any = SimulatedCalls(self._redis)
         accounts: Any = self._store
-        quotas = self.quotas = Quotas(calls, self.plans, store=accounts)
+        usage: Any = SimulatedUsage(self._redis) if self.plans.has_limits else None
+        quotas = self.quotas = Quotas(calls, self.plans, usage=usage, store=accounts)
         self.tenant_data = RouterData(self.dispatcher, self._store, (), encoder, proofs, quotas)
         self.generation = Generation(self.models, admission, self.dispatcher, tokens, quotas)
         self._scoring = Scoring(self.generation, admission, self.models, encoder)

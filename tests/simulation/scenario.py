@@ -16,7 +16,18 @@ from router.request import Request, Stopping
 from tests.hash_answers import expected_answers, expected_scores
 from tests.simulation.acts import draw_acts
 from tests.simulation.charges import draw_keys, draw_quotas
-from tests.simulation.faults import Fault, draw_clock, draw_faults, draw_outage, draw_restart, draw_slow, draw_wipe
+from tests.simulation.faults import (
+    Fault,
+    draw_clock,
+    draw_faults,
+    draw_outage,
+    draw_restart,
+    draw_restart_wipe,
+    draw_slow,
+    draw_stop,
+    draw_store,
+    draw_wipe,
+)
 from tests.simulation.options import asked_of, draw_options, prompt_ids_of
 from tests.simulation.stories import Plan
 from tests.simulation.texts import draw_texts
@@ -67,6 +78,10 @@ def draw(seed: int) -> Scenario:
     acts = [] if backlog else draw_acts(Random(f"acts {seed}"), 3.5, len({plan.key for plan in plans if plan.key}))
     own = Random(f"an outage {seed}")
     outage = draw_outage(own, 3.0, routers) if quotas and not backlog and own.random() < 0.15 else []
+    own = Random(f"what the ledger loses {seed}")
+    if quotas and not backlog and own.random() < 0.5:
+        kind = own.randrange(3)
+        outage += [[draw_stop(own, 3.0, routers)], draw_restart_wipe(own, 3.0, routers), draw_store(own, 3.0)][kind]
     own = Random(f"a slow Redis {seed}")
     ahead = Random(f"a clock ahead {seed}")
     clock = [draw_clock(ahead, 3.0)] if not backlog and not quotas and ahead.random() < 0.15 else []
