@@ -54,6 +54,7 @@ else
   r = new_reservation(router, listed, facts)
   if received >= 0 then -- nothing is known of it any more: what its client has is a prompt, and is computed again
     r.used_output, r.paid_output, r.sent = received, received, received
+    r.charges = now -- its events have ids that no earlier ones have
     input = input > 0 and input + received or 0
   end
 end

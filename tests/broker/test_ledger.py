@@ -329,6 +329,17 @@ async def test_invented_tokens_that_the_ledger_does_not_know_are_input_and_charg
     assert (await cluster.account())["day_tokens"] == 11 + 2_990 + 10
 
 
+async def test_a_request_that_is_resumed_after_its_record_is_forgotten_has_events_with_other_ids(
+    cluster: Cluster,
+) -> None:
+    await cluster.settle(await cluster.reserve(), 10, 30)
+    await cluster.redis.delete(f"{LEDGER}of:r1")
+    await cluster.settle(await cluster.reserve(1, 100, 30), 40, 100)
+    events = await cluster.events()
+    assert len({name for name, _, _ in events}) == len(events) == 2
+    assert sum(input_tokens + output for _, input_tokens, output in events) == (await cluster.account())["day_tokens"]
+
+
 async def test_invented_tokens_of_a_known_request_are_charged_as_output(cluster: Cluster) -> None:
     first = await cluster.reserve(output=900)
     await cluster.settle(first, 10, 1)
