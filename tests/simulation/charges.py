@@ -17,10 +17,7 @@ from tests.simulation.router import STOP_S
 from tests.simulation.stories import End, Plan, Story, asked_tokens
 
 TENANTS = ("one", "two", "three")
-# Faults after which a router may not tell the ledger in time what it knows; and those in which none reaches Redis.
-_SILENT = frozenset(
-    {Kind.ROUTER_KILL, Kind.ROUTER_HANG, Kind.REDIS_DOWN, Kind.REDIS_HANG, Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK}
-)
+# Faults in which no router reaches Redis, or tells it in time what it knows.
 _AWAY = frozenset({Kind.REDIS_DOWN, Kind.REDIS_HANG, Kind.REDIS_SLOW})
 # Maximum time in seconds between two reports of a router that runs and reaches Redis: the interval of its renewals, and
 # their time on the network.
@@ -164,15 +161,10 @@ class Charges:
         """Return the most that a request may be charged.
 
         What was computed for a client that left counts too, and what a router had charged for a call before its client
-        got anything of it, and it was made again: one that died, or that could not tell the ledger that it handed the
-        call back. Of candidates that are ranked a client has nothing before the end: a resume makes them again.
+        got anything of it, and it was made again: one that died or handed the call back, with tokens that it held back.
+        Of candidates that are ranked a client has nothing before the end: a resume makes them again.
         """
         asked, request = asked_tokens(story.plan), story.plan.request
         once = story.received_tokens if story.ends in ([End.COMPLETED], [End.REFUSED]) else asked
         remade = story.resumes if request.best_of > request.n else 0
-        return once + (remade + story.repeats + sum(map(self._cannot_tell, story.handed_back))) * asked
-
-    def _cannot_tell(self, at_s: float) -> bool:
-        """Return whether a router that stopped at a time may not have reached the ledger until its process ended."""
-        silent = (fault for fault in self._faults if fault.kind in _SILENT)
-        return any(fault.at_s - STOP_S <= at_s <= fault.at_s + fault.length_s for fault in silent)
+        return once + (remade + story.repeats + story.handed_back) * asked

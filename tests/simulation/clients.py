@@ -60,8 +60,7 @@ def _note_loss(story: Story, cause: BaseException | None, token: str) -> None:
     """Note why a stream broke before its end, and whether its request is made anew or resumed with a token."""
     if isinstance(cause, Unavailable):
         story.reasons.append(cause.reason)
-        if cause.reason == "ROUTER_DRAINING" and not token:
-            story.handed_back.append(asyncio.get_running_loop().time())
+        story.handed_back += cause.reason == "ROUTER_DRAINING" and not token
     elif cause is not None and not token:
         story.repeats += 1
 

@@ -69,8 +69,8 @@ class Story:
         self.resumes = 0
         # Number of calls that were made again from the beginning, because the router that had them died.
         self.repeats = 0
-        # Times at which routers that were told to stop have handed it back, before it had a token.
-        self.handed_back: list[float] = []
+        # Number of calls that routers which were told to stop have handed back, before they had a token.
+        self.handed_back = 0
         self.ttft_s: float | None = None
         # Reasons of the refusals after which the client asked again.
         self.reasons: list[str] = []
