@@ -84,12 +84,13 @@ class Preparations:
         local.enter(LocalJobState.FETCHING_ADAPTER)
         local.pin = self._fetcher.disk_pin()
         self._fetcher.sets.note(job.adapter, job.tenant)
-        until = began + (BEGUN_RETRY_S if _has_begun(local) else RETRY_S)
+        until = 0.0  # counts from the first failure: a download may take long
         try:
             while local.source is None:
                 try:
                     local.source = await fetch_source(local.pin, job.adapter, job.tenant)
                 except FetchFailedError as error:
+                    until = until or time.monotonic() + (BEGUN_RETRY_S if _has_begun(local) else RETRY_S)
                     if not self._may_retry(local, error.failure, until):
                         return error.failure
                     await asyncio.sleep(PAUSE_S)
