@@ -147,7 +147,7 @@ CREATE TABLE IF NOT EXISTS revision_keys (
 );
 CREATE INDEX IF NOT EXISTS revision_keys_by_key ON revision_keys (key_id);
 """
-# What tenants and API keys have used, as routers save it. A purge of a tenant leaves it: it would have its quotas anew.
+# Charges of tenants and API keys, saved by routers. A purge of a tenant keeps them, because they bound its quotas.
 _ACCOUNTS = """
 CREATE TABLE IF NOT EXISTS accounts (
     name TEXT PRIMARY KEY,

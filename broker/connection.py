@@ -224,7 +224,7 @@ class _Cluster(RedisCluster):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"max_connections": 2 * CONNECTIONS, **options})
-        # As with sentinels the library lets nobody choose the class.
+        # The library takes no connection class here, as with sentinels.
         following = FOLLOWING[SSLConnection if options.get("ssl") else Connection]
         self.connection_kwargs["connection_class"] = following
         for node in self.startup_nodes:

@@ -64,7 +64,8 @@ def reserve(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         bound = socket.socket(family)
         try:
-            # As any server binds: connections of a former router may still end. Shared only then: it joins nobody.
+            # Bind as any server does, beside connections of a former router that end. Share the port only afterwards,
+            # so that a port in use is refused.
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind((bare, port))
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)

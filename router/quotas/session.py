@@ -234,7 +234,7 @@ class LedgerSession:
         ledger = self.ledger
         has_lost = ledger.epoch != 0
         try:
-            # Who filled it already may have read the store before this router saved what it knows.
+            # The router that has filled it may have read the store before this one saved its charges.
             unsaved = list(ledger.unsaved.values())
             saved = await self._saved() if has_lost or not epoch else []
             counts = [*saved, *unsaved, *ledger.unsaved.values()]

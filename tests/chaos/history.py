@@ -173,7 +173,7 @@ class CrowdCall(msgspec.Struct, frozen=True, tag=True):
     ends: int = 0
     # A stream that has begun may end with an error, where that has a reason.
     may_break: bool = False
-    # It was made through the SDK, for which the fault is none.
+    # True: the SDK made it, which hides the fault.
     must_end: bool = False
 
 

@@ -76,7 +76,7 @@ class Valkeys:
         # Of its own: a socket's path has to be short.
         self._temporary = tempfile.TemporaryDirectory(prefix="lp-")
         self._made = 0
-        # How far the servers' clock is ahead, in microseconds, as clock_ahead.c reads it.
+        # File with the microseconds that the servers' clock is ahead, which clock_ahead.c reads.
         self._ahead = Path(self._temporary.name) / "ahead"
         self._environ: dict[str, str] | None = None
         self.clients: list[Link] = []

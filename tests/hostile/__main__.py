@@ -14,7 +14,7 @@ from pathlib import Path
 # Maximum time in seconds that a case may take, and the most that the quiet tenant's 99th percentile may grow.
 CASE_S = 1.0
 SLOWER = 1.5
-# The same beside a flood, and maximum time in seconds between two tokens of a stream beside a Resume of 4 MB.
+# Maximum of that ratio beside a flood, and maximum seconds between two tokens of a stream beside a Resume of 4 MB.
 SLOWER_IN_FLOOD = 3.0
 GAP_S = 0.2
 SEED = 16

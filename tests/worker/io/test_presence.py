@@ -31,7 +31,7 @@ class UnansweredBeats:
 
 
 async def test_no_beat_waits_for_the_answer_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a worker lives in Redis, and leaves it, however slow the answers are."""
+    """Check that a worker lives in Redis, and leaves it, however slow the answers are."""
     monkeypatch.setattr(module, "BEAT_MS", 5)
     monkeypatch.setattr(module, "BEAT_TIMEOUT_S", 600.0)
     monkeypatch.setattr(module, "LEAVE_S", 0.01)
