@@ -13,7 +13,7 @@ local r = read_reservation(id)
 if not r then -- as its router knows it; what that has renewed was charged when another one ended it
   r = new_reservation(router, ARGV[8], facts)
   r.minute, r.day, r.month, r.requests = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11]), 1
-  r.paid_input, r.paid_output, r.charges = tonumber(ARGV[12]), tonumber(ARGV[13]), 1
+  r.paid_input, r.paid_output, r.charges = tonumber(ARGV[12]), tonumber(ARGV[13]), now
 end
 if r.router == router then
   if facts ~= '' then r.facts = facts end
