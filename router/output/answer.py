@@ -79,6 +79,7 @@ class Answer:
     def events_of(self, arrivals: Sequence[Arrival]) -> list[Event]:
         """Return the events that new tokens make; of many it may run in a thread."""
         events: list[Event] = []
+        was_open = bool(self._open)
         if self._prompt_logprobs_due:
             self._prompt_logprobs_due = False
             events.append(PromptLogprobs(self._routed.prompt_logprobs))
@@ -97,7 +98,8 @@ class Answer:
         if self._ranking is None:
             return events
         events = self._ranking.collect(events)
-        return events if self._open else events + self._ranking.ranked()
+        # What comes behind a stop string that has ended the last candidate makes no events.
+        return events + self._ranking.ranked() if was_open and not self._open else events
 
     def close_ended(self) -> None:
         """Close the choices that have ended, some by a stop string, which their worker does not know."""

@@ -141,3 +141,11 @@ def read(whole: Answer, arrival: Arrival) -> tuple[list[Delta], Finished | None]
     events = whole.events_of([arrival])
     ends = [event for event in events if isinstance(event, Finished)]
     return [event for event in events if isinstance(event, Delta)], ends[0] if ends else None
+
+
+def test_ids_behind_the_stop_strings_of_all_candidates_rank_them_no_second_time() -> None:
+    request = replace(REQUEST, best_of=2, stopping=Stopping(max_tokens=9, stop=("!",)))
+    reader = Answer(request, HashText(), RoutedJob(job(n=2)))
+    events = reader.events_of([Arrival(choice, (97, 33), (), None) for choice in (0, 1)])
+    assert [type(event) for event in events] == [Delta, Finished]
+    assert reader.events_of([Arrival(0, (98,), (), None)]) == []
