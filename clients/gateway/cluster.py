@@ -99,7 +99,7 @@ class Cluster:
             return f"tenant {tenant}"
         if not credential or not await self._accepts(credential):
             return address
-        # The same signature of a token can be written in many ways; what it signs cannot.
+        # Leave the signature out: one signature can be spelled in several ways, the signed part cannot.
         signed = credential.rpartition(".")[0] or credential
         return f"credential {sha256(signed.encode()).hexdigest()}"
 

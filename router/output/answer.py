@@ -98,7 +98,7 @@ class Answer:
         if self._ranking is None:
             return events
         events = self._ranking.collect(events)
-        # What comes behind a stop string that has ended the last candidate makes no events.
+        # Rank once: tokens after the stop string of the last candidate make no events.
         return events + self._ranking.ranked() if was_open and not self._open else events
 
     def close_ended(self) -> None:

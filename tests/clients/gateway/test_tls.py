@@ -74,7 +74,7 @@ async def test_connections_count_before_their_handshake_ends(tmp_path: Path) -> 
     settings = Settings("127.0.0.1:1", port=0, tls_cert=cert, tls_key=key, connections_limit=4)
     async with serving(settings, metrics) as (address, _):
         host, _, port = address.rpartition(":")
-        # One host has half of the connections; a third one takes the place of the first.
+        # A host may have two of four connections: its third one closes its first.
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
         assert await silent.pop(0)[0].read() == b""
         assert metrics.closed.labels("limit")._value.get() == 1

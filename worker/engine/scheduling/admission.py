@@ -46,7 +46,7 @@ class Admission:
         sequence = self._waiting.head(self._tries)
         if sequence is not None and sequence.spec.tenant in passed and self._blocks.shortage(sequence) <= 0:
             sequence = self._waiting.head(self._tries, passed)
-        # Nobody overtakes one that waits for blocks, or a long prompt might wait for ever.
+        # A sequence that waits for blocks is not overtaken: a long prompt might wait for ever.
         if sequence is None or sequence.spec.tenant in passed or not self._blocks.allocate(sequence):
             return None
         self._waiting.take(sequence)
