@@ -28,7 +28,7 @@ from bench.fan_in_messages import Fleet, Traffic, simulate
 from bench.fan_in_router import job_id
 from bench.processor_time import processor_s
 from bench.report import Aim, Report, progress
-from router.dispatch.pacing import PaceLimits
+from router.dispatch.relay import PaceLimits
 from rpc.server import relay_options
 
 AIMS = {

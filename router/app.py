@@ -5,47 +5,43 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine, Iterable
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 
 from redis.asyncio import Redis
 
+from artifacts.names import parse_revision_name
+from broker.connection import REDIS_DOWN
 from broker.eviction import EvictionWatch
 from broker.ledger import LedgerCalls
 from broker.startup import connect_once_up
+from broker.worker_state import WorkerPhase, WorkerState
 from router.api.cluster import ClusterService
 from router.api.operator_commands import AdapterCommands
 from router.api.request_telemetry import RequestTelemetry
 from router.api.service import InferenceService
-from router.api.sglang.intake import Intake
-from router.catalog.live_workers import LOOK_S
-from router.catalog.models import Models
-from router.catalog.placement import Placer
+from router.catalog.models import LOOK_S, Models
 from router.catalog.store_client import StoreClient
 from router.dispatch.advertised import check_advertised
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.reach import RelayReach
-from router.gauges import follow_gauges
-from router.generation.admission import Admission
-from router.generation.encode_admission import EncodeAdmission
-from router.generation.encoding import Encoding
+from router.dispatch.outbox import Placer
+from router.dispatch.routed_job import RoutedJob
+from router.dispatch.worker_links import RelayReach
+from router.generation.admission import Admission, GrammarProofs
+from router.generation.encoding import EncodeAdmission, Encoding
 from router.generation.generation import Generation
-from router.generation.grammar_proofs import GrammarProofs
-from router.generation.resume import ResumeTokens
-from router.generation.resume_epochs import ResumeEpochs
-from router.generation.resume_keys import GivenKeys
+from router.generation.resume import GivenKeys, ResumeEpochs, ResumeTokens
 from router.metrics import RouterMetrics
-from router.purge.cell import CellPurge
-from router.purge.router_data import RouterData
+from router.purge import CellPurge, RouterData
 from router.quotas.plan_copy import PlanCopy
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.quotas.usage import UsageLog, calling_key
-from router.seals import renew_pins, resume_keys_of, seals_of
-from router.servers import add_services, make_servers
+from router.servers import add_services, make_servers, renew_pins, resume_keys_of, seals_of
 from router.settings import Settings, read_weights
 from router.text.prompt_encoder import PromptEncoder
-from router.worker_watch import look_at_workers
 from rpc.audit.auditor import Auditor
 from rpc.identity.access import GuardedServers
 from rpc.server import stop_signal, unless_stopped
@@ -109,9 +105,9 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         encoding = Encoding(generation, EncodeAdmission(models, store, reply_to, reach, encoder))
         configs = admission.configs, encoding.admission.classifiers.configs
         data = relay.serve_tenant_data(RouterData(dispatcher, store, configs, encoder, proofs, quotas), auditor.record)
-        intake = Intake(models, telemetry, generation, encoding, dispatcher, AdapterCommands(models, store), encoder)
+        commands = AdapterCommands(models, store)
         cluster = ClusterService(
-            *(models, dispatcher, metrics, intake.commands),
+            *(models, dispatcher, metrics, commands),
             CellPurge(models, redis, data, relay_service.forgets, reply_to, tls),
         )
         add_services(
@@ -119,7 +115,8 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
             settings,
             InferenceService(generation, admission, models, telemetry, encoder, encoding),
             cluster,
-            intake,
+            dispatcher,
+            commands,
             lambda: models.waits_for() or reach.waits_for(),
         )
         addresses = public.bind(settings.host, settings.port)
@@ -240,3 +237,65 @@ async def _follow_workers(public: GuardedServers, models: Models, dispatcher: Di
             health = not waits_for
             await public.set_serving(health)
         await asyncio.sleep(LOOK_S)
+
+
+async def look_at_workers(models: Models, dispatcher: Dispatcher, reach: RelayReach) -> None:
+    """Dispatch the jobs of lost workers again, and end those that no worker can claim."""
+    living = await models.look_at_workers()
+    if living is None:
+        reach.forget()
+        return
+    dispatcher.update_live_workers(living)
+    names = (model.manifest.name for model in models.served)
+    for name in reach.look({name: models.serving(name) for name in names}):
+        dispatcher.fail_waiting(name, reach.refusal)
+
+
+# Interval in seconds between refreshes.
+REFRESH_S = 1.0
+# Maximum number of adapters that a label names: it is sent with each scrape.
+ADAPTERS_NAMED = 1_000
+
+
+async def follow_gauges(metrics: RouterMetrics, models: Models, dispatcher: Dispatcher) -> None:
+    """Refresh the gauges every second; never returns."""
+    while True:
+        count_jobs(metrics, tuple(dispatcher.jobs), _slots(models))
+        for model in models.served:
+            name = model.manifest.name
+            count_workers(metrics, name, models.workers(name))
+            try:
+                metrics.waiting.labels(name).set(await model.queue.count_waiting())
+            except REDIS_DOWN:
+                continue  # keep the last count; other metrics show the outage
+        await asyncio.sleep(REFRESH_S)
+
+
+def count_jobs(metrics: RouterMetrics, jobs: Sequence[RoutedJob], slots: int) -> None:
+    """Set the gauges of this router's jobs and their adapters; `slots` is the number of all workers' adapter slots."""
+    running = [routed for routed in jobs if routed.link is not None]
+    queued = [routed for routed in jobs if routed.link is None]
+    metrics.open_requests.labels("running").set(len(running))
+    metrics.open_requests.labels("queued").set(len(queued))
+    metrics.lora_requests.clear()
+    metrics.lora_requests.labels(slots, _adapters(running), _adapters(queued)).set(time.time())
+
+
+def count_workers(metrics: RouterMetrics, model: str, workers: Sequence[WorkerState]) -> None:
+    """Set the gauges of a model's live workers."""
+    phases = Counter(state.phase for state in workers)
+    for phase in WorkerPhase:
+        metrics.workers.labels(model, phase.value).set(phases[phase])
+    blocks = sum(state.blocks_total for state in workers)
+    used = sum(state.blocks_referenced for state in workers)
+    metrics.kv_usage.labels(model).set(used / blocks if blocks else 0.0)
+
+
+def _slots(models: Models) -> int:
+    return sum(state.slots_total for model in models.served for state in models.workers(model.manifest.name))
+
+
+def _adapters(jobs: Sequence[RoutedJob]) -> str:
+    """Return the full names of the jobs' adapters, with commas; weighted sets have none."""
+    revisions = {routed.job.adapter.revision for routed in jobs if routed.job.adapter and not routed.job.adapter.parts}
+    return ",".join(sorted({str(parse_revision_name(name).adapter_name) for name in revisions})[:ADAPTERS_NAMED])

@@ -1,10 +1,11 @@
-"""Requests and the messages that answer them, inside the router. `router.api.convert` makes these from the wire."""
+"""Requests and the messages that answer them, inside the router; `router.api` makes them from the wire, and back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from artifacts.encode import Pooling, Task
 from artifacts.sampling import SamplingParams
 
 
@@ -235,3 +236,36 @@ class Message:
 
     event: Event
     resume_token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two texts that are encoded as one sequence."""
+
+    first: str
+    second: str
+
+
+# A text, a pair of texts, or the ids of one.
+EncodeInput = str | TextPair | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeRequest:
+    """A client's request for a vector of each of its inputs; other fields as in Request.
+
+    `fields` has the name of each input in the client's message. `truncate` cuts texts that are too long.
+    """
+
+    tenant: str
+    task: Task
+    inputs: tuple[EncodeInput, ...]
+    fields: tuple[str, ...]
+    pooling: Pooling = ""
+    request_id: str = ""
+    model: str = ""
+    adapter: str = ""
+    adapters: tuple[WeightedAdapter, ...] = ()
+    truncate: bool = False
+    priority: int = 0
+    traceparent: str = ""

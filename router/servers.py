@@ -1,39 +1,57 @@
-"""The gRPC servers of a router: for tenants, for operators, and the relay's."""
+"""The gRPC servers of a router: for tenants, for operators, and the relay's; and what it makes of its certificate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import grpc
 from loraplex.cluster.v1 import cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
+from loraplex.relay.v1 import relay_pb2_grpc
+from redis.asyncio import Redis
 
+from broker.connection import REDIS_DOWN
+from broker.resume_keys import StoredResumeKeys
 from router.api.cluster import ClusterService
 from router.api.open_calls import OpenCalls
+from router.api.operator_commands import AdapterCommands
 from router.api.request_telemetry import COUNTED_METHODS, RequestTelemetry
 from router.api.service import InferenceService
-from router.api.sglang.intake import Intake
-from router.api.sglang.unnamed_callers import UnnamedCallers
-from router.catalog.key_copy import KeyCopy
+from router.catalog.models import Models
 from router.catalog.store_client import StoreClient
-from router.relay_access import RelayAccess
-from router.seals import report_to
+from router.catalog.store_copies import KeyCopy
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.relay import RelayService
+from router.generation.resume import DerivedKeys, GivenKeys, SharedKeys
+from router.metrics import RouterMetrics
+from router.purge import RouterData, TenantDataService
 from router.settings import Settings
 from rpc.audit.auditor import Auditor
-from rpc.errors import CallError
+from rpc.errors import CallError, PermissionDenied
+from rpc.handlers import Method, wrapped
 from rpc.identity.access import GuardedServers
 from rpc.identity.api_keys import KeyDirectory
-from rpc.identity.guard import Guard
-from rpc.identity.permissions import Port
-from rpc.identity.principal import Principal
+from rpc.identity.guard import Guard, Refused, open_guard
+from rpc.identity.permissions import SGLANG_SERVICE, Port
+from rpc.identity.principal import CredentialKind, Principal, Role, caller, set_caller
 from rpc.identity.tls import TlsFiles
 from rpc.metrics import CallMeter
-from rpc.server import Server, channel_options
+from rpc.server import Server, channel_options, relay_options
 from rpc.unread_messages import STALL_S
 
 if TYPE_CHECKING:
     from broker.seals import Seals
+    from router.dispatch.relay import RelayCredentials
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def make_servers(
@@ -66,7 +84,8 @@ def add_services(
     settings: Settings,
     inference: InferenceService,
     cluster: ClusterService,
-    intake: Intake,
+    dispatcher: Dispatcher,
+    commands: AdapterCommands,
     waits_for: Callable[[], str],
 ) -> None:
     """Serve the services, where the permissions table lets somebody call them.
@@ -77,9 +96,9 @@ def add_services(
     servers.add(lambda server: cluster_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server))
     if settings.engine_protocol:
         # Imported where it is served alone: its package need not be installed.
-        from router.api.sglang.service import SglangScheduler, register
+        from router.api.sglang import SglangScheduler, register
 
-        engine = SglangScheduler(intake, settings.engine_adapter, waits_for)
+        engine = SglangScheduler(inference, dispatcher, commands, settings.engine_adapter, waits_for)
         servers.add(lambda server: register(engine, server))
 
 
@@ -106,3 +125,111 @@ def _server(
         stall_s=stall_s,
         shared_ports=shared_ports,
     )
+
+
+class RelayAccess:
+    """The relay's server, and the `credentials` of its links; None where TLS is off."""
+
+    def __init__(self, tls: TlsFiles | None, refused: Refused) -> None:
+        self._tls = tls
+        self.credentials: RelayCredentials | None = None
+        if tls is None:
+            self.server = Server(open_guard(Port.RELAY, refused=refused), options=relay_options())
+            return
+        from router.dispatch.relay import RelayCredentials
+        from rpc.identity.certificates import CertificateReader
+
+        self.credentials = RelayCredentials(tls, refused)
+        self.server = Server(Guard([Port.RELAY], [CertificateReader()], refused), options=relay_options())
+
+    def service(self, dispatcher: Dispatcher, metrics: RouterMetrics) -> RelayService:
+        """Return the service of these links, which the server serves from now on."""
+        self._service = RelayService(dispatcher, metrics, self.credentials)
+        self._service.add_to(self.server)
+        return self._service
+
+    def serve_tenant_data(self, data: RouterData, record: Callable[..., None]) -> RouterData:
+        """Let other routers remove this router's data of tenants; `record` keeps an event of the audit log."""
+        relay_pb2_grpc.add_TenantDataServiceServicer_to_server(TenantDataService(data, record), self.server.grpc)
+        return data
+
+    def bind(self, host: str, port: int) -> int:
+        """Listen; return the port. Raises PortInUse."""
+        credentials = None if self._tls is None else self._tls.server_credentials(client_certificates=True)
+        return self.server.bind(host, port, credentials)
+
+    async def stop(self, grace_s: float) -> None:
+        """End the workers' streams, after the messages that are still to be sent; cancel those that last longer."""
+        stopping = asyncio.create_task(self.server.stop(grace_s))
+        self._service.close()
+        await stopping
+
+
+# Interval in seconds between looks for pins whose grants end soon.
+PINS_S = 60.0
+
+
+def seals_of(tls: TlsFiles | None, job_key: str) -> Seals | None:
+    """Return the seals of a router; None without credentials. Raises ValueError where the files cannot be used."""
+    if tls is None:
+        return None
+    from broker.job_keys import JobKeys
+    from broker.seals import Seals
+    from rpc.identity.signatures import Signer, Verifier
+
+    return Seals(JobKeys(Path(job_key)), Verifier(tls, Role.ROUTER), Signer(tls, Role.ROUTER))
+
+
+def report_to(seals: Seals | None, refused: Refused) -> None:
+    """Report what is not opened as the guard reports callers."""
+    if seals is not None:
+        seals.on_refused = lambda kind, error: refused(
+            f"redis/{kind}", None, PermissionDenied(str(error), error.reason), "redis:"
+        )
+
+
+def resume_keys_of(settings: Settings, redis: Redis, seals: Seals | None) -> GivenKeys:
+    """Return the keys of resume tokens: the given ones, derived ones, or without credentials those in Redis."""
+    if settings.resume_key:
+        return GivenKeys(settings.resume_key, settings.former_keys)
+    if seals is not None:
+        return DerivedKeys(lambda: seals.keys.derived(b"resume tokens"), settings.former_keys)
+    return SharedKeys(StoredResumeKeys(redis), settings.former_keys)
+
+
+async def renew_pins(models: Models) -> None:
+    """Give pinned adapters new grants before theirs end; never returns."""
+    while True:
+        await asyncio.sleep(PINS_S)
+        for model in models.served:
+            try:
+                await model.queue.pins.renew_grants()
+            except REDIS_DOWN as error:
+                log.warning("the grants of pinned adapters are not renewed: %s", error)
+
+
+class UnnamedCallers(grpc.aio.ServerInterceptor):
+    """Gives callers without a credential and a name to a tenant. Put it behind the guard, which sets the caller."""
+
+    def __init__(self, tenant: str) -> None:
+        self._tenant = tenant
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wrap the methods of the engine protocol."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(f"/{SGLANG_SERVICE}/"):
+            return handler
+        return wrapped(handler, self._named)
+
+    def _named(self, inner: Method) -> Method:
+        def named(request: Any, context: Context) -> Any:
+            who = caller()
+            if who.kind is CredentialKind.HEADER and not who.tenant:
+                set_caller(replace(who, name=self._tenant, tenant=self._tenant))
+            return inner(request, context)
+
+        return named

@@ -11,7 +11,7 @@ from typing import Any
 from artifacts.plans import WEIGHTS, is_weight
 from broker.job_keys import JOB_KEY_HELP
 from broker.terms import QueueLimits
-from router.generation.resume_keys import KEY_CHARACTERS
+from router.generation.resume import KEY_CHARACTERS
 from router.quotas.usage_sender import check_url
 from rpc.identity.access import AccessSettings
 from rpc.identity.principal import Role

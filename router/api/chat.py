@@ -1,4 +1,4 @@
-"""Conversion of a chat's messages to domain objects and back, with every check that needs only the message.
+"""Conversion of a chat's messages to domain objects, with every check that needs only the message.
 
 JSON in a chat (arguments, schemas, template variables) is parsed where it is rendered, in a child process.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from router.request import Chat, ChatMessage, Tool, ToolCall, ToolCallDelta, ToolMode
+from router.request import Chat, ChatMessage, Tool, ToolCall, ToolMode
 from rpc.errors import InvalidField, NotBuilt
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -117,8 +117,3 @@ def _tool_choice(chat: pb.Chat, names: set[str]) -> tuple[ToolMode, str]:
     if mode is ToolMode.REQUIRED and not names:
         raise InvalidField("chat.tools", "is empty; chat.tool_choice asks for a call")
     return mode, name
-
-
-def write_tool_call(part: ToolCallDelta) -> pb.ToolCallDelta:
-    """Convert a part of a call."""
-    return pb.ToolCallDelta(index=part.index, id=part.id, name=part.name, arguments=part.arguments)

@@ -1,20 +1,23 @@
-"""Conversion of the public messages to domain objects and back, with every check that needs only the message."""
+"""Conversion of the public messages to domain objects and back, with the checks of a message alone."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from loraplex.inference.v1 import inference_pb2 as pb
 
+from artifacts.grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
+from artifacts.grammars.errors import GrammarError
+from artifacts.grammars.json_schema import JsonStyle
 from artifacts.sampling import LOGIT_BIASES, RANGES, OutOfRangeError, SamplingParams, check_sampling
 from broker.codec import read_ids
 from broker.terms import PRIORITY_LIMIT
-from router.api.chat import read_chat, write_tool_call
-from router.api.formats import read_format
-from router.api.prompt_options import read_prompt_options
-from router.api.request_id import read_request_id
+from router.api.chat import read_chat
+from router.catalog.models import Models, ServedModel
 from router.request import (
     Delta,
     Event,
@@ -23,14 +26,121 @@ from router.request import (
     Message,
     Prompt,
     PromptLogprobs,
+    PromptOptions,
     Received,
     Request,
     Stopping,
     Summary,
     TokenLogprobs,
+    ToolCallDelta,
     WeightedAdapter,
 )
+from router.text.prompt_encoder import PromptEncoder, check_text
 from rpc.errors import InvalidField
+
+REQUEST_ID_CHARACTERS = 128
+# No spaces, no control characters, nothing that needs quotes.
+_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:/@+=~-]{{0,{REQUEST_ID_CHARACTERS}}}")
+
+
+def read_request_id(request_id: str) -> str:
+    """Return a client's request id, which may be empty. Raises InvalidField."""
+    if not _REQUEST_ID.fullmatch(request_id):
+        message = f"not {REQUEST_ID_CHARACTERS} characters at most of A-Z a-z 0-9 . _ : / @ + = ~ -"
+        raise InvalidField("request_id", message)
+    return request_id
+
+
+def read_prompt_options(message: pb.GenerateSpec | pb.TokenizeRequest) -> PromptOptions:
+    """Return the options of a message. Raises InvalidField."""
+    given = {field.name: value for field, value in message.prompt_options.ListFields()}
+    if message.WhichOneof("input") == "token_ids":
+        for name in ("add_special_tokens", "parse_special_tokens"):
+            if name in given:
+                raise InvalidField(f"prompt_options.{name}", "concerns texts; token_ids are taken as they are")
+    return PromptOptions(**given)
+
+
+def check_prompt_size(message: pb.GenerateSpec | pb.TokenizeRequest, model: ServedModel) -> None:
+    """Raise InvalidField where the prompt can't fit the model's context, naming the field."""
+    context = model.manifest.context_length
+    if message.prompt_options.HasField("truncate_to"):  # a message's size is the bound
+        return
+    match message.WhichOneof("input"):
+        case "prompt":
+            check_text(model.text, message.prompt, "prompt", context)
+        case "token_ids" if isinstance(message, pb.GenerateSpec):
+            check_count("token_ids", message.token_ids.ids, context)
+        case "chat":
+            # Every template makes at least one token of a message.
+            check_count("chat.messages", message.chat.messages, context)
+
+
+def check_count(field: str, values: Sequence[object], limit: int) -> None:
+    """Raise InvalidField where a field has more values than the context has tokens."""
+    if len(values) > limit:
+        message = f"{len(values)} do not fit the context of {limit} tokens"
+        raise InvalidField(field, message, reason="CONTEXT_EXCEEDED")
+
+
+# Maximum length of a format that is read on the event loop, in a few milliseconds.
+_SHORT_CHARACTERS = 4_096
+# Maximum number of grammars that are kept for the next request with the same format; each is some kilobytes, and its
+# format 64 KiB at most.
+_KEPT = 512
+
+
+def read_format(spec: pb.GenerateSpec, tenant: str) -> tuple[str, str]:
+    """Return the field that holds a request's format, and its grammar; both are empty without. Raises InvalidField."""
+    field = spec.WhichOneof("format") or ""
+    style = _json_style(spec)
+    if style and field != "json_schema":
+        raise InvalidField("json_style", "is for a json_schema alone")
+    try:
+        match field:
+            case "json_schema":
+                return field, _grammar(tenant, json_grammar, spec.json_schema, style or JsonStyle())
+            case "regex":
+                return field, _grammar(tenant, regex_grammar, spec.regex)
+            case "grammar":
+                return field, _grammar(tenant, lark_grammar, spec.grammar)
+            case "choices":
+                return "choices.values", _grammar(tenant, choices_grammar, tuple(spec.choices.values))
+    except GrammarError as error:
+        refused = InvalidField(error.path, error.message, reason="INVALID_FORMAT")
+    else:
+        return "", ""
+    raise refused  # here, without what the traceback of the GrammarError holds: freeing it takes milliseconds
+
+
+def is_large_format(spec: pb.GenerateSpec) -> bool:
+    """Tell whether the format of a request takes long to read, some 100 ms."""
+    return max(len(spec.json_schema), len(spec.regex), len(spec.grammar)) > _SHORT_CHARACTERS
+
+
+def _json_style(spec: pb.GenerateSpec) -> JsonStyle | None:
+    if not spec.HasField("json_style"):
+        return None
+    whitespace, order = spec.json_style.whitespace, spec.json_style.property_order
+    if whitespace not in pb.JsonWhitespace.values():
+        raise InvalidField("json_style.whitespace", f"{whitespace} is not known")
+    if order not in pb.PropertyOrder.values():
+        raise InvalidField("json_style.property_order", f"{order} is not known")
+    return JsonStyle(whitespace == pb.JSON_WHITESPACE_FLEXIBLE, order == pb.PROPERTY_ORDER_SORTED)
+
+
+# For each tenant: the time of a request must not tell what another has asked.
+@lru_cache(_KEPT)
+def _grammar(_tenant: str, make: Callable[..., str], *arguments: object) -> str:
+    return make(*arguments)
+
+
+def forget_formats() -> int:
+    """Forget the formats that are kept; returns how many there were."""
+    count = _grammar.cache_info().currsize
+    _grammar.cache_clear()
+    return count
+
 
 STOP_STRINGS = 16
 STOP_CHARACTERS = 64
@@ -225,7 +335,7 @@ def _write_event(event: Event) -> pb.GenerateEvent:
             delta = pb.Delta(choice=event.choice, offset=event.offset, token_ids=event.token_ids, text=event.text)
             delta.logprobs.extend(map(_write_logprobs, event.logprobs))
             delta.reasoning = event.reasoning
-            delta.tool_calls.extend(map(write_tool_call, event.tool_calls))
+            delta.tool_calls.extend(map(_write_tool_call, event.tool_calls))
             return pb.GenerateEvent(delta=delta)
         case PromptLogprobs():
             tokens = [_write_logprobs(token) for token in event.tokens]
@@ -259,3 +369,15 @@ def _write_event(event: Event) -> pb.GenerateEvent:
 def _write_logprobs(token: TokenLogprobs) -> pb.TokenLogprobs:
     alternatives = [pb.Alternative(token_id=token_id, logprob=logprob) for token_id, logprob in token.alternatives]
     return pb.TokenLogprobs(logprob=token.logprob, alternatives=alternatives)
+
+
+def _write_tool_call(part: ToolCallDelta) -> pb.ToolCallDelta:
+    return pb.ToolCallDelta(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
+
+
+async def read_spec(spec: pb.GenerateSpec, tenant: str, models: Models, encoder: PromptEncoder) -> Request:
+    """Return the request in a message. Raises InvalidField, NotBuilt, NotFound or Unavailable."""
+    check_prompt_size(spec, models.get(spec.model))
+    if is_large_format(spec):  # read_request then knows it
+        await encoder.in_turn(tenant, lambda: read_format(spec, tenant))
+    return await encoder.run(tenant, len(spec.token_ids.ids), lambda: read_request(spec, tenant))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from loraplex.inference.v1 import inference_pb2 as pb
 
 from artifacts.encode import Pooling, Task
 from broker.terms import PRIORITY_LIMIT
-from router.api.convert import read_adapters
-from router.api.request_id import read_request_id
-from router.encode_request import EncodeInput, EncodeRequest, TextPair
+from router.api.convert import read_adapters, read_request_id
+from router.catalog.adapters import Classifier
 from router.generation.encoding import Vector
-from router.output.vectors import normalized, probabilities
-from router.request import Summary
+from router.request import EncodeInput, EncodeRequest, Summary, TextPair
 from rpc.errors import InvalidField
 
 # Maximum texts of a call: vectors of 8,192 numbers then take half of a message.
@@ -108,3 +107,27 @@ def write_encode_summary(summary: Summary) -> pb.EncodeSummary:
         continuations=summary.continuations,
         timings=pb.Timings(queue=summary.queue_s, adapter=summary.adapter_s, ttft=summary.ttft_s),
     )
+
+
+def normalized(values: Sequence[float]) -> Sequence[float]:
+    """Return a vector scaled to the Euclidean length 1; one of zeros stays."""
+    length = math.hypot(*values)
+    return [value / length for value in values] if length else values
+
+
+def probabilities(logits: Sequence[float], classifier: Classifier) -> Sequence[float]:
+    """Return the probability of each label; of a regression its values."""
+    if classifier.problem_type == "regression":
+        return logits
+    if len(logits) == 1 or classifier.problem_type == "multi_label_classification":
+        return [_logistic(logit) for logit in logits]
+    largest = max(logits)
+    powers = [math.exp(logit - largest) for logit in logits]
+    total = math.fsum(powers)
+    return [power / total for power in powers]
+
+
+def _logistic(logit: float) -> float:
+    # The exponent is never positive: no overflow.
+    power = math.exp(-abs(logit))
+    return 1 / (1 + power) if logit >= 0 else power / (1 + power)

@@ -11,8 +11,7 @@ from broker.commands import COMMAND_TTL_MS, Command, Verb
 from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRequest
 from broker.worker_state import WorkerState
-from router.catalog.adapters import check_rank
-from router.catalog.fitness import check_fitness
+from router.catalog.adapters import check_fitness, check_rank
 from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import ResolvedAdapter, StoreClient
 from rpc.errors import Exhausted, InvalidField, Mismatch, NotFound, Unavailable

@@ -12,27 +12,99 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import grpc
 
 from artifacts.encode import Task
-from router.api.metric_series import ModelSeries, TenantSeries
-from router.api.span_attributes import answered_attributes, asked_attributes, operation
 from router.catalog.models import Models
-from router.encode_request import EncodeRequest
 from router.metrics import RouterMetrics
-from router.request import Delta, Event, Finished, Request, Summary
+from router.request import Delta, EncodeRequest, Event, Finished, FinishReason, Request, Summary
 from rpc.errors import CallError
 from rpc.identity.principal import Principal, calling_tenant
 from rpc.status import CODES
 from telemetry.logging import fields
-from telemetry.tracing import Spans, traceparent_in, traceparent_of
+from telemetry.tracing import Attributes, Spans, traceparent_in, traceparent_of
 
-if TYPE_CHECKING:  # see telemetry/tracing.py
+if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 log = logging.getLogger(__name__)
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ModelSeries:
+    """The series of one model. `success` has one for each reason of an answer's end."""
+
+    def __init__(self, metrics: RouterMetrics, model: str) -> None:
+        self.success = {reason.value: metrics.success.labels(model, reason.value) for reason in FinishReason}
+        self.prompt_tokens = metrics.prompt_tokens.labels(model)
+        self.cached_tokens = metrics.cached_tokens.labels(model)
+        self.generation_tokens = metrics.generation_tokens.labels(model)
+        self.ttft = metrics.ttft.labels(model)
+        self.itl = metrics.itl.labels(model)
+        self.tpot = metrics.tpot.labels(model)
+        self.e2e = metrics.e2e.labels(model)
+        self.queue_time = metrics.queue_time.labels(model)
+        self.prompt_length = metrics.prompt_length.labels(model)
+        self.answer_length = metrics.answer_length.labels(model)
+
+
+class TenantSeries:
+    """The series of one tenant's answers by one adapter."""
+
+    def __init__(self, metrics: RouterMetrics, tenant: str, adapter: str) -> None:
+        self.requests = metrics.tenant_requests.labels(tenant, adapter)
+        self.prompt_tokens = metrics.tenant_prompt_tokens.labels(tenant, adapter)
+        self.generation_tokens = metrics.tenant_generation_tokens.labels(tenant, adapter)
+        self.ttft = metrics.tenant_ttft.labels(tenant, adapter)
+
+
+def operation(request: Request | EncodeRequest) -> str:
+    """Return the name of what a request asks for."""
+    if isinstance(request, EncodeRequest):
+        return "embeddings" if request.task == "embed" else "classify"
+    return "chat" if request.prompt_field == "chat" else "text_completion"
+
+
+def asked_attributes(request: Request | EncodeRequest, model: str) -> Attributes:
+    """Return the attributes of a request."""
+    attributes: dict[str, Any] = {
+        "gen_ai.operation.name": operation(request),
+        "gen_ai.provider.name": "loraplex",
+        "gen_ai.request.model": model,
+        "loraplex.tenant": request.tenant,
+    }
+    if isinstance(request, EncodeRequest):
+        return attributes | {"loraplex.texts": len(request.inputs)}
+    sampling = request.sampling
+    attributes |= {
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+        "gen_ai.request.choice.count": request.n,
+    }
+    if request.stopping.max_tokens is not None:
+        attributes["gen_ai.request.max_tokens"] = request.stopping.max_tokens
+    if request.seed is not None:
+        attributes["gen_ai.request.seed"] = request.seed
+    return attributes
+
+
+def answered_attributes(summary: Summary, reasons: list[str]) -> Attributes:
+    """Return the attributes of a request that ended well."""
+    return {
+        "gen_ai.response.id": summary.request_id,
+        "gen_ai.response.finish_reasons": tuple(reasons),
+        "gen_ai.usage.input_tokens": summary.prompt_tokens,
+        "gen_ai.usage.output_tokens": summary.completion_tokens,
+        "loraplex.adapter": summary.adapter_revision,
+        "loraplex.prompt_tokens_cached": summary.cached_tokens,
+        "loraplex.continuations": summary.continuations,
+    }
+
+
 # Methods whose calls are counted as requests; the metrics of other calls are rpc/metrics.py's.
 COUNTED_METHODS = ("Generate", "Resume", "Score", "Embed", "Classify")
 
-Context = grpc.aio.ServicerContext[Any, Any]
 R = TypeVar("R", Request, EncodeRequest)
 
 

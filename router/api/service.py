@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -11,7 +11,17 @@ import grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from router.api.convert import count_numbers, count_received, read_prompt, read_received, write_message
+from router.api.convert import (
+    check_count,
+    check_prompt_size,
+    count_numbers,
+    count_received,
+    read_prompt,
+    read_prompt_options,
+    read_received,
+    read_spec,
+    write_message,
+)
 from router.api.encoding import (
     read_classify,
     read_embed,
@@ -19,22 +29,64 @@ from router.api.encoding import (
     write_embedding,
     write_encode_summary,
 )
-from router.api.prompt_options import read_prompt_options
-from router.api.prompt_size import check_count, check_prompt_size
-from router.api.read_spec import read_spec
 from router.api.request_telemetry import RequestTelemetry
-from router.api.scores import read_continuations, write_scores
 from router.catalog.models import Models
 from router.generation.admission import Admission
 from router.generation.encoding import Encoding
 from router.generation.generation import Generation
-from router.generation.scoring import Scoring
-from router.request import Message, Request, Stopping
+from router.generation.scoring import ContinuationScore, Scoring
+from router.request import Message, Request, Stopping, Summary
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import InvalidField
 from rpc.identity.principal import calling_tenant
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+# Maximum continuations of a call.
+CONTINUATIONS = 64
+# Fields of a request that say how an answer is made: a score has none.
+_OF_ANSWERS = frozenset(
+    {"sampling", "stopping", "output", "json_schema", "regex", "grammar", "choices", "json_style"}
+)  # fmt: skip
+
+
+def read_continuations(request: pb.ScoreRequest) -> list[str | tuple[int, ...]]:
+    """Return the continuations: texts, or ids. Raises InvalidField."""
+    for field, _ in request.spec.ListFields():
+        if field.name in _OF_ANSWERS:
+            raise InvalidField(field.name, "concerns an answer, and Score makes none; leave it unset")
+    if not 1 <= len(request.continuations) <= CONTINUATIONS:
+        count = len(request.continuations)
+        raise InvalidField("continuations", f"{count} continuations; give 1 to {CONTINUATIONS}")
+    return [_read_continuation(index, one) for index, one in enumerate(request.continuations)]
+
+
+def _read_continuation(index: int, continuation: pb.Continuation) -> str | tuple[int, ...]:
+    match continuation.WhichOneof("continuation"):
+        case "text" if continuation.text:
+            return continuation.text
+        case "token_ids" if continuation.token_ids.ids:
+            return tuple(continuation.token_ids.ids)
+        case None:
+            raise InvalidField(f"continuations[{index}]", "give one of text and token_ids")
+        case kind:
+            raise InvalidField(f"continuations[{index}].{kind}", "is empty")
+
+
+def write_scores(scores: Sequence[ContinuationScore], summary: Summary) -> pb.ScoreResponse:
+    """Convert the answer of a call."""
+    return pb.ScoreResponse(
+        scores=[
+            pb.ContinuationScore(
+                token_ids=score.token_ids, logprobs=score.logprobs, sum=sum(score.logprobs), greedy=score.greedy
+            )
+            for score in scores
+        ],
+        adapter_revision=summary.adapter_revision,
+        adapters=[pb.WeightedAdapter(adapter=part.adapter, weight=part.weight) for part in summary.adapters],
+        usage=pb.Usage(prompt_tokens=summary.prompt_tokens, cached_tokens=summary.cached_tokens),
+        request_id=summary.request_id,
+    )
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -49,45 +101,45 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         encoder: PromptEncoder,
         encoding: Encoding,
     ) -> None:
-        self._generation = generation
+        self.generation = generation
         self._admission = admission
         self._scoring = Scoring(generation, admission, models, encoder)
-        self._encoding = encoding
-        self._encoder = encoder
-        self._models = models
-        self._telemetry = telemetry
+        self.encoding = encoding
+        self.encoder = encoder
+        self.models = models
+        self.telemetry = telemetry
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream the answer to a request."""
-        with self._telemetry.new_record(context) as record:
-            call = record.begin(await read_spec(request.spec, record.tenant, self._models, self._encoder))
+        with self.telemetry.new_record(context) as record:
+            call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.encoder))
             del request  # it may be large, and a stream long
-            async with aclosing(self._generation.run(call, context.time_remaining())) as messages:
+            async with aclosing(self.generation.run(call, context.time_remaining())) as messages:
                 async for message in messages:
                     record.count(message.event)
                     yield pb.GenerateResponse(event=await self._write(message, call.tenant))
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
         """Stream the rest of an answer whose stream was lost, at this router or another."""
-        with self._telemetry.new_record(context) as record:
-            call = record.begin(await read_spec(request.spec, record.tenant, self._models, self._encoder))
-            claims = await self._generation.verify(call, request.resume_token)
+        with self.telemetry.new_record(context) as record:
+            call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.encoder))
+            claims = await self.generation.verify(call, request.resume_token)
             count = count_received(request.received, call.n, claims.max_tokens)
-            received = await self._encoder.run(call.tenant, count, partial(read_received, request.received))
+            received = await self.encoder.run(call.tenant, count, partial(read_received, request.received))
             del request
-            rest = self._generation.resume(call, claims, received, context.time_remaining())
+            rest = self.generation.resume(call, claims, received, context.time_remaining())
             async with aclosing(rest) as messages:
                 async for message in messages:
                     record.count(message.event)
                     yield pb.ResumeResponse(event=await self._write(message, call.tenant))
 
     async def _write(self, message: Message, tenant: str) -> pb.GenerateEvent:
-        return await self._encoder.run(tenant, count_numbers(message.event), partial(write_message, message))
+        return await self.encoder.run(tenant, count_numbers(message.event), partial(write_message, message))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the ids of a prompt, as Generate makes them."""
         tenant = calling_tenant()
-        check_prompt_size(request, self._models.get(request.model))
+        check_prompt_size(request, self.models.get(request.model))
         field, prompt = read_prompt(request)
         call = Request(
             tenant,
@@ -102,16 +154,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Count the tokens of a prompt as Generate makes them."""
-        call = await read_spec(request.spec, calling_tenant(), self._models, self._encoder)
+        call = await read_spec(request.spec, calling_tenant(), self.models, self.encoder)
         count = len(await self._admission.prompt_ids(call))
-        context_length = self._models.get(call.model).manifest.context_length
+        context_length = self.models.get(call.model).manifest.context_length
         return pb.CountTokensResponse(prompt_tokens=count, context_length=context_length)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Return the log probabilities of continuations of a prompt."""
-        with self._telemetry.new_record(context) as record:
+        with self.telemetry.new_record(context) as record:
             continuations = read_continuations(request)
-            call = record.begin(await read_spec(request.spec, record.tenant, self._models, self._encoder))
+            call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.encoder))
             del request
             scores, summary = await self._scoring.score(call, continuations, context.time_remaining())
             record.count(summary)
@@ -119,19 +171,19 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Return a vector of each text."""
-        with self._telemetry.new_record(context) as record:
+        with self.telemetry.new_record(context) as record:
             call = record.begin(read_embed(request, record.tenant))
             normalize = not request.HasField("normalize") or request.normalize
             write = partial(write_embedding, normalize=normalize)
-            embeddings, summary = await self._encoding.encode(call, context.time_remaining(), write)
+            embeddings, summary = await self.encoding.encode(call, context.time_remaining(), write)
             record.count_texts("embed", len(embeddings), summary)
             return pb.EmbedResponse(embeddings=embeddings, summary=write_encode_summary(summary))
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
         """Return the probabilities of a classifier's labels for each text."""
-        with self._telemetry.new_record(context) as record:
+        with self.telemetry.new_record(context) as record:
             call = record.begin(read_classify(request, record.tenant))
-            found, summary = await self._encoding.encode(call, context.time_remaining(), write_classification)
+            found, summary = await self.encoding.encode(call, context.time_remaining(), write_classification)
             record.count_texts("classify", len(found), summary)
             return pb.ClassifyResponse(
                 classifications=[one for one, _ in found], labels=found[0][1], summary=write_encode_summary(summary)
@@ -140,7 +192,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of ids."""
         tenant = calling_tenant()
-        model = self._models.get(request.model)
+        model = self.models.get(request.model)
         check_count("token_ids", request.token_ids, model.manifest.context_length)
         if request.token_ids and max(request.token_ids) >= model.manifest.vocab_size:
             raise InvalidField("token_ids", f"an id is beyond the vocabulary of {model.manifest.vocab_size}")
@@ -152,7 +204,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 token_bytes=map(model.text.bytes_of, request.token_ids) if request.token_bytes else (),
             )
 
-        return await self._encoder.run(tenant, len(request.token_ids), detokenize)
+        return await self.encoder.run(tenant, len(request.token_ids), detokenize)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """List the base models."""
@@ -165,6 +217,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     tasks=m.manifest.tasks,
                     labels=m.manifest.labels,
                 )
-                for m in self._models.served
+                for m in self.models.served
             ]
         )

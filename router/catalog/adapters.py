@@ -1,18 +1,182 @@
-"""Resolution of a request's adapter, or its weighted set of adapters, to the revision that the job carries."""
+"""A request's adapters: their names become revisions, which the model can run and whose settings are read."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
+from artifacts.chat_settings import CHAT_FIELD, ChatSettings, parse_chat_settings
 from artifacts.digests import weighted_digest
+from artifacts.encoders import label_names
+from artifacts.errors import ArtifactError
+from artifacts.json_object import parse_object
+from artifacts.peft_config import LABELS_FIELD
+from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef, WeightedRef
-from router.catalog.fitness import check_fitness
+from broker.pins import is_of_tenant
 from router.catalog.manifest import Manifest
-from router.catalog.store_client import ResolvedAdapter, StoreClient
-from router.encode_request import EncodeRequest
-from router.request import Request, WeightedAdapter
+from router.catalog.store_client import ResolvedAdapter, SharedCalls, StoreClient
+from router.request import EncodeRequest, Request, WeightedAdapter
 from rpc.errors import InvalidField, Mismatch
+
+log = logging.getLogger(__name__)
+
+# Maximum characters of the settings that are kept, and maximum number of adapters; those used last stay.
+_KEPT_CHARACTERS = 32 * 1024 * 1024
+_KEPT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """An adapter's chat settings, whether it brings a classification head, and the names of its labels, if any."""
+
+    chat: ChatSettings = field(default_factory=ChatSettings)
+    has_head: bool = False
+    labels: tuple[str, ...] = ()
+
+    @property
+    def characters(self) -> int:
+        """Return the length of its texts."""
+        return len(self.chat.template) + len(self.chat.system_prompt) + sum(map(len, self.labels))
+
+
+class AdapterConfigs:
+    """Reads adapters' settings from the store."""
+
+    def __init__(self, store: StoreClient) -> None:
+        self._store = store
+        # By digest, with the name of the revision that they were read of.
+        self._kept: OrderedDict[str, tuple[str, AdapterSettings]] = OrderedDict()
+        self._characters = 0
+        # By tenant and digest: a configuration has up to a megabyte.
+        self._reading = SharedCalls[AdapterSettings]()
+
+    async def of(self, tenant: str, adapter: AdapterRef | None) -> AdapterSettings:
+        """Return an adapter's settings; a weighted set has none. Raises NotFound or Unavailable."""
+        if adapter is None or adapter.parts:
+            return AdapterSettings()
+        if adapter.digest not in self._kept:
+            return await self._reading.run((tenant, adapter.digest), lambda: self._ask(tenant, adapter))
+        self._kept.move_to_end(adapter.digest)
+        return self._kept[adapter.digest][1]
+
+    async def _ask(self, tenant: str, adapter: AdapterRef) -> AdapterSettings:
+        config = await self._store.config_of(tenant, adapter.revision)
+        settings = await asyncio.to_thread(_read, config)
+        if adapter.digest not in self._kept:
+            self._kept[adapter.digest] = adapter.revision, settings
+            self._characters += settings.characters
+            self._drop_oldest()
+        return settings
+
+    def forget_tenant(self, tenant: str) -> int:
+        """Forget the settings of a tenant's adapters; returns how many there were."""
+        gone = [digest for digest, (revision, _) in self._kept.items() if is_of_tenant(revision, tenant)]
+        for digest in gone:
+            self._characters -= self._kept.pop(digest)[1].characters
+        return len(gone)
+
+    def _drop_oldest(self) -> None:
+        while len(self._kept) > _KEPT or self._characters > _KEPT_CHARACTERS:
+            _, (_, dropped) = self._kept.popitem(last=False)
+            self._characters -= dropped.characters
+
+
+def _read(config: bytes) -> AdapterSettings:
+    try:
+        parsed = parse_object(config, CONFIG_FILE)
+        chat = parse_chat_settings(parsed.get(CHAT_FIELD))
+    except ArtifactError:  # of a hash model's adapter, which may be any bytes: the store has checked the others
+        return AdapterSettings()
+    # The store accepts no other modules than those of heads.
+    return AdapterSettings(chat, bool(parsed.get("modules_to_save")), _labels(parsed))
+
+
+def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    names = config.get(LABELS_FIELD)
+    return label_names(config, len(names)) if isinstance(names, dict) and names else ()
+
+
+# Reason of the error of a request whose task its base model and adapter do not serve.
+WRONG_TASK = "WRONG_TASK"
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """A classifier's labels in the order of its logits, and transformers' name of what it solves; empty: not known."""
+
+    labels: tuple[str, ...] = ()
+    problem_type: str = ""
+
+    def labels_of(self, count: int) -> tuple[str, ...]:
+        """Return the names of `count` logits; LABEL_0 and so on where neither adapter nor base names them."""
+        return self.labels or tuple(f"LABEL_{index}" for index in range(count))
+
+
+class Classifiers:
+    """Finds the classifiers of one router's requests."""
+
+    def __init__(self, store: StoreClient) -> None:
+        self.configs = AdapterConfigs(store)
+
+    async def check_task(self, request: EncodeRequest, manifest: Manifest, adapter: AdapterRef | None) -> Classifier:
+        """Return the classifier that a request asks for, one without labels for an embedding.
+
+        Raises Mismatch where base model and adapter do not serve the task, NotFound or Unavailable.
+        """
+        if request.task == "embed":
+            if "embed" not in manifest.tasks:
+                message = "was registered by a version without vectors; register it again (loraplex models push)"
+                raise Mismatch(manifest.name, message, reason=WRONG_TASK)
+            return Classifier()
+        settings = await self.configs.of(request.tenant, adapter)
+        if settings.has_head:
+            return Classifier(settings.labels)
+        if "classify" not in manifest.tasks:
+            message = f"{manifest.name} has no classification head; name an adapter that brings one (peft's SEQ_CLS)"
+            raise Mismatch(adapter.revision if adapter else manifest.name, message, reason=WRONG_TASK)
+        return Classifier(manifest.labels, manifest.problem_type)
+
+
+def check_generates(manifest: Manifest) -> None:
+    """Raise Mismatch where a base model generates nothing."""
+    if "generate" not in manifest.tasks:
+        raise Mismatch(manifest.name, "is an encoder and generates nothing; call Embed or Classify", reason=WRONG_TASK)
+
+
+# Maximum number of adapters whose warning is remembered, so that their next request does not log it again.
+_WARNINGS_KEPT = 4096
+
+
+def check_fitness(resolved: ResolvedAdapter, model: Manifest) -> None:
+    """Raise Mismatch, or log a warning once, where a certificate for the model's quantization breaks a limit."""
+    breach = resolved.breaches.get(model.quantization)
+    if breach is None:
+        return
+    found = f"unfit for {model.name}, whose weights are {model.quantization}: {breach.text}"
+    if not breach.refused:
+        _warn_once(resolved.ref.revision, found)
+        return
+    raise Mismatch(
+        resolved.ref.revision,
+        f"{found}; use a base of more bits, or train the adapter on this base and certify it again",
+        reason="ADAPTER_UNFIT",
+    )
+
+
+def forget_warnings() -> None:
+    """Forget which adapters were warned of."""
+    _warn_once.cache_clear()
+
+
+@lru_cache(maxsize=_WARNINGS_KEPT)
+def _warn_once(revision: str, found: str) -> None:
+    log.warning("%s is %s", revision, found)
 
 
 async def resolve_adapters(request: Request | EncodeRequest, model: Manifest, store: StoreClient) -> AdapterRef | None:

@@ -5,30 +5,197 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from redis.asyncio import Redis
 
+from artifacts.digests import sha256_bytes, sha256_json
 from broker.connection import REDIS_DOWN
 from broker.keys import Keys
-from broker.liveness import Liveness
+from broker.liveness import Census, Liveness
 from broker.messages import Job
 from broker.queue import JobQueue
-from broker.terms import QueueLimits
+from broker.terms import WORKER_TTL_MS, QueueLimits
 from broker.worker_state import WorkerPhase, WorkerState
-from router.catalog.live_workers import ANSWER_S, LOOK_S, LiveWorkers
 from router.catalog.manifest import Manifest, RegisteredModel
-from router.catalog.model_texts import ModelTexts
 from router.catalog.store_client import StoreClient
-from router.text.text import Text
+from router.text.text import Text, panics_as_errors, text_of
+from rpc.children.pool import ChildDiedError, ChildPool
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 
 if TYPE_CHECKING:
     from broker.seals import Seals
 
 log = logging.getLogger(__name__)
+
+# Interval in seconds between looks at the workers, and at the store.
+LOOK_S = 0.5
+# Time in seconds without an answer after which the router's health says that Redis is away: a worker's time to live.
+AWAY_S = WORKER_TTL_MS / 1e3
+# Timeout in seconds for a model's census: one that hangs ends AWAY_S after the last answer. A census over a new
+# connection takes several round trips, and one that is given up closes its connection: a short timeout would go on for
+# as long as Redis is slow.
+ANSWER_S = AWAY_S - LOOK_S
+# Time in seconds after an outage or a loss of data during which no worker counts as dead: all must beat again first.
+NO_LAPSE_S = WORKER_TTL_MS / 1e3
+
+
+class LiveWorkers:
+    """The live workers, at most one look's interval stale."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        answer_s: float = ANSWER_S,
+        set_aside: Callable[[str], None] = lambda key: None,
+    ) -> None:
+        self._clock = clock
+        self._answer_s = answer_s
+        # Called with the name of each key that a census has set aside.
+        self._set_aside = set_aside
+        self._workers: dict[str, list[WorkerState]] = {}
+        # Sizes of the workers that take new jobs: maximum tokens and rank, by model and base digest.
+        self._sizes: dict[str, dict[str, set[tuple[int, int]]]] = {}
+        # Server and data that each model's last census came from.
+        self._servers: dict[str, str] = {}
+        # True after a failed look; and the time of the last one that succeeded.
+        self._failed, self._answered_at = False, clock()
+        # Time until which no worker counts as dead.
+        self._no_lapse_before = 0.0
+
+    def of(self, model: str) -> list[WorkerState] | None:
+        """Return a model's live workers; None before its first census."""
+        return self._workers.get(model)
+
+    def sizes(self, model: str, base_digest: str) -> set[tuple[int, int]] | None:
+        """Return the sizes of the workers that take new jobs of a base model; None: there is no such worker."""
+        return self._sizes.get(model, {}).get(base_digest)
+
+    @property
+    def redis_is_away(self) -> bool:
+        """Tell whether Redis has answered no census for AWAY_S."""
+        return self._clock() - self._answered_at >= AWAY_S
+
+    async def look(self, models: Mapping[str, Liveness], reply_to: str) -> set[str] | None:
+        """Take a census of each model; return the live incarnations, or None while no worker may count as dead.
+
+        `reply_to`: the address of this router's relay, which is registered as live.
+        """
+        failures = await asyncio.gather(*(self._ask(name, liveness, reply_to) for name, liveness in models.items()))
+        if "" in failures or not models:
+            self._answered_at = self._clock()
+        if failure := next(filter(None, failures), ""):
+            self._no_lapse_before = self._clock() + NO_LAPSE_S
+            if not self._failed:
+                log.warning("Redis does not answer: %s", failure)
+        elif self._failed:
+            log.info("Redis answers again")
+        self._failed = bool(failure)
+        if self._clock() < self._no_lapse_before:
+            return None
+        return {state.incarnation for states in self._workers.values() for state in states}
+
+    async def _ask(self, model: str, liveness: Liveness, reply_to: str) -> str:
+        """Take the census of a model; return why that failed, or nothing."""
+        try:
+            async with asyncio.timeout(self._answer_s):
+                self._count(model, await liveness.take_census(reply_to))
+        except REDIS_DOWN as error:  # a timeout is one of them
+            return str(error) or type(error).__name__
+        return ""
+
+    def _count(self, model: str, census: Census) -> None:
+        """Take a census. Another server, or one that has lost its data, knows no worker yet: none counts as dead."""
+        if self._servers.get(model, census.server) != census.server:
+            log.warning("Redis restarted, failed over or lost its data: no worker counts as dead for %g s", NO_LAPSE_S)
+            self._no_lapse_before = self._clock() + NO_LAPSE_S
+        self._servers[model] = census.server
+        for key in census.set_aside:
+            self._set_aside(key)
+        workers = census.workers
+        if self._clock() < self._no_lapse_before:
+            seen = {state.incarnation for state in workers}
+            workers = [*workers, *(state for state in self._workers.get(model, ()) if state.incarnation not in seen)]
+        self._workers[model] = workers
+        sizes = self._sizes[model] = dict[str, set[tuple[int, int]]]()
+        for state in workers:
+            if state.phase is WorkerPhase.SERVING:
+                sizes.setdefault(state.base_digest, set()).add((state.max_tokens, state.max_rank))
+
+
+# Timeout in seconds for a child, which may take 20 s of processor time.
+WALL_S = 120.0
+# Interval in seconds between looks whether other files were registered for a model whose files were refused.
+LOOK_AGAIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    name: str
+    files: str
+    why: str
+    look_again_at: float
+
+
+class ModelTexts:
+    """The tokenizers of a router's base models."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._children = ChildPool("router.text.tokenizer_text", "TOKENIZER_BUSY", children=1, wall_s=WALL_S)
+        # By the digest of the base model.
+        self._refused: dict[str, _Refusal] = {}
+
+    @property
+    def refusals(self) -> list[str]:
+        """Return the models that cannot be served, and why."""
+        return [f"{refusal.name} ({refusal.why})" for refusal in self._refused.values()]
+
+    def is_refused(self, digest: str) -> bool:
+        """Tell whether a model's files were refused a moment ago."""
+        return digest in self._refused and self._clock() < self._refused[digest].look_again_at
+
+    async def load(self, manifest: Manifest) -> Text | None:
+        """Return a model's tokenizer; None where its files cannot be used, which is logged once.
+
+        Raises Unavailable on a machine without time for it.
+        """
+        files = sha256_json({name: sha256_bytes(data) for name, data in manifest.files.items()})
+        former = self._refused.get(manifest.digest)
+        if former is None or former.files != files:
+            why = await self._why_unusable(manifest.files)
+            if not why:
+                try:
+                    text = await asyncio.to_thread(_load, manifest)
+                    self._refused.pop(manifest.digest, None)
+                    return text
+                except Exception as error:  # anybody may have written the files: the other models go on
+                    why = f"{type(error).__name__}: {error}"
+            log.warning("base model %s can't be served, its tokenizer files %s", manifest.name, why)
+        else:
+            why = former.why
+        self._refused[manifest.digest] = _Refusal(manifest.name, files, why, self._clock() + LOOK_AGAIN_S)
+        return None
+
+    async def _why_unusable(self, files: Mapping[str, bytes]) -> str:
+        if "tokenizer.json" not in files:
+            return ""
+        try:
+            texts = {name: data.decode() for name, data in files.items()}
+        except UnicodeDecodeError:
+            return "are not UTF-8"
+        try:
+            return str((await self._children.ask("", {"files": texts})).get("error", ""))
+        except ChildDiedError as error:
+            return f"ended the process that tried them out: it {error}"
+
+
+def _load(manifest: Manifest) -> Text:
+    with panics_as_errors():
+        return text_of(manifest.architecture, manifest.files)
+
 
 _NO_MODEL = "a base model to be registered (loraplex models push)"
 # Reasons of errors: the base model of a request was replaced; no live worker is large enough for a request.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
@@ -17,7 +17,6 @@ from artifacts.revision import CONFIG_FILE
 from broker.messages import AdapterRef
 from broker.pins import is_of_tenant
 from router.catalog.manifest import Manifest, RegisteredModel, read_manifest, registered_model
-from router.catalog.shared_calls import SharedCalls
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.identity.api_keys import STALE_S
 from rpc.identity.principal import TENANT_KEY
@@ -26,6 +25,27 @@ from rpc.server import channel_options
 from rpc.shares import FairTurns
 
 T = TypeVar("T")
+
+
+class SharedCalls(Generic[T]):
+    """The calls under way, by key. A caller that leaves does not cancel its call for the others."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[Hashable, asyncio.Task[T]] = {}
+
+    async def run(self, key: Hashable, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return what the call under way with a key returns; without one, begin it."""
+        task = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = asyncio.create_task(call())
+            task.add_done_callback(lambda ended: self._ended(key, ended))
+        return await asyncio.shield(task)
+
+    def _ended(self, key: Hashable, task: asyncio.Task[T]) -> None:
+        del self._tasks[key]
+        if not task.cancelled():
+            task.exception()  # callers that have left do not look at it
+
 
 # Maximum age in seconds of a cached name: a new upload is served this much later at most. While the store does not
 # answer, a name is good for as long as the API keys are (STALE_S).

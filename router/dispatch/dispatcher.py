@@ -8,32 +8,192 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from typing import Self
 
 from broker.connection import REDIS_DOWN
 from broker.ledger import ReserveCall
 from broker.messages import Job
 from broker.quarantine import QuarantinedError
 from broker.queue import JobQueue, UnreservedError
-from broker.terms import Placement
-from router.dispatch.early_entry import EarlyEntry
-from router.dispatch.job_state import JobState
-from router.dispatch.link import Frame, Link
-from router.dispatch.outbox import Outbox
-from router.dispatch.reader_rounds import ReaderRounds
-from router.dispatch.refusals import REFUSALS, refusal
-from router.dispatch.routed_job import RoutedJob
-from router.dispatch.timing import DispatchTiming
-from router.dispatch.unbound_jobs import UnboundJobs
-from router.dispatch.weighted_sets import check_weighted_sets
-from router.dispatch.worker_links import WorkerLinks
-from router.metrics import LOST, RETURNED, RouterMetrics
-from rpc.errors import CallError, DeadlinePassed, Internal, Unavailable
+from broker.queue_entry import Entry, is_short
+from broker.terms import Placement, QueueState
+from router.dispatch.link import Frame, WorkerLink
+from router.dispatch.outbox import REFUSALS, Outbox, queue_full, refusal
+from router.dispatch.routed_job import JobState, ReaderRounds, RoutedJob
+from router.dispatch.worker_links import DispatchTiming, WorkerLinks
+from router.metrics import LOST, RETURNED, UNCLAIMED, RouterMetrics
+from rpc.errors import CallError, DeadlinePassed, Exhausted, Internal, Unavailable
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
+
+# Maximum number of different sets of one tenant whose answers a router holds at a time.
+WEIGHTED_SETS = 16
+# Time in seconds after which a refused client is to call again.
+_RETRY_S = 1.0
+
+
+def check_weighted_sets(job: Job, others: Iterable[Job]) -> None:
+    """Raise Exhausted where a new job's set is one too many; a set in use costs nothing, nor one that is resumed."""
+    if job.adapter is None or not job.adapter.parts or job.resumed:
+        return
+    used = {
+        other.adapter.digest
+        for other in others
+        if other.tenant == job.tenant and other.adapter is not None and other.adapter.parts
+    }
+    if job.adapter.digest not in used and len(used) >= WEIGHTED_SETS:
+        raise Exhausted(
+            f"tenants/{job.tenant}/weighted-sets",
+            f"{job.tenant} uses {len(used)} weighted sets of adapters at this router, which is the most",
+            retry_after_s=_RETRY_S,
+            reason="WEIGHTED_SETS_FULL",
+        )
+
+
+class PreparedEntry:
+    """Makes an entry two passes of the event loop from now, when the call that was begun meanwhile is on its way.
+
+    `enqueue` makes it where nothing waits so long, or the job is long. Nothing is made after the end of the context.
+    """
+
+    def __init__(self, queue: JobQueue, job: Job, place: Callable[[Job], Placement]) -> None:
+        self._queue, self._job, self._place = queue, job, place
+        self._made: tuple[Placement, Entry | None] | None = None
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._next = self._loop.call_soon(self._wait)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._next.cancel()
+
+    def _wait(self) -> None:
+        self._next = self._loop.call_soon(self.take)
+
+    def take(self) -> tuple[Placement, Entry | None]:
+        """Return the placement and the entry; None for a long job, whose entry the queue makes in a thread."""
+        if self._made is None:
+            placement = self._place(self._job)
+            self._made = placement, self._queue.make_entry(self._job, placement) if is_short(self._job) else None
+        return self._made
+
+    async def enqueue(self, reserve: ReserveCall | None = None) -> None:
+        """Put the entry into the queue, in one round trip with a reservation. Raises what JobQueue.enqueue does."""
+        placement, entry = self.take()
+        await self._queue.enqueue(self._job, placement, entry, reserve)
+
+
+# Maximum number of jobs that are sealed anew in one look: each takes the event loop some 0.2 ms.
+_RENEWALS_PER_LOOK = 32
+# Maximum number of times that the time for which a job may be missing is doubled.
+_GRACE_DOUBLINGS = 3
+_UNBOUND = frozenset({JobState.ENQUEUEING, JobState.QUEUED, JobState.MISSING})
+
+
+class UnboundJobs:
+    """The jobs of one dispatcher that wait. `jobs` returns all its jobs; `redispatch` makes a job's next attempt.
+
+    `why_unservable` returns the error that ends a job which no live worker can take, or None.
+    """
+
+    def __init__(
+        self,
+        queue_of: Callable[[str], JobQueue],
+        jobs: Callable[[], Iterable[RoutedJob]],
+        redispatch: Callable[[RoutedJob], None],
+        why_unservable: Callable[[Job], CallError | None],
+        metrics: RouterMetrics,
+        timing: DispatchTiming,
+    ) -> None:
+        self._queue_of = queue_of
+        self._jobs = jobs
+        self._redispatch = redispatch
+        self._why_unservable = why_unservable
+        self._metrics = metrics
+        self._timing = timing
+        # Since when no live worker can take a job.
+        self._unservable: dict[str, float] = {}
+
+    async def look(self) -> None:
+        """Look into the queue: dispatch missing jobs again, end displaced ones, renew seals; never returns."""
+        while True:
+            await asyncio.sleep(self._timing.look_s)
+            queued: dict[str, list[RoutedJob]] = {}
+            for routed in self._jobs():
+                if routed.state in {JobState.QUEUED, JobState.MISSING}:
+                    queued.setdefault(routed.job.model, []).append(routed)
+            await asyncio.gather(*(self._look_at(model, jobs) for model, jobs in queued.items()))
+
+    async def _look_at(self, model: str, jobs: Sequence[RoutedJob]) -> None:
+        try:
+            attempts = [(routed.job.job_id, routed.job.attempt) for routed in jobs]
+            states = await self._queue_of(model).look_up(attempts)
+            self._take(jobs, attempts, states)
+            await self._renew_seals(self._queue_of(model), jobs)
+        except REDIS_DOWN:
+            return
+        except Exception:  # the next look may succeed, and other jobs need it
+            log.exception("could not look for missing jobs of %s", model)
+
+    def _take(
+        self, jobs: Sequence[RoutedJob], attempts: Sequence[tuple[str, int]], states: Sequence[QueueState]
+    ) -> None:
+        now = time.monotonic()
+        for routed, (_, attempt), state in zip(jobs, attempts, states, strict=True):
+            if state is QueueState.DISPLACED:
+                self._end_displaced(routed, attempt)
+            elif routed.looked_up(waiting=state is QueueState.WAITS, now=now) >= self._grace_s(routed):
+                log_fields = fields(job_id=routed.job.job_id, attempt=routed.job.attempt)
+                log.warning("a job was claimed and never bound", extra=log_fields)
+                self._metrics.redispatches.labels(UNCLAIMED).inc()
+                routed.unclaimed += 1
+                self._redispatch(routed)
+
+    async def _renew_seals(self, queue: JobQueue, jobs: Sequence[RoutedJob]) -> None:
+        """Seal the jobs anew that have waited for long, some in each look; a worker refuses a seal that is too old."""
+        now = time.monotonic()
+        due = [one for one in jobs if one.state is JobState.QUEUED and now - one.sealed_at >= self._timing.seal_s]
+        due = due[:_RENEWALS_PER_LOOK]
+        await asyncio.gather(*(queue.renew(routed.job, routed.placement) for routed in due))
+        for routed in due:
+            routed.sealed_at = now
+
+    def _grace_s(self, routed: RoutedJob) -> float:
+        """Return for how many seconds a job may be missing: twice as long after each attempt that was never bound.
+
+        An overloaded worker or link reports its claims late. At a fixed time each late report would make another
+        attempt, and these attempts would add to the overload.
+        """
+        return self._timing.claim_grace_s * (1 << min(routed.unclaimed, _GRACE_DOUBLINGS))
+
+    def _end_displaced(self, routed: RoutedJob, attempt: int) -> None:
+        if routed.job.attempt == attempt and routed.state in _UNBOUND:
+            self._metrics.displaced.inc()
+            routed.fail(queue_full(routed.job.tenant, "a tenant that uses less of it took the place of this request"))
+
+    def end_unservable(self) -> None:
+        """End the jobs that no live worker has been able to take for a while; call it after each look at the workers.
+
+        One look is not enough: a worker that restarts is missing for a moment.
+        """
+        now, unservable = time.monotonic(), dict[str, float]()
+        for routed in self._jobs():
+            error = self._why_unservable(routed.job) if routed.state in _UNBOUND else None
+            if error is None:
+                continue
+            since = unservable[routed.job.job_id] = self._unservable.get(routed.job.job_id, now)
+            if now - since >= self._timing.unservable_grace_s:
+                log.warning("a job ends: %s", error, extra=fields(job_id=routed.job.job_id))
+                self._metrics.unservable.labels(error.reason).inc()
+                routed.fail(error)
+        self._unservable = unservable
+
 
 # Reason that the client gets of a request that kills engines.
 POISON = "POISON_REQUEST"
@@ -69,19 +229,19 @@ class Dispatcher:
         """Return the jobs that wait or run now."""
         return tuple(self._jobs.values())
 
-    def early_entry(self, job: Job) -> EarlyEntry:
+    def prepare_entry(self, job: Job) -> PreparedEntry:
         """Make a new job's entry in the queue while something else is waited for."""
-        return EarlyEntry(self._queue_of(job.model), job, self._place)
+        return PreparedEntry(self._queue_of(job.model), job, self._place)
 
     async def dispatch(
-        self, job: Job, early: EarlyEntry | None = None, reserve: ReserveCall | None = None
+        self, job: Job, prepared: PreparedEntry | None = None, reserve: ReserveCall | None = None
     ) -> RoutedJob:
         """Put a new job into the queue, after `reserve`; own it till `release`. Raises CallError or UnreservedError."""
         check_weighted_sets(job, (other.job for other in self._jobs.values()))
         routed = self._jobs[job.job_id] = RoutedJob(job, self._rounds)
         try:
-            routed.placement, _ = (early := early or self.early_entry(job)).take()
-            await self._enqueue(job, early, reserve)
+            routed.placement, _ = (prepared := prepared or self.prepare_entry(job)).take()
+            await self._enqueue(job, prepared, reserve)
         except UnreservedError:  # Redis does not have it
             self._jobs.pop(job.job_id).release()
             raise
@@ -93,10 +253,10 @@ class Dispatcher:
         routed.enqueued(job.attempt)
         return routed
 
-    async def _enqueue(self, job: Job, early: EarlyEntry, reserve: ReserveCall | None) -> None:
+    async def _enqueue(self, job: Job, prepared: PreparedEntry, reserve: ReserveCall | None) -> None:
         try:
             with self._metrics.enqueue_time.time():
-                await early.enqueue(reserve)
+                await prepared.enqueue(reserve)
         except REFUSALS as error:
             if isinstance(error, QuarantinedError):
                 self._metrics.quarantined.inc()
@@ -121,7 +281,7 @@ class Dispatcher:
 
     # Messages of workers
 
-    def link_up(self, link: Link, holds: Sequence[tuple[str, int]]) -> None:
+    def link_up(self, link: WorkerLink, holds: Sequence[tuple[str, int]]) -> None:
         """Take the link of a worker, perhaps a new one: it goes on with the jobs that are still its own."""
         self._links.up(link)
         for job_id, attempt in holds:
@@ -137,7 +297,7 @@ class Dispatcher:
                 self._metrics.redispatches.labels(LOST).inc()
                 self._redispatch(routed)
 
-    def link_down(self, link: Link) -> None:
+    def link_down(self, link: WorkerLink) -> None:
         """Note that a link broke: its worker has a moment to come back, then its jobs go on elsewhere."""
         if self._links.down(link):
             task = asyncio.get_running_loop().create_task(self._wait_for_link(link.incarnation))
@@ -149,12 +309,12 @@ class Dispatcher:
         if incarnation not in self._links.incarnations:
             self._redispatch_jobs_of({incarnation})
 
-    def receive_claims(self, link: Link, jobs: Sequence[tuple[str, int]]) -> None:
+    def receive_claims(self, link: WorkerLink, jobs: Sequence[tuple[str, int]]) -> None:
         """Bind the jobs that a worker has claimed."""
         for job_id, attempt in jobs:
             self._bind(link, job_id, attempt)
 
-    def receive_frame(self, link: Link, frame: Frame) -> None:
+    def receive_frame(self, link: WorkerLink, frame: Frame) -> None:
         """Take tokens, or the end, of a job."""
         routed = self._bind(link, frame.job_id, frame.attempt)
         if routed is None:
@@ -177,7 +337,7 @@ class Dispatcher:
         elif frame.finish is not None and routed.finished_by_worker:
             link.ack(frame.job_id, frame.attempt)
 
-    def _bind(self, link: Link, job_id: str, attempt: int) -> RoutedJob | None:
+    def _bind(self, link: WorkerLink, job_id: str, attempt: int) -> RoutedJob | None:
         """Return the job if this link has its current attempt now; cancel it at the worker otherwise."""
         routed = self._jobs.get(job_id)
         if routed is not None and routed.bind(link, attempt):

@@ -8,25 +8,90 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from broker.connection import REDIS_DOWN
 from broker.messages import DeadJob, Job
 from broker.quarantine import QuarantinedError
-from broker.queue import JobQueue, QueueFullError
-from broker.terms import Placement
-from router.dispatch.job_state import JobState
-from router.dispatch.refusals import refusal
-from router.dispatch.routed_job import RoutedJob
-from router.dispatch.timing import DispatchTiming
+from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
+from broker.rendezvous import WorkerLoad, preferred
+from broker.terms import NO_KEY, KeyTerms, Placement
+from broker.worker_state import WorkerState
+from router.dispatch.routed_job import JobState, RoutedJob
+from router.dispatch.worker_links import DispatchTiming
 from router.metrics import RouterMetrics
-from rpc.errors import Internal
+from rpc.errors import CallError, Exhausted, Internal
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+
+class Placer:
+    """Places jobs among the workers that serve their model."""
+
+    def __init__(
+        self,
+        serving: Callable[[str, str], Sequence[WorkerState]],
+        weight_of: Callable[[str], float],
+        adapter_mib_tokens: float,
+        queue_share_of: Callable[[str], float] = lambda tenant: 1.0,
+        calling_key_terms: Callable[[], KeyTerms] = lambda: NO_KEY,
+    ) -> None:
+        self._serving = serving
+        self._weight_of = weight_of
+        self._adapter_mib_tokens = adapter_mib_tokens
+        self._queue_share_of = queue_share_of
+        self._calling_key_terms = calling_key_terms
+
+    def place(self, job: Job) -> Placement:
+        """Return the placement of a job."""
+        weight, share = self._weight_of(job.tenant), self._queue_share_of(job.tenant)
+        # Later attempts are made by no call; the outbox gives them the first one's terms.
+        key = self._calling_key_terms() if job.attempt == 1 else NO_KEY
+        if job.adapter is None:
+            return Placement(weight, queue_share=share, key=key)
+        able = [
+            WorkerLoad(state.worker_id, state.rows_running + state.rows_waiting, state.rows_limit)
+            for state in self._serving(job.model, job.base_digest)
+            if state.max_rank >= job.rank and state.max_tokens >= job.tokens
+        ]
+        load_tokens = job.adapter.weight_bytes / MIB * self._adapter_mib_tokens
+        return Placement(weight, preferred(job.adapter.digest, able), load_tokens, share, key)
+
+
+# Reason that the client gets while jobs of its tenant and adapter are refused because they killed engines.
+QUARANTINED = "QUARANTINED"
+# Mean time in seconds after which a refused client is to call again; each gets its own, so that they do not all come
+# at once.
+FULL_RETRY_S = 1.0
+
+REFUSALS = (QueueFullError, DeadlineUnattainableError, QuarantinedError)
+
+
+def refusal(error: QueueFullError | DeadlineUnattainableError | QuarantinedError, tenant: str) -> CallError:
+    """Return the error of a call of this tenant whose job was refused."""
+    if isinstance(error, QueueFullError):
+        return queue_full(error.tenant, str(error), error.key)
+    if isinstance(error, QuarantinedError):
+        subject, after_s = f"tenants/{tenant}/quarantine", error.left_ms / 1e3
+        return Exhausted(subject, str(error), retry_after_s=after_s, reason=QUARANTINED)
+    after_s = random.uniform(0.5, 1.0) * error.wait_ms / 1e3
+    message = f"the deadline can't be met: {error}"
+    return Exhausted("deadline", message, retry_after_s=after_s, reason="DEADLINE_UNATTAINABLE")
+
+
+def queue_full(tenant: str, why: str, key: str = "") -> Exhausted:
+    """Return the error of a job that has no place in the queue; without tenant and key: it is not a limit of theirs."""
+    subject = f"tenants/{tenant}/queue" if tenant else f"keys/{key}/quotas/queue_share" if key else "queue"
+    after_s = random.uniform(0.5, 1.5) * FULL_RETRY_S
+    return Exhausted(subject, f"the queue is full: {why}", retry_after_s=after_s, reason="QUEUE_FULL")
+
 
 # Maximum number of operations at once, of each kind: half of the connections to Redis, since new requests need some.
 AT_ONCE = 8

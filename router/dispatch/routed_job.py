@@ -7,19 +7,169 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from broker.messages import Job
 from broker.terms import Placement
-from router.dispatch.choice import Arrival, Choice
-from router.dispatch.job_state import JobState, check_transition
-from router.dispatch.link import Frame, Link, WorkerFinish
-from router.dispatch.reader_rounds import ReaderRounds
+from router.dispatch.link import Frame, WorkerFinish, WorkerLink
 from router.request import TokenLogprobs
 from rpc.errors import CallError
 
+
+class JobState(Enum):
+    """A state of a job inside its router.
+
+                   ┌─────────────── attempt + 1 ──────────────┐
+                   ▼                                          │
+    admitted ──▶ ENQUEUEING ──▶ QUEUED ◀──▶ MISSING ──▶ ... BOUND ──▶ ENDED ──▶ RELEASED
+
+    A worker can claim the job from ENQUEUEING (it is quicker than the queue's answer), QUEUED and MISSING. A MISSING
+    job is dispatched again as well. Every job can end, or be released before it ends.
+    """
+
+    # The current attempt is on its way into the queue.
+    ENQUEUEING = "enqueueing"
+    # The queue has the attempt, or a worker that has claimed it and has not told the router yet.
+    QUEUED = "queued"
+    # The last look found the attempt neither in the queue nor at a worker.
+    MISSING = "missing"
+    # A worker incarnation has the attempt.
+    BOUND = "bound"
+    # No worker needs to go on: every choice has ended, or the job has failed.
+    ENDED = "ended"
+    # The router has forgotten the job.
+    RELEASED = "released"
+
+
+_ENDS = frozenset({JobState.ENDED, JobState.RELEASED})
+_ALLOWED: dict[JobState, frozenset[JobState]] = {
+    JobState.ENQUEUEING: _ENDS | {JobState.QUEUED, JobState.BOUND},
+    JobState.QUEUED: _ENDS | {JobState.MISSING, JobState.BOUND},
+    JobState.MISSING: _ENDS | {JobState.QUEUED, JobState.BOUND, JobState.ENQUEUEING},
+    JobState.BOUND: _ENDS | {JobState.ENQUEUEING},
+    JobState.ENDED: frozenset({JobState.RELEASED}),
+    JobState.RELEASED: frozenset(),
+}
+
+
+class JobTransitionError(Exception):
+    """A transition that is not allowed: a fault of the router's own code."""
+
+
+def check_transition(job_id: str, before: JobState, after: JobState) -> None:
+    """Raise JobTransitionError where a job can't go from one state to the other."""
+    if after not in _ALLOWED[before]:
+        raise JobTransitionError(f"job {job_id} can't go from {before.value} to {after.value}")
+
+
+# Length of the pause after a round, as a multiple of the round's own length. With 1, 64 streams of 200 tokens/s each
+# took a router 0.7 of its core, and a new request had to find its way in between.
+REST = 4
+# Maximum pause in seconds: a round may take long, and readers should not notice.
+REST_MOST_S = 0.05
+
+
+class ReaderRounds:
+    """Rounds in which readers of tokens are woken, so that tokens that come meanwhile make fewer, larger messages.
+
+    A message to a client costs the router, gRPC and the client the same with one token as with ten. After a round the
+    next one begins when REST times as much time has passed as that one took: a busy router keeps most of its time for
+    what comes in, and the readers of an idle one, whose rounds take next to nothing, hardly wait.
+    """
+
+    def __init__(self) -> None:
+        # Events of the readers with something to read, in their order, each once.
+        self._waiting: dict[asyncio.Event, None] = {}
+        self._going = False
+
+    def wake(self, reader: asyncio.Event, *, urgent: bool) -> None:
+        """Set the event of a reader that has something to read: at once if urgent, else in the next round."""
+        if urgent:
+            self._waiting.pop(reader, None)
+            reader.set()
+            return
+        self._waiting[reader] = None
+        if not self._going:
+            self._going = True
+            asyncio.get_running_loop().call_soon(self._round)
+
+    def _round(self) -> None:
+        if not self._waiting:
+            self._going = False
+            return
+        readers, self._waiting = self._waiting, {}
+        began = time.monotonic()
+        for reader in readers:
+            reader.set()
+        # The loop runs this after all readers that were woken.
+        asyncio.get_running_loop().call_soon(self._rest, began)
+
+    def _rest(self, began: float) -> None:
+        rest_s = min(REST_MOST_S, REST * (time.monotonic() - began))
+        asyncio.get_running_loop().call_later(rest_s, self._round)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Tokens of one choice that have come since the last read."""
+
+    choice: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    finish: WorkerFinish | None
+
+
+@dataclass(slots=True)
+class Choice:
+    """A choice of a job. `emitted` has every id produced so far, over all attempts."""
+
+    index: int
+    emitted: list[int] = field(default_factory=list)
+    # The log probabilities of the emitted ids, in their order; empty unless the job asks for them.
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: WorkerFinish | None = None
+    # The vector of a job that asks for one, once its worker has ended it.
+    vector: tuple[float, ...] = ()
+    # True if the router needs no more of it, though its worker has not ended it.
+    closed: bool = False
+    # Number of ids in `emitted` that the reader has got.
+    read: int = 0
+
+    @classmethod
+    def of_job(cls, job: Job, index: int) -> Choice:
+        """Make a choice as its job begins: ids that a resuming client has are read like those that come."""
+        ids = job.emitted.get(index, ())
+        # The client has their log probabilities; these entries only keep the places of those that come.
+        placeholders = [TokenLogprobs(0.0)] * len(ids) if job.logprobs is not None else []
+        return cls(index, list(ids), placeholders, closed=index in job.done)
+
+    @property
+    def ended(self) -> bool:
+        """Return whether no worker needs to go on with the choice."""
+        return self.closed or self.finish is not None
+
+    def append(self, frame: Frame) -> bool:
+        """Take what is new in a frame, which begins at most where the emitted ids end; False: nothing is new."""
+        repeated = len(self.emitted) - frame.offset
+        if len(frame.token_ids) <= repeated and frame.finish is None:
+            return False
+        self.emitted.extend(frame.token_ids[repeated:] if repeated else frame.token_ids)
+        if frame.logprobs:
+            self.logprobs.extend(frame.logprobs[repeated:])
+        self.finish, self.vector = frame.finish, frame.vector
+        return True
+
+    def read_new(self, limit: int) -> Arrival:
+        """Return at most so many tokens that the reader has not got yet; the end comes with the last of them."""
+        start, self.read = self.read, min(len(self.emitted), self.read + limit)
+        finish = self.finish if self.read == len(self.emitted) else None
+        return Arrival(self.index, self.emitted[start : self.read], self.logprobs[start : self.read], finish)
+
+
 # Maximum tokens of one read, which go into one message: with the most log probabilities, and those of the held back
-# tokens, about 1.5 MiB of its 4 (router.generation.answer_size).
+# tokens, about 1.5 MiB of its 4 (router.generation.admission).
 READ_TOKENS = 4_096
 
 
@@ -40,7 +190,7 @@ class RoutedJob:
         self.state = JobState.ENQUEUEING
         self.choices = [Choice.of_job(job, index) for index in range(job.n)]
         # The link of the worker that has the current attempt; it stays when the job ends.
-        self.link: Link | None = None
+        self.link: WorkerLink | None = None
         self.failure: CallError | None = None
         self.continuations = 0
         self.admitted_at = time.monotonic()
@@ -114,7 +264,7 @@ class RoutedJob:
             self._go(JobState.QUEUED)
         return now - self._missing_since if self.state is JobState.MISSING else 0.0
 
-    def bind(self, link: Link, attempt: int) -> bool:
+    def bind(self, link: WorkerLink, attempt: int) -> bool:
         """Give the attempt to this link's incarnation; False when it is over, or another incarnation has it."""
         if attempt != self.job.attempt or self.ended:
             return False

@@ -1,13 +1,52 @@
-"""The relay links of a router by worker incarnation, and the incarnations that count as lost."""
+"""The workers' links of one router: which are open, which incarnations count as lost, and which workers have none."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
-from router.dispatch.link import Link
-from router.dispatch.timing import DispatchTiming
+from broker.connection import CALL_S
+from broker.seal_kinds import JOB_S
+from broker.worker_state import WorkerState
+from router.dispatch.link import WorkerLink
+from router.metrics import RouterMetrics
+from rpc.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchTiming:
+    """Timeouts, intervals and grace periods of a dispatcher and its outbox, in seconds."""
+
+    # Time that a worker whose link broke has to connect again before its jobs go on elsewhere. A broken link is the
+    # first sign of a death, within milliseconds.
+    link_grace_s: float = 0.2
+    # Time that a worker may be missing in Redis before its jobs go on elsewhere: two of its beats.
+    liveness_grace_s: float = 1.0
+    # Time without a message over its link after which such a worker counts as lost; it sends one every half second.
+    silent_s: float = 2.0
+    # Time that a job may be neither queued nor bound before it is dispatched again, since its claim may still be on its
+    # way: the first such time, which doubles with each further one in a row.
+    claim_grace_s: float = 1.0
+    # Time that no live worker may be able to take a waiting job before the job ends: a worker may be restarting.
+    unservable_grace_s: float = 5.0
+    # Interval between looks into the queue for jobs that are in nobody's hands.
+    look_s: float = 0.25
+    # Time that an attempt waits in the queue before it is sealed anew.
+    seal_s: float = JOB_S / 2
+    # Interval between attempts of an operation on a queue that does not answer.
+    retry_s: float = 0.2
+    # Timeout for removing an ended job from Redis, and for adding a dead letter: an outage may be for good.
+    finish_s: float = 60.0
+    # Timeout for pending queue operations when the router stops.
+    drain_s: float = 5.0
+    # Time after which no enqueue that its call has given up can still reach Redis: the timeout of a whole call.
+    late_enqueue_s: float = CALL_S
 
 
 class WorkerLinks:
@@ -15,7 +54,7 @@ class WorkerLinks:
 
     def __init__(self, timing: DispatchTiming | None = None) -> None:
         self._timing = timing or DispatchTiming()
-        self._open: dict[str, Link] = {}
+        self._open: dict[str, WorkerLink] = {}
         # Since when an incarnation that has jobs of this router is not among the live ones in Redis.
         self._missing: dict[str, float] = {}
 
@@ -24,11 +63,11 @@ class WorkerLinks:
         """Return the incarnations that have an open link."""
         return self._open.keys()
 
-    def up(self, link: Link) -> None:
+    def up(self, link: WorkerLink) -> None:
         """Take a link that was opened; it replaces an earlier one of its incarnation."""
         self._open[link.incarnation] = link
 
-    def down(self, link: Link) -> bool:
+    def down(self, link: WorkerLink) -> bool:
         """Forget a link that broke; returns whether its incarnation has no other one."""
         if self._open.get(link.incarnation) is not link:
             return False
@@ -53,3 +92,76 @@ class WorkerLinks:
     def _silent_s(self, incarnation: str, now: float) -> float:
         link = self._open.get(incarnation)
         return math.inf if link is None else now - link.heard_at
+
+
+# Time in seconds that a live worker may be without a link to this router before it counts as not reaching it. Longer
+# than a dead worker is listed in Redis (its time to live of 3 s, and a look): its death is no sign of a bad address.
+UNREACHED_S = 4.0
+
+
+class RelayReach:
+    """The live workers that have no link to one router."""
+
+    def __init__(self, metrics: RouterMetrics | None = None, *, clock: Callable[[], float] | None = None) -> None:
+        self.links = WorkerLinks()
+        self._metrics = metrics or RouterMetrics()
+        self._clock = clock or time.monotonic
+        # Address of this router's relay, as workers are told; set once it listens.
+        self.address = ""
+        # Since when a live worker, by its incarnation, has no link.
+        self._unlinked_since: dict[str, float] = {}
+        self._last_logged: frozenset[str] = frozenset()
+        # Models whose live workers all have no link, and these workers' incarnations.
+        self._cut_off: dict[str, frozenset[str]] = {}
+        self._some_model_reached = True
+
+    def linked(self, states: Sequence[WorkerState]) -> list[WorkerState]:
+        """Return the workers that may claim jobs of this router; one of an older version dials when it has claimed."""
+        open_links = self.links.incarnations
+        return [state for state in states if not state.keeps_links or state.incarnation in open_links]
+
+    def look(self, serving: Mapping[str, Sequence[WorkerState]]) -> list[str]:
+        """Take the live workers of each model; return the models whose workers have all had no link for long."""
+        now, states = self._clock(), [state for of_model in serving.values() for state in of_model]
+        linked = {state.incarnation for state in self.linked(states)}
+        unlinked = {state.incarnation: state.worker_id for state in states if state.incarnation not in linked}
+        self._unlinked_since = {one: self._unlinked_since.get(one, now) for one in unlinked}
+        late = frozenset(one for one, since in self._unlinked_since.items() if now - since >= UNREACHED_S)
+        self._metrics.unlinked_workers.set(len(late))
+        for incarnation in sorted(late - self._last_logged):
+            log.warning(
+                "worker %s is alive and has had no link to this router's relay at %s for %g s, so it claims no jobs of "
+                "this router: can it reach that address? --relay-advertise sets it",
+                *(unlinked[incarnation], self.address, UNREACHED_S),
+            )
+        self._last_logged = late
+        found = {name: frozenset(state.incarnation for state in of_model) for name, of_model in serving.items()}
+        cut_off = {name: incarnations for name, incarnations in found.items() if incarnations and incarnations <= late}
+        for name in sorted(cut_off.keys() ^ self._cut_off.keys()):
+            if name in cut_off:
+                log.error("no worker of %s reaches this router's relay at %s: requests are refused", name, self.address)
+            else:
+                log.info("requests for %s are not refused for want of a link any more", name)
+        self._cut_off = cut_off
+        self._some_model_reached = not cut_off or any(found[name] for name in found.keys() - cut_off.keys())
+        return sorted(cut_off)
+
+    def forget(self) -> None:
+        """Judge nobody for now: it is not known which workers live."""
+        self._unlinked_since, self._cut_off, self._some_model_reached = {}, {}, True
+
+    def check(self, model: str) -> None:
+        """Raise Unavailable where no worker could claim a job of the model."""
+        cut_off = self._cut_off.get(model)
+        if cut_off is not None and cut_off.isdisjoint(self.links.incarnations):
+            raise self.refusal(model)
+
+    def refusal(self, model: str) -> Unavailable:
+        """Return, and count, the error of a request that no worker can claim."""
+        self._metrics.unreachable.inc()
+        message = f"no worker of {model} reaches this router's relay at {self.address}"
+        return Unavailable(message, reason="RELAY_UNREACHABLE")
+
+    def waits_for(self) -> str:
+        """Return what is missing for a model to be served; empty: nothing."""
+        return "" if self._some_model_reached else f"a worker that reaches this router's relay at {self.address}"

@@ -2,33 +2,140 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from artifacts.grammars.errors import GrammarError
+from artifacts.grammars.prover import Prover, ProverBusyError
+from artifacts.grammars.vocabulary import special_tokens
 from broker.messages import AdapterRef, Job, StoppingParams
 from broker.worker_state import WorkerState
-from router.catalog.adapter_settings import AdapterConfigs
-from router.catalog.adapters import check_rank, resolve_adapters
-from router.catalog.classifiers import check_generates
+from router.catalog.adapters import AdapterConfigs, check_generates, check_rank, resolve_adapters
 from router.catalog.manifest import Manifest
 from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import StoreClient
-from router.dispatch.reach import RelayReach
-from router.generation.answer_size import check_answer_size
+from router.dispatch.worker_links import RelayReach
 from router.generation.chat_format import call_grammar, chat_format
-from router.generation.grammar_proofs import GrammarProofs
+from router.generation.chat_reader import ChatFormat
 from router.generation.resume import Resumption
-from router.output.chat_reader import ChatFormat
 from router.request import Chat, PromptOptions, Request
 from router.text.chat import ChatTemplate
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import InvalidField, Unavailable
+from rpc.server import MESSAGE_BYTES
+from rpc.shares import FairTurns
 
 T = TypeVar("T")
+
+# Maximum bytes of a message's other fields: the resume token, the numbers of choice and offset.
+_REST_BYTES = 64 * 1024
+# Maximum bytes of a token's id, of its own log probability and of an alternative, in a message.
+_ID_BYTES = 5
+_LOGPROB_BYTES = 9
+_ALTERNATIVE_BYTES = 13
+# Maximum bytes of a token's text, on average over a whole answer.
+_TEXT_BYTES = 128
+
+
+def check_answer_size(request: Request, prompt: int, max_tokens: int) -> None:
+    """Raise InvalidField where a part of the answer does not fit one message; `prompt` is the number of its tokens.
+
+    Such parts are the prompt's log probabilities, and the best of several candidates. Other answers come in as many
+    messages as they need.
+    """
+    if request.prompt_logprobs is not None:
+        _check("output.prompt_logprobs", request.prompt_logprobs, prompt - request.prompt_logprobs_start, 0)
+    if request.best_of > request.n:
+        if request.logprobs is None:
+            _check_tokens(max_tokens, _ID_BYTES + _TEXT_BYTES)
+        else:
+            _check("output.logprobs", request.logprobs, max_tokens, _ID_BYTES + _TEXT_BYTES)
+
+
+def _check(field: str, alternatives: int, tokens: int, others: int) -> None:
+    """Check the log probabilities of so many tokens, of `others` bytes each without them."""
+    most = _alternatives(tokens, others)
+    if alternatives <= most:
+        return
+    if most < 0:
+        raise InvalidField(field, f"those of {tokens} tokens do not fit a message; leave it out", reason=_TOO_LARGE)
+    raise InvalidField(
+        field, f"{alternatives} for each of {tokens} tokens do not fit a message; at most {most} do", reason=_TOO_LARGE
+    )
+
+
+def _alternatives(tokens: int, others: int) -> int:
+    """Return how many alternatives of each token fit; below 0: not even the token's own log probability."""
+    return ((MESSAGE_BYTES - _REST_BYTES) // max(1, tokens) - _LOGPROB_BYTES - others) // _ALTERNATIVE_BYTES
+
+
+def _check_tokens(max_tokens: int, token_bytes: int) -> None:
+    most = (MESSAGE_BYTES - _REST_BYTES) // token_bytes
+    if max_tokens > most:
+        message = f"{max_tokens} tokens of the best candidate do not fit a message; at most {most} do"
+        raise InvalidField("stopping.max_tokens", message, reason=_TOO_LARGE)
+
+
+_TOO_LARGE = "ANSWER_TOO_LARGE"
+
+
+class GrammarProofs:
+    """Proves that grammars compile, before their jobs cost a place in the queue; each once for a tenant, in turns.
+
+    The child process that proves them (artifacts.grammars.prover) is started with the first request that has a format.
+    """
+
+    def __init__(self) -> None:
+        # By the digest of the base model.
+        self._provers: dict[str, Prover] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-proofs")
+        self._turns = FairTurns(1)
+
+    async def check(self, grammar: str, field: str, tenant: str, model: Manifest) -> None:
+        """Raise InvalidField, naming `field`, for a grammar that the model's workers would refuse."""
+        if model.architecture == "hash" and model.digest not in self._provers:
+            self._provers[model.digest] = Prover(model.vocab_size, {})
+        prover = self._provers.get(model.digest)
+        try:
+            if prover is not None and prover.known(grammar, tenant):
+                prover.prove(grammar, field, tenant)
+            else:
+                await self._in_turn(tenant, grammar, field, model)
+        except GrammarError as error:
+            raise InvalidField(error.path, error.message, reason="INVALID_FORMAT") from error
+        except ProverBusyError as error:
+            raise Unavailable(f"{field}: could not be checked in time", reason="FORMAT_NOT_CHECKED") from error
+
+    async def _in_turn(self, tenant: str, grammar: str, field: str, model: Manifest) -> None:
+        loop = asyncio.get_running_loop()
+        await self._turns.run(
+            tenant, lambda: loop.run_in_executor(self._thread, self._prove, tenant, grammar, field, model)
+        )
+
+    def _prove(self, tenant: str, grammar: str, field: str, model: Manifest) -> None:
+        if model.digest not in self._provers:
+            if "tokenizer.json" not in model.files:
+                raise GrammarError(field, "the model has no tokenizer.json, without which it serves no formats")
+            special = special_tokens(model.files["tokenizer.json"])
+            self._provers[model.digest] = Prover(model.vocab_size, special)
+        self._provers[model.digest].prove(grammar, field, tenant)
+
+    def forget(self) -> int:
+        """Forget all proofs; returns how many there were."""
+        return sum(prover.forget() for prover in self._provers.values())
+
+    def close(self) -> None:
+        """End the child processes."""
+        for prover in self._provers.values():
+            prover.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
 
 # Tokens of an answer where the client sets no maximum; fewer where the context ends before.
 DEFAULT_MAX_TOKENS = 128

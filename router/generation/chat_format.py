@@ -1,18 +1,167 @@
-"""Finds what tells apart the answer to a chat, and the grammar that its calls of tools keep to.
+"""A chat's answer: what tells its reasoning and calls of tools apart, and the grammar that holds it to calls.
 
-Both are functions of the request, its chat template and the prompt's ids: a router that resumes the request finds the
-same.
+    required   start: reasoning? call+            auto   start: reasoning? (text up to a mark, call)* text
+
+A call is written as the model's template writes it: JSON with a space behind commas and colons. Marks that are special
+tokens stand in the grammar as tokens, others as text. Format and grammar are functions of the request, its chat
+template and the prompt's ids: a router that resumes the request finds the same.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
 from artifacts.chat_settings import ToolCallFormat
-from router.generation.tool_grammar import CallSyntax, tool_grammar
-from router.output.chat_reader import ChatFormat
-from router.request import Chat, ToolMode
+from artifacts.errors import ArtifactError
+from artifacts.grammars.build import GRAMMAR_BYTES, HEADER
+from artifacts.grammars.errors import GrammarError
+from artifacts.grammars.json_schema import JsonStyle, check_schema
+from artifacts.json_object import parse_object
+from router.generation.chat_reader import ChatFormat
+from router.request import Chat, Tool, ToolMode
 from router.text.chat import ChatTemplate
 from router.text.text import Text
 from rpc.errors import InvalidField
+
+# Writes JSON as json.dumps and the templates' tojson do.
+_SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Arguments of a tool that takes none.
+_NO_ARGUMENTS = '{"type": "object", "additionalProperties": false}'
+_ANY_TEXT = r"/(.|\n)*/"
+# Maximum number of tools whose rules are kept for the next request.
+_KEPT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """The text around calls. `token_ids`: those of the marks that are special tokens.
+
+    `ends_reasoning`: the mark behind a reasoning block in which the answer begins; `begins_reasoning`: one that it may
+    begin with.
+    """
+
+    tool_format: ToolCallFormat
+    token_ids: Mapping[str, int]
+    named_first: bool = False
+    begins_reasoning: str = ""
+    ends_reasoning: str = ""
+
+    def mark(self, text: str) -> str:
+        """Return a mark as an item of a rule."""
+        return f"<[{self.token_ids[text]}]>" if text in self.token_ids else json.dumps(text)
+
+    def text_up_to(self, rule: str, mark: str, then: str = "") -> str:
+        """Return a rule for any text, the mark that ends it, and what follows."""
+        if mark in self.token_ids:
+            return f"{rule}: {_ANY_TEXT} {self.mark(mark)} {then}\n"
+        return f"{rule}: {rule}_mark {then}\n{rule}_mark[lazy]: {_ANY_TEXT} {self.mark(mark)}\n"
+
+
+def tool_grammar(chat: Chat, syntax: CallSyntax, tenant: str = "") -> str:
+    """Return the grammar of the answer to a chat with tools. Raises InvalidField, naming a keyword of a schema."""
+    required = chat.tool_mode is ToolMode.REQUIRED
+    several = chat.parallel_tool_calls and not chat.tool_name
+    answer = {
+        ToolCallFormat.HERMES: _hermes,
+        ToolCallFormat.LLAMA3: _llama3,
+        ToolCallFormat.MISTRAL: _mistral,
+    }[syntax.tool_format](syntax, required=required, several=several)
+    functions, rules = [], []
+    for index, tool in enumerate(chat.tools):
+        if chat.tool_name in ("", tool.name):
+            functions.append(f"function_{index}")
+            rules.append(f"function_{index}: {_function(tool, index, syntax)}\n")
+            rules.append(f"arguments_{index}: {_arguments(tool, index, tenant)}\n")
+    grammar = f"{HEADER}{_start(syntax, required=required)}{answer}function: {' | '.join(functions)}\n{''.join(rules)}"
+    if len(grammar) > GRAMMAR_BYTES:
+        raise InvalidField("chat.tools", f"make a grammar of {len(grammar)} bytes; at most {GRAMMAR_BYTES}")
+    return grammar
+
+
+def _start(syntax: CallSyntax, *, required: bool) -> str:
+    thought = syntax.text_up_to("thought", syntax.ends_reasoning, r"/\n{0,2}/") if syntax.ends_reasoning else ""
+    if not thought:
+        return "start: answer\n"
+    if not syntax.begins_reasoning:
+        return f"start: thought answer\n{thought}"
+    # An answer that may be text may have the block in it.
+    return (
+        f"start: ({syntax.mark(syntax.begins_reasoning)} thought)? answer\n{thought}" if required else "start: answer\n"
+    )
+
+
+def _hermes(syntax: CallSyntax, *, required: bool, several: bool) -> str:
+    ending = rf'"\n" function "\n" {syntax.mark("</tool_call>")}'
+    return _answer(syntax, "<tool_call>", ending, r"/\n?/ ", required=required, several=several)
+
+
+def _mistral(syntax: CallSyntax, *, required: bool, several: bool) -> str:
+    if syntax.named_first:
+        return _answer(syntax, "[TOOL_CALLS]", "function", "", required=required, several=several)
+    more = _again(several, '", " function')
+    ending = f'/ ?/ "[" function{more} "]"'
+    return _answer(syntax, "[TOOL_CALLS]", ending, "", required=required, several=False)
+
+
+def _llama3(syntax: CallSyntax, *, required: bool, several: bool) -> str:
+    more = _again(several, '"; " function')
+    calls = f"calls: function{more}\n"
+    if required:
+        return f"answer: calls\n{calls}"
+    # An answer that begins with a brace calls a tool; <|python_tag|> is a special token where it is one at all.
+    text = r"TEXT: /([ \n\r\t]*[^{ \n\r\t](.|\n)*)?/" + "\n"
+    if "<|python_tag|>" not in syntax.token_ids:
+        return f"answer: calls | TEXT\n{calls}{text}"
+    tagged = f"tagged: {syntax.mark('<|python_tag|>')} calls\n"
+    return f"answer: calls | tagged | TEXT\n{calls}{tagged}{text}"
+
+
+def _answer(syntax: CallSyntax, mark: str, call: str, between: str, *, required: bool, several: bool) -> str:
+    """Return the rules of an answer whose calls begin with a mark."""
+    if required:
+        return f"answer: call{_again(several, f'{between}call')}\ncall: {syntax.mark(mark)} {call}\n"
+    answer = "answer: called* TEXT" if several else "answer: TEXT | called"
+    return f"{answer}\nTEXT: {_ANY_TEXT}\n{syntax.text_up_to('called', mark, call)}"
+
+
+def _again(several: bool, more: str) -> str:
+    return f" ({more})*" if several else ""
+
+
+def _function(tool: Tool, index: int, syntax: CallSyntax) -> str:
+    if syntax.named_first and syntax.tool_format is ToolCallFormat.MISTRAL:
+        return f"{json.dumps(tool.name)} {syntax.mark('[ARGS]')} arguments_{index}"
+    key = "parameters" if syntax.tool_format is ToolCallFormat.LLAMA3 else "arguments"
+    beginning = json.dumps(f'{{"name": "{tool.name}", "{key}": ')
+    return f'{beginning} arguments_{index} "}}"'
+
+
+def _arguments(tool: Tool, index: int, tenant: str) -> str:
+    try:
+        return _schema_rule(tenant, tool.parameters or _NO_ARGUMENTS, f"chat.tools[{index}].parameters")
+    except (ArtifactError, GrammarError) as error:
+        path = error.path if isinstance(error, GrammarError) else error.subject
+        raise InvalidField(path, error.message, reason="INVALID_FORMAT") from error
+
+
+def forget_tools() -> int:
+    """Forget the rules of tools; returns how many there were."""
+    count = _schema_rule.cache_info().currsize
+    _schema_rule.cache_clear()
+    return count
+
+
+@lru_cache(_KEPT)
+def _schema_rule(_tenant: str, parameters: str, path: str) -> str:
+    """Return the rule of a tool's arguments, kept for the tenant. Raises ArtifactError or GrammarError."""
+    schema = parse_object(parameters.encode(), path)
+    if schema.setdefault("type", "object") != "object":
+        raise GrammarError(f"{path}.type", "is not object, which arguments are")
+    return f"%json {json.dumps({**check_schema(schema, JsonStyle(), path), 'x-guidance': _SPACED})}"
+
 
 # Number of ids at the end of the prompt among which a template opens or closes a reasoning block.
 _TAIL_IDS = 32

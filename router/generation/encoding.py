@@ -5,24 +5,120 @@ texts ──admit──▶ jobs ──▶ AT_ONCE of them in queue and workers �
 
 from __future__ import annotations
 
+import asyncio
 import math
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from broker.messages import Job
-from router.catalog.classifiers import Classifier
+from artifacts.encode import Encode
+from broker.messages import AdapterRef, Job, StoppingParams
+from router.catalog.adapters import Classifier, Classifiers, check_rank, resolve_adapters
+from router.catalog.models import Models, ServedModel
+from router.catalog.store_client import StoreClient
 from router.dispatch.routed_job import RoutedJob
-from router.encode_request import EncodeRequest
-from router.generation.encode_admission import EncodeAdmission
+from router.dispatch.worker_links import RelayReach
+from router.generation.admission import check_ids, workers_for_new_jobs
 from router.generation.generation import Generation
-from router.generation.turns import run_some_at_once
-from router.request import Summary, WeightedAdapter
-from rpc.errors import Internal, Unavailable
+from router.request import EncodeRequest, Summary, WeightedAdapter
+from router.text.prompt_encoder import PromptEncoder
+from rpc.errors import Internal, InvalidField, Unavailable
 
 T = TypeVar("T")
+
+
+async def run_some_at_once(parts: Sequence[Callable[[], Awaitable[T]]], limit: int) -> list[T]:
+    """Run all parts, at most `limit` at once; return their results in order.
+
+    The first error ends all others, and is raised when they have ended; so does a cancellation.
+    """
+    turns = asyncio.Semaphore(limit)
+
+    async def run(part: Callable[[], Awaitable[T]]) -> T:
+        async with turns:
+            return await part()
+
+    tasks = [asyncio.create_task(run(part)) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedInputs:
+    """The jobs of a request's inputs, in order, and the classifier whose logits they ask for, if they do."""
+
+    jobs: tuple[Job, ...]
+    classifier: Classifier
+
+
+class EncodeAdmission:
+    """Makes the jobs of one router's requests for vectors; workers reach the router at `reply_to`."""
+
+    def __init__(
+        self, models: Models, store: StoreClient, reply_to: str, reach: RelayReach, encoder: PromptEncoder
+    ) -> None:
+        self._models = models
+        self._store = store
+        self._reply_to = reply_to
+        self._reach = reach
+        self._encoder = encoder
+        self.classifiers = Classifiers(store)
+
+    async def admit(self, request: EncodeRequest) -> AdmittedInputs:
+        """Make the jobs of a request. Raises a CallError where any input can't be served."""
+        model = self._models.get(request.model)
+        manifest = model.manifest
+        adapter = await resolve_adapters(request, manifest, self._store)
+        classifier = await self.classifiers.check_task(request, manifest, adapter)
+        workers = workers_for_new_jobs(self._models, self._reach, manifest)
+        if not all(state.encodes for state in workers):
+            raise Unavailable("a worker of a version without vectors is still there", reason="OLD_WORKER")
+        check_rank(adapter, max(state.max_rank for state in workers))
+        limit = min(manifest.context_length, max(state.max_tokens for state in workers))
+        encoded = await self._encoder.encode_inputs(model.text, request, limit)
+        for (ids, _), field in zip(encoded, request.fields, strict=True):
+            if not ids:
+                raise InvalidField(field, "has no tokens")
+            check_ids(field, ids, manifest.vocab_size)
+        request_id = request.request_id or secrets.token_hex(8)
+        return AdmittedInputs(self._jobs(request, request_id, model, adapter, encoded), classifier)
+
+    def _jobs(
+        self,
+        request: EncodeRequest,
+        request_id: str,
+        model: ServedModel,
+        adapter: AdapterRef | None,
+        encoded: Sequence[tuple[tuple[int, ...], int]],
+    ) -> tuple[Job, ...]:
+        # New with every call: messages about an older call of this request id must not reach these jobs.
+        call = f"{request.tenant}/{request_id}/{secrets.token_hex(6)}"
+        return tuple(
+            Job(
+                job_id=f"{call}.{index}",
+                request_id=request_id,
+                tenant=request.tenant,
+                model=model.manifest.name,
+                base_digest=model.manifest.digest,
+                reply_to=self._reply_to,
+                adapter=adapter,
+                prompt_ids=ids,
+                stopping=StoppingParams(max_tokens=0),
+                seed=0,
+                priority=request.priority,
+                traceparent=request.traceparent,
+                encode=Encode(request.task, request.pooling, pair_tokens),
+            )
+            for index, (ids, pair_tokens) in enumerate(encoded)
+        )
+
 
 # Maximum texts of one call that wait or run at once: about a batch, so that one call can fill a worker, and its
 # tenant's other requests get turns between them.

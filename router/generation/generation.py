@@ -6,29 +6,135 @@ first call ──▶ admitted ──▶ reader 1 ──────────�
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
+from broker.ledger import ReserveCall, SendReserve
 from broker.messages import Job
+from broker.queue import UnreservedError
 from router.catalog.models import Models
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import Reader, RoutedJob
 from router.generation.admission import Admission
-from router.generation.reserved_jobs import ReservedJobs
+from router.generation.answer import Answer
 from router.generation.resume import ResumeClaims, ResumeTokens, Resumption
 from router.generation.runs import Run, Runs
-from router.generation.slow_clients import SlowClients
-from router.output.answer import Answer
 from router.quotas.quotas import Quotas
 from router.quotas.session import Grant
 from router.quotas.usage import Facts
 from router.request import Message, Received, Request
 from rpc.errors import Aborted, CallError, Exhausted, InvalidField, Unavailable
+
+log = logging.getLogger(__name__)
+
+# Interval in seconds between looks at the streams.
+LOOK_S = 0.25
+# Time in seconds after which a client that was too slow may call again.
+RETRY_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class ClientStream:
+    """A stream to a client. `waits_since`: when gRPC was given the last message; None: it asks for the next one."""
+
+    drop: Callable[[CallError], None]
+    waits_since: float | None = None
+    dropped: bool = False
+
+
+class SlowClients:
+    """Drops clients that stop reading, each alone; `limit_s`: maximum seconds that one may leave a message unread.
+
+    gRPC buffers some messages of a stream and then blocks the next one. What the job makes meanwhile is bounded by that
+    time, and by the answer's length; the job is never paused. Then it is stopped and frees its row. Should the client
+    read again within the same time, it gets the messages up to there and CLIENT_TOO_SLOW; then its server cuts the call
+    (rpc.unread_messages).
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._streams: set[ClientStream] = set()
+
+    @contextmanager
+    def watched(self, drop: Callable[[CallError], None]) -> Iterator[ClientStream]:
+        """Watch a stream meanwhile. `drop` must free all that the stream holds, and end it with the error."""
+        stream = ClientStream(drop)
+        self._streams.add(stream)
+        try:
+            yield stream
+        finally:
+            self._streams.discard(stream)
+
+    async def drop_stalled(self) -> None:
+        """Drop clients that have not read for too long; never returns."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            for stream in tuple(self._streams):
+                waited_s = 0.0 if stream.waits_since is None else now - stream.waits_since
+                if waited_s > self._limit_s and not stream.dropped:
+                    stream.dropped = True
+                    log.info("a client has not read for %.1f s and is dropped", waited_s)
+                    stream.drop(self._too_slow())
+
+    def _too_slow(self) -> Exhausted:
+        message = f"the client left its stream unread for {self._limit_s:g} s"
+        return Exhausted("stream", message, retry_after_s=RETRY_S, reason="CLIENT_TOO_SLOW")
+
+
+# Maximum prompt tokens of a job that is sent together with its reservation: where that is refused, Redis has read the
+# job for nothing.
+JOINED_TOKENS = 4096
+
+
+class ReservedJobs:
+    """Reserves the tokens of jobs and dispatches these, at one router.
+
+    Redis gets a new request's reservation and its job in one round trip: the script that enqueues looks for the first.
+    """
+
+    def __init__(self, quotas: Quotas, dispatcher: Dispatcher) -> None:
+        self._quotas = quotas
+        self._dispatcher = dispatcher
+
+    async def dispatch(self, job: Job, resumption: Resumption | None) -> tuple[Grant | None, RoutedJob]:
+        """Put a job into the queue. Raises Exhausted or Unavailable; then its reservation ends."""
+        routed: RoutedJob | None = None
+
+        async def send(call: ReserveCall) -> None:
+            nonlocal routed
+            with suppress(UnreservedError):  # the ledger's answer says why
+                routed = await self._dispatcher.dispatch(job, entry, call)
+
+        with self._dispatcher.prepare_entry(job) as entry:
+            joined = resumption is None and len(job.prompt_ids) <= JOINED_TOKENS
+            grant = await self.reserve(job, resumption, send if joined else None)
+            try:
+                return grant, routed or await self._dispatcher.dispatch(job, entry)
+            except BaseException:
+                if grant is not None:
+                    grant.leave() if job.resumed else grant.settle()
+                raise
+
+    async def reserve(
+        self, job: Job, resumption: Resumption | None, send: SendReserve | None = None, *, complete: bool = False
+    ) -> Grant | None:
+        """Reserve the tokens of a request, or take over the reservation of one that is resumed.
+
+        None where there are no limits. `send`: see Ledger.reserve. `complete`: the client has the whole answer, so that
+        nothing more is reserved. Raises Exhausted or Unavailable.
+        """
+        resumed = (resumption.claims.reservation, resumption.received_tokens) if resumption else None
+        given, made = (0, 0) if complete else (len(job.prompt_ids), job.n * job.stopping.max_tokens)
+        facts = Facts(cached_tokens=resumption.claims.began.cached_tokens if resumption else 0).of_job(job)
+        return await self._quotas.reserve(job.tenant, given, made, facts=facts, resumed=resumed, send=send)
 
 
 class Generation:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from router.dispatch.routed_job import RoutedJob
+from router.generation.chat_reader import ChatFormat
 from router.generation.resume import Began, ResumeClaims, Resumption
-from router.output.chat_reader import ChatFormat
 from router.quotas.session import Grant
 from router.request import Request, Summary, WeightedAdapter
 from rpc.errors import AlreadyExists

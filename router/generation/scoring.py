@@ -18,8 +18,8 @@ from functools import partial
 
 from router.catalog.models import Models, ServedModel
 from router.generation.admission import Admission
+from router.generation.encoding import run_some_at_once
 from router.generation.generation import Generation
-from router.generation.turns import run_some_at_once
 from router.quotas.session import Grant
 from router.request import PromptLogprobs, PromptOptions, Request, Stopping, Summary, WeightedAdapter
 from router.text.prompt_encoder import PromptEncoder

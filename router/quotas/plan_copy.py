@@ -8,8 +8,8 @@ from dataclasses import replace
 from loraplex.admin.v1 import plans_pb2 as pb
 
 from artifacts.plans import FIELDS, WEIGHTS, Plan, is_weight
-from router.catalog.store_changes import StoreChanges
 from router.catalog.store_client import StoreClient
+from router.catalog.store_copies import StoreChanges
 
 log = logging.getLogger(__name__)
 

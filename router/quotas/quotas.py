@@ -25,7 +25,7 @@ from broker.ledger import (
 )
 from broker.messages import Job
 from router.catalog.store_client import StoreClient
-from router.dispatch.refusals import queue_full
+from router.dispatch.outbox import queue_full
 from router.metrics import RouterMetrics
 from router.quotas.plans import Owner, Plans
 from router.quotas.session import Grant, LedgerSession

@@ -1,17 +1,50 @@
-"""Chat templates: a model's own, or an adapter's, with the special tokens that it names and its formats."""
+"""Chat templates: a model's own, or an adapter's, with its special tokens and formats; and their rendering."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from artifacts.chat_settings import CHAT_FIELD, ChatSettings, ToolCallFormat, parse_chat_settings
 from artifacts.errors import ArtifactError
-from router.request import Chat, ChatMessage
-from router.text.templates.pool import TemplateCall
+from router.request import Chat, ChatMessage, Tool, ToolCall
+from rpc.children.pool import CHILDREN, WALL_S, ChildDiedError, ChildPool
 from rpc.errors import InvalidField
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateCall:
+    """A template with a chat: the special tokens that it may name, the time `now`, the most characters it may make."""
+
+    source: str
+    tokens: Mapping[str, str]
+    chat: Chat
+    now: float
+    limit: int
+
+
+class TemplateRenderer:
+    """Renders chat templates. The first requests start the children."""
+
+    def __init__(self, children: int = CHILDREN, wall_s: float = WALL_S) -> None:
+        self.children = ChildPool("router.text.chat_templates", "TEMPLATES_BUSY", children, wall_s)
+
+    async def render(self, call: TemplateCall, tenant: str) -> str:
+        """Return the text of a chat. Raises InvalidField with the template's own words, or Unavailable."""
+        try:
+            answer = await self.children.ask(tenant, call)
+        except ChildDiedError as error:
+            raise InvalidField("chat.messages", f"the chat template {error}", reason="CHAT_TEMPLATE") from None
+        if "text" not in answer:
+            raise InvalidField(answer["field"], answer["error"], reason="CHAT_TEMPLATE")
+        return str(answer["text"])
+
+    def close(self) -> None:
+        """End the children, those that work too."""
+        self.children.close()
+
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # Texts around a reasoning block, as templates write them.
@@ -103,3 +136,34 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 def _token(value: Any) -> str:
     return str(value["content"] if isinstance(value, dict) else value)
+
+
+def shielded_chat(chat: Chat, shield: Callable[[str], str]) -> Chat:
+    """Return a chat with every text of its messages and tools shielded."""
+    return replace(
+        chat,
+        messages=tuple(_message(message, shield) for message in chat.messages),
+        tools=tuple(_tool(tool, shield) for tool in chat.tools),
+    )
+
+
+def _message(message: ChatMessage, shield: Callable[[str], str]) -> ChatMessage:
+    return replace(
+        message,
+        content=shield(message.content),
+        parts=tuple(map(shield, message.parts)),
+        tool_calls=tuple(_call(call, shield) for call in message.tool_calls),
+        tool_call_id=shield(message.tool_call_id),
+        name=shield(message.name),
+        reasoning=shield(message.reasoning),
+    )
+
+
+def _call(call: ToolCall, shield: Callable[[str], str]) -> ToolCall:
+    return replace(call, id=shield(call.id), name=shield(call.name), arguments=shield(call.arguments))
+
+
+def _tool(tool: Tool, shield: Callable[[str], str]) -> Tool:
+    return replace(
+        tool, name=shield(tool.name), description=shield(tool.description), parameters=shield(tool.parameters)
+    )

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from router.text.panics import panics_as_errors
+from router.text.text import panics_as_errors
 
 # Text of bytes that are no character.
 CUT = "\N{REPLACEMENT CHARACTER}"

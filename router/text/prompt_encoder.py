@@ -15,11 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from router.encode_request import EncodeInput, EncodeRequest, TextPair
-from router.request import Chat, PromptOptions
-from router.text.chat import ChatTemplate
-from router.text.shielded_chats import shielded_chat
-from router.text.templates.pool import TemplateRenderer
+from router.request import Chat, EncodeInput, EncodeRequest, PromptOptions, TextPair
+from router.text.chat import ChatTemplate, TemplateRenderer, shielded_chat
 from router.text.text import Text, TooManyTokensError
 from rpc.errors import Internal, InvalidField
 from rpc.shares import FairTurns

@@ -14,7 +14,7 @@ from adapter_store.app import Store
 from artifacts.base_model import BaseModel
 from artifacts.chat_settings import ChatSettings
 from broker.messages import AdapterRef
-from router.catalog.adapter_settings import AdapterConfigs, AdapterSettings
+from router.catalog.adapters import AdapterConfigs, AdapterSettings
 from router.catalog.store_client import StoreClient
 from rpc.errors import NotFound
 

@@ -23,8 +23,7 @@ from broker.seal_kinds import SealError, SealKind
 from broker.sealed_jobs import open_jobs, sealed_entry
 from broker.seals import Seals
 from broker.terms import Placement
-from router.generation.resume import Began, ResumeClaims, ResumeTokens
-from router.generation.resume_keys import GivenKeys
+from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens
 from rpc.errors import CallError
 from rpc.identity.json_web_tokens import JwtReader
 from rpc.identity.principal import Role

@@ -24,9 +24,9 @@ from artifacts.revision import lora_tensors
 from artifacts.safetensors_header import read_header
 from router.api.convert import count_received, read_received, read_request
 from router.api.encoding import read_classify, read_embed
-from router.api.message_fields import field_in_excess
-from router.api.sglang.ebnf import lark_of
-from router.text.templates.environment import Template
+from router.api.open_calls import field_in_excess
+from router.api.sglang_messages import lark_of
+from router.text.chat_templates import Template
 from rpc.errors import CallError
 from rpc.identity.api_keys import bearer, split_api_key
 from rpc.identity.tenant_header import is_tenant

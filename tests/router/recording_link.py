@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,20 +9,18 @@ from broker.keys import Keys
 from broker.messages import Capacity, Job, StoppingParams
 from broker.queue import JobQueue
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.link import Frame, WorkerFinish
+from router.dispatch.link import Frame, WorkerFinish, WorkerLink
 from router.dispatch.routed_job import RoutedJob
 
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
 
 
-class RecordingLink:
+class RecordingLink(WorkerLink):
     """A worker's link; `sent` is what the router sent, in order."""
 
     def __init__(self, name: str) -> None:
-        self.worker_id = name
-        self.incarnation = f"{name}-1"
-        self.heard_at = time.monotonic()
+        super().__init__(name, f"{name}-1")
         self.sent: list[tuple[str | int, ...]] = []
 
     def ack(self, job_id: str, attempt: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from broker.messages import AdapterRef, WeightedRef
+from router.app import count_jobs
 from router.dispatch.routed_job import RoutedJob
-from router.gauges import count_jobs
 from router.metrics import RouterMetrics
 from tests.router.recording_link import RecordingLink, job
 

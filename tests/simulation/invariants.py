@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 
 from broker.messages import Job
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from router.catalog.placement import MIB
-from router.dispatch.link import Frame, Link
+from router.dispatch.link import Frame, WorkerLink
+from router.dispatch.outbox import MIB
 from tests.simulation.redis import SimulatedRedis
 from tests.simulation.router import MIB_TOKENS
 
@@ -40,7 +40,7 @@ class Attempts:
             self.faults.append(f"{job.job_id} attempt {job.attempt} goes before newcomers, and no worker had it")
         self._newest[job.job_id] = max(job.attempt, self._newest.get(job.job_id, 0))
 
-    def accepted(self, link: Link, frame: Frame) -> None:
+    def accepted(self, link: WorkerLink, frame: Frame) -> None:
         """A frame changed what a client gets."""
         name = f"{frame.job_id} attempt {frame.attempt}"
         newest = self._newest.get(frame.job_id, 0)

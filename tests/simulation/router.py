@@ -14,35 +14,27 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from artifacts.base_model import BaseModel
 from broker.messages import AdapterRef
 from broker.terms import QueueLimits
-from router.app import HAND_OVER_S
-from router.catalog.live_workers import LOOK_S
+from router.app import HAND_OVER_S, look_at_workers
 from router.catalog.manifest import Manifest, RegisteredModel
-from router.catalog.models import Models
-from router.catalog.placement import Placer
+from router.catalog.models import LOOK_S, Models
 from router.catalog.store_client import ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.link import Frame, Link
-from router.dispatch.reach import RelayReach
+from router.dispatch.link import Frame, WorkerLink
+from router.dispatch.outbox import Placer
 from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import RoutedJob
-from router.dispatch.timing import DispatchTiming
-from router.encode_request import EncodeRequest
-from router.generation.admission import Admission
-from router.generation.encode_admission import EncodeAdmission
-from router.generation.encoding import Encoding
+from router.dispatch.worker_links import DispatchTiming, RelayReach
+from router.generation.admission import Admission, GrammarProofs
+from router.generation.encoding import EncodeAdmission, Encoding
 from router.generation.generation import Generation
-from router.generation.grammar_proofs import GrammarProofs
-from router.generation.resume import ResumeTokens
-from router.generation.resume_epochs import ResumeEpochs
-from router.generation.resume_keys import GivenKeys
+from router.generation.resume import GivenKeys, ResumeEpochs, ResumeTokens
 from router.generation.scoring import ContinuationScore, Scoring
-from router.purge.router_data import RouterData
+from router.purge import RouterData
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.quotas.usage import calling_key
-from router.request import Message, Received, Request, Summary
+from router.request import EncodeRequest, Message, Received, Request, Summary
 from router.text.prompt_encoder import PromptEncoder
-from router.worker_watch import look_at_workers
 from rpc.errors import NotFound, Unavailable
 from rpc.identity.api_keys import HashedKey, KeyDirectory
 from rpc.identity.principal import Role
@@ -57,7 +49,7 @@ from tests.simulation.texts import Encoded
 MIB_TOKENS = 10.0
 # Maximum time in seconds from a stop to the end of the process.
 STOP_S = 2 * HAND_OVER_S
-Accepted = Callable[[Link, Frame, int], None]
+Accepted = Callable[[WorkerLink, Frame, int], None]
 
 
 @dataclass(frozen=True)
@@ -143,7 +135,7 @@ class WatchedDispatcher(Dispatcher):
 
     accepted: Accepted
 
-    def receive_frame(self, link: Link, frame: Frame) -> None:
+    def receive_frame(self, link: WorkerLink, frame: Frame) -> None:
         """See Dispatcher."""
         routed = next((routed for routed in self.jobs if routed.job.job_id == frame.job_id), None)
         before = _seen(routed)
@@ -258,7 +250,7 @@ class SimulatedRouter:
         yield Encoded(tuple(vectors), summary)
 
     async def forget_tenant(self, tenant: str) -> None:
-        """Remove a tenant's data here, and at the workers that have a link, as router.purge.cell asks for it."""
+        """Remove a tenant's data here, and at the workers that have a link, as router.purge asks for it."""
         await self.tenant_data.forget(tenant)
         asked = (self.relay.forgets.ask(one, tenant) for one in sorted(self.reach.links.incarnations))
         await asyncio.gather(*asked)

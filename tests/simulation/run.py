@@ -23,9 +23,9 @@ from broker.liveness import Liveness
 from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import PROMPT_WEIGHT
-from router.catalog.placement import MIB
 from router.dispatch import routed_job
-from router.dispatch.link import Frame, Link
+from router.dispatch.link import Frame, WorkerLink
+from router.dispatch.outbox import MIB
 from tests.simulation import engine
 from tests.simulation.acts import act
 from tests.simulation.channels import Channels
@@ -255,7 +255,7 @@ class _Run:
         self._shares.claimed(job, resident)
         self._key_shares.claimed(job)
 
-    def _accepted(self, link: Link, frame: Frame, tokens: int) -> None:
+    def _accepted(self, link: WorkerLink, frame: Frame, tokens: int) -> None:
         self._attempts.accepted(link, frame)
         self._shares.made(frame.job_id.partition("/")[0], tokens)
 

@@ -20,12 +20,11 @@ from broker.messages import Job
 from broker.queue import JobQueue
 from broker.queue_entry import Entry
 from broker.terms import Placement, QueueLimits
-from router.dispatch.job_state import JobState
-from router.dispatch.link import Link
-from router.dispatch.routed_job import RoutedJob
-from router.dispatch.unbound_jobs import UnboundJobs
-from router.encode_request import TextPair
-from router.generation.turns import run_some_at_once
+from router.dispatch.dispatcher import UnboundJobs
+from router.dispatch.link import WorkerLink
+from router.dispatch.routed_job import JobState, RoutedJob
+from router.generation.encoding import run_some_at_once
+from router.request import TextPair
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.queue import SimulatedCommands, SimulatedDeadLetters, SimulatedLiveness, SimulatedQueue
 from tests.simulation.run import Outcome, simulate, simulate_scenario
@@ -102,7 +101,7 @@ def test_a_seed_is_the_same_again(outcomes: list[Outcome]) -> None:
 
 
 def test_frames_of_older_attempts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bind_anyhow(self: RoutedJob, link: Link, attempt: int) -> bool:
+    def bind_anyhow(self: RoutedJob, link: WorkerLink, attempt: int) -> bool:
         if self.state is not JobState.BOUND and not self.ended:
             self._go(JobState.BOUND)
         self.link = link

@@ -8,9 +8,8 @@ from random import Random
 
 from artifacts.encode import Pooling, Task
 from broker.messages import AdapterRef
-from router.encode_request import EncodeInput, EncodeRequest, TextPair
 from router.generation.encoding import Vector
-from router.request import Request, Summary
+from router.request import EncodeInput, EncodeRequest, Request, Summary, TextPair
 from tests.hash_answers import expected_vector_of
 
 _LETTERS = "abcdefgh "

@@ -21,8 +21,7 @@ from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from router.api.message_fields import FIELDS
-from router.api.open_calls import LARGE_BYTES, OpenCalls
+from router.api.open_calls import FIELDS, LARGE_BYTES, OpenCalls
 from rpc.errors import CallError, InvalidField
 from rpc.identity.guard import open_guard
 from rpc.identity.permissions import SGLANG_SERVICE

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from router.api.convert import read_request
-from router.api.prompt_size import check_prompt_size
-from router.text.tokenizer import HashText
+from router.api.convert import check_prompt_size, read_request
+from router.text.text import HashText
 from rpc.errors import InvalidField
 
 MODEL: Any = SimpleNamespace(manifest=SimpleNamespace(context_length=100), text=HashText())

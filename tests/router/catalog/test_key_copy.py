@@ -15,8 +15,8 @@ from loraplex.admin.v1 import keys_pb2_grpc
 
 from adapter_store.app import Store
 from adapter_store.settings import StoreSettings
-from router.catalog.key_copy import KeyCopy
 from router.catalog.store_client import StoreClient
+from router.catalog.store_copies import KeyCopy
 from rpc.errors import Unavailable
 from rpc.identity.api_keys import ApiKeyReader, KeyDirectory
 from rpc.identity.principal import Role

@@ -11,8 +11,7 @@ from redis.asyncio import Redis
 
 from broker.terms import QueueLimits
 from router.catalog.manifest import Manifest, RegisteredModel
-from router.catalog.model_texts import LOOK_AGAIN_S, ModelTexts
-from router.catalog.models import Models
+from router.catalog.models import LOOK_AGAIN_S, Models, ModelTexts
 from router.request import PromptOptions
 from router.text.prompt_encoder import PromptEncoder
 from router.text.tokenizer_text import TokenizerText

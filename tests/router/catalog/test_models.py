@@ -17,9 +17,8 @@ from broker.liveness import Census, Liveness
 from broker.messages import AdapterRef, Job, StoppingParams
 from broker.terms import ASIDE_MS, QueueLimits
 from broker.worker_state import WorkerPhase
-from router.catalog.live_workers import LiveWorkers
 from router.catalog.manifest import Manifest, RegisteredModel
-from router.catalog.models import Models
+from router.catalog.models import LiveWorkers, Models
 from rpc.errors import Mismatch, NotFound, Unavailable
 from tests.broker.both_queues import make_job
 from tests.broker.test_liveness import worker

@@ -13,8 +13,8 @@ from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import KeyTerms, Placement
 from broker.worker_state import WorkerPhase, WorkerState
 from router.app import _dispatcher
-from router.catalog.placement import MIB, Placer
-from router.dispatch.reach import RelayReach
+from router.dispatch.outbox import MIB, Placer
+from router.dispatch.worker_links import RelayReach
 from router.metrics import RouterMetrics
 from router.quotas.plans import Plans
 from router.settings import Settings

@@ -15,7 +15,7 @@ from broker.queue import JobQueue
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import Frame, WorkerFinish
-from router.dispatch.timing import DispatchTiming
+from router.dispatch.worker_links import DispatchTiming
 from rpc.errors import Internal, Unavailable
 from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job, read
 

@@ -11,7 +11,7 @@ from broker.messages import Job
 from broker.queue import JobQueue
 from broker.queue_entry import Entry
 from broker.terms import Placement
-from router.dispatch.early_entry import EarlyEntry
+from router.dispatch.dispatcher import PreparedEntry
 from tests.broker.both_queues import KEYS, make_job
 
 JOB = make_job("j", "acme")
@@ -24,7 +24,7 @@ class Made:
 
     def __init__(self) -> None:
         self.count = 0
-        self.early = EarlyEntry(JobQueue(Redis(), KEYS), JOB, self._place)  # Redis is not asked
+        self.early = PreparedEntry(JobQueue(Redis(), KEYS), JOB, self._place)  # Redis is not asked
 
     def _place(self, job: Job) -> Placement:
         self.count += 1

@@ -6,23 +6,23 @@ import asyncio
 
 from loraplex.relay.v1 import relay_pb2 as pb
 
-from router.dispatch.forgets import WorkerForgets
+from router.dispatch.link import WorkerLink
+from router.dispatch.relay import WorkerForgets
 
 
-class Link:
-    """A link that keeps what is sent."""
+class RecordingLink(WorkerLink):
+    """A link that keeps the questions that are sent."""
 
     def __init__(self, incarnation: str) -> None:
-        self.incarnation = incarnation
+        super().__init__("w", incarnation)
         self.sent: list[pb.Forget] = []
 
     def forget(self, request: pb.Forget) -> None:
-        """See ForgetsTenants."""
         self.sent.append(request)
 
 
 async def test_an_answer_counts_only_from_the_worker_that_was_asked() -> None:
-    links = [Link("a"), Link("b")]
+    links = [RecordingLink("a"), RecordingLink("b")]
     forgets = WorkerForgets(links)
     asked = asyncio.create_task(forgets.ask("a", "acme"))
     await asyncio.sleep(0)
@@ -34,6 +34,6 @@ async def test_an_answer_counts_only_from_the_worker_that_was_asked() -> None:
 
 
 async def test_a_worker_without_a_link_or_an_answer_is_an_error() -> None:
-    forgets = WorkerForgets([Link("a")], answer_s=0.01)
+    forgets = WorkerForgets([RecordingLink("a")], answer_s=0.01)
     assert "no link" in (await forgets.ask("gone", "acme")).error
     assert "no answer" in (await forgets.ask("a", "acme")).error

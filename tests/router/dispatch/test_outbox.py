@@ -19,7 +19,7 @@ from broker.terms import Placement, QueueState
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import WorkerFinish
 from router.dispatch.outbox import AT_ONCE, FAULTS_LIMIT
-from router.dispatch.timing import DispatchTiming
+from router.dispatch.worker_links import DispatchTiming
 from rpc.errors import Internal
 from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job, read
 

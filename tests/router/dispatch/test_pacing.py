@@ -11,8 +11,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.pacing import PaceLimits
-from router.dispatch.relay import RelayService
+from router.dispatch.relay import PaceLimits, RelayService
 from rpc.identity.guard import open_guard
 from rpc.server import Server
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from broker.worker_state import WorkerState
-from router.dispatch.reach import UNREACHED_S, RelayReach
+from router.dispatch.worker_links import UNREACHED_S, RelayReach
 from router.metrics import RouterMetrics
 from rpc.errors import Unavailable
 from tests.broker.test_liveness import worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from router.dispatch.reader_rounds import ReaderRounds
+from router.dispatch.routed_job import ReaderRounds
 
 
 async def test_what_is_urgent_is_read_at_once() -> None:

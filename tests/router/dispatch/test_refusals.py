@@ -15,9 +15,9 @@ from broker.messages import Capacity, Job, StoppingParams
 from broker.queue import JobQueue
 from broker.scripts import SCRIPTS, Scripts
 from broker.terms import CLAIM_RATE_MIN_MS, KeyTerms, Placement, QueueLimits
-from router.catalog.placement import Placer
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.timing import DispatchTiming
+from router.dispatch.outbox import Placer
+from router.dispatch.worker_links import DispatchTiming
 from router.metrics import RouterMetrics
 from rpc.errors import DeadlinePassed, Exhausted
 from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, Clock

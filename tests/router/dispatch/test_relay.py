@@ -18,9 +18,9 @@ from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import RoutedJob
-from router.dispatch.timing import DispatchTiming
+from router.dispatch.worker_links import DispatchTiming
 from router.metrics import RouterMetrics
-from router.relay_access import RelayAccess
+from router.servers import RelayAccess
 from rpc.identity.guard import open_guard
 from rpc.server import Server
 from tests.router.recording_link import dispatched

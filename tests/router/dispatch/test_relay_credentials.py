@@ -24,7 +24,7 @@ from broker.terms import Placement
 from router.dispatch.advertised import check_advertised
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
-from router.relay_access import RelayAccess
+from router.servers import RelayAccess
 from rpc.errors import CallError
 from rpc.identity.development_ca import DevelopmentCa
 from rpc.identity.principal import Principal, Role

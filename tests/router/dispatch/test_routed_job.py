@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from router.dispatch.job_state import _ALLOWED, JobState, JobTransitionError, check_transition
 from router.dispatch.link import Frame, WorkerFinish
-from router.dispatch.routed_job import READ_TOKENS, RoutedJob
+from router.dispatch.routed_job import _ALLOWED, READ_TOKENS, JobState, JobTransitionError, RoutedJob, check_transition
 from router.generation.runs import Run
 from router.request import TokenLogprobs
 from rpc.errors import Internal

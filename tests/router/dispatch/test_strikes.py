@@ -14,7 +14,7 @@ from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import WorkerFinish
 from router.dispatch.routed_job import RoutedJob
-from router.dispatch.timing import DispatchTiming
+from router.dispatch.worker_links import DispatchTiming
 from rpc.errors import Exhausted, Internal
 from tests.router.recording_link import ROOMY, RecordingLink, claim, dispatched, frame, job, read
 

@@ -11,7 +11,7 @@ from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.timing import DispatchTiming
+from router.dispatch.worker_links import DispatchTiming
 from router.metrics import RouterMetrics
 from rpc.errors import CallError, Unavailable
 from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job, read

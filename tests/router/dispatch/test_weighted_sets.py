@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from broker.messages import AdapterRef, Job, StoppingParams, WeightedRef
-from router.dispatch.weighted_sets import WEIGHTED_SETS, check_weighted_sets
+from router.dispatch.dispatcher import WEIGHTED_SETS, check_weighted_sets
 from rpc.errors import Exhausted
 
 ONE = AdapterRef("r", "sha256:1", 1, 1)

@@ -13,12 +13,11 @@ import pytest
 from artifacts.grammars.build import regex_grammar
 from broker.messages import AdapterRef, Job
 from router.catalog.manifest import Manifest
-from router.dispatch.reach import RelayReach
-from router.generation.admission import DEFAULT_MAX_TOKENS, Admission
-from router.generation.grammar_proofs import GrammarProofs
+from router.dispatch.worker_links import RelayReach
+from router.generation.admission import DEFAULT_MAX_TOKENS, Admission, GrammarProofs
 from router.generation.resume import Began, ResumeClaims, Resumption
 from router.request import Received, Request, Stopping
-from router.text.tokenizer import HashText
+from router.text.text import HashText
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 
 MANIFEST = Manifest("tiny", "sha256:0", "hash", context_length=300, vocab_size=512, files={})

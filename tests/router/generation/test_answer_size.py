@@ -9,7 +9,7 @@ import pytest
 
 from router.api.convert import write_message
 from router.dispatch.routed_job import READ_TOKENS
-from router.generation.answer_size import check_answer_size
+from router.generation.admission import check_answer_size
 from router.request import Delta, Message, PromptLogprobs, Request, TokenLogprobs
 from rpc.errors import InvalidField
 from rpc.server import MESSAGE_BYTES

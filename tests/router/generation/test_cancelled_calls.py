@@ -23,12 +23,12 @@ from broker.quarantine import QuarantinedError
 from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.timing import DispatchTiming
-from router.generation import reserved_jobs
+from router.dispatch.worker_links import DispatchTiming
+from router.generation import generation as generation_module
 from router.generation.generation import Generation
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
-from router.text.tokenizer import HashText
+from router.text.text import HashText
 from rpc.errors import CallError, Exhausted
 from tests.credentials_files import router_seals
 from tests.router.generation.test_generation import REQUEST, TOKENS, Admission, call
@@ -91,7 +91,7 @@ async def nothing_is_left(router: Router, redis: Redis) -> bool:
 async def test_a_call_that_is_cancelled_on_its_way_into_the_queue_leaves_nothing(
     router: Router, redis: Redis, monkeypatch: pytest.MonkeyPatch, script: str, *, answered: bool, joined: bool
 ) -> None:
-    monkeypatch.setattr(reserved_jobs, "JOINED_TOKENS", 4096 if joined else 0)
+    monkeypatch.setattr(generation_module, "JOINED_TOKENS", 4096 if joined else 0)
     gate = Gate(script, answered=answered, monkeypatch=monkeypatch)
     leaving = call(router.generation)
     await asyncio.wait_for(gate.reached.wait(), 5.0)

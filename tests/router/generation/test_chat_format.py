@@ -8,10 +8,10 @@ import pytest
 
 from artifacts.chat_settings import ToolCallFormat
 from router.generation.chat_format import call_grammar, chat_format
-from router.output.chat_reader import ChatFormat
+from router.generation.chat_reader import ChatFormat
 from router.request import Chat, ChatMessage, Tool, ToolMode
 from router.text.chat import ChatTemplate
-from router.text.tokenizer import HashText
+from router.text.text import HashText
 from rpc.errors import InvalidField
 
 TEXT = HashText()

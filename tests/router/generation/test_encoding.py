@@ -16,23 +16,20 @@ from broker.ledger import LedgerCalls
 from broker.messages import AdapterRef, Capacity, Job
 from broker.queue import JobQueue
 from broker.terms import Placement, QueueLimits
-from router.catalog.classifiers import Classifier, Classifiers, check_generates
+from router.catalog.adapters import Classifier, Classifiers, check_generates
 from router.catalog.manifest import Manifest
 from router.catalog.store_client import ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import Frame, WorkerFinish
-from router.dispatch.reach import RelayReach
-from router.encode_request import EncodeRequest, TextPair
-from router.generation.encode_admission import EncodeAdmission
-from router.generation.encoding import AT_ONCE, Encoding, Vector
+from router.dispatch.worker_links import RelayReach
+from router.generation.encoding import AT_ONCE, EncodeAdmission, Encoding, Vector
 from router.generation.generation import Generation
-from router.generation.resume import ResumeTokens
-from router.generation.resume_keys import GivenKeys
+from router.generation.resume import GivenKeys, ResumeTokens
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
-from router.request import Summary
+from router.request import EncodeRequest, Summary, TextPair
 from router.text.prompt_encoder import PromptEncoder
-from router.text.tokenizer import HashText
+from router.text.text import HashText
 from rpc.errors import CallError, Exhausted, Internal, InvalidField, Mismatch, Unavailable
 from tests.router.recording_link import KEYS, RecordingLink
 

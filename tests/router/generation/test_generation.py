@@ -20,17 +20,15 @@ from broker.ledger import Reservation
 from broker.messages import Job
 from broker.queue import JobQueue
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.job_state import JobState
 from router.dispatch.link import Frame, WorkerFinish
-from router.dispatch.routed_job import READ_TOKENS
+from router.dispatch.routed_job import READ_TOKENS, JobState
 from router.generation.generation import Generation
-from router.generation.resume import Began, ResumeClaims, ResumeTokens, Resumption
-from router.generation.resume_keys import GivenKeys
+from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens, Resumption
 from router.quotas.quotas import Quotas
 from router.quotas.session import Grant
 from router.request import Delta, Message, Received, Request, Summary
 from router.text.prompt_encoder import SHORT_IDS
-from router.text.tokenizer import HashText
+from router.text.text import HashText
 from rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidField, Unavailable
 from tests.router.recording_link import RecordingLink, claim, job
 

@@ -15,12 +15,10 @@ from broker.messages import AdapterRef, Job, StoppingParams, WeightedRef
 from router.dispatch.link import Frame, WorkerFinish
 from router.dispatch.routed_job import RoutedJob
 from router.generation import resume
-from router.generation.resume import Began, ResumeClaims, ResumeTokens
-from router.generation.resume_keys import GivenKeys
-from router.output.answer import Answer
+from router.generation.answer import Answer
+from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens
 from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping, TokenLogprobs
-from router.text.text import Text
-from router.text.tokenizer import HashText
+from router.text.text import HashText, Text
 from router.text.tokenizer_text import TokenizerText
 from rpc.errors import Aborted, InvalidField
 from tests.router.recording_link import RecordingLink

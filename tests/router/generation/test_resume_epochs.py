@@ -12,9 +12,7 @@ import pytest
 
 from broker.messages import AdapterRef
 from router.catalog.store_client import ResolvedAdapter
-from router.generation.resume import TOKEN_S, ResumeTokens
-from router.generation.resume_epochs import ResumeEpochs
-from router.generation.resume_keys import GivenKeys, key_name
+from router.generation.resume import TOKEN_S, GivenKeys, ResumeEpochs, ResumeTokens, key_name
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.identity.api_keys import HashedKey, KeyDirectory
 from rpc.identity.principal import CredentialKind, Principal, Role, set_caller

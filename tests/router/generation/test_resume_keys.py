@@ -13,8 +13,7 @@ from redis.backoff import NoBackoff
 from broker.keys import RESUME_KEYS
 from broker.resume_keys import StoredResumeKeys
 from broker.terms import RESUME_KEYS_LIMIT
-from router.generation.resume import Began, ResumeClaims, ResumeTokens
-from router.generation.resume_keys import GivenKeys, SharedKeys
+from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens, SharedKeys
 from rpc.errors import InvalidField, Unavailable
 from tests.router.generation.test_resume import same
 

@@ -15,10 +15,9 @@ from tokenizers import AddedToken, Tokenizer
 from artifacts.grammars.matching import compile_grammar
 from artifacts.grammars.vocabulary import read_vocabulary
 from router.dispatch.link import WorkerFinish
+from router.generation.answer import ChoiceAnswer, UntoldText
 from router.generation.chat_format import call_grammar, chat_format
-from router.output.answer import ChoiceAnswer
-from router.output.chat_reader import ChatReader
-from router.output.untold import UntoldText
+from router.generation.chat_reader import ChatReader
 from router.request import Chat, ChatMessage, Delta, FinishReason, Tool, ToolMode
 from router.text.tokenizer_text import TokenizerText
 from tests.router.generation.test_tool_grammar import SCHEMAS, TOOLS, calls_of

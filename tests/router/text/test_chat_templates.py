@@ -20,8 +20,7 @@ from transformers.utils import chat_template_utils
 from artifacts.chat_settings import ChatSettings
 from router.api.chat import read_chat
 from router.request import Chat, ChatMessage
-from router.text.chat import ChatTemplate
-from router.text.templates.pool import TemplateCall, TemplateRenderer
+from router.text.chat import ChatTemplate, TemplateCall, TemplateRenderer
 from rpc.errors import InvalidField, Unavailable
 
 FAMILIES = {path.stem: path.read_text() for path in (Path(__file__).parent / "families").glob("*.jinja")}

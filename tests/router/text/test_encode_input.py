@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from router.text.text import TooManyTokensError
-from router.text.tokenizer import HashText
+from router.text.text import HashText, TooManyTokensError
 from router.text.tokenizer_text import TokenizerText
 
 WORDS = ["[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]

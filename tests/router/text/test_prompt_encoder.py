@@ -11,7 +11,7 @@ import pytest
 from router.request import Chat, ChatMessage
 from router.text.chat import ChatTemplate
 from router.text.prompt_encoder import SHORT_CHARACTERS, SHORT_IDS, PromptEncoder
-from router.text.tokenizer import HashText
+from router.text.text import HashText
 from rpc.errors import InvalidField
 
 LONG = "x" * (SHORT_CHARACTERS + 1)

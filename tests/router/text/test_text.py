@@ -8,8 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from router.text.prompt_encoder import PromptEncoder
-from router.text.text import Text
-from router.text.tokenizer import HashText, NoText, text_of
+from router.text.text import HashText, NoText, Text, text_of
 from router.text.tokenizer_text import TokenizerText
 from rpc.errors import InvalidField
 

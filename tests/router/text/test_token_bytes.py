@@ -8,7 +8,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from router.text.token_bytes import longest_token_bytes
+from router.text.tokenizer_text import longest_token_bytes
 
 SAMPLE = "The quick brown fox — naïve café 日本語 🦊🦊 jumped over the lazy dog.    \n\n" * 3
 

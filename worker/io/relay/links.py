@@ -5,7 +5,7 @@
 
 The stream stays open while the router lives (router_links.py), since a worker claims only for routers that it reaches.
 A link sends what its jobs have made since its last message: the first ids and the end of an answer at once, other ids
-at the end of the interval that the router gives to its workers (router.dispatch.pacing).
+at the end of the interval that the router gives to its workers (router.dispatch.relay).
 
 A broken stream is opened again. Its hello lists the jobs that this worker has, and the router's rewinds say from where
 to send again. After `gone_s` without a stream its jobs are dropped. A silent one breaks within seconds (relay_options).

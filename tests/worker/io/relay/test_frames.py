@@ -6,7 +6,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 
 from artifacts.encode import Encode
 from broker.messages import Job, StoppingParams
-from router.dispatch.relay_frames import read_frame
+from router.dispatch.link import read_frame
 from worker.engine_api import FinishKind, Output, TokenLogprobs
 from worker.io.local_jobs.choice import LocalChoice, sequence_of
 from worker.io.local_jobs.jobs import LocalJobs

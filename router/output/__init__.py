@@ -1,1 +1,0 @@
-"""Turns token ids into the events that a client receives."""

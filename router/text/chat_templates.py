@@ -1,0 +1,293 @@
+"""Renders chat templates, as a child process of rpc.children.
+
+Templates are anybody's: Jinja's sandbox keeps them from the interpreter, and this process has no environment, opens no
+files after its start, has limited memory, and is killed by the kernel after CPU_S of work on one request. The
+environment is that of transformers' apply_chat_template (transformers.utils.chat_template_utils).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.exceptions import SecurityError
+from jinja2.utils import Namespace
+
+from rpc.children.child import LAST, serve
+
+Json = dict[str, Any]
+
+
+class RefusedError(Exception):
+    """A request that can't be rendered; the message says why, `field` is the field of the chat that is to blame."""
+
+    def __init__(self, message: str, field: str = "chat.messages") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class _Generation(jinja2.ext.Extension):
+    """Render what is between `{% generation %}` and `{% endgeneration %}`, which matters for training alone."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as an attribute of instances
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        """See jinja2.ext.Extension."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: Any) -> str:
+        return str(caller())
+
+
+class _Dict:
+    """Make dictionaries, without the attributes of the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Json:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> Json:
+        """Return a dictionary of these keys."""
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """A namespace without attributes that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name of the template's
+        self, given = args[0], dict(*args[1:], **kwargs)
+        for name in given:
+            _check_name(name)
+        Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"the attribute {name!r} of a namespace begins with an underscore")
+
+
+def _raise(message: Any) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class Template:
+    """A compiled template, and what it knows: contents that are lists of parts, tools, roles."""
+
+    def __init__(self, source: str) -> None:
+        self._now = 0.0
+        self._source = source
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.fromtimestamp(self._now).strftime(form)
+        environment.globals["dict"] = _Dict()
+        environment.globals["namespace"] = _Namespace
+        tree = environment.parse(source)
+        self.takes_parts = any(map(_is_content, (loop.iter for loop in tree.find_all(jinja2.nodes.For))))
+        self.renders_tools = re.search(r"\btools\b", source) is not None
+        self._template = environment.from_string(source)
+
+    def knows_role(self, role: str) -> bool:
+        """Return whether the source has the role as a literal."""
+        return f'"{role}"' in self._source or f"'{role}'" in self._source
+
+    def render(self, variables: Mapping[str, Any], now: float, limit: int) -> str:
+        """Return the text, of at most `limit` characters. Raises RefusedError and whatever the template raises."""
+        self._now = now
+        pieces, size = [], 0
+        for piece in self._template.generate(variables):
+            pieces.append(piece)
+            size += len(piece)
+            if size > limit:
+                raise RefusedError(
+                    f"the chat template makes more than the {limit} characters that the context can hold"
+                )
+        return "".join(pieces)
+
+
+def _is_content(iterated: jinja2.nodes.Node) -> bool:
+    """Return whether a loop is over `message.content`, `message['content']` or `content`."""
+    while isinstance(iterated, jinja2.nodes.Filter) and iterated.node is not None:
+        iterated = iterated.node
+    if isinstance(iterated, jinja2.nodes.Getitem):
+        return isinstance(iterated.arg, jinja2.nodes.Const) and iterated.arg.value == "content"
+    if isinstance(iterated, jinja2.nodes.Getattr):
+        return iterated.attr == "content"
+    return isinstance(iterated, jinja2.nodes.Name) and iterated.name == "content"
+
+
+# Text that marks the end of a message that the answer continues; transformers uses the same.
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+# Variables that a request's template_args may not set: other fields of the chat do.
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+
+
+def render(template: Template, request: Mapping[str, Any]) -> str:
+    """Render a request of router.text.chat. Raises RefusedError and whatever the template raises."""
+    chat = request["chat"]
+    if chat["tools"] and not template.renders_tools:
+        raise RefusedError("the chat template renders no tools", "chat.tools")
+    messages = [_message(template, index, message) for index, message in enumerate(chat["messages"])]
+    final = _mark_end(messages) if chat["continue_final_message"] else None
+    variables = {
+        **request["tokens"],
+        "documents": None,
+        **_template_args(chat["template_args"]),
+        "messages": messages,
+        "tools": [_tool(index, tool) for index, tool in enumerate(chat["tools"])] or None,
+        "add_generation_prompt": chat["add_generation_prompt"],
+    }
+    text = template.render(variables, request["now"], request["limit"])
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RefusedError("the rendered chat has half of a surrogate pair, which is no character") from None
+    return text if final is None else _cut_at_end(text, final)
+
+
+def _template_args(text: str) -> Json:
+    given = _object("chat.template_args", text or "{}")
+    if taken := _RESERVED & given.keys():
+        raise RefusedError(
+            f"{min(taken)} is not for template_args to set: the chat has a field for it", "chat.template_args"
+        )
+    return given
+
+
+def _message(template: Template, index: int, given: Json) -> Json:
+    """Return a message as templates know it: without what is not given, its arguments parsed."""
+    field = f"chat.messages[{index}]"
+    if given["role"] == "developer" and not template.knows_role("developer"):
+        raise RefusedError("the chat template does not know the role developer; use system", f"{field}.role")
+    message: Json = {"role": given["role"]}
+    if given["parts"]:
+        parts = [{"type": "text", "text": text} for text in given["parts"]]
+        message["content"] = parts if template.takes_parts else "".join(given["parts"])
+    elif given["content"] or not given["tool_calls"]:
+        message["content"] = given["content"]
+    if given["tool_calls"]:
+        message["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {
+                    "name": call["name"],
+                    "arguments": _object(f"{field}.tool_calls[{at}].arguments", call["arguments"] or "{}"),
+                },
+            }
+            for at, call in enumerate(given["tool_calls"])
+        ]
+    message |= {name: given[name] for name in ("tool_call_id", "name") if given[name]}
+    if given["reasoning"]:  # under the two names that templates read, in transformers' order
+        return {"thinking": given["reasoning"], **message, "reasoning_content": given["reasoning"]}
+    return message
+
+
+def _tool(index: int, tool: Json) -> Json:
+    parameters = _object(f"chat.tools[{index}].parameters", tool["parameters"] or '{"type":"object","properties":{}}')
+    description = {"description": tool["description"]} if tool["description"] else {}
+    return {"type": "function", "function": {"name": tool["name"], **description, "parameters": parameters}}
+
+
+def _object(field: str, text: str) -> Json:
+    """Parse a JSON object. Raises RefusedError."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise RefusedError("is nested too deeply", field) from None
+    except ValueError as error:
+        raise RefusedError(f"is not JSON: {error}", field) from None
+    if not isinstance(value, dict):
+        raise RefusedError("is not a JSON object", field)
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _mark_end(messages: list[Json]) -> str:
+    """Put a mark behind the last message's text; return that text."""
+    content = messages[-1].get("content")
+    if isinstance(content, list):
+        text = str(content[-1]["text"])
+        content[-1]["text"] += _CONTINUE_TAG
+    elif content is not None:
+        text = str(content)
+        messages[-1]["content"] += _CONTINUE_TAG
+    else:
+        raise RefusedError("the last message has no content that could be continued", "chat.continue_final_message")
+    return text
+
+
+def _cut_at_end(text: str, final: str) -> str:
+    """Cut a rendered text behind the message that is continued."""
+    tag = _CONTINUE_TAG.strip()
+    if final.strip() not in text or tag not in text:
+        raise RefusedError("the chat template does not show the last message as it is", "chat.continue_final_message")
+    at = text.rindex(tag)
+    if text[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG:
+        return text[:at]
+    return text[:at].rstrip()  # the template trims messages
+
+
+# Maximum processor time in seconds that one request may take.
+CPU_S = 0.5
+# Maximum address space in bytes of this process; Jinja and Python need about a tenth.
+MEMORY_BYTES = 1 << 29
+# Maximum number of compiled templates that are kept.
+TEMPLATES_KEPT = 256
+
+_compiled = lru_cache(TEMPLATES_KEPT)(Template)
+
+
+def _answer(request: Mapping[str, Any]) -> Json:
+    """Return the text, or the field to blame and why."""
+    try:
+        return {"text": render(_compiled(request["source"]), request)}
+    except RefusedError as error:
+        return {"field": error.field, "error": str(error)}
+    except MemoryError:
+        return {"field": "chat.messages", "error": "the chat template needs too much memory", LAST: True}
+    except RecursionError:
+        return {"field": "chat.messages", "error": "the chat template calls itself too deeply"}
+    except Exception as error:  # anybody may have written the template: it may raise anything
+        return {"field": "chat.messages", "error": f"the chat template refuses them: {_line(error)}"}
+
+
+def _line(error: Exception) -> str:
+    where = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
+    return re.sub(r"\s+", " ", str(error))[:300] + where
+
+
+def main() -> None:
+    """Answer requests until stdin ends."""
+    with contextlib.suppress(TemplateError):  # imports what Jinja imports late, for an error too
+        Template("{{ strftime_now('%Y') }}{{ raise_exception('') }}").render({}, 0.0, 100)
+    serve(_answer, cpu_s=lambda request: CPU_S, memory_bytes=MEMORY_BYTES, nice=5)
+
+
+if __name__ == "__main__":
+    main()

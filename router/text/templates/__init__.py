@@ -1,1 +1,0 @@
-"""Renders chat templates in child processes, which anybody's template may bring down."""
