@@ -13,9 +13,9 @@ from statistics import mean
 from bench.queue_model.queue_model import QueueModel
 from broker.messages import Capacity, Job, RowToShare, StoppingParams
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
-from worker.engine.adapter_cache.cache import AdapterCache
-from worker.engine.adapter_cache.loading import LoaderThreads
 from worker.engine.hash_engine import HashAdapterMemory
+from worker.engine.scheduling.adapter_cache import AdapterCache
+from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine_api import NewSequence, Output, Stopping
 from worker.engine_api.config import EngineLimits

@@ -32,7 +32,7 @@ _MESSAGE_S = 0.0001
 
 
 class VirtualLoads:
-    """Adapter loads that take virtual time; see worker.engine.adapter_cache.loading.Loads."""
+    """Adapter loads that take virtual time; see worker.engine.scheduling.loader_threads.Loads."""
 
     most = 4
     chance = Random(0)

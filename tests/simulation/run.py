@@ -42,7 +42,7 @@ from tests.simulation.router import MIB_TOKENS, SimulatedRouter, SimulatedStore
 from tests.simulation.scenario import MODEL, Scenario, draw
 from tests.simulation.stories import End, Story
 from tests.simulation.worker import SimulatedFetcher, SimulatedWorker, start_engine
-from worker.engine.adapter_cache.loading import LoaderThreads
+from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.io.engine_client.process import EngineProcess
 from worker.io.jobs import results
 from worker.io.settings import Settings

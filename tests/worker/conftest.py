@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from worker.engine.adapter_cache.cache import AdapterCache
+from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine_api import AdapterSource
 from worker.engine_api.config import EngineConfig
 
@@ -121,21 +121,21 @@ class GatedLoads:
     # Loads
 
     def start(self, digest: str, work: Callable[[], str]) -> None:
-        """See worker.engine.adapter_cache.loading.Loads."""
+        """See worker.engine.scheduling.loader_threads.Loads."""
         assert digest not in self._under_way, "one flight per adapter"
         self._under_way[digest] = work
 
     def has_ended(self) -> bool:
-        """See worker.engine.adapter_cache.loading.Loads."""
+        """See worker.engine.scheduling.loader_threads.Loads."""
         return bool(self._ended)
 
     def ended(self) -> list[tuple[str, str | Exception]]:
-        """See worker.engine.adapter_cache.loading.Loads."""
+        """See worker.engine.scheduling.loader_threads.Loads."""
         ended, self._ended = self._ended, []
         return ended
 
     def close(self) -> None:
-        """See worker.engine.adapter_cache.loading.Loads."""
+        """See worker.engine.scheduling.loader_threads.Loads."""
 
     def loading(self) -> list[str]:
         """Return the loads that are under way, oldest first."""
@@ -153,22 +153,22 @@ class GatedLoads:
     # AdapterMemory
 
     def read(self, source: AdapterSource) -> str:
-        """See worker.engine.adapter_cache.loading.AdapterMemory."""
+        """See worker.engine.scheduling.loader_threads.AdapterMemory."""
         self.reads[source.digest] += 1
         if source.digest in self.broken:
             raise OSError(f"{source.directory} is broken")
         return source.digest
 
     def transfer(self, prepared: str) -> str:
-        """See worker.engine.adapter_cache.loading.AdapterMemory."""
+        """See worker.engine.scheduling.loader_threads.AdapterMemory."""
         return prepared
 
     def install(self, prepared: str, slot: int) -> None:
-        """See worker.engine.adapter_cache.loading.AdapterMemory."""
+        """See worker.engine.scheduling.loader_threads.AdapterMemory."""
         self.installed[slot] = prepared
 
     def size(self, prepared: str) -> int:
-        """See worker.engine.adapter_cache.loading.AdapterMemory."""
+        """See worker.engine.scheduling.loader_threads.AdapterMemory."""
         return self.sizes.get(prepared, 1)
 
 

@@ -11,12 +11,9 @@ from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.prover import Prover
 from artifacts.grammars.vocabulary import read_vocabulary, special_tokens
 from artifacts.kv_shape import INT8
-from worker.engine.adapter_cache.loading import LoaderThreads
-from worker.engine.adapter_cache.operated_cache import OperatedCache
 from worker.engine.attention.kv_cache import KvCache, fitting_blocks
 from worker.engine.device.cores import keep_to_one_core, step_threads
 from worker.engine.device.memory import available_bytes, host_adapter_bytes
-from worker.engine.grammar.grammars import GrammarThread
 from worker.engine.lora.adapter_layers import AdapterLayers
 from worker.engine.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
 from worker.engine.lora.weights import AdapterWeights, read_source
@@ -26,7 +23,10 @@ from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.model.model_layers import ModelLayers
 from worker.engine.model.runner import Runner
+from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.chunk_sizer import ChunkSizer
+from worker.engine.scheduling.grammars import GrammarThread
+from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.torch_engine import TorchEngine
 from worker.engine_api.config import EngineConfig, EngineLimits
@@ -143,7 +143,7 @@ def _adapter_cache(
     base: ModelLayers,
     config: EngineConfig,
     on_loaded: Callable[[], None],
-) -> OperatedCache[PackedAdapter]:
+) -> AdapterCache[PackedAdapter]:
     # The kernels on CUDA do not adapt embeddings and the output head.
     adaptable = {**loaded.linears, **(loaded.ends if loaded.device.type == "cpu" else {})}
     architecture: str = loaded.module.config.model_type
@@ -152,7 +152,7 @@ def _adapter_cache(
         for into in installs:
             into(weights, slot)
 
-    return OperatedCache[PackedAdapter](
+    return AdapterCache[PackedAdapter](
         config.adapter_slots,
         TorchAdapterMemory(
             lambda source: read_source(source, adaptable, config.max_rank, base, architecture),

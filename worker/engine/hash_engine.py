@@ -18,10 +18,6 @@ from artifacts.grammars.prover import Prover
 from artifacts.grammars.vocabulary import hash_vocabulary
 from artifacts.hash_model import HashModel, parse_hash_model
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
-from worker.engine.adapter_cache.loading import LoaderThreads
-from worker.engine.adapter_cache.operated_cache import OperatedCache
-from worker.engine.grammar.grammars import GrammarThread
-from worker.engine.grammar.state import GrammarState
 from worker.engine.hash_tokens import (
     Hash,
     hash_logprobs,
@@ -32,9 +28,11 @@ from worker.engine.hash_tokens import (
     next_token,
 )
 from worker.engine.scheduled_engine import ScheduledEngine
-from worker.engine.scheduling.batch import Batch, Row
+from worker.engine.scheduling.adapter_cache import AdapterCache
+from worker.engine.scheduling.grammars import GrammarThread
+from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.scheduler import Scheduler
-from worker.engine.scheduling.sequence import Sequence
+from worker.engine.scheduling.sequence import Batch, Row, Sequence
 from worker.engine_api import AdapterSource, Failure, Output, TokenLogprobs
 from worker.engine_api.config import EngineConfig, EngineLimits
 
@@ -57,7 +55,7 @@ class HashEngine(ScheduledEngine[Scheduler]):
         self._model = model = parse_hash_model(config.model)
         limits = _limits(model, config)
         self._step_s = model.step_ms / 1000
-        adapters = OperatedCache[int](
+        adapters = AdapterCache[int](
             config.adapter_slots,
             HashAdapterMemory(),
             LoaderThreads(on_loaded),
@@ -103,7 +101,7 @@ class HashEngine(ScheduledEngine[Scheduler]):
             state.update(id_bytes(sequence.ids))
         banned = sequence.banned_ids(sequence.answered)
         grammar = sequence.grammar
-        if isinstance(grammar, GrammarState):
+        if grammar is not None:
             allowed = grammar.allowed_ids(banned)
             if not len(allowed):
                 return grammar.problem(), None

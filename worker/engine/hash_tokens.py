@@ -12,7 +12,7 @@ from artifacts.base_model import HASH_LABELS
 from artifacts.grammars.matching import compile_grammar
 from artifacts.grammars.vocabulary import hash_vocabulary
 from artifacts.hash_model import VECTOR_SIZE, HashModel, parse_hash_model
-from worker.engine.grammar.state import GrammarState
+from worker.engine.scheduling.grammars import GrammarState
 from worker.engine_api import Encode, Sampling, Stopping, TokenLogprobs
 
 if TYPE_CHECKING:

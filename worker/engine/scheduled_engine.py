@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from worker.engine.adapter_cache.operated_cache import OperatedCache
+from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine_api import AdapterSource, NewSequence
 from worker.engine_api.config import EngineLimits
 from worker.engine_api.stats import EngineStats, Removal
 
 if TYPE_CHECKING:
-    from worker.engine.grammar.grammars import GrammarThread
     from worker.engine.scheduling.blocks import BlockManager
+    from worker.engine.scheduling.grammars import GrammarThread
 
 
 class Schedules(Protocol):
@@ -45,7 +45,7 @@ class ScheduledEngine(Generic[S]):
     """An Engine around a scheduler and an adapter cache, without its step."""
 
     def __init__(
-        self, limits: EngineLimits, scheduler: S, adapters: OperatedCache[Any], grammars: GrammarThread | None = None
+        self, limits: EngineLimits, scheduler: S, adapters: AdapterCache[Any], grammars: GrammarThread | None = None
     ) -> None:
         self._limits = limits
         self._scheduler = scheduler

@@ -10,17 +10,17 @@ from __future__ import annotations
 import logging
 import time
 
-from worker.engine.adapter_cache.operated_cache import OperatedCache
 from worker.engine.device.out_of_memory import is_out_of_memory
-from worker.engine.grammar.grammars import GrammarThread
 from worker.engine.lora.adapter_memory import PackedAdapter
 from worker.engine.model.encoding import Encoding
 from worker.engine.model.runner import Runner
 from worker.engine.sampling.step import InFlight
 from worker.engine.scheduled_engine import ScheduledEngine
-from worker.engine.scheduling.batch import Batch
+from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.chunk_sizer import ChunkSizer, StepTimer
+from worker.engine.scheduling.grammars import GrammarThread
 from worker.engine.scheduling.scheduler import Scheduler
+from worker.engine.scheduling.sequence import Batch
 from worker.engine_api import NewSequence, Output
 from worker.engine_api.config import EngineLimits
 
@@ -43,7 +43,7 @@ class TorchEngine(ScheduledEngine[Scheduler]):
         scheduler: Scheduler,
         runner: Runner,
         encoding: Encoding,
-        adapters: OperatedCache[PackedAdapter],
+        adapters: AdapterCache[PackedAdapter],
         grammars: GrammarThread,
         chunk_sizer: ChunkSizer | None,
         *,

@@ -14,8 +14,7 @@ from artifacts.kv_shape import KvShape
 from worker.engine.attention.cpu.chunks import chunk_from_row
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
-from worker.engine.scheduling.batch import Batch, Row
-from worker.engine.scheduling.sequence import Sequence
+from worker.engine.scheduling.sequence import Batch, Row, Sequence
 from worker.engine_api import NewSequence
 
 CPU = torch.device("cpu")

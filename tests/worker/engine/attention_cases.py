@@ -21,7 +21,7 @@ from tests.worker.engine.interpreted import replace_language_once
 from worker.engine.attention.cuda.plan import TritonPlan, triton_plan
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
-from worker.engine.scheduling.batch import Batch
+from worker.engine.scheduling.sequence import Batch
 
 
 def by_kernels(numbers: Numbers, batch: Batch | None = None) -> Tensor:

@@ -18,8 +18,7 @@ from worker.engine.attention.kv_cache import KvCache, fitting_blocks
 from worker.engine.attention.paged import AttentionContext, LayerCall
 from worker.engine.attention.registered import paged_attention
 from worker.engine.model.inputs import step_inputs
-from worker.engine.scheduling.batch import Batch, Row
-from worker.engine.scheduling.sequence import Sequence
+from worker.engine.scheduling.sequence import Batch, Row, Sequence
 from worker.engine_api import NewSequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")

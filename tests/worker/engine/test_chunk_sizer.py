@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from worker.engine.scheduling.batch import Batch
 from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer, StepTimer
 from worker.engine.scheduling.scheduler import Scheduler
+from worker.engine.scheduling.sequence import Batch
 from worker.engine_api import NewSequence, Stopping
 from worker.engine_api.config import EngineLimits
 

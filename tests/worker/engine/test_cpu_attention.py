@@ -15,7 +15,7 @@ from worker.engine.attention.cpu.intrinsics import heads_at_once
 from worker.engine.attention.cpu.plan import CpuPlan, cpu_plan
 from worker.engine.decoder.kernels import compile_rows
 from worker.engine.device.cpu import threads
-from worker.engine.scheduling.batch import Batch
+from worker.engine.scheduling.sequence import Batch
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

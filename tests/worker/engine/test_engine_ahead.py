@@ -13,7 +13,7 @@ import torch
 from worker.engine.device.out_of_memory import is_out_of_memory
 from worker.engine.model.runner import Runner
 from worker.engine.sampling.step import InFlight, Sampled
-from worker.engine.scheduling.batch import Batch
+from worker.engine.scheduling.sequence import Batch
 from worker.engine_api import FinishKind, NewSequence, Output, Sampling, Stopping
 
 pytestmark = pytest.mark.model

@@ -141,7 +141,7 @@ def test_a_row_whose_sampling_raises_ends_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No request that is known does so; one that a later change lets through must not cost the others theirs."""
-    from worker.engine.sampling.noise import row_key
+    from worker.engine.sampling.sampler import row_key
 
     def raises_for_seed_13(seed: int, choice: int, position: int) -> tuple[int, int]:
         if seed == 13:

@@ -197,7 +197,7 @@ def test_a_row_whose_logprobs_raise_ends_alone(
     run_until_idle: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from worker.engine.sampling.logprobs import PendingLogprobs, token_logprobs
+    from worker.engine.sampling.step import PendingLogprobs, token_logprobs
 
     def raises_for_13(logits: torch.Tensor, tokens: torch.Tensor, alternatives: Sequence[int]) -> PendingLogprobs:
         if 13 in alternatives:

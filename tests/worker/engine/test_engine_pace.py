@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from worker.engine.scheduling.batch import Batch
 from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
+from worker.engine.scheduling.sequence import Batch
 
 pytestmark = pytest.mark.model
 

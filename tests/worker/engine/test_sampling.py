@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from worker.engine.sampling import sampler
-from worker.engine.sampling.noise import gumbel_noise, row_key
-from worker.engine.sampling.sampler import Draw
+from worker.engine.sampling.sampler import Draw, gumbel_noise, row_key
 from worker.engine_api import Sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")

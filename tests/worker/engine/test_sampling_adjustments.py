@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from worker.engine.sampling.adjustments import Adjustments, adjust_logits
-from worker.engine.sampling.sampler import Draw, sample
+from worker.engine.sampling.sampler import Adjustments, Draw, adjust_logits, sample
 from worker.engine_api import Sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,8 +17,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from worker.engine.sampling.limits import mask_atypical, smallest_kept
-from worker.engine.sampling.sampler import Draw, sample
+from worker.engine.sampling.sampler import Draw, mask_atypical, sample, smallest_kept
 from worker.engine_api import Sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from worker.engine.sampling.adjustments import Adjustments
-from worker.engine.sampling.allowed import forbid_ids, forbid_with_torch
-from worker.engine.sampling.sampler import Draw, sample
+from worker.engine.sampling.masks import forbid_ids, forbid_with_torch
+from worker.engine.sampling.sampler import Adjustments, Draw, sample
 from worker.engine_api import Sampling
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from worker.engine.grammar.masks import NO_MASKS, Masks
 from worker.engine.sampling import sampler
-from worker.engine.sampling.allowed import forbid_with_torch
+from worker.engine.sampling.masks import NO_MASKS, Masks, forbid_with_torch
 from worker.engine.sampling.step import InFlight, launch_sampling
-from worker.engine.scheduling.batch import Batch, Row
-from worker.engine.scheduling.sequence import Sequence
+from worker.engine.scheduling.sequence import Batch, Row, Sequence
 from worker.engine_api import Failure, NewSequence, Sampling, Stopping
 
 VOCAB = 3000

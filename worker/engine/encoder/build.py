@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 import torch
 
-from worker.engine.adapter_cache.loading import LoaderThreads
-from worker.engine.adapter_cache.operated_cache import OperatedCache
 from worker.engine.device.cores import keep_to_one_core, step_threads
 from worker.engine.device.memory import host_adapter_bytes
 from worker.engine.encoder.engine import EncoderEngine
@@ -19,6 +17,8 @@ from worker.engine.encoder.scheduler import EncoderScheduler
 from worker.engine.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
 from worker.engine.lora.weights import read_source
 from worker.engine.model.model_layers import ModelLayers
+from worker.engine.scheduling.adapter_cache import AdapterCache
+from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine_api.config import EngineConfig, EngineLimits
 
 # Interval in seconds of the signs of life within a step: a text can't be cut, and a long one takes seconds.
@@ -41,7 +41,7 @@ def build_encoder(
     base, adaptable = ModelLayers(loaded), {**loaded.linears, **loaded.ends}
     signs = _SignsOfLife(_SIGN_S, on_progress)
     runner = EncoderRunner(loaded, config.adapter_slots, config.max_rank, signs)
-    adapters = OperatedCache[PackedAdapter](
+    adapters = AdapterCache[PackedAdapter](
         config.adapter_slots,
         TorchAdapterMemory(
             lambda source: read_source(source, adaptable, config.max_rank, base, loaded.family.model_type),

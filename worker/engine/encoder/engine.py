@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 
-from worker.engine.adapter_cache.operated_cache import OperatedCache
 from worker.engine.device.out_of_memory import is_out_of_memory
 from worker.engine.encoder.runner import EncoderRunner
 from worker.engine.encoder.scheduler import EncoderScheduler
 from worker.engine.lora.adapter_memory import PackedAdapter
-from worker.engine.pooling import NO_CLASSIFIER
+from worker.engine.model.encoding import NO_CLASSIFIER
 from worker.engine.scheduled_engine import ScheduledEngine
+from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine_api import NewSequence, Output, SequenceRefusedError
 
 _log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class EncoderEngine(ScheduledEngine[EncoderScheduler]):
     """An encoder as an Engine: texts of any length and adapter in one batch."""
 
     def __init__(
-        self, scheduler: EncoderScheduler, runner: EncoderRunner, adapters: OperatedCache[PackedAdapter]
+        self, scheduler: EncoderScheduler, runner: EncoderRunner, adapters: AdapterCache[PackedAdapter]
     ) -> None:
         super().__init__(scheduler.limits, scheduler, adapters)
         self._runner = runner

@@ -14,7 +14,7 @@ from worker.engine.linear.choice import unmeasured
 from worker.engine.linear.layouts import replace_linears
 from worker.engine.lora.cpu.layers import CpuLayers
 from worker.engine.lora.weights import AdapterWeights
-from worker.engine.pooling import NO_CLASSIFIER, pooled, to_vector
+from worker.engine.model.encoding import NO_CLASSIFIER, pooled, to_vector
 from worker.engine.scheduling.sequence import Sequence as Text
 from worker.engine_api import Failure
 

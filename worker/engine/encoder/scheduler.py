@@ -15,14 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Vectors
+from typing import Any
 
-from worker.engine.scheduling.outputs import OUT_OF_MEMORY, adapter_failure, output_of
-from worker.engine.scheduling.residency import Residency
-from worker.engine.scheduling.row_shares import RowShares
-from worker.engine.scheduling.sequence import Sequence, SequenceState
-from worker.engine.scheduling.statistics import Counters
+from worker.engine.scheduling.adapter_cache import AdapterCache
+from worker.engine.scheduling.admission import RowShares, WaitingSequences
+from worker.engine.scheduling.scheduler import Counters
+from worker.engine.scheduling.sequence import OUT_OF_MEMORY, Sequence, SequenceState, adapter_failure, output_of
 from worker.engine.scheduling.validate import check_sequence
-from worker.engine.scheduling.waiting import WaitingSequences
 from worker.engine_api import Failure, FinishKind, NewSequence, Output, SequenceRefusedError
 from worker.engine_api.config import EngineLimits
 from worker.engine_api.stats import EngineStats
@@ -44,7 +43,7 @@ class EncoderScheduler:
         limits: EngineLimits,
         rows: int,
         step_tokens: int,
-        residency: Residency,
+        adapters: AdapterCache[Any],
         on_begun: Callable[[str], None] = lambda sequence_id: None,
     ) -> None:
         self.limits = limits
@@ -52,10 +51,10 @@ class EncoderScheduler:
         self._step_tokens = step_tokens
         # Falls when a step runs out of memory, and rises again with every step that does not.
         self._ceiling = step_tokens
-        self._residency = residency
+        self._adapters = adapters
         self._on_begun = on_begun
         self._shares = RowShares()
-        self._waiting = WaitingSequences(residency, self._shares)
+        self._waiting = WaitingSequences(adapters, self._shares)
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._counters = Counters()
@@ -81,12 +80,12 @@ class EncoderScheduler:
 
     def has_work(self) -> bool:
         """Tell whether take_arrivals or schedule would do anything now."""
-        return self._waiting.any_ready or self._residency.has_work()
+        return self._waiting.any_ready or self._adapters.has_work()
 
     def take_arrivals(self) -> list[Output]:
         """Let in adapters that are ready; end the texts whose adapter could not be loaded."""
         outputs: list[Output] = []
-        arrivals = self._residency.poll(busy=False)
+        arrivals = self._adapters.poll(busy=False)
         for digest in arrivals.arrived:
             self._waiting.arrived(digest)
         for digest, error in arrivals.failed:
@@ -145,13 +144,13 @@ class EncoderScheduler:
             blocks_free=self.limits.blocks,
             blocks_cached=0,
             blocks_referenced=0,
-            slots_used=self._residency.used,
-            slots_pinned=self._residency.pinned,
-            adapters=self._residency.resident,
+            slots_used=self._adapters.used,
+            slots_pinned=self._adapters.pinned,
+            adapters=self._adapters.resident,
             sequences_taken=self._counters.sequences_taken,
             adapter_hits=self._waiting.hits,
             adapter_misses=self._waiting.misses,
-            tiers=self._residency.tiers,
+            tiers=self._adapters.tiers,
             preemptions=self._preemptions,
             computed_tokens=self._counters.computed_tokens,
             prefix_queries=0,
@@ -160,7 +159,7 @@ class EncoderScheduler:
 
     def check(self) -> None:
         """Raise an integrity error unless exactly the running texts hold pins."""
-        self._residency.check(Counter(one.spec.adapter.digest for one in self._running if one.spec.adapter))
+        self._adapters.check(Counter(one.spec.adapter.digest for one in self._running if one.spec.adapter))
 
     def _fail(self, sequence: Sequence, failure: Failure) -> Output:
         self._end(sequence)
@@ -171,7 +170,7 @@ class EncoderScheduler:
         self._shares.remove(sequence)
         sequence.stop()
         if sequence.spec.adapter:
-            self._residency.unpin(sequence.spec.adapter.digest)
+            self._adapters.unpin(sequence.spec.adapter.digest)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.state is SequenceState.RUNNING:

@@ -15,7 +15,7 @@ from worker.engine.lora.weights import read_source
 from worker.engine.model.inputs import step_inputs
 from worker.engine.model.loader import LoadedModel
 from worker.engine.model.model_layers import ModelLayers
-from worker.engine.scheduling.batch import Batch, Row
+from worker.engine.scheduling.sequence import Batch, Row
 from worker.engine.scheduling.sequence import Sequence as Answer
 from worker.engine_api import AdapterSource, NewSequence
 from worker.engine_api.config import EngineConfig

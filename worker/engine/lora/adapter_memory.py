@@ -38,7 +38,7 @@ class PackedAdapter:
 
 
 class TorchAdapterMemory:
-    """Implements worker.engine.adapter_cache.loading.AdapterMemory for torch models.
+    """Implements worker.engine.scheduling.loader_threads.AdapterMemory for torch models.
 
     `read` reads an adapter from its directory, `install` puts it into a slot of the model's layers.
     """

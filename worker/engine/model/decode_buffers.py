@@ -18,7 +18,7 @@ from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import AttentionPlan, AttentionStep
 from worker.engine.device.transfer import upload
 from worker.engine.model.inputs import StepInputs
-from worker.engine.scheduling.batch import Row
+from worker.engine.scheduling.sequence import Row
 
 
 class DecodeBuffers:

@@ -8,6 +8,7 @@ The hidden states are those that the model's output head gets; no logits are com
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,31 @@ from torch.nn.functional import linear
 from worker.engine.device.transfer import download
 from worker.engine.lora.weights import AdapterWeights
 from worker.engine.model.loader import LoadedModel
-from worker.engine.pooling import NO_CLASSIFIER, PendingVector, to_vector
-from worker.engine.scheduling.batch import Batch, Row
-from worker.engine_api import NewSequence, SequenceRefusedError
+from worker.engine.sampling.step import PendingVector
+from worker.engine.scheduling.sequence import Batch, Row
+from worker.engine_api import Failure, NewSequence, SequenceRefusedError
 
 _HEAD = "score.weight"
+_NOT_FINITE = Failure("INTERNAL", "NAN_LOGITS", "the model, with this adapter, gave numbers that are not finite")
+NO_CLASSIFIER = Failure(
+    "FAILED_PRECONDITION",
+    "NO_CLASSIFIER",
+    "neither the base model nor the adapter has a classifier; train the adapter with task_type SEQ_CLS",
+    field="adapter",
+)
+
+
+def pooled(hidden: Tensor, pooling: str) -> Tensor:
+    """Return [width] of a text's hidden states [tokens, width]; pooling is "cls", "mean" or "last"."""
+    if pooling == "mean":
+        return hidden.mean(0)
+    return hidden[0] if pooling == "cls" else hidden[-1]
+
+
+def to_vector(numbers: Tensor) -> tuple[float, ...] | Failure:
+    """Return the numbers of a tensor on the host; a failure where one is not finite."""
+    vector = tuple(numbers.tolist())
+    return vector if all(map(math.isfinite, vector)) else _NOT_FINITE
 
 
 class Encoding:

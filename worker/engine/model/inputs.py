@@ -10,7 +10,7 @@ from torch import Tensor
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import AttentionPlan, AttentionStep
 from worker.engine.device.transfer import upload
-from worker.engine.scheduling.batch import Batch
+from worker.engine.scheduling.sequence import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,15 @@ from torch import Tensor
 
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.device.transfer import upload
-from worker.engine.grammar.masks import NO_MASKS, MaskFiller
 from worker.engine.lora.adapter_layers import AdapterLayers
 from worker.engine.model.cuda_graphs import DecodeGraphs, capture_decodes
 from worker.engine.model.decode_buffers import DecodeBuffers
 from worker.engine.model.encoding import Encoding
 from worker.engine.model.inputs import StepInputs, step_inputs
 from worker.engine.model.loader import LoadedModel
-from worker.engine.sampling.allowed import forbid_ids
+from worker.engine.sampling.masks import NO_MASKS, MaskFiller, forbid_ids
 from worker.engine.sampling.step import InFlight, launch_sampling
-from worker.engine.scheduling.batch import Batch
+from worker.engine.scheduling.sequence import Batch
 from worker.engine_api.config import EngineLimits
 
 

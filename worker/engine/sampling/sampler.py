@@ -4,11 +4,24 @@
                                       └──▶ / temperature ──▶ limits ──▶ + noise of (seed, choice, position): the best
 
 A batch of plain greedy rows costs one pass over the logits, with grammars one more.
+
+    adjustments     + logit_bias ──▶ repetition_penalty ──▶ frequency and presence penalty ──▶ banned ids to -inf
+    limits          typical_p; top_k, top_p and min_p, each of the tokens that the one before kept
+
+The repetition penalty (Keskar et al. 2019, CTRL, section 4.1; as in transformers) counts tokens of prompt and answer;
+the other two (as OpenAI's API defines them) count the answer's alone, ids of earlier attempts included.
+
+The noise is a pure function of (seed, choice, position, token id), without a generator's state: a row draws the same
+noise alone and in any batch, after a preemption, on another worker after a crash, on the CPU and on CUDA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import math
+import struct
+from array import array
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,11 +29,169 @@ import torch
 from torch import Tensor
 
 from worker.engine.device.transfer import upload
-from worker.engine.sampling.adjustments import Adjustments, adjust_logits
-from worker.engine.sampling.allowed import forbid_ids
-from worker.engine.sampling.limits import limits_likeliest, mask_atypical, smallest_kept
-from worker.engine.sampling.noise import gumbel_noise, row_key
+from worker.engine.sampling.masks import forbid_ids
 from worker.engine_api import Sampling
+
+_KEY = struct.Struct("<QQQ")
+_LANES = struct.Struct("<ii")
+
+
+def row_key(seed: int, choice: int, position: int) -> tuple[int, int]:
+    """Return two signed 32-bit integers, a hash of a position in an answer."""
+    digest = hashlib.blake2b(_KEY.pack(seed, choice, position), digest_size=8).digest()
+    first, second = _LANES.unpack(digest)
+    return first, second
+
+
+def gumbel_noise(keys: Tensor, ids: Tensor) -> Tensor:
+    """Compute standard Gumbel noise: keys [rows, 2] int32 and token ids [rows or 1, n] int32 to float32 [rows, n].
+
+    The token with the largest logit plus noise is a draw from softmax(logits) (the Gumbel-max trick).
+    """
+    bits = _mix(_mix(ids + keys[:, :1]).add_(keys[:, 1:]))
+    # 31 bits as a number in (0, 1); small numbers, which give large noise, keep their precision.
+    uniform = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Hash 32-bit integers in place, by a bijection in which each input bit flips about half of the output bits.
+
+    The constants are those of lowbias32 (https://nullprogram.com/blog/2018/07/31/). Shifts are logical: int32 keeps its
+    sign bit otherwise.
+    """
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x7FEB352D
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= 0x846CA68B - (1 << 32)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
+
+
+_OFF = float("-inf")
+
+
+def limits_likeliest(sampling: Sampling) -> bool:
+    """Tell whether `smallest_kept` cuts any token of a row."""
+    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+
+
+def smallest_kept(scores: Tensor, values: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+    """Return the smallest score that top_k, top_p and min_p keep [rows, 1], and whether `values` suffice [rows].
+
+    `values` [rows, width] are the largest of scores [rows, vocab], in descending order. Kept are the top_k largest; of
+    those the fewest that together reach top_p of their probability (nucleus sampling, Holtzman et al. 2020); and of
+    those the ones with at least min_p of the largest's probability (Nguyen et al. 2024). Ties with the smallest kept
+    score are kept.
+    """
+    vocab, width = scores.shape[-1], values.shape[-1]
+    top_k = upload([min(sampling.top_k or vocab, vocab) for sampling in samplings], scores.device)[:, None]
+    # Where top_p is off, 2 is above any sum, so that rounding does not cut the tail.
+    top_p = upload([sampling.top_p if sampling.top_p < 1 else 2.0 for sampling in samplings], scores.device)[:, None]
+    min_p = [math.log(sampling.min_p) if sampling.min_p > 0 else _OFF for sampling in samplings]
+    ranks = torch.arange(width, device=scores.device)
+    among_k = values.masked_fill(ranks >= top_k, _OFF)
+    # Probabilities are relative to the top_k tokens, which are all tokens where top_k is off.
+    everything = scores.logsumexp(-1, keepdim=True)
+    total = torch.where(top_k <= width, among_k.logsumexp(-1, keepdim=True), everything)
+    before = (among_k - total).exp_().cumsum(-1).roll(1, -1)
+    before[:, 0] = 0
+    keep = ((before < top_p) & (ranks < top_k)).sum(-1, keepdim=True)
+    smallest = values.gather(-1, keep - 1).maximum(values[:, :1] + upload(min_p, scores.device)[:, None])
+    if width == vocab:
+        return smallest, torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
+    decided = (top_k <= width) | (top_k == vocab)
+    # Beyond `values` there may be ties with their smallest.
+    return smallest, (decided & (smallest > values[:, -1:]))[:, 0]
+
+
+def mask_atypical(scores: Tensor, samplings: Sequence[Sampling], width: int) -> tuple[Tensor, Tensor]:
+    """Return scores [rows, vocab] with -inf where typical_p cuts, and whether `width` tokens suffice [rows].
+
+    Kept are the tokens whose information is closest to the entropy, the fewest that together reach typical_p of the
+    probability (locally typical sampling, Meister et al. 2022), and ties with the last of them.
+    """
+    mass = upload([sampling.typical_p if sampling.typical_p < 1 else 2.0 for sampling in samplings], scores.device)
+    logprobs = scores.log_softmax(-1)
+    probabilities = logprobs.exp()
+    entropy = -(logprobs * probabilities).nansum(-1, keepdim=True)
+    distance = (-logprobs - entropy).abs_()
+    ordered, order = distance.topk(width, dim=-1, largest=False)
+    short = (probabilities.gather(-1, order).cumsum_(-1) < mass[:, None]).sum(-1, keepdim=True)
+    farthest = ordered.gather(-1, short.clamp(max=width - 1))
+    enough = (short < width) | (width == scores.shape[-1])
+    return scores.masked_fill(distance > farthest, _OFF), enough[:, 0]
+
+
+# Bounds of a penalty: with it, a float32 logit multiplied or divided by the penalty stays finite.
+_SMALLEST, _LARGEST = 1e-30, 1e30
+
+
+class Adjustments:
+    """A sequence's logit bias, and its distinct ids with their counts in the answer; updated token by token."""
+
+    def __init__(self, sampling: Sampling, prompt_length: int) -> None:
+        self.penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+        self._penalizes = sampling.penalizes
+        self.bias_ids = np.array([token for token, _ in sampling.logit_bias], dtype=np.int64)
+        self.bias = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
+        self.ids = array("q")
+        self.counts = array("i")
+        self._places: dict[int, int] = {}
+        self._prompt_length = prompt_length
+        # Only the repetition penalty counts the prompt.
+        self._seen = prompt_length if sampling.repetition_penalty == 1.0 else 0
+
+    def catch_up(self, ids: Sequence[int]) -> None:
+        """Count the ids, of prompt and answer so far, that are new since the last call."""
+        if not self._penalizes:
+            return
+        for position in range(self._seen, len(ids)):
+            place = self._places.setdefault(ids[position], len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(ids[position])
+                self.counts.append(0)
+            if position >= self._prompt_length:
+                self.counts[place] += 1
+        self._seen = len(ids)
+
+
+def adjust_logits(scores: Tensor, rows: Sequence[Adjustments | None], banned: Sequence[Collection[int]]) -> None:
+    """Change float32 scores [rows, vocab] in place, each row by its own adjustments and banned ids."""
+    biased = [(row, each) for row, each in enumerate(rows) if each and len(each.bias_ids)]
+    if biased:
+        where = _places(scores, [(row, each.bias_ids) for row, each in biased])
+        scores.index_put_(where, _tensor([each.bias for _, each in biased], scores), accumulate=True)
+    penalized = [(row, each) for row, each in enumerate(rows) if each and len(each.ids)]
+    if penalized:
+        _penalize(scores, penalized)
+    pairs = [(row, token) for row, ids in enumerate(banned) for token in ids]
+    if pairs:
+        index = upload(pairs, scores.device)
+        scores[index[:, 0], index[:, 1]] = float("-inf")
+
+
+def _penalize(scores: Tensor, rows: Sequence[tuple[int, Adjustments]]) -> None:
+    where = _places(scores, [(row, np.asarray(each.ids)) for row, each in rows])
+    counts = _tensor([np.asarray(each.counts) for _, each in rows], scores)
+    penalties = np.repeat([each.penalties for _, each in rows], [len(each.ids) for _, each in rows], axis=0)
+    repetition, frequency, presence = upload(penalties, scores.device).unbind(1)
+    repetition = repetition.clamp(_SMALLEST, _LARGEST).float()
+    values = scores[where]
+    values = torch.where(values < 0, values * repetition, values / repetition)
+    scores[where] = values - frequency.float() * counts - presence.float() * (counts > 0)
+
+
+def _places(scores: Tensor, rows: Sequence[tuple[int, np.ndarray]]) -> tuple[Tensor, Tensor]:
+    """Return the index of the given ids in the given rows of scores."""
+    numbers = np.repeat([row for row, _ in rows], [len(ids) for _, ids in rows])
+    ids = np.concatenate([ids for _, ids in rows])
+    return upload(numbers, scores.device), upload(ids, scores.device)
+
+
+def _tensor(parts: Sequence[np.ndarray], like: Tensor) -> Tensor:
+    return upload(np.concatenate(parts), like.device).to(like.dtype)
+
 
 # Numbers of likeliest tokens that are sorted: for a small top_k, and for any other limit. Where they are too few for a
 # row (a flat distribution and a high top_p), the number is multiplied by _WIDER until they suffice.

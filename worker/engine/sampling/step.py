@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -17,13 +18,44 @@ from torch import Tensor
 
 from worker.engine.device.out_of_memory import is_out_of_memory
 from worker.engine.device.transfer import download, record_event, upload
-from worker.engine.grammar.masks import NO_MASKS, Masks
-from worker.engine.pooling import PendingVector
-from worker.engine.sampling.adjustments import Adjustments
-from worker.engine.sampling.logprobs import PendingLogprobs, token_logprobs
-from worker.engine.sampling.sampler import Draw, sample
-from worker.engine.scheduling.batch import Batch, Row
+from worker.engine.sampling.masks import NO_MASKS, Masks
+from worker.engine.sampling.sampler import Adjustments, Draw, sample
+from worker.engine.scheduling.sequence import Batch, Row
 from worker.engine_api import Failure, TokenLogprobs
+
+# Return the log probabilities of tokens, and the vector of a text; called when the step is done on the device.
+PendingLogprobs = Callable[[], list[TokenLogprobs]]
+PendingVector = Callable[[], tuple[float, ...] | Failure]
+
+# Maximum number of rows of logits that are converted to float32 together: all rows of a long prompt may be gigabytes.
+_ROWS_AT_ONCE = 64
+
+
+def token_logprobs(logits: Tensor, ids: Tensor, alternatives: Sequence[int]) -> PendingLogprobs:
+    """Compute the log probability of each row's id and of its `alternatives` likeliest ids, of logits [rows, vocab].
+
+    `ids` [rows] int64 are on the same device.
+    """
+    parts = []
+    for first in range(0, len(ids), _ROWS_AT_ONCE):
+        part = slice(first, first + _ROWS_AT_ONCE)
+        parts.append(_part(logits[part].float(), ids[part], alternatives[part]))
+    return lambda: [*chain.from_iterable(part() for part in parts)]
+
+
+def _part(scores: Tensor, ids: Tensor, alternatives: Sequence[int]) -> PendingLogprobs:
+    total = scores.logsumexp(-1, keepdim=True)
+    values, best = scores.topk(min(max(alternatives), scores.shape[-1]), dim=-1)
+    own, values, best = (
+        download(part) for part in ((scores.gather(-1, ids[:, None]) - total)[:, 0], values - total, best)
+    )
+    return lambda: [
+        TokenLogprobs(logprob, tuple(zip(tokens[:count], logprobs[:count], strict=True)))
+        for logprob, tokens, logprobs, count in zip(
+            own.tolist(), best.tolist(), values.tolist(), alternatives, strict=True
+        )
+    ]
+
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -1,1 +1,1 @@
-"""Decides what runs in the next step: sequences, KV blocks, admission. Pure Python, no torch."""
+"""Decides what runs in the next step: sequences, KV blocks, adapters in slots, grammars. Pure Python, no torch."""

@@ -23,7 +23,7 @@ from collections.abc import Sequence as Ids
 from math import exp, log
 from operator import mul
 
-from worker.engine.scheduling.batch import Batch, Row
+from worker.engine.scheduling.sequence import Batch, Row
 
 # Target time of a step with one prompt, as a multiple of its decodes' time; each further prompt adds 1. The promise is
 # 2.5 (docs/benchmarks.md), and single steps take half as long again as predicted. With 2.5: longest gap 2.72.

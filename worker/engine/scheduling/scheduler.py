@@ -15,32 +15,115 @@ revoked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Ids
+from dataclasses import dataclass
 from itertools import zip_longest
+from operator import attrgetter
+from typing import Any
 
-from worker.engine.scheduling.admission import Admission
-from worker.engine.scheduling.batch import Batch, Row
-from worker.engine.scheduling.batch_plan import BatchPlan
+from worker.engine.scheduling.adapter_cache import AdapterCache
+from worker.engine.scheduling.admission import RUN_TOKENS, RowShares, RunningSequences, WaitingSequences, by_rank
 from worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
 from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
-from worker.engine.scheduling.grammar_demand import AnswerGrammar, Grammars, NoGrammars
-from worker.engine.scheduling.memory_ceilings import MemoryCeilings
-from worker.engine.scheduling.outputs import OUT_OF_MEMORY, adapter_failure, output_of
-from worker.engine.scheduling.residency import Residency
-from worker.engine.scheduling.row_shares import RUN_TOKENS, RowShares
-from worker.engine.scheduling.running import RunningSequences
-from worker.engine.scheduling.sequence import Sequence, SequenceState
-from worker.engine.scheduling.statistics import Counters, engine_stats
+from worker.engine.scheduling.grammars import GrammarThread, Prepared
+from worker.engine.scheduling.sequence import (
+    OUT_OF_MEMORY,
+    Batch,
+    Row,
+    Sequence,
+    SequenceState,
+    adapter_failure,
+    output_of,
+)
 from worker.engine.scheduling.validate import check_sequence
-from worker.engine.scheduling.waiting import WaitingSequences
 from worker.engine_api import Failure, FinishKind, NewSequence, Output, SequenceRefusedError, TokenLogprobs
 from worker.engine_api.config import EngineLimits
 from worker.engine_api.stats import EngineStats
 
 
+@dataclass(slots=True)
+class Counters:
+    """Counts since the start; see EngineStats."""
+
+    steps: int = 0
+    sequences_taken: int = 0
+    computed_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+class MemoryCeilings:
+    """The maximum number of running sequences, and of tokens in a step's chunks.
+
+    They fall when a step runs out of memory, and rise again as sequences end.
+    """
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self._limits = limits
+        self._unlimited_tokens = limits.rows * limits.max_tokens
+        self.rows = limits.rows
+        self.chunk_tokens = self._unlimited_tokens
+
+    def lower(self, batch: Batch, running: RunningSequences) -> Sequence | None:
+        """Make the next batch smaller than this one, for which memory was not enough; return one that was alone.
+
+        Where chunks were most of it, they are halved from now on; else the last sequence in rank is preempted, and its
+        place stays empty.
+        """
+        chunk_tokens = batch.tokens - batch.decodes
+        if chunk_tokens > batch.decodes:
+            self.chunk_tokens = chunk_tokens // 2
+            return None
+        last = max((row.sequence for row in batch.rows), key=by_rank)
+        if len(batch.rows) == 1:
+            return last
+        running.preempt(last)
+        self.rows = len(running)
+        return None
+
+    def lift(self) -> None:
+        """Allow one more sequence and twice the tokens, because a sequence has ended and freed its memory."""
+        self.rows = min(self.rows + 1, self._limits.rows)
+        self.chunk_tokens = min(2 * self.chunk_tokens, self._unlimited_tokens)
+
+
+_by_slot = attrgetter("sequence.adapter_slot")
+
+
+class BatchPlan:
+    """Rows of one id and chunks of prompts, in the order in which they were scheduled."""
+
+    def __init__(self) -> None:
+        self.singles: list[Row] = []
+        self._chunks: list[Row] = []
+
+    def add_row(self, sequence: Sequence, count: int) -> None:
+        """Add a sequence's next `count` ids: they count as computed, and a placeholder follows if one is sampled."""
+        start = sequence.computed
+        sequence.computed = start + count
+        samples = sequence.computed == sequence.length
+        sequence.placeholders += samples
+        (self.singles if count == 1 else self._chunks).append(Row(sequence, start, count, samples, sequence.epoch))
+
+    def add_chunk(self, sequence: Sequence, budget: ChunkBudget) -> None:
+        """Add as many of a sequence's next ids as the budget allows, if any."""
+        count = budget.take(sequence.computed, sequence.length - sequence.computed)
+        if count:
+            self.add_row(sequence, count)
+
+    def batch(self) -> Batch | None:
+        """Return the batch, or None where there are no rows."""
+        if not self.singles and not self._chunks:
+            return None
+        self.singles.sort(key=_by_slot)
+        self._chunks.sort(key=_by_slot)
+        tokens = len(self.singles) + sum(row.count for row in self._chunks)
+        return Batch((*self.singles, *self._chunks), len(self.singles), tokens)
+
+
 class Scheduler:
-    """Continuous batching with preemption by recomputing; rows are shared by tenants (row_shares.py). One thread.
+    """Continuous batching with preemption by recomputing; rows are shared by tenants (admission.py). One thread.
 
     Of a tenant's sequences the first to come is the first to run, with priorities. A step's work is O(batch and tenants
     that wait). `step_tokens` bounds the tokens of a step, at least `limits.rows`. With a chunk sizer its chunks get of
@@ -52,36 +135,36 @@ class Scheduler:
         limits: EngineLimits,
         end_token_ids: Iterable[int],
         step_tokens: int,
-        residency: Residency,
+        adapters: AdapterCache[Any],
         chunk_sizer: ChunkSizer | None = None,
         on_begun: Callable[[str], None] = lambda sequence_id: None,
         run_tokens: int = RUN_TOKENS,
-        grammars: Grammars | None = None,
+        grammars: GrammarThread | None = None,
     ) -> None:
         self.limits = limits
         # A row that prefills leaves at most rows - 1 decodes: with so many tokens it always advances.
         self.step_tokens = max(step_tokens, limits.rows)
         self.blocks = BlockManager(limits.blocks, limits.block_size)
         self._end_ids = frozenset(end_token_ids)
-        self._residency = residency
-        self._grammars = grammars or NoGrammars()
+        self._adapters = adapters
+        self._grammars = grammars
+        self._on_begun = on_begun
         self._chunk_sizer = chunk_sizer
         self._sequences: dict[str, Sequence] = {}
         shares = RowShares(run_tokens)
-        self._waiting = WaitingSequences(residency, shares)
-        self._running = RunningSequences(self.blocks, self._waiting, residency, shares)
+        self._waiting = WaitingSequences(adapters, shares)
+        self._running = RunningSequences(self.blocks, self._waiting, adapters, shares)
         self._ceilings = MemoryCeilings(limits)
         self._complete: list[Output] = []
         self._counters = Counters()
-        self._admission = Admission(
-            self._waiting, self._running, self.blocks, self._ceilings, self._counters, on_begun, tries=limits.rows
-        )
 
     def add_sequence(self, spec: NewSequence) -> None:
         """Take a sequence, and request its adapter where it is not resident. Raises SequenceRefusedError."""
         check_sequence(spec, self.limits)
         if spec.sequence_id in self._sequences:
             raise SequenceRefusedError("sequence_id", f"{spec.sequence_id} is running already")
+        if spec.grammar and self._grammars is None:
+            raise SequenceRefusedError("format", "this engine serves no formats")
         sequence = Sequence(spec, self._counters.sequences_taken, self._end_ids)
         self._counters.sequences_taken += 1
         finish = sequence.finish()
@@ -90,7 +173,7 @@ class Scheduler:
             self._complete.append(output_of(sequence, (), finish))
             return
         self._sequences[spec.sequence_id] = sequence
-        if spec.grammar:
+        if spec.grammar and self._grammars is not None:
             self._grammars.request(spec)
         else:
             self._waiting.enter(sequence)
@@ -113,15 +196,15 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Tell whether take_arrivals or schedule would do anything now."""
-        busy = self._running or self._complete or self._waiting.any_ready
-        return bool(busy) or self._residency.has_work() or self._grammars.has_work()
+        busy = self._running or self._complete or self._waiting.any_ready or self._adapters.has_work()
+        return bool(busy) or (self._grammars is not None and self._grammars.has_work())
 
     def take_arrivals(self) -> list[Output]:
         """Let in adapters and grammars that are ready; end the sequences whose adapter or grammar could not be."""
         outputs, self._complete = self._complete, []
-        for ready in self._grammars.poll():
-            outputs += self._take_grammar(self._sequences[ready.sequence_id], ready.grammar)
-        arrivals = self._residency.poll(busy=bool(self._running))
+        for sequence_id, grammar in self._grammars.poll() if self._grammars is not None else ():
+            outputs += self._take_grammar(self._sequences[sequence_id], grammar)
+        arrivals = self._adapters.poll(busy=bool(self._running))
         for digest in arrivals.arrived:
             self._waiting.arrived(digest)
         for digest, error in arrivals.failed:
@@ -129,7 +212,7 @@ class Scheduler:
             outputs += self.fail(ids, adapter_failure(digest, error))
         return outputs
 
-    def _take_grammar(self, sequence: Sequence, grammar: AnswerGrammar | Failure) -> list[Output]:
+    def _take_grammar(self, sequence: Sequence, grammar: Prepared) -> list[Output]:
         if isinstance(grammar, Failure):
             return self.fail([sequence.sequence_id], grammar)
         sequence.grammar = grammar
@@ -142,7 +225,7 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Return the rows of the next step, with blocks for all of them; None where no sequence can run."""
-        self._admission.make_room()
+        self._make_room()
         plan = BatchPlan()
         prefilling: list[Sequence] = []
         decodes: list[int] = []
@@ -165,6 +248,31 @@ class Scheduler:
         self._add_chunks(plan, self._chunk_budget(decodes, len(plan.singles), len(prefilling)), prefilling)
         return plan.batch()
 
+    def _make_room(self) -> None:
+        """Let the next sequence that waits take the row and blocks that it lacks from tenants above their share."""
+        sequence = self._waiting.head(self.limits.rows)
+        if sequence is not None:
+            self._running.yield_to(sequence, len(self._running) + 1 - self._ceilings.rows)
+
+    def _admit(self, passed: Collection[str] = ()) -> Sequence | None:
+        """Let the next sequence run that waits, but none of the tenants `passed`; None where rows or blocks lack."""
+        if len(self._running) >= self._ceilings.rows:
+            return None
+        sequence = self._waiting.head(self.limits.rows)
+        if sequence is not None and sequence.spec.tenant in passed and self.blocks.shortage(sequence) <= 0:
+            sequence = self._waiting.head(self.limits.rows, passed)
+        # A sequence that waits for blocks is not overtaken: a long prompt might wait for ever.
+        if sequence is None or sequence.spec.tenant in passed or not self.blocks.allocate(sequence):
+            return None
+        self._waiting.take(sequence)
+        if sequence.cached_tokens is None:
+            self._on_begun(sequence.sequence_id)
+            sequence.cached_tokens = sequence.computed
+            self._counters.prefix_queries += len(sequence.ids)
+            self._counters.prefix_hits += sequence.computed
+        self._running.start(sequence)
+        return sequence
+
     def _add_chunks(self, plan: BatchPlan, budget: ChunkBudget, prefilling: list[Sequence]) -> None:
         """Schedule chunks of prompts: in rank, but half of the budget is first offered to the other tenants.
 
@@ -176,7 +284,7 @@ class Scheduler:
             firsts = {sequence.spec.tenant: sequence for sequence in reversed(prefilling)}
             tenants, aside = set(firsts), budget.split()
             del firsts[prefilling[0].spec.tenant]
-            while aside.any and (newcomer := self._admission.admit(tenants)) is not None:
+            while aside.any and (newcomer := self._admit(tenants)) is not None:
                 tenants.add(newcomer.spec.tenant)
                 plan.add_chunk(newcomer, aside)
             for sequence in sorted(firsts.values(), key=lambda first: first.length - first.computed):
@@ -187,7 +295,7 @@ class Scheduler:
         for sequence in prefilling:
             if budget.any and sequence not in chunked:
                 plan.add_chunk(sequence, budget)
-        while budget.any and (newcomer := self._admission.admit()) is not None:
+        while budget.any and (newcomer := self._admit()) is not None:
             plan.add_chunk(newcomer, budget)
 
     def commit(
@@ -233,7 +341,7 @@ class Scheduler:
     def revoke(self, batch: Batch) -> list[Output]:
         """Undo the scheduling of the last batch, for which memory was not enough: the next batch is smaller.
 
-        A sequence that was alone fails. See memory_ceilings.py.
+        A sequence that was alone fails.
         """
         batch.unschedule()
         alone = self._ceilings.lower(batch, self._running)
@@ -241,7 +349,26 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Return what is held now."""
-        return engine_stats(self._counters, self._running, self._waiting, self.blocks, self._residency)
+        counters, adapters = self._counters, self._adapters
+        return EngineStats(
+            steps=counters.steps,
+            rows_running=len(self._running),
+            rows_waiting=len(self._waiting),
+            blocks_free=self.blocks.free,
+            blocks_cached=self.blocks.cached,
+            blocks_referenced=self.blocks.referenced,
+            slots_used=adapters.used,
+            slots_pinned=adapters.pinned,
+            adapters=adapters.resident,
+            sequences_taken=counters.sequences_taken,
+            adapter_hits=self._waiting.hits,
+            adapter_misses=self._waiting.misses,
+            tiers=adapters.tiers,
+            preemptions=self._running.preemptions,
+            computed_tokens=counters.computed_tokens,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+        )
 
     def check(self) -> None:
         """Raise an integrity error unless exactly the running sequences hold blocks and pins. Takes time O(blocks)."""
@@ -260,7 +387,8 @@ class Scheduler:
             sequence.move_to(SequenceState.ENDED)
             self._ceilings.lift()
         elif sequence.state is SequenceState.ARRIVED:
-            self._grammars.withdraw(sequence.sequence_id)
+            if self._grammars is not None:
+                self._grammars.withdraw(sequence.sequence_id)
             sequence.move_to(SequenceState.ENDED)
         else:
             self._waiting.leave(sequence)

@@ -20,11 +20,13 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
+from dataclasses import dataclass
 from enum import IntEnum, auto
 from typing import Any
 
-from worker.engine.scheduling.grammar_demand import AnswerGrammar
-from worker.engine_api import FinishKind, NewSequence, TokenLogprobs
+from artifacts.errors import ArtifactError, MismatchError
+from worker.engine.scheduling.grammars import GrammarState
+from worker.engine_api import Failure, FailureCode, FinishKind, NewSequence, Output, TokenLogprobs
 
 # Number of earlier arrivals that one level of priority passes; bounded, so that no sequence starves.
 PLACES_PER_PRIORITY = 64
@@ -138,7 +140,7 @@ class Sequence:
         # Of a sequence that asks for a vector, which ends with it.
         self.vector: tuple[float, ...] = ()
         # The state of the answer inside its grammar, once that has been compiled; None without a grammar.
-        self.grammar: AnswerGrammar | None = None
+        self.grammar: GrammarState | None = None
         # For the engine to keep what it computes from token to token; goes with the sequence.
         self.engine_state: Any = None
 
@@ -238,3 +240,97 @@ class Sequence:
         # Lengths keep (tenant, adapter) apart from every other pair with the same letters.
         root = f"{len(adapter)}:{adapter}{self.spec.tenant}"
         return hashlib.blake2b(root.encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sequence's share of a step: its ids from `start`, `count` of them, and whether the next one is sampled.
+
+    The last of these ids may be a placeholder: what the step before this one samples.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+    # The sequence's when this was scheduled.
+    epoch: int = 0
+
+    @property
+    def live(self) -> bool:
+        """Tell whether the sequence has run without a stop since, so that this row's result is of use."""
+        return self.epoch == self.sequence.epoch
+
+    @property
+    def answered(self) -> int:
+        """Return how many tokens of the answer come before the one that is sampled."""
+        return self.start + self.count - self.sequence.prompt_length
+
+    @property
+    def last_is_placeholder(self) -> bool:
+        """Tell whether the last of its ids is not known yet; a row's other ids are."""
+        return self.start + self.count > len(self.sequence.ids)
+
+    @property
+    def prompt_positions(self) -> range:
+        """Return the positions of this row whose logits give a log probability of the prompt that is still missing."""
+        missing = self.sequence.missing_prompt_logprobs
+        first = max(self.start, missing.start)
+        return range(first, max(first, min(self.start + self.count, missing.stop)))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows of a step: first the `decodes` rows of one id, then the longer ones, each part sorted by adapter_slot.
+
+    `tokens` is the sum of the rows' counts. Every row's blocks hold its positions up to start + count.
+    """
+
+    rows: tuple[Row, ...]
+    decodes: int
+    tokens: int
+
+    def unschedule(self) -> None:
+        """Take the rows back from their sequences: this batch, the last one that was scheduled, does not run."""
+        for row in self.rows:
+            row.sequence.computed = row.start
+            row.sequence.placeholders -= row.samples
+
+
+OUT_OF_MEMORY = Failure("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "the worker has not enough memory for it, even alone")
+
+
+def output_of(
+    sequence: Sequence,
+    token_ids: tuple[int, ...],
+    finish: FinishKind | None,
+    failure: Failure | None = None,
+    logprobs: tuple[TokenLogprobs, ...] = (),
+) -> Output:
+    """Report a sequence's new tokens, its end, or both; its first output reports its start too."""
+    offset = sequence.answered - len(token_ids)
+    # Every later output follows tokens of this attempt.
+    first = offset == len(sequence.spec.emitted_ids)
+    return Output(
+        sequence.sequence_id,
+        offset,
+        token_ids,
+        finish,
+        failure,
+        adapter_ms=sequence.adapter_ms if first else None,
+        cached_tokens=(sequence.cached_tokens or 0) if first else None,
+        logprobs=logprobs,
+        # Of a sequence that fails before its first token they are incomplete.
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if first and failure is None else (),
+        vector=sequence.vector,
+    )
+
+
+def adapter_failure(digest: str, error: Exception) -> Failure:
+    """Make the failure of the sequences whose adapter could not be loaded."""
+    code: FailureCode = "INTERNAL"
+    if isinstance(error, MismatchError):
+        code = "FAILED_PRECONDITION"
+    elif isinstance(error, ArtifactError):
+        code = "INVALID_ARGUMENT"
+    return Failure(code, "ADAPTER_UNLOADABLE", f"adapter {digest}: {error}", field="adapter")

@@ -1,6 +1,6 @@
 """The share of this worker's rows that each tenant has, and the row that a tenant below its share may take.
 
-The engine takes it from the tenant that has most rows for its weight (worker.engine.scheduling.row_shares).
+The engine takes it from the tenant that has most rows for its weight (worker.engine.scheduling.admission).
 """
 
 from __future__ import annotations

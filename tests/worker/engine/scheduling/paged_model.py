@@ -6,9 +6,8 @@ import random
 import zlib
 from typing import Any
 
-from worker.engine.scheduling.batch import Batch
 from worker.engine.scheduling.scheduler import Scheduler
-from worker.engine.scheduling.sequence import Sequence
+from worker.engine.scheduling.sequence import Batch, Sequence
 from worker.engine_api import (
     AdapterSource,
     Failure,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.worker.engine.scheduling.paged_model import LIMITS, PagedModel, oracle, spec
-from worker.engine.scheduling.batch import Batch
+from worker.engine.scheduling.sequence import Batch
 from worker.engine_api import Failure, FinishKind, NewSequence, Sampling, Stopping
 
 ENDLESS = Stopping(max_tokens=40, ignore_eos=True)

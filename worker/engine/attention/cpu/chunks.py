@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from worker.engine.attention.eager import additive_mask, eager_attention, visibility
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
-from worker.engine.scheduling.batch import Row
+from worker.engine.scheduling.sequence import Row
 
 # Tokens of a block of queries. Measured: 32 to 128 take the same time, fewer and more are slower.
 _BLOCK_TOKENS = 64

@@ -25,7 +25,7 @@ from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.device.cpu import threads
 from worker.engine.device.dtypes import dtype_name
-from worker.engine.scheduling.batch import Batch
+from worker.engine.scheduling.sequence import Batch
 
 # Maximum of a row for the kernel: this many tokens, or this many tokens times the last one's positions. Above both,
 # matrix products are faster.

@@ -16,7 +16,7 @@ from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall
 from worker.engine.device.kernel_call import KernelCall
 from worker.engine.device.transfer import upload
-from worker.engine.scheduling.batch import Batch, Row
+from worker.engine.scheduling.sequence import Batch, Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.worker.engine.adapter_cache.cliff_simulation import (
+from tests.worker.engine.scheduling.cliff_simulation import (
     IN_FLIGHT,
     INSTALL,
     MEAN_TOKENS,

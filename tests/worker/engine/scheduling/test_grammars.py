@@ -14,10 +14,10 @@ from artifacts.grammars.matching import compile_grammar
 from artifacts.grammars.prover import Prover, ProverBusyError
 from artifacts.grammars.vocabulary import Vocabulary, hash_vocabulary
 from artifacts.hash_model import parse_hash_model
-from worker.engine.adapter_cache.loading import LoaderThreads
-from worker.engine.grammar.grammars import CompiledGrammars, GrammarThread
 from worker.engine.hash_engine import HashEngine
 from worker.engine.hash_tokens import expected_ids
+from worker.engine.scheduling.grammars import CompiledGrammars, GrammarThread
+from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine_api import FinishKind, NewSequence, Output, Stopping
 from worker.engine_api.config import EngineConfig
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import integers
 
-from tests.worker.engine.adapter_cache.test_adapter_walk import PASSED_OVER_MOST, SIZES, SLOTS, Walk
-from worker.engine.adapter_cache.integrity import AdapterIntegrityError
+from tests.worker.engine.scheduling.test_adapter_walk import PASSED_OVER_MOST, SIZES, SLOTS, Walk
 from worker.engine.scheduling import adapter_demand
+from worker.engine.scheduling.adapter_tiers import AdapterIntegrityError
 from worker.engine_api import AdapterSource
 
 

@@ -1,4 +1,4 @@
-"""Compiles the grammars of sequences in a thread beside the steps, in turns of the tenants, and keeps them for each.
+"""The states of answers inside their grammars, and the thread that compiles grammars beside the steps.
 
 A grammar is proven first, in a child process with limits that may be killed (artifacts.grammars.prover): a killer
 grammar kills that child, and fails its own requests.
@@ -9,23 +9,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError
 from artifacts.grammars.build import choices_grammar, grammar_digest
 from artifacts.grammars.errors import GrammarError
-from artifacts.grammars.matching import compile_grammar
+from artifacts.grammars.matching import compile_grammar, plain_error
 from artifacts.grammars.prover import Prover, ProverBusyError
 from artifacts.grammars.vocabulary import Vocabulary
-from worker.engine.adapter_cache.loading import Loads
-from worker.engine.grammar.state import GrammarState, grammar_failure
-from worker.engine.scheduling.grammar_demand import GrammarReady
+from worker.engine.scheduling.loader_threads import Loads
 from worker.engine_api import Failure, NewSequence
 from worker.engine_api.stats import Removal
 
+# Imported by the first grammar: see artifacts.grammars.matching.
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLMatcher
 
 log = logging.getLogger(__name__)
@@ -40,11 +40,94 @@ _BYTES_PER_CHARACTER = 200
 # A grammar that is compiled once, so that what all of them need is there.
 _WARM_UP = choices_grammar(["a"])
 
-_Prepared = GrammarState | Failure
-# A sequence's id with its grammar; None: nobody waits for it any more.
-_Ended = tuple[str, _Prepared] | None
 # Failure of a request whose grammar met an error of ours.
 _FAILED = Failure("INTERNAL", "GRAMMAR_FAILED", "the format could not be compiled", "format")
+
+
+class GrammarState:
+    """A matcher that has taken the ids of an answer. Two that have taken the same ids allow the same next ones.
+
+    `hides_end`: the model's end tokens are not to come where anything else may.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, *, hides_end: bool = False) -> None:
+        self.matcher = matcher
+        self.vocabulary = vocabulary
+        self.complete = False
+        self._hidden_ids = vocabulary.end_ids if hides_end else frozenset[int]()
+        # Without an end token nothing tells that an answer is complete but that nothing else may come.
+        self._looks_ahead = hides_end or not vocabulary.end_ids
+        self._look()
+
+    def advance(self, token: int) -> Failure | None:
+        """Take the next id of the answer; return why the answer fails where the grammar does not allow it."""
+        if not self.complete and (not self.matcher.consume_token(token) or self.matcher.is_error()):
+            return grammar_failure(f"token {token} is not allowed: {plain_error(self.matcher.get_error())}")
+        self._look()
+        return None
+
+    def replay(self, ids: Iterable[int]) -> Failure | None:
+        """Take the ids of earlier attempts."""
+        for token in ids:
+            failure = self.advance(token)
+            if failure:
+                return failure
+        return None
+
+    def allowed_ids(self, banned: frozenset[int]) -> np.ndarray:
+        """Return the ids that may come next, in order; `banned` ones only where there are no others.
+
+        There are none where the answer cannot go on; `problem` then says why.
+        """
+        import numpy as np
+
+        mask = np.zeros(self.vocabulary.words, dtype=np.int32)
+        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self.matcher.is_error():
+            return np.zeros(0, dtype=np.int64)
+        self.trim(mask, banned)
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        return np.flatnonzero(bits[: self.vocabulary.size])
+
+    def trim(self, mask: np.ndarray, banned: frozenset[int]) -> None:
+        """Take out of a mask [words] the ids beyond the vocabulary and, unless none would be left, the banned ones."""
+        import numpy as np
+
+        words, bits = divmod(self.vocabulary.size, 32)
+        if words < len(mask):
+            mask[words] &= (1 << bits) - 1
+            mask[words + 1 :] = 0
+        if banned := banned | self._hidden_ids:
+            trimmed = mask.copy()
+            for token in banned:
+                trimmed.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+            if trimmed.any():
+                mask[:] = trimmed
+
+    def problem(self) -> Failure:
+        """Return why nothing may come next, where that is so."""
+        error = self.matcher.get_error()
+        if "NoExtension" in error or not error:
+            return grammar_failure("the format allows nothing after this answer, which is not complete")
+        return grammar_failure(f"the format became too complex: {plain_error(error)}")
+
+    def _look(self) -> None:
+        if self.complete or not self.matcher.is_accepting():
+            return
+        self.complete = self.matcher.is_stopped()
+        if not self.complete and self._looks_ahead:
+            self.complete = self.vocabulary.end_ids.issuperset(self.allowed_ids(self.vocabulary.end_ids).tolist())
+
+
+def grammar_failure(message: str) -> Failure:
+    """Return the failure of an answer for its format."""
+    return Failure("INVALID_ARGUMENT", "GRAMMAR_FAILED", message, "format")
+
+
+# The grammar of a sequence, which has taken its emitted ids; or why it has none.
+Prepared = GrammarState | Failure
+# A sequence's id with its grammar; None: nobody waits for it any more.
+_Ended = tuple[str, Prepared] | None
 
 
 class CompiledGrammars:
@@ -75,7 +158,7 @@ class CompiledGrammars:
 
 
 class GrammarThread:
-    """The grammars of an engine: see worker.engine.scheduling.grammar_demand. One thread compiles, one after the other.
+    """The grammars of an engine. One thread compiles, one after the other; all calls come from the step thread.
 
     `vocabulary` is called in that thread, once; it raises GrammarError for a model that serves no formats.
     """
@@ -99,29 +182,29 @@ class GrammarThread:
         self._loads.start("", self._warm)
 
     def request(self, spec: NewSequence) -> None:
-        """See Grammars."""
+        """Prepare the grammar of a new sequence; poll reports it, unless it is withdrawn before."""
         self._wanted.add(spec.sequence_id)
         with self._lock:
             self._waiting.setdefault(spec.tenant, deque()).append(spec)
         self._loads.start(spec.sequence_id, self._prepare_next)  # one for each that waits, whichever is next
 
     def withdraw(self, sequence_id: str) -> None:
-        """See Grammars."""
+        """Forget a sequence that needs no grammar any more."""
         self._wanted.discard(sequence_id)
 
-    def poll(self) -> list[GrammarReady]:
-        """See Grammars."""
+    def poll(self) -> list[tuple[str, Prepared]]:
+        """Return what has been prepared since the last call, by sequence id."""
         if not self._loads.has_ended():
             return []
         ready = []
         for _, result in self._loads.ended():
             if isinstance(result, tuple) and result[0] in self._wanted:
                 self._wanted.discard(result[0])
-                ready.append(GrammarReady(*result))
+                ready.append(result)
         return ready
 
     def has_work(self) -> bool:
-        """See Grammars."""
+        """Tell whether poll would return anything now."""
         return self._loads.has_ended()
 
     def forget(self) -> Removal:
@@ -159,7 +242,7 @@ class GrammarThread:
             log.exception("a grammar could not be prepared")
             return spec.sequence_id, _FAILED
 
-    def _prepare(self, spec: NewSequence) -> _Prepared:
+    def _prepare(self, spec: NewSequence) -> Prepared:
         try:
             matcher, vocabulary = self._matcher(spec.grammar, spec.tenant)
         except (GrammarError, ArtifactError) as error:

@@ -15,7 +15,7 @@ from artifacts.grammars.vocabulary import Vocabulary, hash_vocabulary, read_voca
 from artifacts.hash_model import parse_hash_model
 from tests.drawn_schemas import byte_tokenizer, draw_schema
 from tests.hash_formats import GRAMMARS
-from worker.engine.grammar.state import GrammarState
+from worker.engine.scheduling.grammars import GrammarState
 
 END_LESS = hash_vocabulary(parse_hash_model("hash:?vocab=600"))
 ENDING = hash_vocabulary(parse_hash_model("hash:?vocab=600&end_after=9"))

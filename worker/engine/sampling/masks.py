@@ -1,17 +1,20 @@
-"""Fills the masks of a step's rows, in parallel and while the model computes."""
+"""Masks of the ids that grammars allow: filled in parallel while the model computes, then applied to the logits."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from llguidance import LLExecutor
+from torch import Tensor
 
-from worker.engine.grammar.state import GrammarState
-from worker.engine.scheduling.batch import Batch, Row
+from worker.engine.device.transfer import upload
+from worker.engine.scheduling.grammars import GrammarState
+from worker.engine.scheduling.sequence import Batch, Row
 from worker.engine_api import Failure
 
 _log = logging.getLogger(__name__)
@@ -39,9 +42,7 @@ class MaskFiller:
     def begin(self, batch: Batch) -> Future[Masks] | None:
         """Begin to fill the masks of a batch; None where no row needs one."""
         constrained = [
-            (row, grammar)
-            for row in batch.rows
-            if isinstance(grammar := row.sequence.grammar, GrammarState) and row.samples
+            (row, grammar) for row in batch.rows if (grammar := row.sequence.grammar) is not None and row.samples
         ]
         if not constrained:
             return None
@@ -74,3 +75,26 @@ def _fill(executor: LLExecutor, rows: list[tuple[Row, GrammarState]]) -> Masks:
         else:
             failures[row] = grammar.problem()
     return Masks(allowed, failures)
+
+
+def forbid_ids(logits: Tensor, masks: Sequence[np.ndarray | None]) -> None:
+    """Set logits [rows, vocab] in place to -inf where a row's mask, a bit for each id, int32 [words], has none."""
+    constrained = [(row, mask) for row, mask in enumerate(masks) if mask is not None]
+    if not constrained:
+        return
+    if logits.device.type == "cpu":
+        from worker.engine.sampling.mask_kernel import apply_masks  # numba is there only where the CPU computes
+
+        rows, bits = zip(*constrained, strict=True)
+        apply_masks(logits, rows, bits)
+    else:
+        forbid_with_torch(logits, masks)
+
+
+def forbid_with_torch(logits: Tensor, masks: Sequence[np.ndarray | None]) -> None:
+    """Do the same where at least one row has a mask, on any device; masks are uploaded packed: 16 KiB for 128k ids."""
+    everything = np.full_like(next(mask for mask in masks if mask is not None), -1)
+    words = upload(np.stack([everything if mask is None else mask for mask in masks]), logits.device)
+    places = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (words[:, :, None] >> places) & 1
+    logits.masked_fill_(allowed.view(len(masks), -1)[:, : logits.shape[-1]] == 0, float("-inf"))

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from worker.engine.adapter_cache.cache import AdapterCache
-from worker.engine.adapter_cache.loading import LoaderThreads
-from worker.engine.adapter_cache.slots import MINIMUM_RESIDENCE
-from worker.engine.adapter_cache.swap_budget import SwapBudget
 from worker.engine.scheduling import adapter_demand as demand
+from worker.engine.scheduling.adapter_cache import AdapterCache, SwapBudget
 from worker.engine.scheduling.adapter_demand import PASSED_OVER_MOST
-from worker.engine.scheduling.row_shares import RowShares
+from worker.engine.scheduling.adapter_slots import MINIMUM_RESIDENCE
+from worker.engine.scheduling.admission import RowShares, WaitingSequences
+from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.sequence import Sequence
-from worker.engine.scheduling.waiting import WaitingSequences
 from worker.engine_api import AdapterSource, NewSequence
 
 SLOTS = 2

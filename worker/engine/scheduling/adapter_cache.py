@@ -5,32 +5,89 @@
                          read()                          transfer()   install(), within the swap budget         │
                                     host tier, kept while its budget allows ◀────────── evicted ◀───────────────┘
 
-What the sequences wait for decides which adapter is next, and which one leaves: reads.py, slots.py,
-scheduling/adapter_demand.py.
+What the sequences wait for decides which adapter is next, and which one leaves: adapter_demand.py, adapter_slots.py.
+
+Operators' commands bring in adapters that no sequence waits for. They are carried out one after the other, each once
+some slot is empty or has an adapter that nobody waits for: no sequence is delayed by one, and at most one adapter is
+held in memory for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from worker.engine.adapter_cache.host_tier import HostTier
-from worker.engine.adapter_cache.integrity import require_integrity
-from worker.engine.adapter_cache.loading import AdapterMemory, Loads
-from worker.engine.adapter_cache.reads import Reads
-from worker.engine.adapter_cache.slots import DeviceSlots
-from worker.engine.adapter_cache.swap_budget import SwapBudget
-from worker.engine.adapter_cache.transfers import Transfers
 from worker.engine.scheduling.adapter_demand import Demand, Urgency
-from worker.engine.scheduling.residency import Arrivals
+from worker.engine.scheduling.adapter_slots import DeviceSlots
+from worker.engine.scheduling.adapter_tiers import AdapterMemory, HostTier, Reads, Transfers, require_integrity
+from worker.engine.scheduling.loader_threads import Loads
 from worker.engine_api import AdapterSource
-from worker.engine_api.stats import TierStats
+from worker.engine_api.stats import Removal, TierStats
 
 P = TypeVar("P")
+# Maximum seconds of copies for each second of steps, in the long run.
+SHARE = 0.5
+# Maximum time of copies between two steps, as a share of a step; one adapter may always be copied.
+STALL_SHARE = 0.2
+
+
+class SwapBudget:
+    """Measures steps (the time between polls) and copies; in polls without running sequences nothing is bounded."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._busy = False
+        self._polled_at: float | None = None
+        self._step_s = 0.0
+        self._spent_s = 0.0
+        self._last_s = 0.0
+        # Below zero: the next steps pay for what was spent.
+        self._credit_s = 0.0
+
+    def begin_poll(self, *, busy: bool) -> None:
+        """Begin a poll; `busy`: sequences run."""
+        now = self._clock()
+        if busy and self._polled_at is not None:
+            self._step_s = max(0.0, now - self._polled_at - self._spent_s)
+            earned_s = SHARE * self._step_s
+            self._credit_s = min(earned_s, self._credit_s + earned_s)
+        else:
+            self._credit_s = 0.0
+        self._busy, self._polled_at, self._spent_s = busy, now if busy else None, 0.0
+
+    def allows(self) -> bool:
+        """Tell whether one more adapter may be copied in this poll."""
+        if not self._busy:
+            return True
+        if not self._spent_s:
+            return self._credit_s >= 0
+        return self._spent_s + self._last_s <= STALL_SHARE * self._step_s
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Measure one copy."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._last_s = self._clock() - began
+            self._spent_s += self._last_s
+            self._credit_s -= self._last_s
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """The requests that have ended: digests that can be pinned now, and those that could not be loaded."""
+
+    arrived: tuple[str, ...]
+    failed: tuple[tuple[str, Exception], ...]
 
 
 class AdapterCache(Generic[P]):
-    """Keeps adapters in slots 0 to slots - 1; see worker.engine.scheduling.residency.Residency."""
+    """Keeps adapters in slots 0 to slots - 1. All calls come from the step thread."""
 
     def __init__(
         self,
@@ -52,6 +109,9 @@ class AdapterCache(Generic[P]):
         self._arrived: list[str] = []
         self._load_failures = 0
         self._failed: list[tuple[str, Exception]] = []
+        # Operators' commands that have not begun, and the digest of the one that is under way.
+        self._commands: dict[str, AdapterSource] = {}
+        self._under_way: str | None = None
 
     def request(self, source: AdapterSource) -> None:
         """Bring an adapter in, unless that is under way; poll reports when it is there."""
@@ -63,6 +123,8 @@ class AdapterCache(Generic[P]):
 
     def withdraw(self, digest: str) -> None:
         """Stop bringing in an adapter that nobody waits for any more; one that is being read is kept in host memory."""
+        if digest == self._under_way:
+            return
         self._drop_request(digest)
         self._reads.feed()
 
@@ -79,8 +141,48 @@ class AdapterCache(Generic[P]):
         self._slots.unpin(digest)
         self._host.touch(digest)
 
+    def warm_adapter(self, source: AdapterSource) -> None:
+        """Bring an adapter into a slot when one can be had; one that can't be loaded is forgotten."""
+        if source.digest not in self._slots:
+            self._commands[source.digest] = source
+
+    def pin_adapter(self, source: AdapterSource) -> None:
+        """Bring an adapter into a slot and keep it there. Raises ValueError where no slot would be left for others."""
+        self._slots.keep(source.digest)
+        if source.digest in self._slots.draining:
+            self._spare(source.digest)
+        self.warm_adapter(source)
+
+    def unpin_adapter(self, digest: str) -> None:
+        """Undo pin_adapter: the adapter may leave like any other, and a command not yet begun is forgotten."""
+        self._slots.kept.pop(digest, None)
+        self._commands.pop(digest, None)
+
+    def forget_others(self, kept: Container[str]) -> Removal:
+        """Remove the adapters but those that are kept from host memory and slots; those in use count as left."""
+        removed = left = 0
+        for digest in [digest for digest in self._host.kept_digests if digest not in kept]:
+            self._host.drop(digest)
+            removed += 1
+        for digest in [digest for digest in self._slots.digests if digest not in kept]:
+            dropped = self._slots.drop(digest)
+            removed, left = removed + dropped, left + (not dropped)
+        coming = {*self._commands, *self._reads.wanted, *self._reads.loading, *self._host.held_digests}
+        return Removal(removed, left + sum(one not in kept and one not in self._slots for one in coming))
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Return the digests of the adapters that operators keep, also of those that are not there yet."""
+        return tuple(self._slots.kept)
+
     def poll(self, *, busy: bool = False) -> Arrivals:
         """Put what has been loaded into slots, the most urgent first; `busy`: sequences run, which that delays."""
+        while self._may_command():
+            digest = next(iter(self._commands))
+            source = self._commands.pop(digest)
+            if digest not in self._slots:
+                self._under_way = digest
+                self.request(source)
         self._slots.now += 1
         self._budget.begin_poll(busy=busy)
         if self._loads.has_ended():
@@ -101,7 +203,7 @@ class AdapterCache(Generic[P]):
         if any(map(self._slots.idle, self._slots.draining)) and not self._transfers.any_under_way:
             return True
         movable = (digest not in self._slots and self._transfers.can_move(digest) for digest in self._lacking())
-        return any(movable) and self._slots.has_room()
+        return (any(movable) and self._slots.has_room()) or self._may_command()
 
     @property
     def used(self) -> int:
@@ -144,33 +246,46 @@ class AdapterCache(Generic[P]):
 
     def _requested(self) -> set[str]:
         """Return the digests of all adapters that are to be brought in."""
-        return set(self.demand.parked_digests)
+        return {*self.demand.parked_digests, *((self._under_way,) if self._under_way else ())}
+
+    def _may_command(self) -> bool:
+        """Tell whether a command may begin."""
+        return self._under_way is None and bool(self._commands) and self._slots.has_room()
 
     def _take(self, digest: str, result: P | Exception) -> None:
+        requested = self._end_load(digest, result)
+        if isinstance(result, Exception):
+            if digest == self._under_way:
+                self._under_way = None
+            if requested:
+                self._host.let_go(digest)
+                if digest in self._slots:  # it drains; sequences that wait for it can use it as it is
+                    self._slots.draining.pop(digest, None)
+                    self._arrived.append(digest)
+                else:
+                    self._fail(digest, result)
+
+    def _end_load(self, digest: str, result: P | Exception) -> bool:
+        """Put what a read or copy has returned into its place; return whether the adapter is still requested."""
         if digest in self._reads.loading:
-            wanted = self._reads.end(digest, result)
+            return self._reads.end(digest, result)
+        requested = self._host.held(digest) is not None
+        if requested and not isinstance(result, Exception):
+            self._transfers.complete(digest, result)
         else:
-            wanted = self._host.held(digest) is not None
-            if wanted and not isinstance(result, Exception):
-                self._transfers.complete(digest, result)
-            else:
-                self._transfers.forget(digest)
-        if not wanted or not isinstance(result, Exception):
-            return
-        self._host.let_go(digest)
-        if digest in self._slots:  # it drains; sequences that wait for it can use it as it is
-            self._slots.draining.pop(digest, None)
-            self._arrived.append(digest)
-        else:
-            self._fail(digest, result)
+            self._transfers.forget(digest)
+        return requested
 
     def _fail(self, digest: str, error: Exception) -> None:
         self._failed.append((digest, error))
         self._load_failures += 1
 
     def _lacking(self) -> list[str]:
-        """Return the adapters that lack only a slot, the most urgent first."""
-        return list(self.demand.order())
+        """Return the adapters that lack only a slot, the most urgent first; the one of a command comes last."""
+        lacking, commanded = list(self.demand.order()), self._under_way
+        if commanded is not None and self._host.held(commanded) is not None and commanded not in self.demand.lacking:
+            lacking.append(commanded)
+        return lacking
 
     def _install_waiting(self, lacking: list[str]) -> None:
         starved: list[str] = []
@@ -219,3 +334,5 @@ class AdapterCache(Generic[P]):
         self._reads.drop_request(digest)
         self._transfers.discard(digest)
         self._host.let_go(digest)
+        if digest == self._under_way:
+            self._under_way = None

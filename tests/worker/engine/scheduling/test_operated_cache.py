@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from worker.engine.adapter_cache.operated_cache import OperatedCache
+from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.adapter_demand import PASSED_OVER_MOST
-from worker.engine.scheduling.row_shares import RowShares
+from worker.engine.scheduling.admission import RowShares, WaitingSequences
 from worker.engine.scheduling.sequence import Sequence
-from worker.engine.scheduling.waiting import WaitingSequences
 from worker.engine_api import AdapterSource, NewSequence
 from worker.engine_api.stats import Removal
 
@@ -29,7 +28,7 @@ def make_loads(gated_loads: Any) -> Callable[..., Any]:
     def make(slots: int, *, transfers: bool = False, host_bytes: int = 1 << 20) -> Any:
         loads = gated_loads(slots, frozenset(["broken"]))
         loads.transfers = transfers
-        loads.cache = OperatedCache(slots, loads, loads, host_bytes)
+        loads.cache = AdapterCache(slots, loads, loads, host_bytes)
         return loads
 
     return make

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from worker.engine.adapter_cache.swap_budget import SwapBudget
 from worker.engine.scheduling import adapter_demand as demand
+from worker.engine.scheduling.adapter_cache import SwapBudget
 from worker.engine.scheduling.adapter_demand import Urgency
-from worker.engine.scheduling.row_shares import RowShares
+from worker.engine.scheduling.admission import RowShares, WaitingSequences
 from worker.engine.scheduling.sequence import Sequence
-from worker.engine.scheduling.waiting import WaitingSequences
 from worker.engine_api import AdapterSource, NewSequence
 
 OPERATIONS = 10_000

@@ -6,10 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from worker.engine.adapter_cache.cache import AdapterCache
-from worker.engine.adapter_cache.swap_budget import SwapBudget
-from worker.engine.scheduling.batch import Batch
+from worker.engine.scheduling.adapter_cache import AdapterCache, SwapBudget
 from worker.engine.scheduling.scheduler import Scheduler
+from worker.engine.scheduling.sequence import Batch
 from worker.engine_api import AdapterSource, NewSequence, Stopping
 from worker.engine_api.config import EngineLimits
 

@@ -1,4 +1,4 @@
-"""The memory that adapters are brought into, and the threads that do it: a few, so that a slow load delays no other."""
+"""Threads that work beside the steps: several load adapters, so that a slow load delays no other, one compiles."""
 
 from __future__ import annotations
 
@@ -7,31 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from worker.engine_api import AdapterSource
-
 P = TypeVar("P")
 # Number of threads that load adapters.
 LOADERS = 4
-
-
-class AdapterMemory(Protocol[P]):
-    """Host memory and the device's slots. An exception of any method fails that adapter alone."""
-
-    @property
-    def transfers(self) -> bool:
-        """Tell whether an adapter is copied to the device before it is installed."""
-
-    def read(self, source: AdapterSource) -> P:
-        """Read an adapter from its files to host memory, checked, cast and scaled; in a loader thread."""
-
-    def transfer(self, prepared: P) -> P:
-        """Copy an adapter to the device, though not to a slot; in a loader thread."""
-
-    def install(self, prepared: P, slot: int) -> None:
-        """Copy into a slot what `transfer` has returned; between steps, on the thread that steps."""
-
-    def size(self, prepared: P) -> int:
-        """Return the bytes as stored."""
 
 
 class Loads(Protocol[P]):

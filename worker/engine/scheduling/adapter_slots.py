@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from worker.engine.adapter_cache.integrity import require_integrity
 from worker.engine.scheduling.adapter_demand import Demand, Urgency
+from worker.engine.scheduling.adapter_tiers import require_integrity
 
 # Minimum number of polls, which are steps, that an adapter for which a sequence waits stays in its slot.
 MINIMUM_RESIDENCE = 16
