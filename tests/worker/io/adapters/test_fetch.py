@@ -112,8 +112,10 @@ FAILURES = {
 
 @pytest.mark.parametrize("fault", FAILURES)
 async def test_a_fault_fails_its_own_jobs_while_others_are_fetched(world: World, fault: Fault) -> None:
-    # A trickle of bytes is not silence: the whole download takes too long.
-    world.timeouts = DownloadTimeouts(1.5, 1.2) if fault is Fault.TRICKLES else DownloadTimeouts(5.0, 0.3)
+    # A trickle of bytes is not silence: the whole download takes too long. The timeouts hold for the others' fetches
+    # too, which a busy machine makes wait.
+    timeouts = {Fault.TRICKLES: DownloadTimeouts(1.5, 1.2), Fault.HANGS: DownloadTimeouts(60.0, 1.2)}
+    world.timeouts = timeouts.get(fault, DownloadTimeouts(60.0, 60.0))
     world.store.faults["a"] = fault
     async with world.worker() as fetcher:
         pins = [fetcher.disk_pin() for _ in range(100)]
