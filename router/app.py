@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -22,6 +22,7 @@ from router.api.cluster import ClusterService
 from router.api.operator_commands import AdapterCommands
 from router.api.request_telemetry import RequestTelemetry
 from router.api.service import InferenceService
+from router.catalog.adapters import AdapterConfigs
 from router.catalog.models import LOOK_S, Models
 from router.catalog.store_client import StoreClient
 from router.dispatch.advertised import check_advertised
@@ -30,9 +31,9 @@ from router.dispatch.outbox import Placer
 from router.dispatch.routed_job import RoutedJob
 from router.dispatch.worker_links import RelayReach
 from router.generation.admission import Admission, GrammarProofs
-from router.generation.encoding import EncodeAdmission, Encoding
+from router.generation.encoding import Encoding
 from router.generation.generation import Generation
-from router.generation.resume import GivenKeys, ResumeEpochs, ResumeTokens
+from router.generation.resume import ResumeEpochs, ResumeTokens
 from router.metrics import RouterMetrics
 from router.purge import CellPurge, RouterData
 from router.quotas.plan_copy import PlanCopy
@@ -83,8 +84,10 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
     dispatcher = _dispatcher(settings, models, reach := RelayReach(metrics), plans, metrics)
     telemetry, auditor = _records(settings, metrics, spans, models)
     plans.record = auditor.record
-    encoder, proofs, quotas = PromptEncoder(), GrammarProofs(), _quotas(settings, redis, plans, metrics, store)
+    encoder, proofs, configs = PromptEncoder(), GrammarProofs(), AdapterConfigs(store)
+    quotas = _quotas(settings, redis, plans, metrics, store)
     public, relay = make_servers(settings, tls, telemetry, store, auditor, seals, supervised)
+    commands = AdapterCommands(models, store)
     resume_keys, relay_service = resume_keys_of(settings, redis, seals), relay.service(dispatcher, metrics)
     following: asyncio.Task[None] | None = None
     generation: Generation | None = None
@@ -93,19 +96,13 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         reply_to = reach.address = f"{settings.relay_name}:{relay_port}"
         models.announce(reply_to)
         await asyncio.gather(resume_keys.look(), plans.look())
-        admission = Admission(models, store, reply_to, reach, encoder, proofs)
+        admission = Admission(models, store, configs, reply_to, reach, encoder, proofs)
         generation = Generation(
-            models,
-            admission,
-            dispatcher,
-            ResumeTokens(resume_keys, ResumeEpochs(store, public.keys)),
-            quotas,
+            *(admission, dispatcher, ResumeTokens(resume_keys, ResumeEpochs(store, public.keys)), quotas, encoder),
             client_stall_s=settings.client_stall_s,
         )
-        encoding = Encoding(generation, EncodeAdmission(models, store, reply_to, reach, encoder))
-        configs = admission.configs, encoding.admission.classifiers.configs
+        encoding = Encoding(generation, models, store, configs, reply_to, reach, encoder)
         data = relay.serve_tenant_data(RouterData(dispatcher, store, configs, encoder, proofs, quotas), auditor.record)
-        commands = AdapterCommands(models, store)
         cluster = ClusterService(
             *(models, dispatcher, metrics, commands),
             CellPurge(models, redis, data, relay_service.forgets, reply_to, tls),
@@ -126,19 +123,17 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         print(f"ready router={' '.join(addresses)}{metrics.ready_word}", flush=True)
         following = asyncio.create_task(
             _follow(
-                public,
-                models,
-                dispatcher,
-                reach,
-                metrics,
-                generation,
-                resume_keys,
-                [
-                    EvictionWatch(redis, metrics.evicted_keys.inc).follow(),
-                    quotas.follow(),
-                    auditor.follow(),
-                    renew_pins(models),
-                ],
+                dispatcher.redispatch_missing(),
+                models.follow_store(),
+                resume_keys.follow(),
+                public.follow(),
+                generation.slow_clients.drop_stalled(),
+                EvictionWatch(redis, metrics.evicted_keys.inc).follow(),
+                quotas.follow(),
+                auditor.follow(),
+                renew_pins(models),
+                _follow_workers(public, models, dispatcher, reach),
+                follow_gauges(metrics, models, dispatcher),
             )
         )
         await _run_until(stop, following)
@@ -201,27 +196,11 @@ async def _drain(public: GuardedServers, generation: Generation | None, drain_s:
     await stopping
 
 
-async def _follow(
-    public: GuardedServers,
-    models: Models,
-    dispatcher: Dispatcher,
-    reach: RelayReach,
-    metrics: RouterMetrics,
-    generation: Generation,
-    resume_keys: GivenKeys,
-    further: Iterable[Coroutine[None, None, None]],
-) -> None:
-    """Follow the store, the workers, the resume keys, the router's own jobs and `further`; never returns."""
+async def _follow(*works: Coroutine[None, None, None]) -> None:
+    """Run what follows the store, the workers, the keys and the router's own jobs; never returns."""
     async with asyncio.TaskGroup() as tasks:  # one that fails ends the router: all of them are needed
-        tasks.create_task(dispatcher.redispatch_missing())
-        tasks.create_task(models.follow_store())
-        tasks.create_task(resume_keys.follow())
-        tasks.create_task(public.follow())
-        tasks.create_task(generation.slow_clients.drop_stalled())
-        for one in further:
-            tasks.create_task(one)
-        tasks.create_task(_follow_workers(public, models, dispatcher, reach))
-        tasks.create_task(follow_gauges(metrics, models, dispatcher))
+        for work in works:
+            tasks.create_task(work)
 
 
 async def _follow_workers(public: GuardedServers, models: Models, dispatcher: Dispatcher, reach: RelayReach) -> None:

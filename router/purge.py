@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import grpc
@@ -63,14 +63,14 @@ class RouterData:
         self,
         dispatcher: Dispatcher,
         store: StoreClient,
-        settings: Sequence[AdapterConfigs],
+        configs: AdapterConfigs,
         encoder: PromptEncoder,
         proofs: GrammarProofs,
         quotas: Quotas,
     ) -> None:
         self._dispatcher = dispatcher
         self._store = store
-        self._settings = settings
+        self._configs = configs
         self._encoder = encoder
         self._proofs = proofs
         self._quotas = quotas
@@ -79,7 +79,7 @@ class RouterData:
         """End a tenant's calls, and those with its adapters, and remove what is kept of it; by place."""
         ended, open_jobs = self._end_jobs(tenant)
         names = self._store.forget_tenant(tenant)
-        settings = sum(configs.forget_tenant(tenant) for configs in self._settings)
+        settings = self._configs.forget_tenant(tenant)
         forget_warnings()
         texts = forget_formats() + forget_tools() + self._proofs.forget() + self._encoder.forget()
         await self._quotas.forget_tenant()

@@ -118,29 +118,25 @@ class Classifier:
         return self.labels or tuple(f"LABEL_{index}" for index in range(count))
 
 
-class Classifiers:
-    """Finds the classifiers of one router's requests."""
+async def find_classifier(
+    request: EncodeRequest, manifest: Manifest, adapter: AdapterRef | None, configs: AdapterConfigs
+) -> Classifier:
+    """Return the classifier that a request asks for, one without labels for an embedding.
 
-    def __init__(self, store: StoreClient) -> None:
-        self.configs = AdapterConfigs(store)
-
-    async def check_task(self, request: EncodeRequest, manifest: Manifest, adapter: AdapterRef | None) -> Classifier:
-        """Return the classifier that a request asks for, one without labels for an embedding.
-
-        Raises Mismatch where base model and adapter do not serve the task, NotFound or Unavailable.
-        """
-        if request.task == "embed":
-            if "embed" not in manifest.tasks:
-                message = "was registered by a version without vectors; register it again (loraplex models push)"
-                raise Mismatch(manifest.name, message, reason=WRONG_TASK)
-            return Classifier()
-        settings = await self.configs.of(request.tenant, adapter)
-        if settings.has_head:
-            return Classifier(settings.labels)
-        if "classify" not in manifest.tasks:
-            message = f"{manifest.name} has no classification head; name an adapter that brings one (peft's SEQ_CLS)"
-            raise Mismatch(adapter.revision if adapter else manifest.name, message, reason=WRONG_TASK)
-        return Classifier(manifest.labels, manifest.problem_type)
+    Raises Mismatch where base model and adapter do not serve the task, NotFound or Unavailable.
+    """
+    if request.task == "embed":
+        if "embed" not in manifest.tasks:
+            message = "was registered by a version without vectors; register it again (loraplex models push)"
+            raise Mismatch(manifest.name, message, reason=WRONG_TASK)
+        return Classifier()
+    settings = await configs.of(request.tenant, adapter)
+    if settings.has_head:
+        return Classifier(settings.labels)
+    if "classify" not in manifest.tasks:
+        message = f"{manifest.name} has no classification head; name an adapter that brings one (peft's SEQ_CLS)"
+        raise Mismatch(adapter.revision if adapter else manifest.name, message, reason=WRONG_TASK)
+    return Classifier(manifest.labels, manifest.problem_type)
 
 
 def check_generates(manifest: Manifest) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from artifacts.grammars.errors import GrammarError
 from artifacts.grammars.prover import Prover, ProverBusyError
@@ -27,11 +25,10 @@ from router.generation.resume import Resumption
 from router.request import Chat, PromptOptions, Request
 from router.text.chat import ChatTemplate
 from router.text.prompt_encoder import PromptEncoder
+from router.text.text import Text
 from rpc.errors import InvalidField, Unavailable
 from rpc.server import MESSAGE_BYTES
 from rpc.shares import FairTurns
-
-T = TypeVar("T")
 
 # Maximum bytes of a message's other fields: the resume token, the numbers of choice and offset.
 _REST_BYTES = 64 * 1024
@@ -141,122 +138,142 @@ class GrammarProofs:
 DEFAULT_MAX_TOKENS = 128
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """An admitted request: its job, its model's text, and how to read the answer to a chat that is not text alone."""
+
+    job: Job
+    text: Text
+    chat_format: ChatFormat | None = None
+
+
 class Admission:
-    """Makes the jobs of one router, which workers reach at `reply_to`."""
+    """Admits the requests of one router, which workers reach at `reply_to`: resolve, tokenize, check, make the job."""
 
     def __init__(
         self,
         models: Models,
         store: StoreClient,
+        configs: AdapterConfigs,
         reply_to: str,
         reach: RelayReach,
-        encoder: PromptEncoder | None = None,
+        encoder: PromptEncoder,
         proofs: GrammarProofs | None = None,
     ) -> None:
         self._models = models
         self._reach = reach
         self._store = store
+        self._configs = configs
         self._reply_to = reply_to
-        self._encoder = encoder or PromptEncoder()
+        self._encoder = encoder
         self._proofs = proofs or GrammarProofs()
-        self.configs = AdapterConfigs(store)
 
-    async def new_job(self, request: Request, deadline_s: float | None) -> Job:
-        """Make the job of a new request. Raises a CallError where it can't be served."""
+    async def admit(self, request: Request, deadline_s: float | None) -> Admitted:
+        """Admit a new request. Raises a CallError where it can't be served."""
         model = self._models.get(request.model)
         adapter = await resolve_adapters(request, model.manifest, self._store)
         workers = self._models.serving(model.manifest.name)
         check_rank(adapter, max((state.max_rank for state in workers), default=None))
         # A job that is longer than every worker's KV cache would wait for ever.
         largest = max((state.max_tokens for state in workers), default=model.manifest.context_length)
-        job = await self._job(request, model, adapter, deadline_s, min(model.manifest.context_length, largest))
-        if job.grammar:
+        context = min(model.manifest.context_length, largest)
+        admitted = await self._admit(request, model, adapter, context, deadline_s)
+        if admitted.job.grammar:
             field = request.format_field or "chat.tools"
-            await self._proofs.check(job.grammar, field, request.tenant, model.manifest)
-        check_answer_size(request, len(job.prompt_ids), job.stopping.max_tokens)
-        return job
+            await self._proofs.check(admitted.job.grammar, field, request.tenant, model.manifest)
+        check_answer_size(request, len(admitted.job.prompt_ids), admitted.job.stopping.max_tokens)
+        return admitted
 
-    async def prompt_ids(self, request: Request) -> tuple[int, ...]:
-        """Return the ids of a request's prompt, as its job would have them. Raises a CallError."""
-        model = self._models.get(request.model)
-        adapter = await resolve_adapters(request, model.manifest, self._store)
-        prompt_ids, _ = await self._prompt(request, model, adapter)
-        check_ids(request.prompt_field, prompt_ids, model.manifest.vocab_size)
-        return prompt_ids
-
-    async def resumed_job(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Job:
-        """Make the job that goes on after the received tokens, with what the request was resolved to at first.
+    async def readmit(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Admitted:
+        """Admit a request that goes on after the received tokens, with what it was resolved to at first.
 
         Raises a CallError where it can't be served any more.
         """
         claims = resumption.claims
         model = self._models.with_digest(claims.model, claims.base_digest)
-        job = await self._job(request, model, claims.adapter, deadline_s, model.manifest.context_length)
-        job = replace(job, resumed=True)
+        admitted = await self._admit(request, model, claims.adapter, model.manifest.context_length, deadline_s)
+        job = replace(admitted.job, resumed=True, prompt_logprobs=None)
         if unservable := self._models.why_unservable(job):  # it was admitted: a worker that fits may be restarting
             raise unservable
         check = partial(_check_received, resumption, model.manifest.vocab_size)
-        await self.work_on(resumption.received_tokens, job, check)
-        if request.best_of > request.n:  # nothing of the candidates was delivered
-            return replace(job, prompt_logprobs=None)
-        received = resumption.received.items()
-        return replace(
-            job,
-            emitted={choice: had.token_ids for choice, had in received if had.token_ids and not had.finished},
-            done=tuple(sorted(choice for choice, had in received if had.finished)),
-            prompt_logprobs=None,
-        )
+        await self._encoder.run(job.tenant, resumption.received_tokens, check)
+        if request.best_of == request.n:  # of more candidates nothing was delivered
+            received = resumption.received.items()
+            emitted = {choice: part.token_ids for choice, part in received if part.token_ids and not part.finished}
+            job = replace(
+                job, emitted=emitted, done=tuple(sorted(choice for choice, part in received if part.finished))
+            )
+        return replace(admitted, job=job)
 
-    async def chat_format(self, request: Request, job: Job) -> ChatFormat | None:
-        """Return what tells apart the answer to a job's chat; None where it is text alone. Raises Unavailable."""
+    async def prompt_ids(self, request: Request) -> tuple[int, ...]:
+        """Return the ids of a request's prompt, as its job would have them. Raises a CallError."""
+        model = self._models.get(request.model)
+        adapter = await resolve_adapters(request, model.manifest, self._store)
+        prompt_ids = await self._tokenize(request, model, await self._template(request, model, adapter))
+        check_ids(request.prompt_field, prompt_ids, model.manifest.vocab_size)
+        return prompt_ids
+
+    async def _admit(
+        self, request: Request, model: ServedModel, adapter: AdapterRef | None, context: int, deadline_s: float | None
+    ) -> Admitted:
+        """Admit a request to the model and adapter that it was resolved to; `context`: maximum tokens of its job."""
+        check_generates(model.manifest)
+        template = await self._template(request, model, adapter)
+        prompt_ids = await self._tokenize(request, model, template)
+        answer_format, grammar = await self._formats(request, model, template, prompt_ids)
+        workers = workers_for_new_jobs(self._models, self._reach, model.manifest)
+        if grammar and not all(state.constrains for state in workers):
+            raise Unavailable("a worker of an older version is still there, which ignores formats", reason="OLD_WORKER")
+        max_tokens = _max_tokens(request, len(prompt_ids), context)
+        _check_all_ids(request, prompt_ids, model.manifest.vocab_size)
+        job = self._job(request, model.manifest, adapter, prompt_ids, grammar, max_tokens, deadline_s)
+        return Admitted(job, model.text, answer_format)
+
+    async def _template(self, request: Request, model: ServedModel, adapter: AdapterRef | None) -> ChatTemplate | None:
+        """Return the template that renders a request's chat; None for a prompt."""
         if not isinstance(request.prompt, Chat):
             return None
-        text = self._models.with_digest(job.model, job.base_digest).text
-        template = text.chat.with_settings((await self.configs.of(request.tenant, job.adapter)).chat)
-        make = partial(chat_format, request.prompt, template, text, job.prompt_ids, job.request_id)
-        # To continue a message, the whole prompt is read; otherwise its end alone, which takes no time.
-        return await self.work_on(len(job.prompt_ids), job, make) if request.prompt.continue_final_message else make()
-
-    async def work_on(self, ids: int, job: Job, work: Callable[[], T]) -> T:
-        """Return what a work on so many ids of a job returns: on many it is done in a thread, at its tenant's turn."""
-        return await self._encoder.run(job.tenant, ids, work)
-
-    async def _prompt(
-        self, request: Request, model: ServedModel, adapter: AdapterRef | None
-    ) -> tuple[tuple[int, ...], ChatTemplate | None]:
-        """Return the prompt's ids, and the template that has rendered a chat."""
-        context, chat = model.manifest.context_length, request.prompt
-        options = _resolved(request, context)
-        if not isinstance(chat, Chat):
-            field, tenant = request.prompt_field, request.tenant
-            return await self._encoder.encode(model.text, chat, field, tenant, context, options), None
-        if chat.tools and request.grammar:
+        if request.prompt.tools and request.grammar:
             raise InvalidField("chat.tools", f"do not go with {request.format_field}; leave one out")
-        template = model.text.chat.with_settings((await self.configs.of(request.tenant, adapter)).chat)
-        now = request.rendered_at_s or time.time()
-        return await self._encoder.encode_chat(
-            model.text, template, chat, request.tenant, context, now, options
-        ), template
+        return model.text.chat.with_settings((await self._configs.of(request.tenant, adapter)).chat)
 
-    async def _job(
-        self, request: Request, model: ServedModel, adapter: AdapterRef | None, deadline_s: float | None, context: int
+    async def _tokenize(self, request: Request, model: ServedModel, template: ChatTemplate | None) -> tuple[int, ...]:
+        prompt, tenant, context = request.prompt, request.tenant, model.manifest.context_length
+        options = _resolved(request, context)
+        if template is not None and isinstance(prompt, Chat):
+            now = request.rendered_at_s or time.time()
+            return await self._encoder.encode_chat(model.text, template, prompt, tenant, context, now, options)
+        assert not isinstance(prompt, Chat), "a chat has a template"
+        return await self._encoder.encode(model.text, prompt, request.prompt_field, tenant, context, options)
+
+    async def _formats(
+        self, request: Request, model: ServedModel, template: ChatTemplate | None, prompt_ids: tuple[int, ...]
+    ) -> tuple[ChatFormat | None, str]:
+        """Return how to read the answer to a chat, and the grammar that the answer keeps to."""
+        if template is None or not isinstance(request.prompt, Chat):
+            return None, request.grammar
+        chat, text = request.prompt, model.text
+
+        def make() -> tuple[ChatFormat | None, str]:
+            found = chat_format(chat, template, text, prompt_ids, request.request_id)
+            called = call_grammar(chat, template, text, prompt_ids, request.tenant) if chat.tools else request.grammar
+            return found, called
+
+        if chat.tools:  # the schemas of many take tens of milliseconds
+            return await self._encoder.in_turn(request.tenant, make)
+        # To continue a message, the whole prompt is read; otherwise its end alone, which takes no time.
+        return await self._encoder.run(request.tenant, len(prompt_ids) if chat.continue_final_message else 0, make)
+
+    def _job(
+        self,
+        request: Request,
+        manifest: Manifest,
+        adapter: AdapterRef | None,
+        prompt_ids: tuple[int, ...],
+        grammar: str,
+        max_tokens: int,
+        deadline_s: float | None,
     ) -> Job:
-        manifest = model.manifest
-        check_generates(manifest)
-        prompt_ids, template = await self._prompt(request, model, adapter)
-        grammar, chat = request.grammar, request.prompt
-        if template is not None and isinstance(chat, Chat) and chat.tools:
-            # In a thread: the schemas of many tools take tens of milliseconds.
-            make = partial(call_grammar, chat, template, model.text, prompt_ids, request.tenant)
-            grammar = await self._encoder.in_turn(request.tenant, make)
-        serving = workers_for_new_jobs(self._models, self._reach, manifest)
-        if grammar and not all(state.constrains for state in serving):
-            raise Unavailable("a worker of an older version is still there, which ignores formats", reason="OLD_WORKER")
-        stopping = request.stopping
-        max_tokens = _max_tokens(request, len(prompt_ids), context)
-        check_ids(request.prompt_field, prompt_ids, manifest.vocab_size)
-        check_ids("stopping.stop_token_ids", stopping.stop_token_ids, manifest.vocab_size)
-        check_ids("sampling.logit_bias", tuple(i for i, _ in request.sampling.logit_bias), manifest.vocab_size)
         return Job(
             # New with every admission: messages about an older call of this request id must not reach this job.
             job_id=f"{request.tenant}/{request.request_id}/{secrets.token_hex(6)}",
@@ -277,9 +294,9 @@ class Admission:
             traceparent=request.traceparent,
             stopping=StoppingParams(
                 max_tokens=max_tokens,
-                min_tokens=stopping.min_tokens,
-                stop_token_ids=stopping.stop_token_ids,
-                ignore_eos=stopping.ignore_eos,
+                min_tokens=request.stopping.min_tokens,
+                stop_token_ids=request.stopping.stop_token_ids,
+                ignore_eos=request.stopping.ignore_eos,
             ),
             seed=secrets.randbits(63) if request.seed is None else request.seed,
             deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),
@@ -321,9 +338,15 @@ def _max_tokens(request: Request, prompt: int, context: int) -> int:
     return min(DEFAULT_MAX_TOKENS, left) if asked is None else asked
 
 
+def _check_all_ids(request: Request, prompt_ids: tuple[int, ...], vocab_size: int) -> None:
+    check_ids(request.prompt_field, prompt_ids, vocab_size)
+    check_ids("stopping.stop_token_ids", request.stopping.stop_token_ids, vocab_size)
+    check_ids("sampling.logit_bias", tuple(token_id for token_id, _ in request.sampling.logit_bias), vocab_size)
+
+
 def _check_received(resumption: Resumption, vocab_size: int) -> None:
-    for index, had in enumerate(resumption.received.values()):
-        check_ids(f"received[{index}].token_ids", had.token_ids, vocab_size)
+    for index, part in enumerate(resumption.received.values()):
+        check_ids(f"received[{index}].token_ids", part.token_ids, vocab_size)
 
 
 def check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:

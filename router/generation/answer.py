@@ -142,7 +142,7 @@ class _Candidate:
         return sum(values) / len(values) if values else float("-inf")
 
 
-class UntoldText:
+class ResumeFilter:
     """Tells a client what deltas add. The client has `text_bytes` of the text; None: that of the tokens it has."""
 
     def __init__(self, text_bytes: int | None = None, reader: ChatReader | None = None) -> None:
@@ -222,7 +222,7 @@ class Answer:
                 request.stream_interval,
                 choice,
                 len(had[choice].token_ids),
-                UntoldText(
+                ResumeFilter(
                     echo.answer_bytes(had[choice]), None if chat_format is None else ChatReader(chat_format, choice)
                 ),
                 request.keep_stop,
@@ -288,7 +288,7 @@ class ChoiceAnswer:
         stream_interval: int,
         choice: int = 0,
         received: int = 0,
-        untold: UntoldText | None = None,
+        resume_filter: ResumeFilter | None = None,
         keep_stop: bool = False,
     ) -> None:
         self._choice = choice
@@ -296,7 +296,7 @@ class ChoiceAnswer:
         self._stream = stream
         self._stop = StopStrings(stop, keep=keep_stop)
         self._interval = stream_interval
-        self._untold = untold or UntoldText()
+        self._filter = resume_filter or ResumeFilter()
         # Tokens that are not delivered yet, each with its text; `_pending_text` is all of that text.
         self._pending: list[_PendingToken] = []
         self._pending_text = ""
@@ -322,7 +322,7 @@ class ChoiceAnswer:
         if stopped := self._flush(self._stream.flush()):
             return stopped
         delta = self._release(len(self._pending_text), 0, ended=True)
-        return delta, _finished(finish, ids, self._choice, calls=self._untold.has_calls)
+        return delta, _finished(finish, ids, self._choice, calls=self._filter.has_calls)
 
     def _append(
         self, ids: Sequence[int], texts: Sequence[str], logprobs: Sequence[TokenLogprobs]
@@ -397,7 +397,7 @@ class ChoiceAnswer:
         self.delivered += count
         logprobs = tuple(token.logprobs for token in tokens[skipped:] if token.logprobs is not None)
         delta = Delta(offset, ids, text[had:], self._choice, logprobs)
-        delta = self._untold.tell(delta, text[:had], ended=ended, had_all=self._received >= self.delivered)
+        delta = self._filter.tell(delta, text[:had], ended=ended, had_all=self._received >= self.delivered)
         return delta if ids or delta.text or delta.reasoning or delta.tool_calls else None
 
 

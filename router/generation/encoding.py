@@ -16,8 +16,9 @@ from typing import TypeVar
 
 from artifacts.encode import Encode
 from broker.messages import AdapterRef, Job, StoppingParams
-from router.catalog.adapters import Classifier, Classifiers, check_rank, resolve_adapters
-from router.catalog.models import Models, ServedModel
+from router.catalog.adapters import AdapterConfigs, Classifier, check_rank, find_classifier, resolve_adapters
+from router.catalog.manifest import Manifest
+from router.catalog.models import Models
 from router.catalog.store_client import StoreClient
 from router.dispatch.routed_job import RoutedJob
 from router.dispatch.worker_links import RelayReach
@@ -50,76 +51,6 @@ async def run_some_at_once(parts: Sequence[Callable[[], Awaitable[T]]], limit: i
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@dataclass(frozen=True, slots=True)
-class AdmittedInputs:
-    """The jobs of a request's inputs, in order, and the classifier whose logits they ask for, if they do."""
-
-    jobs: tuple[Job, ...]
-    classifier: Classifier
-
-
-class EncodeAdmission:
-    """Makes the jobs of one router's requests for vectors; workers reach the router at `reply_to`."""
-
-    def __init__(
-        self, models: Models, store: StoreClient, reply_to: str, reach: RelayReach, encoder: PromptEncoder
-    ) -> None:
-        self._models = models
-        self._store = store
-        self._reply_to = reply_to
-        self._reach = reach
-        self._encoder = encoder
-        self.classifiers = Classifiers(store)
-
-    async def admit(self, request: EncodeRequest) -> AdmittedInputs:
-        """Make the jobs of a request. Raises a CallError where any input can't be served."""
-        model = self._models.get(request.model)
-        manifest = model.manifest
-        adapter = await resolve_adapters(request, manifest, self._store)
-        classifier = await self.classifiers.check_task(request, manifest, adapter)
-        workers = workers_for_new_jobs(self._models, self._reach, manifest)
-        if not all(state.encodes for state in workers):
-            raise Unavailable("a worker of a version without vectors is still there", reason="OLD_WORKER")
-        check_rank(adapter, max(state.max_rank for state in workers))
-        limit = min(manifest.context_length, max(state.max_tokens for state in workers))
-        encoded = await self._encoder.encode_inputs(model.text, request, limit)
-        for (ids, _), field in zip(encoded, request.fields, strict=True):
-            if not ids:
-                raise InvalidField(field, "has no tokens")
-            check_ids(field, ids, manifest.vocab_size)
-        request_id = request.request_id or secrets.token_hex(8)
-        return AdmittedInputs(self._jobs(request, request_id, model, adapter, encoded), classifier)
-
-    def _jobs(
-        self,
-        request: EncodeRequest,
-        request_id: str,
-        model: ServedModel,
-        adapter: AdapterRef | None,
-        encoded: Sequence[tuple[tuple[int, ...], int]],
-    ) -> tuple[Job, ...]:
-        # New with every call: messages about an older call of this request id must not reach these jobs.
-        call = f"{request.tenant}/{request_id}/{secrets.token_hex(6)}"
-        return tuple(
-            Job(
-                job_id=f"{call}.{index}",
-                request_id=request_id,
-                tenant=request.tenant,
-                model=model.manifest.name,
-                base_digest=model.manifest.digest,
-                reply_to=self._reply_to,
-                adapter=adapter,
-                prompt_ids=ids,
-                stopping=StoppingParams(max_tokens=0),
-                seed=0,
-                priority=request.priority,
-                traceparent=request.traceparent,
-                encode=Encode(request.task, request.pooling, pair_tokens),
-            )
-            for index, (ids, pair_tokens) in enumerate(encoded)
-        )
-
-
 # Maximum texts of one call that wait or run at once: about a batch, so that one call can fill a worker, and its
 # tenant's other requests get turns between them.
 AT_ONCE = 32
@@ -137,9 +68,23 @@ class Vector:
 class Encoding:
     """Encodes the texts of one router's calls."""
 
-    def __init__(self, generation: Generation, admission: EncodeAdmission) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        models: Models,
+        store: StoreClient,
+        configs: AdapterConfigs,
+        reply_to: str,
+        reach: RelayReach,
+        encoder: PromptEncoder,
+    ) -> None:
         self._generation = generation
-        self.admission = admission
+        self._models = models
+        self._store = store
+        self._configs = configs
+        self._reply_to = reply_to
+        self._reach = reach
+        self._encoder = encoder
 
     async def encode(
         self, request: EncodeRequest, deadline_s: float | None, write: Callable[[Vector], T]
@@ -149,21 +94,71 @@ class Encoding:
         Raises a CallError. Cancelling the call cancels the work on all texts.
         """
         ends_at = math.inf if deadline_s is None else time.monotonic() + deadline_s
-        admitted = await self.admission.admit(request)
-        prompt_tokens = sum(len(job.prompt_ids) for job in admitted.jobs)
-        async with self._generation.reserved(request.tenant, admitted.jobs[0].request_id, prompt_tokens) as grant:
+        jobs, classifier = await self._admit(request)
+        prompt_tokens = sum(len(job.prompt_ids) for job in jobs)
+        async with self._generation.reserved(request.tenant, jobs[0].request_id, prompt_tokens) as grant:
 
             async def run(job: Job) -> tuple[T, RoutedJob]:
                 if ends_at < math.inf:
                     job = replace(job, deadline_ms=max(1, round((ends_at - time.monotonic()) * 1e3)))
                 routed = await self._generation.complete(job, grant)
                 # At once, not all at the end: a large call must not hold up other clients' tokens.
-                written = write(_vector(routed, admitted.classifier))
+                written = write(_vector(routed, classifier))
                 routed.choices[0].vector = ()  # it takes several times the memory of what was written
                 return written, routed
 
-            ended = await run_some_at_once([partial(run, job) for job in admitted.jobs], AT_ONCE)
+            ended = await run_some_at_once([partial(run, job) for job in jobs], AT_ONCE)
         return [written for written, _ in ended], _summary([routed for _, routed in ended])
+
+    async def _admit(self, request: EncodeRequest) -> tuple[Sequence[Job], Classifier]:
+        """Return the jobs of a request's inputs, in order, all of one revision, and the classifier that they ask for.
+
+        Raises a CallError where any input can't be served.
+        """
+        model = self._models.get(request.model)
+        manifest = model.manifest
+        adapter = await resolve_adapters(request, manifest, self._store)
+        classifier = await find_classifier(request, manifest, adapter, self._configs)
+        workers = workers_for_new_jobs(self._models, self._reach, manifest)
+        if not all(state.encodes for state in workers):
+            raise Unavailable("a worker of a version without vectors is still there", reason="OLD_WORKER")
+        check_rank(adapter, max(state.max_rank for state in workers))
+        limit = min(manifest.context_length, max(state.max_tokens for state in workers))
+        encoded = await self._encoder.encode_inputs(model.text, request, limit)
+        for (ids, _), field in zip(encoded, request.fields, strict=True):
+            if not ids:
+                raise InvalidField(field, "has no tokens")
+            check_ids(field, ids, manifest.vocab_size)
+        return self._jobs(request, manifest, adapter, encoded), classifier
+
+    def _jobs(
+        self,
+        request: EncodeRequest,
+        manifest: Manifest,
+        adapter: AdapterRef | None,
+        encoded: Sequence[tuple[tuple[int, ...], int]],
+    ) -> Sequence[Job]:
+        request_id = request.request_id or secrets.token_hex(8)
+        # New with every call: messages about an older call of this request id must not reach these jobs.
+        call = f"{request.tenant}/{request_id}/{secrets.token_hex(6)}"
+        return [
+            Job(
+                job_id=f"{call}.{index}",
+                request_id=request_id,
+                tenant=request.tenant,
+                model=manifest.name,
+                base_digest=manifest.digest,
+                reply_to=self._reply_to,
+                adapter=adapter,
+                prompt_ids=ids,
+                stopping=StoppingParams(max_tokens=0),
+                seed=0,
+                priority=request.priority,
+                traceparent=request.traceparent,
+                encode=Encode(request.task, request.pooling, pair_tokens),
+            )
+            for index, (ids, pair_tokens) in enumerate(encoded)
+        ]
 
 
 def _vector(routed: RoutedJob, classifier: Classifier) -> Vector:

@@ -19,7 +19,6 @@ from functools import partial
 from broker.ledger import ReserveCall, SendReserve
 from broker.messages import Job
 from broker.queue import UnreservedError
-from router.catalog.models import Models
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import Reader, RoutedJob
 from router.generation.admission import Admission
@@ -30,6 +29,7 @@ from router.quotas.quotas import Quotas
 from router.quotas.session import Grant
 from router.quotas.usage import Facts
 from router.request import Message, Received, Request
+from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import Aborted, CallError, Exhausted, InvalidField, Unavailable
 
 log = logging.getLogger(__name__)
@@ -94,68 +94,24 @@ class SlowClients:
 JOINED_TOKENS = 4096
 
 
-class ReservedJobs:
-    """Reserves the tokens of jobs and dispatches these, at one router.
-
-    Redis gets a new request's reservation and its job in one round trip: the script that enqueues looks for the first.
-    """
-
-    def __init__(self, quotas: Quotas, dispatcher: Dispatcher) -> None:
-        self._quotas = quotas
-        self._dispatcher = dispatcher
-
-    async def dispatch(self, job: Job, resumption: Resumption | None) -> tuple[Grant | None, RoutedJob]:
-        """Put a job into the queue. Raises Exhausted or Unavailable; then its reservation ends."""
-        routed: RoutedJob | None = None
-
-        async def send(call: ReserveCall) -> None:
-            nonlocal routed
-            with suppress(UnreservedError):  # the ledger's answer says why
-                routed = await self._dispatcher.dispatch(job, entry, call)
-
-        with self._dispatcher.prepare_entry(job) as entry:
-            joined = resumption is None and len(job.prompt_ids) <= JOINED_TOKENS
-            grant = await self.reserve(job, resumption, send if joined else None)
-            try:
-                return grant, routed or await self._dispatcher.dispatch(job, entry)
-            except BaseException:
-                if grant is not None:
-                    grant.leave() if job.resumed else grant.settle()
-                raise
-
-    async def reserve(
-        self, job: Job, resumption: Resumption | None, send: SendReserve | None = None, *, complete: bool = False
-    ) -> Grant | None:
-        """Reserve the tokens of a request, or take over the reservation of one that is resumed.
-
-        None where there are no limits. `send`: see Ledger.reserve. `complete`: the client has the whole answer, so that
-        nothing more is reserved. Raises Exhausted or Unavailable.
-        """
-        resumed = (resumption.claims.reservation, resumption.received_tokens) if resumption else None
-        given, made = (0, 0) if complete else (len(job.prompt_ids), job.n * job.stopping.max_tokens)
-        facts = Facts(cached_tokens=resumption.claims.began.cached_tokens if resumption else 0).of_job(job)
-        return await self._quotas.reserve(job.tenant, given, made, facts=facts, resumed=resumed, send=send)
-
-
 class Generation:
     """Runs the requests of one router."""
 
     def __init__(
         self,
-        models: Models,
         admission: Admission,
         dispatcher: Dispatcher,
         tokens: ResumeTokens,
         quotas: Quotas,
+        encoder: PromptEncoder,
         *,
         client_stall_s: float = math.inf,
     ) -> None:
-        self._models = models
         self._admission = admission
         self._dispatcher = dispatcher
         self._tokens = tokens
         self._quotas = quotas
-        self._reserved_jobs = ReservedJobs(quotas, dispatcher)
+        self._encoder = encoder
         self._runs = Runs()
         # Jobs of calls that have no stream.
         self._unstreamed: set[RoutedJob] = set()
@@ -218,17 +174,16 @@ class Generation:
         try:
             run.routed.limit(deadline_s)
             job = run.routed.job
-            text = self._models.with_digest(job.model, job.base_digest).text
             received = resumption.received if resumption else None
-            make_answer = partial(Answer, request, text, run.routed, received, run.chat_format)
-            answer = await self._admission.work_on(len(job.prompt_ids) if request.echo else 0, job, make_answer)
+            make_answer = partial(Answer, request, run.admitted.text, run.routed, received, run.admitted.chat_format)
+            answer = await self._encoder.run(job.tenant, len(job.prompt_ids) if request.echo else 0, make_answer)
             if run.grant is not None:
                 run.grant.delivered = lambda: answer.completion_tokens
             started = False
             with self.slow_clients.watched(partial(self._drop, run, reader)) as stream:
                 while arrivals := await run.routed.arrivals(reader):
                     count = sum(len(arrival.token_ids) for arrival in arrivals)
-                    events = await self._admission.work_on(count, job, partial(answer.events_of, arrivals))
+                    events = await self._encoder.run(job.tenant, count, partial(answer.events_of, arrivals))
                     answer.close_ended()
                     for event in events:
                         token = "" if started else self._tokens.sign(run.claims, request.tenant)
@@ -279,23 +234,62 @@ class Generation:
             raise _router_draining()
         with self._runs.admitting(request):
             if resumption is None:
-                job = await self._admission.new_job(request, deadline_s)
+                admitted = await self._admission.admit(request, deadline_s)
+                job = self._quotas.apply_plan(admitted.job)
             else:
-                job = await self._admission.resumed_job(request, resumption, deadline_s)
-            chat_format = await self._admission.chat_format(request, job)
-            if resumption is None:
-                job = self._quotas.apply_plan(job)
-            if part_of is None:
-                grant, routed = await self._reserved_jobs.dispatch(job, resumption)
-            else:
-                grant, routed = None, await self._dispatcher.dispatch(job)
-            if charged := grant or part_of:
-                charged.jobs.append(routed)
-            run = Run(request.fingerprint, routed, resumption, request.rendered_at_s, chat_format, grant, part_of)
+                admitted = await self._admission.readmit(request, resumption, deadline_s)
+                job = admitted.job
+            grant, routed = await self._dispatch(job, resumption, part_of)
+            run = Run(request.fingerprint, routed, admitted, resumption, request.rendered_at_s, grant, part_of)
             self._runs.add(run)
         if self._draining:
             run.routed.end_reader(_router_draining())
         return run, run.routed.reader
+
+    async def _dispatch(
+        self, job: Job, resumption: Resumption | None, part_of: Grant | None
+    ) -> tuple[Grant | None, RoutedJob]:
+        """Reserve a job's tokens and put it into the queue. Raises Exhausted or Unavailable; then its reservation ends.
+
+        Redis gets a new request's reservation and its job in one round trip: the script that enqueues looks for the
+        first. A part of a larger call is in that call's reservation already.
+        """
+        routed: RoutedJob | None = None
+        if part_of is not None:
+            routed = await self._dispatcher.dispatch(job)
+            part_of.jobs.append(routed)
+            return None, routed
+
+        async def send(call: ReserveCall) -> None:
+            nonlocal routed
+            with suppress(UnreservedError):  # the ledger's answer says why
+                routed = await self._dispatcher.dispatch(job, entry, call)
+
+        with self._dispatcher.prepare_entry(job) as entry:
+            joined = resumption is None and len(job.prompt_ids) <= JOINED_TOKENS
+            grant = await self._reserve(job, resumption, send if joined else None)
+            try:
+                routed = routed or await self._dispatcher.dispatch(job, entry)
+            except BaseException:
+                if grant is not None:
+                    grant.leave() if job.resumed else grant.settle()
+                raise
+        if grant is not None:
+            grant.jobs.append(routed)
+        return grant, routed
+
+    async def _reserve(
+        self, job: Job, resumption: Resumption | None, send: SendReserve | None = None, *, complete: bool = False
+    ) -> Grant | None:
+        """Reserve the tokens of a request, or take over the reservation of one that is resumed.
+
+        None where there are no limits. `send`: see Ledger.reserve. `complete`: the client has the whole answer, so that
+        nothing more is reserved. Raises Exhausted or Unavailable.
+        """
+        resumed = (resumption.claims.reservation, resumption.received_tokens) if resumption else None
+        prompt, answer = (0, 0) if complete else (len(job.prompt_ids), job.n * job.stopping.max_tokens)
+        facts = Facts(cached_tokens=resumption.claims.began.cached_tokens if resumption else 0).of_job(job)
+        return await self._quotas.reserve(job.tenant, prompt, answer, facts=facts, resumed=resumed, send=send)
 
     @asynccontextmanager
     async def reserved(self, tenant: str, request_id: str, prompt_tokens: int) -> AsyncGenerator[Grant | None]:
@@ -330,11 +324,11 @@ class Generation:
     async def _summary_alone(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Message:
         if older := await self._runs.find(request):  # its client has all of it
             self._drop(older, older.routed.reader, _taken_over(request))
-        job = await self._admission.resumed_job(request, resumption, deadline_s)
+        admitted = await self._admission.readmit(request, resumption, deadline_s)
         with suppress(Exhausted):  # its reservation has ended, with all that was used of it
-            if grant := await self._reserved_jobs.reserve(job, resumption, complete=True):
+            if grant := await self._reserve(admitted.job, resumption, complete=True):
                 await grant.finish()
-        run = Run(request.fingerprint, RoutedJob(job), resumption)
+        run = Run(request.fingerprint, RoutedJob(admitted.job), admitted, resumption)
         return Message(run.summary(resumption.received_tokens))
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from router.dispatch.routed_job import RoutedJob
-from router.generation.chat_reader import ChatFormat
+from router.generation.admission import Admitted
 from router.generation.resume import Began, ResumeClaims, Resumption
 from router.quotas.session import Grant
 from router.request import Request, Summary, WeightedAdapter
@@ -24,10 +24,10 @@ class Run:
 
     fingerprint: str
     routed: RoutedJob
+    admitted: Admitted
     resumption: Resumption | None = None
     # Time of the wall clock in seconds that the request's chat template saw.
     rendered_at_s: float = 0.0
-    chat_format: ChatFormat | None = None
     # The reservation of the request's tokens; None: its tenant has no limits, or it is a part of a larger call.
     grant: Grant | None = None
     # The reservation of the larger call that it is a part of.

@@ -37,8 +37,8 @@ class Router:
     def __init__(self, queue: JobQueue, quotas: Quotas) -> None:
         self.dispatcher = Dispatcher(lambda model: queue, lambda job: Placement())
         self.store, self.encoder, self.proofs = StoreClient("127.0.0.1:1"), PromptEncoder(), GrammarProofs()
-        settings = [AdapterConfigs(self.store)]
-        self.data = RouterData(self.dispatcher, self.store, settings, self.encoder, self.proofs, quotas)
+        configs = AdapterConfigs(self.store)
+        self.data = RouterData(self.dispatcher, self.store, configs, self.encoder, self.proofs, quotas)
         self.relay = RelayAccess(None, lambda *refused: None)
         self.recorded: list[dict[str, Any]] = []
         self.relay.serve_tenant_data(self.data, lambda event, **values: self.recorded.append(values))

@@ -15,6 +15,7 @@ from artifacts.base_model import BaseModel
 from broker.messages import AdapterRef
 from broker.terms import QueueLimits
 from router.app import HAND_OVER_S, look_at_workers
+from router.catalog.adapters import AdapterConfigs
 from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.models import LOOK_S, Models
 from router.catalog.store_client import ResolvedAdapter
@@ -25,7 +26,7 @@ from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import RoutedJob
 from router.dispatch.worker_links import DispatchTiming, RelayReach
 from router.generation.admission import Admission, GrammarProofs
-from router.generation.encoding import EncodeAdmission, Encoding
+from router.generation.encoding import Encoding
 from router.generation.generation import Generation
 from router.generation.resume import GivenKeys, ResumeEpochs, ResumeTokens
 from router.generation.scoring import ContinuationScore, Scoring
@@ -203,17 +204,17 @@ class SimulatedRouter:
         self.keys.put(tuple(self._store.keys.values()))
         tokens = ResumeTokens(GivenKeys("the key that all routers share"), ResumeEpochs(self._store, self.keys))
         encoder, proofs = PromptEncoder(), GrammarProofs()
-        admission = Admission(self.models, self._store, self.name, self.reach, encoder, proofs=proofs)
+        configs = AdapterConfigs(self._store)
+        admission = Admission(self.models, self._store, configs, self.name, self.reach, encoder, proofs)
         self.plans = Plans(self._quotas)
         calls: Any = SimulatedCalls(self._redis)
         accounts: Any = self._store
         usage: Any = SimulatedUsage(self._redis) if self.plans.has_limits else None
         quotas = self.quotas = Quotas(calls, self.plans, usage=usage, store=accounts)
-        self.tenant_data = RouterData(self.dispatcher, self._store, (), encoder, proofs, quotas)
-        self.generation = Generation(self.models, admission, self.dispatcher, tokens, quotas)
+        self.tenant_data = RouterData(self.dispatcher, self._store, configs, encoder, proofs, quotas)
+        self.generation = Generation(admission, self.dispatcher, tokens, quotas, encoder)
         self._scoring = Scoring(self.generation, admission, self.models, encoder)
-        encode_admission = EncodeAdmission(self.models, self._store, self.name, self.reach, encoder)
-        self._encoding = Encoding(self.generation, encode_admission)
+        self._encoding = Encoding(self.generation, self.models, self._store, configs, self.name, self.reach, encoder)
         for_ever = (
             self.models.follow_store(),
             self._follow_workers(),

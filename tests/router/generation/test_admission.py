@@ -12,11 +12,13 @@ import pytest
 
 from artifacts.grammars.build import regex_grammar
 from broker.messages import AdapterRef, Job
+from router.catalog.adapters import AdapterConfigs
 from router.catalog.manifest import Manifest
 from router.dispatch.worker_links import RelayReach
 from router.generation.admission import DEFAULT_MAX_TOKENS, Admission, GrammarProofs
 from router.generation.resume import Began, ResumeClaims, Resumption
 from router.request import Received, Request, Stopping
+from router.text.prompt_encoder import PromptEncoder
 from router.text.text import HashText
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 
@@ -63,26 +65,26 @@ def cluster() -> Cluster:
 def admission(cluster: Any) -> Iterator[Admission]:
     store: Any = None  # no request of these tests names an adapter
     proofs = GrammarProofs()
-    yield Admission(cluster, store, "router:1", RelayReach(), proofs=proofs)
+    yield Admission(cluster, store, AdapterConfigs(store), "router:1", RelayReach(), PromptEncoder(1), proofs)
     proofs.close()
 
 
 async def refusal(admission: Admission, request: Request) -> CallError:
     with pytest.raises(CallError) as refused:
-        await admission.new_job(request, None)
+        await admission.admit(request, None)
     return refused.value
 
 
 async def test_a_request_becomes_a_job(admission: Admission) -> None:
-    job = await admission.new_job(REQUEST, 1.5)
+    job = (await admission.admit(REQUEST, 1.5)).job
     assert job.prompt_ids == tuple(b"hello")
     assert (job.tenant, job.model, job.base_digest, job.reply_to) == ("acme", "tiny", "sha256:0", "router:1")
     assert (job.attempt, job.stopping.max_tokens, job.deadline_ms) == (1, DEFAULT_MAX_TOKENS, 1500)
-    assert (await admission.new_job(REQUEST, None)).job_id != job.job_id
+    assert (await admission.admit(REQUEST, None)).job.job_id != job.job_id
 
 
 async def test_candidates_are_computed_with_log_probabilities(admission: Admission) -> None:
-    job = await admission.new_job(replace(REQUEST, n=1, best_of=3), None)
+    job = (await admission.admit(replace(REQUEST, n=1, best_of=3), None)).job
     assert (job.n, job.logprobs) == (3, 0)
 
 
@@ -90,12 +92,12 @@ async def test_the_largest_worker_bounds_the_context(admission: Admission, clust
     def asking(max_tokens: int) -> Request:
         return replace(REQUEST, stopping=Stopping(max_tokens=max_tokens))
 
-    assert (await admission.new_job(asking(195), None)).stopping.max_tokens == 195
+    assert (await admission.admit(asking(195), None)).job.stopping.max_tokens == 195
     error = await refusal(admission, asking(196))
     assert isinstance(error, InvalidField)
     assert (error.field, error.reason) == ("stopping.max_tokens", "CONTEXT_EXCEEDED")
     cluster.workers[0].max_tokens = 100_000
-    assert (await admission.new_job(asking(295), None)).stopping.max_tokens == 295  # the model's own limit
+    assert (await admission.admit(asking(295), None)).job.stopping.max_tokens == 295  # the model's own limit
     assert isinstance(await refusal(admission, asking(296)), InvalidField)
 
 
@@ -119,7 +121,7 @@ async def test_without_a_live_worker_nothing_is_admitted(admission: Admission, c
 async def resumed(admission: Admission, request: Request = REQUEST, **received: Received) -> Job:
     """Resume a request whose client has something of choices `c0`, `c1`, ..."""
     parts = {int(name[1:]): part for name, part in received.items()}
-    return await admission.resumed_job(request, Resumption(CLAIMS, parts), None)
+    return (await admission.readmit(request, Resumption(CLAIMS, parts), None)).job
 
 
 async def test_a_resumed_job_goes_on_after_what_was_received(admission: Admission) -> None:
@@ -137,10 +139,10 @@ async def test_what_can_not_be_resumed_is_refused(admission: Admission, cluster:
         await resumed(admission, c0=Received((512,)))
     unknown = Resumption(msgspec.structs.replace(CLAIMS, model="other"))
     with pytest.raises(Unavailable, match="not served here yet"):
-        await admission.resumed_job(REQUEST, unknown, None)
+        await admission.readmit(REQUEST, unknown, None)
     replaced = Resumption(msgspec.structs.replace(CLAIMS, base_digest="sha256:2"))
     with pytest.raises(Mismatch, match="replaced since"):
-        await admission.resumed_job(REQUEST, replaced, None)
+        await admission.readmit(REQUEST, replaced, None)
     cluster.unservable = Unavailable("the only worker that is large enough restarts", reason="NO_WORKER_FITS")
     with pytest.raises(Unavailable, match="restarts"):
         await resumed(admission)
@@ -148,7 +150,7 @@ async def test_what_can_not_be_resumed_is_refused(admission: Admission, cluster:
 
 async def test_a_format_is_proven_before_its_job_is_made(admission: Admission) -> None:
     request = replace(REQUEST, format_field="regex", grammar=regex_grammar("[0-9]+"))
-    assert (await admission.new_job(request, None)).grammar == request.grammar
+    assert (await admission.admit(request, None)).job.grammar == request.grammar
     prover = admission._proofs._provers[MANIFEST.digest]
     assert prover.known(request.grammar, "acme")
     assert not prover.known(request.grammar, "globex"), "its time would tell what acme has asked"
@@ -164,5 +166,5 @@ async def test_a_format_waits_until_no_worker_would_ignore_it(admission: Admissi
     assert (type(error), error.reason) == (Unavailable, "OLD_WORKER")
     resumption = Resumption(CLAIMS, {})
     with pytest.raises(Unavailable, match="older version"):
-        await admission.resumed_job(request, resumption, None)
-    assert (await admission.new_job(REQUEST, None)).grammar == ""
+        await admission.readmit(request, resumption, None)
+    assert (await admission.admit(REQUEST, None)).job.grammar == ""

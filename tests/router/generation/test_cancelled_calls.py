@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,7 +27,6 @@ from router.generation import generation as generation_module
 from router.generation.generation import Generation
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
-from router.text.text import HashText
 from rpc.errors import CallError, Exhausted
 from tests.credentials_files import router_seals
 from tests.router.generation.test_generation import REQUEST, TOKENS, Admission, call
@@ -63,9 +61,8 @@ class Router:
             lambda model: self.queue, lambda job: Placement(), timing=DispatchTiming(late_enqueue_s=0.4)
         )
         self.quotas = Quotas(LedgerCalls(redis), Plans(directory / "plans.toml"))
-        models: Any = SimpleNamespace(with_digest=lambda *_: SimpleNamespace(text=HashText()))
         admission: Any = Admission()
-        self.generation = Generation(models, admission, self.dispatcher, TOKENS, self.quotas)
+        self.generation = Generation(admission, self.dispatcher, TOKENS, self.quotas, admission)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from artifacts.chat_settings import ToolCallFormat
 from router.dispatch.link import WorkerFinish
-from router.generation.answer import ChoiceAnswer, UntoldText
+from router.generation.answer import ChoiceAnswer, ResumeFilter
 from router.generation.chat_reader import ChatFormat, ChatReader
 from router.request import Delta, FinishReason
 from router.text.text import HashText
@@ -50,9 +50,9 @@ def told(deltas: list[Delta]) -> Told:
 
 
 def read(chat_format: ChatFormat, pieces: list[str]) -> Told:
-    untold = UntoldText(None, ChatReader(chat_format))
+    resume_filter = ResumeFilter(None, ChatReader(chat_format))
     deltas = [
-        untold.tell(Delta(0, (), piece), "", ended=index == len(pieces) - 1, had_all=False)
+        resume_filter.tell(Delta(0, (), piece), "", ended=index == len(pieces) - 1, had_all=False)
         for index, piece in enumerate(pieces)
     ]
     return told(deltas)
@@ -107,7 +107,7 @@ def test_a_stream_that_is_resumed_anywhere_tells_the_rest(chat_format: ChatForma
     ids = [ord(character) for character in text]
 
     def deltas(received: int, text_bytes: int | None) -> list[Delta]:
-        answer = ChoiceAnswer(HashText(), ("@@",), 1, 0, received, UntoldText(text_bytes, ChatReader(chat_format)))
+        answer = ChoiceAnswer(HashText(), ("@@",), 1, 0, received, ResumeFilter(text_bytes, ChatReader(chat_format)))
         found = [answer.push([token_id], None)[0] for token_id in ids]
         return [delta for delta in (*found, answer.push([2], WorkerFinish.END)[0]) if delta is not None]
 
@@ -145,7 +145,7 @@ def test_random_answers_are_text_or_calls_in_any_pieces() -> None:
     ],
 )
 def test_an_answer_ends_with_calls_if_one_is_complete(text: str, end: WorkerFinish, reason: FinishReason) -> None:
-    answer = ChoiceAnswer(HashText(), (), 1, untold=UntoldText(None, ChatReader(HERMES)))
+    answer = ChoiceAnswer(HashText(), (), 1, resume_filter=ResumeFilter(None, ChatReader(HERMES)))
     _, finished = answer.push([*text.encode(), 2], end)
     assert finished is not None
     assert finished.reason is reason
@@ -174,7 +174,7 @@ def test_marks_that_are_special_tokens_reach_the_reader() -> None:
     text = TokenizerText({"tokenizer.json": tokenizer.to_str().encode()})
     ids = text.encode("hé<end>[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]f[ARGS]{}", special_tokens=False)
     stream = text.stream([], skip_special_tokens=True, marks=MISTRAL.marks)
-    answer = ChoiceAnswer(stream, (), 1, untold=UntoldText(None, ChatReader(MISTRAL)))
+    answer = ChoiceAnswer(stream, (), 1, resume_filter=ResumeFilter(None, ChatReader(MISTRAL)))
     delta, _ = answer.push(ids, WorkerFinish.LENGTH)
     assert delta is not None
     assert delta.token_ids == tuple(ids)

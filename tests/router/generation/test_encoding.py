@@ -16,13 +16,13 @@ from broker.ledger import LedgerCalls
 from broker.messages import AdapterRef, Capacity, Job
 from broker.queue import JobQueue
 from broker.terms import Placement, QueueLimits
-from router.catalog.adapters import Classifier, Classifiers, check_generates
+from router.catalog.adapters import AdapterConfigs, Classifier, check_generates, find_classifier
 from router.catalog.manifest import Manifest
 from router.catalog.store_client import ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import Frame, WorkerFinish
 from router.dispatch.worker_links import RelayReach
-from router.generation.encoding import AT_ONCE, EncodeAdmission, Encoding, Vector
+from router.generation.encoding import AT_ONCE, Encoding, Vector
 from router.generation.generation import Generation
 from router.generation.resume import GivenKeys, ResumeTokens
 from router.quotas.plans import Plans
@@ -72,9 +72,9 @@ class Calls:
 
     def __init__(self, cluster: Any, dispatcher: Dispatcher, queue: JobQueue, quotas: Quotas) -> None:
         self.dispatcher = dispatcher
-        self.generation = Generation(cluster, cluster, dispatcher, ResumeTokens(GivenKeys()), quotas)
-        admission = EncodeAdmission(cluster, cluster, "here", RelayReach(), PromptEncoder(1))
-        self.encoding = Encoding(self.generation, admission)
+        encoder, configs = PromptEncoder(1), AdapterConfigs(cluster)
+        self.generation = Generation(cluster, dispatcher, ResumeTokens(GivenKeys()), quotas, encoder)
+        self.encoding = Encoding(self.generation, cluster, cluster, configs, "here", RelayReach(), encoder)
         self.link = RecordingLink("w")
         self._queue = queue
 
@@ -216,7 +216,7 @@ async def test_base_and_adapter_say_what_is_served(
 ) -> None:
     store: Any = cluster
     manifest, cluster.config = replace(MANIFEST, tasks=tasks), config
-    checking = Classifiers(store).check_task(asking("a", task=task), manifest, ADAPTER)
+    checking = find_classifier(asking("a", task=task), manifest, ADAPTER, AdapterConfigs(store))
     if isinstance(found, str):
         with pytest.raises(Mismatch, match=found) as caught:
             await checking
@@ -236,7 +236,7 @@ def test_the_base_says_what_its_own_labels_mean_and_an_encoder_generates_nothing
 async def test_the_base_says_what_its_classifier_solves(cluster: Cluster) -> None:
     store: Any = cluster
     manifest = replace(MANIFEST, problem_type="multi_label_classification")
-    classifier = await Classifiers(store).check_task(asking("a", task="classify"), manifest, None)
+    classifier = await find_classifier(asking("a", task="classify"), manifest, None, AdapterConfigs(store))
     assert classifier == Classifier(("no", "yes"), "multi_label_classification")
 
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,11 +16,11 @@ import msgspec
 import pytest
 
 from broker.ledger import Reservation
-from broker.messages import Job
 from broker.queue import JobQueue
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import Frame, WorkerFinish
 from router.dispatch.routed_job import READ_TOKENS, JobState
+from router.generation.admission import Admitted
 from router.generation.generation import Generation
 from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens, Resumption
 from router.quotas.quotas import Quotas
@@ -46,21 +45,21 @@ class Admission:
         self.worked_on: list[int] = []
         self.refusals: list[CallError] = []
 
-    async def new_job(self, request: Request, deadline_s: float | None) -> Job:
+    async def admit(self, request: Request, deadline_s: float | None) -> Admitted:
         await asyncio.sleep(0)
         if self.refusals:
             raise self.refusals.pop()
         self.made += 1
-        return replace(job(), job_id=f"j{self.made}", tenant=request.tenant, request_id=request.request_id)
+        made = replace(job(), job_id=f"j{self.made}", tenant=request.tenant, request_id=request.request_id)
+        return Admitted(made, HashText())
 
-    async def resumed_job(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Job:
-        made = await self.new_job(request, deadline_s)
-        return replace(made, emitted={choice: had.token_ids for choice, had in resumption.received.items()})
+    async def readmit(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Admitted:
+        made = (await self.admit(request, deadline_s)).job
+        emitted = {choice: part.token_ids for choice, part in resumption.received.items()}
+        return Admitted(replace(made, emitted=emitted), HashText())
 
-    async def chat_format(self, request: Request, job: Job) -> None:
-        return None
-
-    async def work_on(self, ids: int, job: Job, work: Callable[[], Any]) -> Any:
+    async def run(self, tenant: str, ids: int, work: Callable[[], Any]) -> Any:
+        """See PromptEncoder."""
         self.worked_on.append(ids)
         return work() if ids <= SHORT_IDS else await asyncio.to_thread(work)
 
@@ -72,8 +71,7 @@ def admission() -> Admission:
 
 @pytest.fixture
 def generation(dispatcher: Dispatcher, admission: Any, quotas: Quotas) -> Generation:
-    models: Any = SimpleNamespace(with_digest=lambda *_: SimpleNamespace(text=HashText()))
-    return Generation(models, admission, dispatcher, TOKENS, quotas)
+    return Generation(admission, dispatcher, TOKENS, quotas, admission)
 
 
 async def ids_of(messages: AsyncGenerator[Message]) -> list[int]:
@@ -327,6 +325,7 @@ async def test_a_drain_leaves_the_reservations_of_those_who_can_resume(
     generation: Generation,
     dispatcher: Dispatcher,
     queue: JobQueue,
+    quotas: Quotas,
     monkeypatch: pytest.MonkeyPatch,
     tokens: int,
     resumed: bool,
@@ -337,7 +336,7 @@ async def test_a_drain_leaves_the_reservations_of_those_who_can_resume(
     async def reserve(*_: Any, **__: Any) -> Grant:
         return Grant(Reservation("r", ("acme",), 0, 0), ends)
 
-    monkeypatch.setattr(generation._reserved_jobs, "reserve", reserve)
+    monkeypatch.setattr(quotas, "reserve", reserve)
     running = generation.run(REQUEST, None, Resumption(CLAIMS) if resumed else None)
     first = asyncio.ensure_future(anext(running))
     await claim(queue)
