@@ -68,8 +68,8 @@ ROLES: Mapping[str, Role] = {
         # Commands of no script: for wake-ups, operators' commands and pins.
         commands=("blpop", "hgetall"),
         keys=_of_model(
-            *("job:*", "waiting", "queue:*", "again", "tenants", "idle", "floor", "uses", "bytes", "charged:*"),
-            *("pace", "wake", "wake:*", "passed_on", "room:*", "suspects", "worker:*", "workers", "commands:*"),
+            *("job:*", "waiting", "queue:*", "again", "tenants", "idle", "floor", "uses", "totals", "charged"),
+            *("wake", "wake:*", "passed_on", "room:*", "suspects", "worker:*", "workers", "commands:*"),
         ),
         read_keys=_of_model("routers", "quarantine", "arrivals", "news", "pins"),
     ),

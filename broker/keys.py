@@ -15,11 +15,10 @@ lp:{MODEL/CELL}:news         list    ids of the last arrivals
 lp:{MODEL/CELL}:tenants      zset    tenants with a queue, by their counters of service
 lp:{MODEL/CELL}:idle         zset    counters of the other tenants, where they are above the lowest
 lp:{MODEL/CELL}:floor        string  counter of the last tenant that had a queue
-lp:{MODEL/CELL}:bytes        hash    totals: bytes that wait and work by tenant, each of newcomers and of jobs that have
-                                     begun, and bytes of these in all; weights of the tenants with a queue, and the
-                                     counter that the next of them begins with
-lp:{MODEL/CELL}:charged:ID   string  what the tenant of a claimed job has been charged; expires
-lp:{MODEL/CELL}:pace         hash    claim rate: how much work is claimed in a ms while work waits
+lp:{MODEL/CELL}:totals       hash    bytes that wait and work by tenant, each of newcomers and of jobs that have begun,
+                                     and their weights; of the cell the bytes of both in all, the counter that the
+                                     next idle tenant begins with, and the work claimed in a ms while work waits
+lp:{MODEL/CELL}:charged      hash    what the tenants of claimed jobs have been charged, by job
 lp:{MODEL/CELL}:room:WORKER  string  free rows after a worker's last claim; expires
 lp:{MODEL/CELL}:wake         list    wake-ups: an entry wakes one idle worker
 lp:{MODEL/CELL}:wake:WORKER  list    wake-ups of this worker

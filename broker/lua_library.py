@@ -46,7 +46,7 @@ def make_library(scripts: Mapping[str, str]) -> Library:
     """Return a library with a function for each script, by its name, and NAME_when_full for those that need memory."""
     blocks = [_block(name, text) for name, text in scripts.items()]
     name = PREFIX + sha256("".join(blocks).encode()).hexdigest()[:_HASH_CHARACTERS]
-    return Library(name, f"#!lua name={name}\nlocal LIBRARY = '{name}_'\n" + "".join(blocks))
+    return Library(name, f"#!lua name={name}\nlocal LIBRARY, NAMES = '{name}_', {{}}\n" + "".join(blocks))
 
 
 def _block(name: str, text: str) -> str:

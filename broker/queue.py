@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import astuple, fields
-from operator import attrgetter
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
@@ -40,9 +40,8 @@ LOOKS_AT_ONCE = 256
 # Maximum bytes of the jobs that have begun, redispatched or resumed, in a Redis that is out of memory.
 BEGUN_BYTES_WHEN_FULL = 1 << 26
 
-_fields_of = attrgetter(*(field.name for field in fields(Entry)))
 # Index of the argument of broker/lua/enqueue.lua that is empty unless Redis is full.
-_WHEN_FULL = 3 + len(fields(QueueLimits))
+_WHEN_FULL = 4
 
 
 class QueueFullError(Exception):
@@ -120,9 +119,10 @@ class JobQueue:
             self.keys.prefix,
             job.job_id,
             job.deadline_ms,
-            *astuple(limits),
+            msgspec.msgpack.encode(astuple(limits))[1:],
             "",
-            *_fields_of(entry),
+            entry.facts,
+            *(entry.begun, entry.priority, entry.strikes, entry.wanted, entry.body),
         ]
         try:
             answer = await self._send_entry(arguments, reserve)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+
+import msgspec
 
 from broker.codec import encode_adapter_request, encode_job
 from broker.messages import AdapterRequest, Job
@@ -15,14 +18,17 @@ SHORT_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The fields of a waiting job, in the order of broker/lua/enqueue.lua's arguments."""
+    """The fields of a waiting job. Those up to `key_weight` are its facts, which Redis keeps packed, in this order."""
 
     tenant: str
+    base: str
+    adapter: str
+    # Workers that the adapter prefers, one a line.
+    prefer: str
+    # The relay address of the router that owns the job.
+    router: str
     attempt: int
-    # 1 for an answer that has begun: it has tokens, or a worker has had the job.
-    begun: int
     weight: float
-    priority: int
     # Maximum tokens of prompt and answer together.
     tokens: int
     # Tokens to compute before the first new one: the prompt, and what earlier attempts emitted.
@@ -31,16 +37,14 @@ class Entry:
     prompt: int
     rank: int
     rows: int
-    strikes: int
-    base: str
-    adapter: str
     load: float
-    prefer: str
-    # The relay address of the router that owns the job.
-    router: str
     # The API key of the call, and its weight; see KeyTerms.
     key: str
     key_weight: float
+    # 1 for an answer that has begun: it has tokens, or a worker has had the job.
+    begun: int
+    priority: int
+    strikes: int
     # The encoded AdapterRequest; empty without an adapter.
     wanted: bytes
     body: bytes
@@ -70,6 +74,15 @@ class Entry:
             wanted=encode_adapter_request(AdapterRequest(job.adapter, job.tenant)) if job.adapter else b"",
             body=seal(encode_job(replace(job, weight=placement.weight))),
         )
+
+    @property
+    def facts(self) -> bytes:
+        """Return the packed facts, in MessagePack without the array's one byte."""
+        return msgspec.msgpack.encode(_facts_of(self))[1:]
+
+
+_NAMES = [field.name for field in fields(Entry)]
+_facts_of = attrgetter(*_NAMES[: _NAMES.index("begun")])
 
 
 def is_short(job: Job) -> bool:

@@ -24,7 +24,7 @@ from broker.lua_library import Library, make_library
 
 _INCLUDE = re.compile(r'^--- @include "(\w+)"\n', re.MULTILINE)
 _LOCAL = re.compile(
-    r"^local (?:function (?P<function>\w+)(?:[^\n]* end\n|.*?^end\n)|(?P<key>[A-Z_]+) = PREFIX[^\n]*\n)",
+    r"^local (?:function (?P<function>\w+)(?:[^\n]* end\n|.*?^end\n)|(?P<key>[A-Z_]+) = OF_CELL[^\n]*\n)",
     re.MULTILINE | re.DOTALL,
 )
 _WORD = re.compile(r"\w+")

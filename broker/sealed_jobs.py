@@ -37,13 +37,13 @@ class _Facts(msgspec.Struct, array_like=True, frozen=True):
     rank: float
     rows: float
     load: float
+    key: str
+    key_weight: float
     place: str
     size: float
     work: float
     queued: float
     deadline: float
-    key: str
-    key_weight: float
 
 
 # The facts are packed one after the other; with this before them they are an array in MessagePack.

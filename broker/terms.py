@@ -95,6 +95,8 @@ YOUNG_MS = 500
 LOOKS_PER_CHECK = 8
 # Number of waiting jobs, drawn by chance, that a census looks for.
 LOST_IDS_PER_CENSUS = 4
+# Number of claimed jobs' charges, drawn by chance, of which a census drops those that are old.
+CHARGES_PER_CENSUS = 32
 # Number of tenants with a queue, drawn by chance, whose queue's type a census checks.
 QUEUES_PER_CENSUS = 64
 # Time in ms for which a key of another type, which was set aside, is kept for an operator to look at.

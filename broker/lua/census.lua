@@ -4,12 +4,13 @@
 --- @include "workers"
 --- @include "routers"
 --- @include "lost_keys"
+--- @include "charges"
 --- @include "wrong_types"
 
 local router, new_data_name = ARGV[2], ARGV[3]
 -- Types of the keys that all tenants share.
 local types = {waiting = 'zset', again = 'zset', uses = 'zset', tenants = 'zset', idle = 'zset', quarantine = 'zset',
-  routers = 'zset', bytes = 'hash', pace = 'hash', suspects = 'hash', deaths = 'hash', pins = 'hash', workers = 'hash',
+  routers = 'zset', totals = 'hash', charged = 'hash', suspects = 'hash', deaths = 'hash', pins = 'hash', workers = 'hash',
   news = 'list', wake = 'list', dead = 'list', arrivals = 'string', floor = 'string', passed_on = 'string', born = 'string'}
 
 set_aside_unless('hash', 'aside')
@@ -37,6 +38,7 @@ end
 rebase_counters()
 prune_idle_tenants()
 drop_remains()
+drop_old_charges()
 redis.call('SET', PREFIX .. 'born', new_data_name, 'NX')
 local run = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
 local aside = redis.call('HGETALL', ASIDE)

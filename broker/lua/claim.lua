@@ -86,15 +86,11 @@ end
 local is_complete = news == NEWS_ONLY or not (more or window_exceeded)
 if (is_complete or news ~= NEWS_LATER) and #bodies == 0 then look_at_news() end
 if #gone_ids > 0 then redis.call('ZREM', WAITING, unpack(gone_ids)) end
+local waiting = redis.call('ZCARD', WAITING)
+measure_claim_rate(claimed_work, waiting == 0 or not saturated and free_rows > 0)
 flush_counts()
 
-local waiting = redis.call('ZCARD', WAITING)
 local deleted = gone_keys
-if waiting == 0 or not saturated and free_rows > 0 then
-  deleted[#deleted + 1] = CLAIM_RATE
-else
-  measure_claim_rate(claimed_work)
-end
 if waiting == 0 then deleted[#deleted + 1] = WAKE end
 if worker ~= '' then
   deleted[#deleted + 1] = WAKE .. ':' .. worker

@@ -10,36 +10,34 @@
 --- @include "arrivals"
 --- @include "workers"
 --- @include "queue_shares"
+--- @include "claim_rate"
 --- @include "wrong_types"
 
-local id, deadline_ms = ARGV[2], tonumber(ARGV[3])
--- The limits in the order of broker/terms.py, and the fields of broker/queue_entry.py. max.begun_bytes_when_full: Redis is
--- full.
-local max = {jobs = tonumber(ARGV[4]), bytes = tonumber(ARGV[5]), tenant_jobs = tonumber(ARGV[6]),
-  tenant_bytes = tonumber(ARGV[7]), key_jobs = tonumber(ARGV[8]), key_bytes = tonumber(ARGV[9]),
-  begun_bytes_when_full = tonumber(ARGV[10])}
-local job = {tenant = ARGV[11], attempt = tonumber(ARGV[12]), begun = tonumber(ARGV[13]), weight = tonumber(ARGV[14]),
-  priority = tonumber(ARGV[15]), tokens = tonumber(ARGV[16]), prefill = tonumber(ARGV[17]), prompt = tonumber(ARGV[18]),
-  rank = tonumber(ARGV[19]), rows = tonumber(ARGV[20]), strikes = tonumber(ARGV[21]), base = ARGV[22],
-  adapter = ARGV[23], load = tonumber(ARGV[24]), prefer = ARGV[25], router = ARGV[26], key = ARGV[27],
-  key_weight = tonumber(ARGV[28]), wanted = ARGV[29], body = ARGV[30]}
-job.size, job.queued, job.deadline = #job.body, now, deadline_ms > 0 and now + deadline_ms or 0
+-- Return the limits, in the order of broker/terms.py.
+local function limits_of(jobs, bytes, tenant_jobs, tenant_bytes, key_jobs, key_bytes)
+  return {jobs = jobs, bytes = bytes, tenant_jobs = tenant_jobs, tenant_bytes = tenant_bytes, key_jobs = key_jobs,
+    key_bytes = key_bytes}
+end
+
+-- Return the fields of broker/queue_entry.py that are used here, of the packed facts.
+local function facts_of(tenant, _, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, _, rows, _, key,
+    key_weight)
+  return {tenant = tenant, adapter = adapter, prefer = prefer, router = router, attempt = attempt, weight = weight,
+    tokens = tokens, prefill = prefill, prompt = prompt, rows = rows, key = key, key_weight = key_weight}
+end
+
+local id, deadline_ms, begun_bytes_when_full = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[5])
+local max, job = limits_of(cmsgpack.unpack(ARGV[4])), facts_of(cmsgpack.unpack(ARGV[6]))
+job.begun, job.priority, job.strikes = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
+job.size, job.queued, job.deadline = #ARGV[11], now, deadline_ms > 0 and now + deadline_ms or 0
 job.work = PROMPT_WEIGHT * job.prompt + OUTPUT_WEIGHT * math.max(0, job.tokens - job.prompt)
 local key, queue = PREFIX .. 'job:' .. id, PREFIX .. 'queue:' .. job.tenant
-
--- Return the claim rate, work in ms, measured by claim.lua: that of the last interval, or of the current one if it is
--- higher; 0 where no work waits for a row.
-local function claim_rate()
-  local measured = redis.call('HMGET', CLAIM_RATE, 'since', 'work', 'pace')
-  local since, rate = number_of(measured[1]), number_of(measured[3])
-  if since > 0 and now - since >= CLAIM_RATE_MIN_MS then rate = math.max(rate, number_of(measured[2]) / (now - since)) end
-  return rate
-end
+local of_tenant
 
 -- Return whether an answer that had begun at another router goes before newcomers. A tenant must not gain by resuming
 -- again and again: its lead, with what it has resumed and not been given yet, is limited.
 local function may_lead()
-  local begun_work = totals['begun:' .. job.tenant]
+  local begun_work = of_tenant.begun_work
   if begun_work > 0 and redis.call('EXISTS', REDISPATCHED) == 0 then begun_work = 0 end -- their key was lost
   local lowest = lowest_counter()
   local lead = math.max(0, counter_of(job.tenant) - lowest) * job.weight + begun_work
@@ -49,7 +47,7 @@ end
 -- Return the answer that refuses the job where a limit of its tenant or of its API key is reached.
 local function reached_limit(tenant_jobs)
   if tenant_jobs >= max.tenant_jobs then return {'full', 'tenant_jobs', job.tenant} end
-  local tenant_bytes = totals['of:' .. job.tenant] + totals['begun_of:' .. job.tenant]
+  local tenant_bytes = of_tenant.bytes + of_tenant.begun_bytes
   if tenant_bytes + job.size > max.tenant_bytes then return {'full', 'tenant_bytes', job.tenant} end
   if job.key == '' then return end
   local kept = hash_fields(keys_of(job.tenant), 'jobs:' .. job.key, 'bytes:' .. job.key)
@@ -80,12 +78,12 @@ end
 local function place_of(arrival, tenant_jobs)
   local begin = string.format('%03d', PRIORITY_LIMIT - job.priority)
   local rest = (job.attempt > 1 and '-' or '0') .. string.format('%015d:', arrival) .. id
-  local turns_before = totals['turns:' .. job.tenant] > 0
+  local turns_before = of_tenant.turns > 0
   if tenant_jobs == 0 and (turns_before or job.key ~= '') then
     redis.call('DEL', keys_of(job.tenant)) -- of a queue that was lost, or that an older version has emptied
   end
   local has_turn = job.key_weight > 0 or turns_before and tenant_jobs > 0
-  if has_turn ~= turns_before then set_total('turns:' .. job.tenant, has_turn and 1 or 0) end
+  if has_turn ~= turns_before then set_terms(job.tenant, nil, has_turn and 1 or 0) end
   if not has_turn then
     return begin .. string.format('%015d', deadline_ms > 0 and job.deadline or 999999999999999) .. rest
   end
@@ -101,16 +99,15 @@ local function wait_before_turn_ms(tenant_jobs, tenant_work)
   if rate <= 0 then return 0 end
   local own_work = redis.call('ZLEXCOUNT', queue, '-', '(' .. job.place) * tenant_work / tenant_jobs
   if own_work == 0 then return 0 end
-  local fields, others, work = {}, 0, 0
-  for _, other in ipairs(redis.call('ZRANGE', TENANTS, 0, TENANTS_PER_ESTIMATE - 1)) do
-    if other ~= job.tenant then fields[#fields + 1], fields[#fields + 2] = 'work:' .. other, 'weight:' .. other end
+  local tenants, others, work = redis.call('ZRANGE', TENANTS, 0, TENANTS_PER_ESTIMATE - 1), 0, 0
+  read_totals(unpack(tenants))
+  for _, other in ipairs(tenants) do
+    if other ~= job.tenant then
+      others = others + 1
+      work = work + math.min(totals[other].work, own_work * totals[other].weight / job.weight)
+    end
   end
-  if #fields == 0 then return own_work / rate end
-  local values = redis.call('HMGET', TOTALS, unpack(fields))
-  for i = 1, #values, 2 do
-    others = others + 1
-    work = work + math.min(number_of(values[i]), own_work * number_of(values[i + 1] or 1) / job.weight)
-  end
+  if others == 0 then return own_work / rate end
   return (own_work + work / others * (redis.call('ZCARD', TENANTS) - 1)) / rate
 end
 
@@ -118,7 +115,7 @@ end
 local function refusal(tenant_jobs, use)
   local answer = reached_limit(tenant_jobs)
   if answer then return answer end
-  local wait_ms = deadline_ms > 0 and wait_before_turn_ms(tenant_jobs, totals['work:' .. job.tenant]) or 0
+  local wait_ms = deadline_ms > 0 and wait_before_turn_ms(tenant_jobs, of_tenant.work) or 0
   if wait_ms > DEADLINE_DOUBT * deadline_ms then return {'late', math.floor(wait_ms)} end
   local limit = make_room(job.size, use, max)
   return limit and {'full', limit, ''}
@@ -151,16 +148,16 @@ local ms_left = quarantined_ms(job.tenant, job.adapter)
 if ms_left > 0 and not goes_on_in_quarantine(job.attempt, job.prompt, job.prefill, job.rows) then
   return {'quarantined', ms_left}
 end
-read_totals('all', 'begun_bytes', 'next_lift', 'of:' .. job.tenant, 'work:' .. job.tenant, 'begun_of:' .. job.tenant,
-  'begun:' .. job.tenant, 'turns:' .. job.tenant)
+read_totals(job.tenant)
+of_tenant = totals[job.tenant]
 local has_begun = job.begun == 1 and (job.attempt > 1 or may_lead())
-if max.begun_bytes_when_full and (not has_begun or totals.begun_bytes + job.size > max.begun_bytes_when_full) then
+if begun_bytes_when_full and (not has_begun or cell.begun_bytes + job.size > begun_bytes_when_full) then
   return {'full', 'begun_bytes_when_full', ''}
 end
 local arrival = record_arrival(id)
 local tenant_jobs, kept_of_turn = 0, nil
 if has_begun then
-  job.place, job.key, job.key_weight = id, '', 0
+  job.place, job.key = id, ''
 else
   tenant_jobs = redis.pcall('ZCARD', queue)
   if type(tenant_jobs) ~= 'number' then
@@ -168,16 +165,14 @@ else
     tenant_jobs = 0
   end
   job.place, kept_of_turn = place_of(arrival, tenant_jobs)
-  local use = use_of(tenant_jobs + 1, totals['of:' .. job.tenant] + job.size, job.weight, max)
+  local use = use_of(tenant_jobs + 1, of_tenant.bytes + job.size, job.weight, max)
   local answer = job.attempt == 1 and refusal(tenant_jobs, use)
   if answer then return answer end
   redis.call('ZADD', USES, exact(use), job.tenant)
 end
 -- In the order that include/waiting_jobs.lua gives.
-local facts = cmsgpack.pack(job.tenant, job.base, job.adapter, job.prefer, job.router, job.attempt, job.weight,
-  job.tokens, job.prefill, job.prompt, job.rank, job.rows, job.load, job.place, job.size, job.work, job.queued,
-  job.deadline, job.key, job.key_weight)
-redis.call('HSET', key, 'body', job.body, 'wanted', job.wanted, 'attempt', job.attempt, 'facts', facts)
+local facts = ARGV[6] .. cmsgpack.pack(job.place, job.size, job.work, job.queued, job.deadline)
+redis.call('HSET', key, 'body', ARGV[11], 'wanted', ARGV[10], 'attempt', job.attempt, 'facts', facts)
 redis.call('ZADD', WAITING, deadline_ms > 0 and job.deadline or '+inf', id)
 count_waiting(job.tenant, job.size, job.work, has_begun)
 if job.key ~= '' then count_of_key(job.tenant, job.key, 1, job.size) end

@@ -14,6 +14,4 @@ elseif number_of(waiting_attempt) <= last_attempt then
   flush_counts()
 end
 
-local charge_key = PREFIX .. 'charged:' .. id
-local _, _, charged_attempt = read_charges(charge_key)
-if charged_attempt and charged_attempt <= last_attempt then redis.call('DEL', charge_key) end
+forget_charges(id, last_attempt)

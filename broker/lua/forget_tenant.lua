@@ -37,7 +37,8 @@ local is_empty = redis.call('EXISTS', queue) == 0
 if is_empty then
   for _, key in ipairs({TENANTS, IDLE, USES}) do records = records + redis.call('ZREM', key, tenant) end
   records = records + redis.call('DEL', keys_of(tenant))
-  for _, total in ipairs({'of:', 'work:', 'weight:', 'turns:'}) do set_total(total .. tenant, 0) end
+  clear_totals(tenant)
+  set_terms(tenant, 1, 0)
 end
 for _, subject in ipairs(redis.call('ZRANGE', QUARANTINE, 0, -1)) do
   if is_of_tenant(subject) then records = records + redis.call('ZREM', QUARANTINE, subject) end

@@ -212,6 +212,10 @@ class BothQueues:
         keys = await self.redis.keys("*")
         return {key.decode().removeprefix(KEYS.prefix) for key in keys if isinstance(key, bytes)}
 
+    async def tenants_with_totals(self) -> list[str | bytes]:
+        """The tenants of which something is counted."""
+        return [name for name in await self.redis.hkeys(KEYS.prefix + "totals") if name != b"/cell"]
+
     async def check(self, tenants: Sequence[str]) -> None:
         """Compare what is not in the answers."""
         async with self.redis.pipeline(transaction=False) as pipe:

@@ -13,9 +13,10 @@ START_MS = 1_700_000_000_000
 
 
 def scripts_on_test_clock(**constants: int) -> Scripts:
-    """Scripts whose clock is a key that the test sets; free rows are believed however slow the test is."""
+    """Scripts whose clock is a key that the test sets; free rows and charges are believed however slow the test is."""
     clock = f"local now = tonumber(redis.call('GET', '{CLOCK}'))\n"
-    return Scripts({"clock": clock}, {"FREE_ROWS_MS": 600_000, **constants})
+    believed = {"FREE_ROWS_MS": 600_000, "CHARGE_RECORD_MS": 1 << 40, "REFUND_RECORD_MS": 1 << 40}
+    return Scripts({"clock": clock}, {**believed, **constants})
 
 
 SCRIPTS_ON_TEST_CLOCK = scripts_on_test_clock()

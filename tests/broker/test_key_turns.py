@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from itertools import combinations
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -99,7 +100,7 @@ async def test_what_waited_before_a_weight_is_first_and_turns_last_until_the_que
     await both.enqueue(make_job("plain", "a"))
     await both.enqueue(make_job("early", "a", deadline_ms=30_000))
     assert await claimed(both, 2) == "ep"
-    assert not any("queue:" in name or name == "bytes" for name in await both.names())
+    assert not any("queue:" in name or name == "totals" for name in await both.names())
 
 
 async def test_a_key_has_a_share_of_the_queue_within_its_tenants(redis: Redis, clock: Clock) -> None:
@@ -124,21 +125,12 @@ async def test_a_key_has_a_share_of_the_queue_within_its_tenants(redis: Redis, c
     assert not await small_bytes.enqueue(make_job("s", "a"), small)
 
 
-async def test_a_job_of_an_older_version_has_no_key(redis: Redis, both: BothQueues) -> None:
-    await backlog(both, 2, "h")
-    script = """local values = {cmsgpack.unpack(redis.call('HGET', KEYS[1], 'facts'))}
-    redis.call('HSET', KEYS[1], 'facts', cmsgpack.pack(unpack(values, 1, #values - 2)))"""
-    await redis.eval(script, 1, KEYS.job("h0"))
-    assert await claimed(both, 2) == "hh"
-    assert not {"queue:a", "queue:a/keys", "bytes"} & await both.names()
-
-
-async def test_what_an_older_version_leaves_of_an_emptied_queue_refuses_nobody(redis: Redis, both: BothQueues) -> None:
+async def test_what_is_left_of_a_lost_queue_refuses_nobody(redis: Redis, both: BothQueues) -> None:
     await redis.hset(STATE, mapping={"jobs:heavy": 1 << 51, "finish:100:heavy": "9e13"})
-    await redis.hset(KEYS.prefix + "bytes", "turns:a", 1)
+    await redis.hset(KEYS.prefix + "totals", "a", msgspec.msgpack.encode([0, 0, 0, 0, 1, 1])[1:])
     await backlog(both, 2, "nlh")
     assert await claimed(both, 6) == "nnlhhl"
-    assert not {"queue:a", "queue:a/keys", "bytes"} & await both.names()
+    assert not {"queue:a", "queue:a/keys", "totals"} & await both.names()
 
 
 @pytest.mark.parametrize("other_type", [False, True])

@@ -126,7 +126,7 @@ async def test_a_job_past_its_deadline_is_never_handed_out(both: BothQueues) -> 
     await both.enqueue(make_job("in time", "a", deadline_ms=1_001))
     await both.advance(1_000)
     assert await claim(both) == ["in time"]
-    assert {"job:late", "job:again", "bytes", "again", "queue:a"} & await both.names() == set()
+    assert {"job:late", "job:again", "totals", "again", "queue:a"} & await both.names() == set()
 
 
 async def test_a_deadline_that_the_tenant_s_own_queue_outlasts_is_refused(both: BothQueues) -> None:

@@ -87,7 +87,7 @@ async def test_the_jobs_of_a_router_that_died_are_dropped_and_nobody_else_s(both
     await beaten(both, terms.ROUTER_TTL_MS)
     roomy = replace(ONE, rows=8)
     assert await claim(both, roomy) == ["here1", "here0"]
-    assert {"waiting", "again", "bytes", "queue:a", "queue:b", "tenants"} & await both.names() == set()
+    assert {"waiting", "again", "totals", "queue:a", "queue:b", "tenants"} & await both.names() == set()
 
 
 async def test_after_an_outage_every_router_gets_its_time_again(both: BothQueues) -> None:

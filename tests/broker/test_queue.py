@@ -214,9 +214,9 @@ async def test_what_lost_its_keys_is_dropped(redis: Redis, queue: JobQueue) -> N
         await queue.enqueue(job(name, attempt=2 if name == "again" else 1))
         await redis.delete(KEYS.job(name))
     await queue.enqueue(job("c", tenant="beta"))
-    await redis.delete(KEYS.prefix + "queue:beta", KEYS.prefix + "bytes")
+    await redis.delete(KEYS.prefix + "queue:beta", KEYS.prefix + "totals")
     assert await claim(queue) == ["c"]  # as one of the last arrivals
-    assert await left_behind(redis) <= {KEYS.prefix + "charged:c"}
+    assert await left_behind(redis) <= {KEYS.prefix + "charged"}
     await queue.finish("c", 1)
     await queue.enqueue(job("c", tenant="beta", attempt=2))
     assert await claim(queue) == ["c"]

@@ -59,7 +59,7 @@ async def test_a_queue_is_bounded_in_bytes_and_what_leaves_counts_no_more(redis:
     await queue.finish("a", 1)
     await queue.enqueue(job("d"))
     assert sorted(await claim(queue)) == ["b", "c", "d"]
-    assert await redis.exists(KEYS.prefix + "bytes") == 0
+    assert await redis.exists(KEYS.prefix + "totals") == 0
 
 
 async def test_out_of_memory_refuses_new_jobs_but_not_claims(redis: Redis, queue: JobQueue) -> None:

@@ -23,7 +23,7 @@ LIMITS = TokenLimits(streams=9)
 # Texts that are no number, no packed value, or one that compares with nothing.
 _TEXTS = (b"", b"?", b"nan", b"1e999", b"\xff" * 40)
 # Kinds of keys with packed values; jobs whose fields are changed, and the one whose facts are changed one by one.
-_PACKED = ("charged", "suspects", "deaths")
+_PACKED = ("charged", "suspects", "deaths", "totals")
 _CHANGED_JOBS, _CHANGED_FULLY = ("a1", "c1"), ("a1", b"facts")
 # Returns what comes of a packed text when one of its values is of another type, no number, negative, or left out.
 _VARIANTS = """

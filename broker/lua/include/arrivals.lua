@@ -2,8 +2,6 @@
 -- none that suits it, looks at these alone.
 --- @include "keys"
 
-local NEWS = PREFIX .. 'news'
-
 -- Record an arrival; returns its number. NEWS is cut to NEWS_LIMIT when it has twice as many.
 local function record_arrival(id)
   local arrival = increment(ARRIVALS)

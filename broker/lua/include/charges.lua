@@ -1,80 +1,105 @@
--- Records of charges for claimed jobs, so that each token is charged once: tenant, weight, attempt, output tokens, the cost
--- of the prompt for as long as it may be refunded, and the refund that the next claim charges again. The order is a format,
--- as that of the facts; records of older versions have no refund.
+-- Records of charges for claimed jobs, so that each token is charged once, packed in this order: tenant, weight, attempt,
+-- output tokens, the cost of the prompt for as long as it may be refunded, the refund that the next claim charges again,
+-- and the time of the last change. A census drops the records that nothing has changed for long.
 --- @include "keys"
+--- @include "clock"
 --- @include "tenant_counters"
 --- @include "suspects"
 --- @include "packed"
 
 -- Return a record's values. Raises an error on those that these scripts cannot have packed.
-local function checked_charges(tenant, weight, attempt, tokens, refundable, refunded)
-  refunded = refunded or 0
-  if tenant >= '' and weight > 0 and attempt >= 0 and tokens >= 0 and refundable >= 0 and refunded >= 0
-      and weight + attempt + tokens + refundable + refunded < math.huge then
-    return tenant, weight, attempt, tokens, refundable, refunded
+local function checked_charges(tenant, weight, attempt, tokens, refundable, refunded, changed)
+  if tenant >= '' and weight > 0 and attempt >= 0 and tokens >= 0 and refundable >= 0 and refunded >= 0 and changed >= 0
+      and weight + attempt + tokens + refundable + refunded + changed < math.huge then
+    return tenant, weight, attempt, tokens, refundable, refunded, changed
   end
   error('unreadable')
-end
-
--- Return the values of a record; nothing without one, and for one that cannot be read, which is deleted.
-local function read_charges(key)
-  local record = redis.pcall('GET', key)
-  if not record then return end
-  local is_readable, tenant, weight, attempt, tokens, refundable, refunded = read_packed(checked_charges, record)
-  if is_readable then return tenant, weight, attempt, tokens, refundable, refunded end
-  redis.call('DEL', key)
-end
-
-local function write_charges(key, ttl_ms, ...)
-  redis.call('SET', key, cmsgpack.pack(...), 'PX', ttl_ms)
 end
 
 -- Record a claim. Returns what it costs the tenant: the prompt and the adapter's load at the first claim of the first
 -- attempt, or of one that no worker has had before, and what was refunded at the claim after a refund.
 local function charge_claim(id, tenant, weight, attempt, has_begun, prompt, load)
-  local key, is_first = PREFIX .. 'charged:' .. id, attempt == 1 or not has_begun
+  local is_first = attempt == 1 or not has_begun
   local prompt_cost = is_first and PROMPT_WEIGHT * prompt / weight or 0
-  local fresh = cmsgpack.pack(tenant, weight, attempt, 0, prompt_cost, 0)
-  local record = redis.pcall('SET', key, fresh, 'PX', CHARGE_RECORD_MS, 'NX', 'GET')
-  if not record then return is_first and prompt_cost + load / weight or 0 end
-  local is_readable, _, _, charged_attempt, _, refundable, refunded = read_packed(checked_charges, record)
+  local fresh = cmsgpack.pack(tenant, weight, attempt, 0, prompt_cost, 0, now)
+  local is_new = redis.pcall('HSETNX', CHARGED, id, fresh)
+  local record = is_new == 0 and redis.call('HGET', CHARGED, id)
+  local is_readable, _, _, charged_attempt, _, refundable, refunded = read_packed(checked_charges, record or '')
   if not is_readable then
-    redis.call('SET', key, fresh, 'PX', CHARGE_RECORD_MS)
+    if is_new ~= 1 then -- the record, or the type of its key, is nobody's here
+      hash_fields(CHARGED, id)
+      redis.call('HSET', CHARGED, id, fresh)
+    end
     return is_first and prompt_cost + load / weight or 0
   end
   if charged_attempt < attempt or refunded > 0 then
-    write_charges(key, CHARGE_RECORD_MS, tenant, weight, attempt, 0, refundable + refunded, 0)
+    redis.call('HSET', CHARGED, id, cmsgpack.pack(tenant, weight, attempt, 0, refundable + refunded, 0, now))
   end
   return refunded
 end
 
--- Charge a usage report. Tokens of an earlier report are not charged again. An attempt that ended and never ran gets
--- the cost of its prompt back, if no attempt before it has run.
-local function charge_report(key, report_attempt, report_tokens, ended, ran)
-  local tenant, weight, attempt, tokens, refundable, refunded = read_charges(key)
-  if not tenant or attempt ~= report_attempt then return end
-  local new_tokens = report_tokens - tokens
-  if new_tokens > 0 then charge_tenant(tenant, OUTPUT_WEIGHT * new_tokens / weight) end
+-- Return a record after a report, nil for none, and what the tenant is charged. Tokens of an earlier report are not charged
+-- again. An attempt that ended and never ran gets the cost of its prompt back, if no attempt before it has run.
+local function charge_report(record, report_attempt, report_tokens, ended, ran)
+  local is_readable, tenant, weight, attempt, tokens, refundable, refunded = read_packed(checked_charges, record)
+  if not is_readable then return end
+  if attempt ~= report_attempt then return record end
+  local new_tokens = math.max(0, report_tokens - tokens)
+  local cost = OUTPUT_WEIGHT * new_tokens / weight
   if ran then refundable = 0 end
   if not ended then
-    tokens = tokens + math.max(new_tokens, 0)
-    write_charges(key, CHARGE_RECORD_MS, tenant, weight, attempt, tokens, refundable, refunded)
+    return cmsgpack.pack(tenant, weight, attempt, tokens + new_tokens, refundable, refunded, now), tenant, cost
   elseif refundable > 0 then
-    charge_tenant(tenant, -refundable)
-    write_charges(key, REFUND_RECORD_MS, tenant, weight, attempt, tokens, 0, refundable)
-  elseif refunded == 0 then
-    redis.call('DEL', key)
+    return cmsgpack.pack(tenant, weight, attempt, tokens, 0, refundable, now), tenant, cost, refundable
   end
+  return refunded > 0 and record or nil, tenant, cost
 end
 
 -- Charge the usage reports that begin at argument `first`; returns how many arguments they take. Each is id, attempt,
 -- output tokens so far, whether the attempt ended, whether it ran at all.
 local function charge_reports(first, reports)
   read_suspects()
-  for i = first, first + 5 * (reports - 1), 5 do
+  if reports == 0 then return 0 end
+  local ids, records, costs, written, gone = {}, {}, {}, {}, {}
+  for i = first, first + 5 * (reports - 1), 5 do ids[#ids + 1] = ARGV[i] end
+  for i, record in ipairs(hash_fields(CHARGED, unpack(ids))) do records[ids[i]] = record end
+  for n, id in ipairs(ids) do
+    local i = first + 5 * (n - 1)
     local attempt, tokens, ended = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]), ARGV[i + 3] == '1'
-    charge_report(PREFIX .. 'charged:' .. ARGV[i], attempt, tokens, ended, ARGV[i + 4] == '1')
-    report_suspect(ARGV[i], attempt, tokens, ended)
+    local former, tenant, cost, refund = records[id], nil, nil, nil
+    if former then
+      records[id], tenant, cost, refund = charge_report(former, attempt, tokens, ended, ARGV[i + 4] == '1')
+      if cost and cost > 0 then costs[#costs + 1], costs[#costs + 2] = tenant, cost end
+      if refund then costs[#costs + 1], costs[#costs + 2] = tenant, -refund end
+      if not records[id] then
+        gone[#gone + 1] = id
+      elseif records[id] ~= former then
+        written[#written + 1], written[#written + 2] = id, records[id]
+      end
+    end
+    report_suspect(id, attempt, tokens, ended)
   end
+  charge_tenants(costs)
+  if #written > 0 then redis.call('HSET', CHARGED, unpack(written)) end
+  if #gone > 0 then redis.call('HDEL', CHARGED, unpack(gone)) end
   return 5 * reports
+end
+
+-- Forget a job's charges, up to an attempt.
+local function forget_charges(id, last_attempt)
+  local record = hash_fields(CHARGED, id)[1]
+  if not record then return end
+  local is_readable, _, _, attempt = read_packed(checked_charges, record)
+  if not is_readable or attempt <= last_attempt then redis.call('HDEL', CHARGED, id) end
+end
+
+-- Drop records of which nothing has changed for long, among some drawn by chance.
+local function drop_old_charges()
+  local drawn = redis.call('HRANDFIELD', CHARGED, CHARGES_PER_CENSUS, 'WITHVALUES')
+  for i = 1, #drawn, 2 do
+    local is_readable, _, _, _, _, _, refunded, changed = read_packed(checked_charges, drawn[i + 1])
+    if not is_readable or now - changed > (refunded > 0 and REFUND_RECORD_MS or CHARGE_RECORD_MS) then
+      redis.call('HDEL', CHARGED, drawn[i])
+    end
+  end
 end

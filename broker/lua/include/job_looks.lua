@@ -65,7 +65,7 @@ local function take(id, tenant, name, weight, attempt, prompt, load, place, size
     local is_idle = take_out(id, name, place, size, work, key, tenant.counter, tenant.places[tenant.next + 1] ~= nil)
     if cost > 0 and not is_idle then redis.call('ZADD', TENANTS, exact(tenant.counter), name) end
   else
-    if cost > 0 then charge_tenant(name, cost) end
+    if cost > 0 then charge_tenants({name, cost}) end
     take_out(id, name, place, size, work, key)
   end
 end
@@ -82,7 +82,7 @@ local function look(id, tenant, line_place)
   local key = PREFIX .. 'job:' .. id
   local values = hash_fields(key, 'facts', 'reserved', 'reserved_until')
   local is_readable, name, base, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, rank, rows, load,
-    place, size, work, queued, deadline, of_key, key_weight = read_packed(checked_facts, values[1])
+    of_key, key_weight, place, size, work, queued, deadline = read_packed(checked_facts, values[1])
   if not is_readable then
     redis.call('ZREM', WAITING, id)
     if values[1] then redis.call('DEL', key) end -- without facts it may be the mark of one that was displaced

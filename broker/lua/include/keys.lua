@@ -1,19 +1,33 @@
 -- Names of the cell's keys, which broker/keys.py describes. ARGV[1] is their common prefix. One a line: a script leaves
--- out those that it does not use.
+-- out those that it does not use. NAMES keeps them from call to call.
 local PREFIX = ARGV[1]
-local WAITING = PREFIX .. 'waiting'
-local REDISPATCHED = PREFIX .. 'again'
-local ARRIVALS = PREFIX .. 'arrivals'
-local TENANTS = PREFIX .. 'tenants'
-local IDLE = PREFIX .. 'idle'
-local FLOOR = PREFIX .. 'floor'
-local USES = PREFIX .. 'uses'
-local TOTALS = PREFIX .. 'bytes'
-local CLAIM_RATE = PREFIX .. 'pace'
-local WAKE = PREFIX .. 'wake'
-local ROUTERS = PREFIX .. 'routers'
-local WORKERS = PREFIX .. 'workers'
-local SUSPECTS = PREFIX .. 'suspects'
+
+local function add_names()
+  NAMES[PREFIX] = {}
+  for name in string.gmatch('waiting again arrivals news tenants idle floor uses totals charged wake routers workers suspects quarantine deaths aside', '%a+') do
+    NAMES[PREFIX][name] = PREFIX .. name
+  end
+  return NAMES[PREFIX]
+end
+
+local OF_CELL = NAMES[PREFIX] or add_names()
+local WAITING = OF_CELL.waiting
+local REDISPATCHED = OF_CELL.again
+local ARRIVALS = OF_CELL.arrivals
+local NEWS = OF_CELL.news
+local TENANTS = OF_CELL.tenants
+local IDLE = OF_CELL.idle
+local FLOOR = OF_CELL.floor
+local USES = OF_CELL.uses
+local TOTALS = OF_CELL.totals
+local CHARGED = OF_CELL.charged
+local WAKE = OF_CELL.wake
+local ROUTERS = OF_CELL.routers
+local WORKERS = OF_CELL.workers
+local SUSPECTS = OF_CELL.suspects
+local QUARANTINE = OF_CELL.quarantine
+local DEATHS = OF_CELL.deaths
+local ASIDE = OF_CELL.aside
 
 -- Return what a key has as a number; 0 for nothing and for what is no finite number. A script that failed on a value which
 -- something else has written would stop everybody's work.

@@ -13,7 +13,7 @@ end
 -- Put a waiting job that has its own key back where other keys have lost it. Returns whether it was missing; nil for one
 -- that cannot be read, which is forgotten.
 local function restore_job(id, facts)
-  local is_readable, tenant, _, _, _, _, _, weight, _, _, _, _, _, _, place, size, work, _, deadline, key =
+  local is_readable, tenant, _, _, _, _, _, weight, _, _, _, _, _, _, key, _, place, size, work, _, deadline =
     read_packed(checked_facts, facts)
   if not is_readable then return forget_job(id) end
   redis.call('ZADD', WAITING, 'NX', deadline > 0 and deadline or '+inf', id)
@@ -33,7 +33,7 @@ local function restore_job(id, facts)
     end
     count_waiting(tenant, size, work, false)
     if key ~= '' then count_of_key(tenant, key, 1, size) end
-    if turn_of(place) then set_total('turns:' .. tenant, 1) end
+    if turn_of(place) then set_terms(tenant, nil, 1) end
     record_arrival(id)
   end
   if not redis.call('ZSCORE', TENANTS, tenant) then activate_tenant(tenant, weight) end
@@ -43,10 +43,16 @@ end
 -- Drop what lost keys have left behind and nobody would find: totals of jobs that have begun, and ids of waiting jobs,
 -- some of them found by chance. A router dispatches a lost job again, and forgets it in the end; a dead one does not.
 local function drop_remains()
-  if redis.call('EXISTS', REDISPATCHED) == 0 and redis.call('HEXISTS', TOTALS, 'begun_bytes') == 1 then
-    for _, field in ipairs(redis.call('HKEYS', TOTALS)) do
-      if string.match(field, '^begun') then redis.call('HDEL', TOTALS, field) end
+  if redis.call('EXISTS', REDISPATCHED) == 0 then
+    read_totals()
+    for _, tenant in ipairs(cell.begun_bytes > 0 and redis.call('HKEYS', TOTALS) or {}) do
+      if tenant ~= CELL_FIELD then
+        read_totals(tenant)
+        count_waiting(tenant, -totals[tenant].begun_bytes, -totals[tenant].begun_work, true)
+      end
     end
+    cell.begun_bytes = 0
+    flush_counts()
   end
   for _, id in ipairs(redis.call('ZRANDMEMBER', WAITING, LOST_IDS_PER_CENSUS)) do
     if redis.call('EXISTS', PREFIX .. 'job:' .. id) == 0 then redis.call('ZREM', WAITING, id) end

@@ -2,7 +2,6 @@
 -- broker/quarantine.py). A subject is a tenant, or a tenant, a space and an adapter's digest, empty for the base model.
 --- @include "keys"
 --- @include "clock"
-local QUARANTINE, DEATHS = PREFIX .. 'quarantine', PREFIX .. 'deaths'
 
 -- Return whether a job goes on in quarantine: its answer has begun, at an earlier attempt, and it is no suspect.
 local function goes_on_in_quarantine(attempt, prompt, prefill, rows)

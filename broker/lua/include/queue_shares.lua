@@ -12,7 +12,7 @@ local function use_of(jobs, bytes, weight, max) return math.max(jobs / max.jobs,
 local function exceeded_limit(size, max)
   local waiting = redis.call('ZCARD', WAITING)
   if waiting >= max.jobs and waiting - redis.call('ZCARD', REDISPATCHED) >= max.jobs then return 'jobs' end
-  if totals.all + size > max.bytes then return 'bytes' end
+  if cell.bytes + size > max.bytes then return 'bytes' end
 end
 
 -- Displace other tenants' jobs until one of `size` bytes fits, whose tenant's use is then `use`. Their routers find the
@@ -22,15 +22,15 @@ local function displace(limit, size, use, max)
   -- Return a tenant's use of the queue now and its last job; nil without a job that has not begun, or for a queue of
   -- another type, which a census sets aside.
   local function use_now(tenant)
-    local queue, bytes = PREFIX .. 'queue:' .. tenant, 'of:' .. tenant
+    local queue = PREFIX .. 'queue:' .. tenant
     local place = redis.pcall('ZREVRANGE', queue, 0, 0)[1]
     if not place then return end
     local id = string.sub(place, PLACE_BYTES + 1)
     local facts = hash_fields(PREFIX .. 'job:' .. id, 'facts')[1]
     local is_readable, _, _, _, _, _, _, weight = read_packed(checked_facts, facts)
     if not is_readable then return end
-    if totals[bytes] == nil then read_totals(bytes) end
-    return use_of(redis.call('ZCARD', queue), totals[bytes], weight, max), id
+    if not totals[tenant] then read_totals(tenant) end
+    return use_of(redis.call('ZCARD', queue), totals[tenant].bytes, weight, max), id
   end
 
   -- Return the highest use of a tenant, if it is above `use`, and that tenant's last job. Jobs that were claimed have not

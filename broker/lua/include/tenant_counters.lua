@@ -28,16 +28,16 @@ local function activate_tenant(tenant, weight)
   if counter <= lowest then
     counter = lowest
     if active then
-      if totals.next_lift == nil then read_totals('next_lift') end
-      counter = totals.next_lift
+      if not cell then read_totals(tenant) end
+      counter = cell.next_lift
       if counter <= lowest or counter > lowest + LIFTS_LIMIT / LIFTS_PER_TOKEN then
         counter = lowest + 1 / LIFTS_PER_TOKEN
       end
-      set_total('next_lift', counter + 1 / LIFTS_PER_TOKEN)
+      cell.next_lift = counter + 1 / LIFTS_PER_TOKEN
     end
   end
   redis.call('ZADD', TENANTS, exact(counter), tenant)
-  if weight ~= 1 then set_total('weight:' .. tenant, weight) end
+  set_terms(tenant, weight)
 end
 
 -- Make a tenant idle whose last waiting job has left, or whose queue was lost; `counter` where it is known.
@@ -48,29 +48,44 @@ local function deactivate_tenant(tenant, counter)
   local lowest = redis.call('ZRANGE', TENANTS, 0, 0, 'WITHSCORES')[2]
   if not lowest then
     redis.call('SET', FLOOR, exact(counter))
-    set_total('next_lift', 0)
+    if not cell then read_totals(tenant) end
+    cell.next_lift = 0
   elseif counter > number_of(lowest) then
     redis.call('ZADD', IDLE, exact(counter), tenant)
   end
   clear_totals(tenant)
-  set_total('weight:' .. tenant, 0)
-  set_total('turns:' .. tenant, 0)
+  set_terms(tenant, 1, 0)
 end
 
--- Add to a tenant's counter; `cost` is in charged tokens over the tenant's weight.
-local function charge_tenant(tenant, cost)
-  local counter = redis.call('ZSCORE', TENANTS, tenant)
-  if counter then
-    redis.call('ZADD', TENANTS, exact(number_of(counter) + cost), tenant)
-    return
+-- Add to the counters of tenants, given with the costs in turn; a cost is in charged tokens over the tenant's weight.
+local function charge_tenants(costs)
+  if #costs == 0 then return end
+  local names, active, counters, lowest = {}, {}, {}, nil
+  for i = 1, #costs, 2 do
+    if not active[costs[i]] then names[#names + 1], active[costs[i]] = costs[i], true end
   end
-  local lowest, idle = lowest_counter(), redis.call('ZSCORE', IDLE, tenant)
-  counter = math.max(lowest, number_of(idle or lowest)) + cost
-  if counter > lowest then
-    redis.call('ZADD', IDLE, exact(counter), tenant)
-  elseif idle then
-    redis.call('ZREM', IDLE, tenant)
+  for i, counter in ipairs(redis.call('ZMSCORE', TENANTS, unpack(names))) do
+    active[names[i]], counters[names[i]] = counter and true or false, counter and number_of(counter)
   end
+  for i = 1, #costs, 2 do
+    local name = costs[i]
+    if not active[name] then
+      lowest = lowest or lowest_counter()
+      counters[name] = math.max(lowest, counters[name] or number_of(redis.call('ZSCORE', IDLE, name) or lowest))
+    end
+    counters[name] = counters[name] + costs[i + 1]
+  end
+  local raised = {}
+  for _, name in ipairs(names) do
+    if active[name] then
+      raised[#raised + 1], raised[#raised + 2] = exact(counters[name]), name
+    elseif counters[name] > lowest then
+      redis.call('ZADD', IDLE, exact(counters[name]), name)
+    else
+      redis.call('ZREM', IDLE, name)
+    end
+  end
+  if #raised > 0 then redis.call('ZADD', TENANTS, unpack(raised)) end
 end
 
 -- Subtract the lowest counter from all where one is beyond COUNTERS_LIMIT. One that then still is, of a tenant that was

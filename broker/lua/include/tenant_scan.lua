@@ -53,37 +53,51 @@ end
 -- Look at tenants from the lowest counter on. Returns how many the next scan is to skip, and whether there may be more
 -- beyond what this scan has seen.
 local function look_at_tenants()
-  local lowest, seen_tenants, head = {}, 0, 1
-  local found = redis.call('ZRANGE', TENANTS, skipped_tenants, skipped_tenants + TENANTS_PER_SCAN - 1, 'WITHSCORES')
+  -- Tenants and counters as they were when the scan began, and how many of them it has come to. A claim of few rows sees few.
+  local names, counters, reached, is_all_read = {}, {}, 0, false
+  local begun, seen_tenants, horizon = {}, 0, math.huge
 
-  -- Return the tenant at a place in the order of now; nil beyond the last. A claim of one row sees few of them.
-  local function tenant_at(at)
-    local name = found[2 * at - 1]
-    if not lowest[at] and name then
-      lowest[at] = {name = name, counter = number_of(found[2 * at]), number = at, passed = 0, position = 0,
-        queue = PREFIX .. 'queue:' .. name, places = {}, next = 1}
+  local function read_tenants(count)
+    local last, is_known = skipped_tenants + count - 1, {}
+    for _, name in ipairs(names) do is_known[name] = true end -- their counters may have risen since
+    local found = redis.call('ZRANGE', TENANTS, skipped_tenants, last, 'WITHSCORES')
+    for i = 1, #found, 2 do
+      if not is_known[found[i]] and #names < count then
+        names[#names + 1], counters[#names + 1] = found[i], number_of(found[i + 1])
+      end
     end
-    return lowest[at]
+    is_all_read = count == TENANTS_PER_SCAN or #names < count
+    -- Tenants that the scan does not see may have a lower counter than one that has grown beyond this.
+    if #names == TENANTS_PER_SCAN then horizon = counters[#names] end
   end
 
-  -- Tenants that the scan does not see may have a lower counter than one that has grown beyond this.
-  local horizon = #found == 2 * TENANTS_PER_SCAN and number_of(found[#found]) or math.huge
-  while true do
-    local tenant = tenant_at(head)
-    if not tenant or tenant.counter > horizon or not may_look() then break end
-    if look_at_tenant(tenant) then
-      head = head + 1
-      if tenant.position > 0 then seen_tenants = seen_tenants + 1 end
-    else
-      -- Move the tenant behind those that have a lower counter now; equals keep their order.
-      local at = head
-      local behind = tenant_at(at + 1)
-      while behind and (behind.counter < tenant.counter
-          or behind.counter == tenant.counter and behind.number < tenant.number) do
-        lowest[at], at = behind, at + 1
-        behind = tenant_at(at + 1)
+  -- Return the tenant with the lowest counter now, the first of equals, and its place in `begun`.
+  local function next_tenant()
+    local lowest
+    for i, tenant in ipairs(begun) do
+      local before = lowest and begun[lowest]
+      if not before or tenant.counter < before.counter
+          or tenant.counter == before.counter and tenant.number < before.number then
+        lowest = i
       end
-      lowest[at] = tenant
+    end
+    if reached == #names and not is_all_read then read_tenants(TENANTS_PER_SCAN) end
+    local new = reached + 1
+    if new <= #names and not (lowest and begun[lowest].counter <= counters[new]) then
+      reached, lowest = new, #begun + 1
+      begun[lowest] = {name = names[new], counter = counters[new], number = new, passed = 0, position = 0,
+        queue = PREFIX .. 'queue:' .. names[new], places = {}, next = 1}
+    end
+    return begun[lowest], lowest
+  end
+
+  read_tenants(free_rows > 0 and math.min(free_rows + 1, TENANTS_PER_SCAN) or TENANTS_PER_SCAN)
+  while may_look() do
+    local tenant, place = next_tenant()
+    if not tenant or tenant.counter > horizon then break end
+    if look_at_tenant(tenant) then
+      table.remove(begun, place)
+      if tenant.position > 0 then seen_tenants = seen_tenants + 1 end
     end
   end
   local more = passes_left < 1 or horizon < math.huge

@@ -1,67 +1,121 @@
--- Totals over the waiting jobs: bytes and work of each tenant's newcomers (of:, work:) and of its jobs that have begun
--- (begun_of:, begun:), and the bytes of both in all. Work is in charged tokens, as though every answer had its full
--- length. Besides: the weight of each tenant with a queue, unless it is 1 (weight:), whether its jobs have
--- turns (turns:, see key_turns.lua), and the counter that the next idle tenant is lifted to (next_lift). A script adds its
--- changes up and writes them once, with `flush_counts`. The bytes in all change as the tenants' do, and a tenant without a
--- queue has no newcomers, so that what a lost key has left behind goes with the last of them.
+-- Totals over the waiting jobs, a packed record for each tenant with jobs: bytes and work of its newcomers and of its jobs
+-- that have begun, its weight, and whether its newcomers have turns (see key_turns.lua). Work is in charged tokens, as
+-- though every answer had its full length. A record of the cell is beside them: the bytes of both kinds in all, the counter
+-- that the next idle tenant is lifted to, and the claim rate (see claim_rate.lua). A script adds its changes up and writes
+-- them once, with `flush_counts`. The bytes in all change as the tenants' do, and a tenant without a queue has no
+-- newcomers, so that what a lost key has left behind goes with the last of them.
 --- @include "keys"
+--- @include "packed"
 
-local totals, changes, fixed = {}, {}, {}
+-- The field of the cell's record; no tenant's name has a slash.
+local CELL_FIELD = '/cell'
+-- The records that were read, by tenant, the changes to them, and the cell's record.
+local totals, changes, cell = {}, {}, nil
 
 -- Write a number with all its digits; Lua's own conversion writes 14.
 local function exact(number) return string.format('%.17g', number) end
 
-local function count(field, change) changes[field] = (changes[field] or 0) + change end
+-- Return a tenant's record. Raises an error on one that these scripts cannot have packed.
+local function checked_totals(bytes, work, begun_bytes, begun_work, weight, turns)
+  if bytes >= 0 and work >= 0 and begun_bytes >= 0 and begun_work >= 0 and weight > 0 and turns >= 0
+      and bytes + work + begun_bytes + begun_work + weight + turns < math.huge then
+    return {bytes = bytes, work = work, begun_bytes = begun_bytes, begun_work = begun_work, weight = weight, turns = turns}
+  end
+  error('unreadable')
+end
 
--- Set a total, whatever is counted besides.
-local function set_total(field, value)
-  count(field, 0)
-  fixed[field] = value
+-- Return the cell's record. Raises an error on one that these scripts cannot have packed.
+local function checked_cell(bytes, begun_bytes, next_lift, rate_since, rate_work, rate)
+  if bytes >= 0 and begun_bytes >= 0 and next_lift >= 0 and rate_since >= 0 and rate_work >= 0 and rate >= 0
+      and bytes + begun_bytes + next_lift + rate_since + rate_work + rate < math.huge then
+    return {bytes = bytes, begun_bytes = begun_bytes, next_lift = next_lift, rate_since = rate_since,
+      rate_work = rate_work, rate = rate}
+  end
+  error('unreadable')
+end
+
+-- Read the records of tenants, and the cell's.
+local function read_totals(...)
+  local records = redis.call('HMGET', TOTALS, CELL_FIELD, ...)
+  for i, packed in ipairs(records) do
+    local is_readable, record = false, nil
+    if packed then is_readable, record = read_packed(i == 1 and checked_cell or checked_totals, packed) end
+    if i == 1 then
+      record = is_readable and record
+        or {bytes = 0, begun_bytes = 0, next_lift = 0, rate_since = 0, rate_work = 0, rate = 0}
+      cell = cell or record
+    else
+      record = is_readable and record
+        or {bytes = 0, work = 0, begun_bytes = 0, begun_work = 0, weight = 1, turns = 0}
+      totals[select(i - 1, ...)] = record
+    end
+    record.packed = packed or nil
+  end
+end
+
+local function change_of(tenant)
+  if not changes[tenant] then changes[tenant] = {bytes = 0, work = 0, begun_bytes = 0, begun_work = 0} end
+  return changes[tenant]
 end
 
 -- Count `bytes` and `work` more; negative numbers count less.
 local function count_waiting(tenant, bytes, work, has_begun)
-  count((has_begun and 'begun_of:' or 'of:') .. tenant, bytes)
-  count((has_begun and 'begun:' or 'work:') .. tenant, work)
+  local change = change_of(tenant)
+  if has_begun then
+    change.begun_bytes, change.begun_work = change.begun_bytes + bytes, change.begun_work + work
+  else
+    change.bytes, change.work = change.bytes + bytes, change.work + work
+  end
 end
 
 -- Forget the totals of a tenant's newcomers: its queue is empty, or was lost.
-local function clear_totals(tenant)
-  set_total('of:' .. tenant, 0)
-  set_total('work:' .. tenant, 0)
+local function clear_totals(tenant) change_of(tenant).is_cleared = true end
+
+-- Set a tenant's weight, and whether its newcomers have turns; nil leaves what there is.
+local function set_terms(tenant, weight, turns)
+  local change = change_of(tenant)
+  change.weight, change.turns = weight or change.weight, turns or change.turns
 end
 
--- Read fields into `totals`.
-local function read_totals(...)
-  local values = redis.call('HMGET', TOTALS, ...)
-  for i = 1, #values do totals[select(i, ...)] = number_of(values[i]) end
+-- Apply a tenant's changes to its record, and to the cell's.
+local function apply(change, record)
+  local bytes, begun_bytes = record.bytes, record.begun_bytes
+  record.bytes = change.is_cleared and 0 or math.max(0, bytes + change.bytes)
+  record.work = change.is_cleared and 0 or math.max(0, record.work + change.work)
+  record.begun_bytes = math.max(0, begun_bytes + change.begun_bytes)
+  record.begun_work = math.max(0, record.begun_work + change.begun_work)
+  record.weight, record.turns = change.weight or record.weight, change.turns or record.turns
+  cell.bytes = math.max(0, cell.bytes + record.bytes - bytes)
+  cell.begun_bytes = math.max(0, cell.begun_bytes + record.begun_bytes - begun_bytes)
 end
 
 local function flush_counts()
-  if next(changes) == nil then return end
   local unread = {}
-  if totals.all == nil then unread[#unread + 1] = 'all' end
-  if totals.begun_bytes == nil then unread[#unread + 1] = 'begun_bytes' end
-  for field in pairs(changes) do
-    if totals[field] == nil then unread[#unread + 1] = field end
+  for tenant in pairs(changes) do
+    if not totals[tenant] then unread[#unread + 1] = tenant end
   end
   if #unread > 0 then read_totals(unpack(unread)) end
-  local values = {all = totals.all, begun_bytes = totals.begun_bytes}
-  for field, change in pairs(changes) do
-    values[field] = fixed[field] or math.max(0, totals[field] + change)
-    local sum = string.sub(field, 1, 3) == 'of:' and 'all' or string.sub(field, 1, 9) == 'begun_of:' and 'begun_bytes'
-    if sum then values[sum] = values[sum] + values[field] - totals[field] end
-  end
+  if not cell then return end
   local written, gone = {}, {}
-  for field, value in pairs(values) do
-    if value > 0 and value ~= totals[field] then
-      written[#written + 1], written[#written + 2] = field, value % 1 == 0 and value or exact(value)
-    elseif value <= 0 and totals[field] ~= 0 then
+  local function write(field, record, is_empty, ...)
+    local packed = not is_empty and cmsgpack.pack(...) or nil
+    if packed == record.packed then return end
+    record.packed = packed
+    if packed then
+      written[#written + 1], written[#written + 2] = field, packed
+    else
       gone[#gone + 1] = field
     end
-    totals[field] = math.max(0, value)
   end
-  changes, fixed = {}, {}
+  for tenant, change in pairs(changes) do
+    local of = totals[tenant]
+    apply(change, of)
+    write(tenant, of, of.bytes + of.work + of.begun_bytes + of.begun_work + of.turns == 0 and of.weight == 1,
+      of.bytes, of.work, of.begun_bytes, of.begun_work, of.weight, of.turns)
+  end
+  changes = {}
+  write(CELL_FIELD, cell, cell.bytes + cell.begun_bytes + cell.next_lift + cell.rate_since == 0, cell.bytes,
+    cell.begun_bytes, cell.next_lift, cell.rate_since, cell.rate_work, cell.rate)
   if #written > 0 then redis.call('HSET', TOTALS, unpack(written)) end
   if #gone > 0 then redis.call('HDEL', TOTALS, unpack(gone)) end
 end

@@ -1,9 +1,8 @@
 -- How a waiting job leaves its queue.
 --
--- A job's facts are what a claim needs to know of it, packed in this order: tenant, base, adapter, prefer, router,
--- attempt, weight, tokens, prefill, prompt, rank, rows, load, place, size, work, queued, deadline, key, key_weight. The
--- order is a format: in a rolling upgrade one version reads what another has written, and older ones write no key. They are
--- unpacked into locals, because a table for each job costs a scan a fifth of its time.
+-- A job's facts are what a claim needs to know of it: those that its router has packed (broker/queue_entry.py), and after
+-- them place, size, work, queued and deadline. The order is a format: in a rolling upgrade one version reads what another
+-- has written. They are unpacked into locals, because a table for each job costs a scan a fifth of its time.
 --- @include "keys"
 --- @include "tenant_counters"
 --- @include "totals"
@@ -12,15 +11,14 @@
 
 -- Return facts as they are. Raises an error on those that enqueue.lua cannot have packed.
 local function checked_facts(tenant, base, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, rank, rows, load,
-    place, size, work, queued, deadline, key, key_weight)
-  key, key_weight = key or '', key_weight or 0
+    key, key_weight, place, size, work, queued, deadline)
   local is_text = tenant >= '' and base >= '' and adapter >= '' and prefer >= '' and router >= '' and place >= ''
     and key >= ''
   if is_text and attempt >= 0 and weight > 0 and tokens >= 0 and prefill >= 0 and prompt >= 0 and rank >= 0 and rows >= 0
       and load >= 0 and size >= 0 and work >= 0 and queued >= 0 and deadline >= 0 and key_weight >= 0 and attempt + weight
       + tokens + prefill + prompt + rank + rows + load + size + work + queued + deadline + key_weight < math.huge then
-    return tenant, base, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, rank, rows, load, place, size,
-      work, queued, deadline, key, key_weight
+    return tenant, base, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, rank, rows, load, key,
+      key_weight, place, size, work, queued, deadline
   end
   error('unreadable')
 end
@@ -44,7 +42,7 @@ end
 -- Delete a waiting job, or the mark of one that was displaced.
 local function forget_job(id)
   local key = PREFIX .. 'job:' .. id
-  local is_readable, tenant, _, _, _, _, _, _, _, _, _, _, _, _, place, size, work, _, _, of_key, key_weight =
+  local is_readable, tenant, _, _, _, _, _, _, _, _, _, _, _, _, of_key, key_weight, place, size, work =
     read_packed(checked_facts, hash_fields(key, 'facts')[1])
   redis.call('ZREM', WAITING, id)
   if is_readable and leave_queue(id, tenant, place, size, work, of_key) then

@@ -1,8 +1,6 @@
 -- Keys of another type than broker/keys.py names: something else has written them, and a script that reads one fails.
 --- @include "keys"
 
-local ASIDE = PREFIX .. 'aside'
-
 -- Rename a key that has another type than `wanted`, so that the scripts begin it anew, and note it for the next census. The
 -- renamed key expires. Does nothing for a user that may not ask for types.
 local function set_aside_unless(wanted, name)
