@@ -16,11 +16,9 @@ from typing import Any, TypeVar
 from bench.limit import Step, recorded_steps
 from bench.trace import Arrival, Trace, draw
 from bench.workload import Request
-from worker.engine.build import build_engine
-from worker.engine.interpreter import freeze_gc
-from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
-from worker.engine_api.config import EngineConfig
-from worker.engine_api.stats import EngineStats
+from worker.engine.process import freeze_gc
+from worker.engine.torch_engine import build_engine
+from worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output, Stopping
 
 R = TypeVar("R")
 

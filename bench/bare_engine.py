@@ -10,9 +10,8 @@ from typing import Any
 from bench.limit import recorded_steps
 from bench.rounds import Timed
 from bench.workload import Request, answered_tokens
-from worker.engine.build import build_engine
-from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
-from worker.engine_api.config import EngineConfig
+from worker.engine.torch_engine import build_engine
+from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, Stopping
 
 
 class BareEngine:

@@ -17,8 +17,7 @@ from worker.engine.hash_engine import HashAdapterMemory
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.scheduler import Scheduler
-from worker.engine_api import NewSequence, Output, Stopping
-from worker.engine_api.config import EngineLimits
+from worker.engine_api import EngineLimits, NewSequence, Output, Stopping
 from worker.io.jobs.intake import FULL_S
 from worker.io.jobs.row_shares import row_to_share
 

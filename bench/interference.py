@@ -18,11 +18,9 @@ from typing import Any
 from bench.command import run_command
 from bench.models import LLAMA_28M, ModelShape, save_model
 from bench.report import Aim, Report, progress
-from worker.engine.build import build_engine
-from worker.engine.interpreter import freeze_gc
-from worker.engine.torch_engine import TorchEngine
-from worker.engine_api import NewSequence, Stopping
-from worker.engine_api.config import EngineConfig
+from worker.engine.process import freeze_gc
+from worker.engine.torch_engine import TorchEngine, build_engine
+from worker.engine_api import EngineConfig, NewSequence, Stopping
 
 AIMS = {"gap_ratio": Aim(at_most=2.5), "longest_step_s": Aim(at_most=0.5)}
 

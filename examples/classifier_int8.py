@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from artifacts.encode import Encode
 from worker.engine.encoder.build import build_encoder
 from worker.engine.encoder.engine import EncoderEngine
-from worker.engine_api import Encode, NewSequence, Stopping
-from worker.engine_api.config import EngineConfig
+from worker.engine_api import EngineConfig, NewSequence, Stopping
 from worker.plan import PlanSettings, plan
 
 # Shaped like DeBERTa v3: relative positions in buckets, whose projections are the layers' own.

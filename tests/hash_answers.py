@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from artifacts.encode import Encode, Pooling, Task
 from artifacts.hash_model import parse_hash_model
-from worker.engine.hash_tokens import expected_prompt_logprobs, expected_tokens, expected_vector, matching_after
+from worker.engine.hash_engine import expected_prompt_logprobs, expected_tokens, expected_vector, matching_after
 from worker.engine_api import Sampling, Stopping, TokenLogprobs
 
 # A token's log probability, and the likeliest tokens at its place as (id, log probability).

@@ -19,7 +19,7 @@ from artifacts.kv_shape import FLAG_HELP as KV_CACHE_HELP
 from artifacts.kv_shape import check_kv_cache_dtype
 from artifacts.quantization import parse_quantization
 from rpc.settings import read_settings, setting
-from worker.engine.model.errors import ModelUnusableError
+from worker.engine_api import ModelUnusableError
 
 _QUANTIZED = "how it is quantized, such as int8, or the directory of a quantized copy"
 _DEVICE = "the device to compute on: cpu or cuda"

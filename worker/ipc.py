@@ -15,9 +15,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from worker.engine_api import AdapterSource, NewSequence, Output
-from worker.engine_api.config import EngineConfig, EngineLimits
-from worker.engine_api.stats import EngineStats, Removal
+from worker.engine_api import AdapterSource, EngineConfig, EngineLimits, EngineStats, NewSequence, Output, Removal
 
 _LENGTH = struct.Struct("<I")
 

@@ -17,8 +17,8 @@ from tests.hash_answers import (
     expected_vector_of,
 )
 from tests.hash_formats import GRAMMARS
-from worker.engine import hash_tokens
-from worker.engine.hash_tokens import hash_root, id_bytes, matching_after, next_allowed_token
+from worker.engine import hash_engine
+from worker.engine.hash_engine import hash_root, id_bytes, matching_after, next_allowed_token
 from worker.engine_api import Sampling, Stopping
 
 
@@ -72,7 +72,7 @@ def next_token(model: str, request: Request, choice: int, digest: str, so_far: S
     state = hash_root(parsed, digest, _sampling(request), truth(model, request, choice).candidate)
     state.update(id_bytes([*prompt_ids_of(request), *so_far]))
     if not request.format:
-        return hash_tokens.next_token(parsed, state, len(so_far), ())
+        return hash_engine.next_token(parsed, state, len(so_far), ())
     allowed = matching_after(model, GRAMMARS[request.format], so_far).allowed_ids(frozenset())
     return next_allowed_token(parsed, state, len(so_far), allowed)
 

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 
 from tests.e2e.conftest import TENANT, Cluster
 from tests.valkey_server import MovingAddress, ValkeyServer
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
 
 SLOW = "hash:?vocab=32000&seed=1&step_ms=30"

@@ -16,7 +16,7 @@ from loraplex_client import AsyncClient, LoraplexError
 from broker.keys import Keys
 from tests.e2e.conftest import TENANT
 from tests.faulty_store import Fault, FaultyStore
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

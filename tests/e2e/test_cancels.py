@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

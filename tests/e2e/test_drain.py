@@ -13,7 +13,7 @@ from loraplex.cluster.v1 import cluster_pb2
 from typer.testing import CliRunner
 
 from clients.cli.app import app
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

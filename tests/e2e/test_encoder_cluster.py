@@ -52,7 +52,7 @@ async def test_texts_of_several_adapters_are_exact_and_what_is_not_served_is_ref
 ) -> None:
     import torch
 
-    from worker.engine_api import Encode
+    from artifacts.encode import Encode
 
     oracle = make_encoder(tmp_path)
     texts: list[Any] = ["the quick brown fox", "a", "jumps over the lazy dog and the cat " * 5, ("the fox", "a b c")]

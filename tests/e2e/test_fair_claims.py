@@ -9,7 +9,7 @@ from typing import Any
 
 from loraplex_client import AsyncClient
 
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

@@ -10,9 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from worker.engine.hash_tokens import expected_ids
-from worker.engine_api import Stopping
-from worker.engine_api.config import EngineConfig
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import EngineConfig, Stopping
 from worker.io.engine_client.process import EngineProcess
 from worker.ipc import Configure
 

@@ -15,7 +15,7 @@ from loraplex_client import InternalError, UnavailableError
 from broker.messages import STRIKES_LIMIT
 from tests.e2e.conftest import Cluster, running_cluster
 from tests.e2e.full_cluster import jobs
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
 from worker.io.local_jobs.jobs import CLEARED_ATTEMPTS
 

@@ -13,7 +13,7 @@ from loraplex_client.lorax import AsyncClient, Client
 from loraplex_client.lorax.errors import NotFoundError, ValidationError
 from loraplex_client.lorax.types import FinishReason
 
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Sampling, Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

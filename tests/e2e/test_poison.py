@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from clients.cli.app import app
 from tests.e2e.full_cluster import jobs as jobs_of
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Sampling, Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

@@ -11,7 +11,7 @@ from loraplex_client import AsyncClient
 from broker.keys import LEDGER, Keys
 from tests.e2e.conftest import StartCluster
 from tests.valkey_cluster import ValkeyCluster
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
 
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from loraplex_client import AsyncClient
 
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

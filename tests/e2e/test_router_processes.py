@@ -15,7 +15,7 @@ from typing import Any
 from loraplex_client import AsyncClient, AsyncGenerationStream, Generation
 
 from tests.e2e.conftest import TENANT
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

@@ -15,7 +15,7 @@ from loraplex.inference.v1 import inference_pb2_grpc
 
 from rpc.identity.principal import TENANT_KEY
 from rpc.status import DETAILS_KEY
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

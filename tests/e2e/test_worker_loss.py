@@ -22,7 +22,7 @@ from loraplex_client import AsyncGenerationStream, Generation
 
 from artifacts.encode import Encode
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
-from worker.engine.hash_tokens import expected_ids, expected_vector
+from worker.engine.hash_engine import expected_ids, expected_vector
 from worker.engine_api import Sampling, Stopping
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

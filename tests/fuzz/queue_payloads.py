@@ -18,8 +18,7 @@ from broker.commands import Command, Verb, decode_command, encode_command
 from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, StoppingParams
 from broker.worker_state import WorkerPhase, WorkerState
 from worker.engine.scheduling.validate import check_sequence
-from worker.engine_api import SequenceRefusedError
-from worker.engine_api.config import EngineLimits
+from worker.engine_api import EngineLimits, SequenceRefusedError
 from worker.io.local_jobs.choice import sequence_of
 from worker.io.local_jobs.jobs import LocalJobs
 

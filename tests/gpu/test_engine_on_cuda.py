@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
-from worker.engine.build import build_engine
 from worker.engine.model.cuda_graphs import DecodeGraphs
-from worker.engine.torch_engine import TorchEngine
-from worker.engine_api import NewSequence, Output
-from worker.engine_api.config import EngineConfig
+from worker.engine.torch_engine import TorchEngine, build_engine
+from worker.engine_api import EngineConfig, NewSequence, Output
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from router.servers import RelayAccess
 from tests.credentials_files import tls_files
 from tests.router.dispatch.test_relay_credentials import linked, relaying, until
-from worker.engine_api.stats import Removal
+from worker.engine_api import Removal
 from worker.io.relay.handler import ForgetError
 
 

@@ -18,7 +18,7 @@ from tests.simulation.engine import SimulatedEngine
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
-from worker.engine_api.stats import Removal
+from worker.engine_api import Removal
 from worker.io.adapters.weighted_sets import WeightedSets
 from worker.io.app import run_sessions
 from worker.io.engine_breaker import EngineBreaker

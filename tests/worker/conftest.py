@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from worker.engine.scheduling.adapter_cache import AdapterCache
-from worker.engine_api import AdapterSource
-from worker.engine_api.config import EngineConfig
+from worker.engine_api import AdapterSource, EngineConfig
 
 if TYPE_CHECKING:
     from worker.engine.torch_engine import TorchEngine
@@ -38,7 +37,7 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture
 def make_engine(one_thread: None, ahead: bool) -> Iterator[Callable[..., TorchEngine]]:
     """Call with (directory, **settings): an engine of the CPU in float32, closed after the test."""
-    from worker.engine.build import build_engine
+    from worker.engine.torch_engine import build_engine
 
     engines = []
 

@@ -1,7 +1,7 @@
 """An engine whose next token is a hash of everything that it may depend on: real scheduler, blocks and slots, no model.
 
 A token that is lost, repeated, out of order, or of another adapter changes every id after it;
-`hash_tokens.expected_ids` tells what they must be.
+`expected_ids` tells what they must be.
 """
 
 from __future__ import annotations
@@ -10,37 +10,203 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Ids
+from dataclasses import fields
+from hashlib import blake2b
 from io import SEEK_END
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from artifacts.base_model import HASH_LABELS
+from artifacts.encode import Encode
+from artifacts.grammars.matching import compile_grammar
 from artifacts.grammars.prover import Prover
 from artifacts.grammars.vocabulary import hash_vocabulary
-from artifacts.hash_model import HashModel, parse_hash_model
+from artifacts.hash_model import VECTOR_SIZE, HashModel, parse_hash_model
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
-from worker.engine.hash_tokens import (
-    Hash,
-    hash_logprobs,
-    hash_root,
-    hash_vector,
-    id_bytes,
-    next_allowed_token,
-    next_token,
-)
-from worker.engine.scheduled_engine import ScheduledEngine
+from worker.engine.engine import Engine
 from worker.engine.scheduling.adapter_cache import AdapterCache
-from worker.engine.scheduling.grammars import GrammarThread
+from worker.engine.scheduling.grammars import GrammarState, GrammarThread
 from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Batch, Row, Sequence
-from worker.engine_api import AdapterSource, Failure, Output, TokenLogprobs
-from worker.engine_api.config import EngineConfig, EngineLimits
+from worker.engine_api import (
+    AdapterSource,
+    EngineConfig,
+    EngineLimits,
+    Failure,
+    Output,
+    Sampling,
+    Stopping,
+    TokenLogprobs,
+)
+
+if TYPE_CHECKING:  # imported by the first grammar
+    import numpy as np
+
+# Numbers of a request that change the logits, and all others, which only choose among them; new fields are among these.
+_ADJUSTING = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+_DRAWING = tuple(declared.name for declared in fields(Sampling) if declared.name not in {*_ADJUSTING, "logit_bias"})
+_FLOATS = frozenset(declared.name for declared in fields(Sampling) if declared.type == "float")
+
+
+def expected_ids(
+    spec: str,
+    prompt_ids: Iterable[int],
+    *,
+    adapter_digest: str = "",
+    sampling: Sampling | None = None,
+    stopping: Stopping | None = None,
+    choice: int = 0,
+    grammar: str = "",
+) -> tuple[int, ...]:
+    """Return the whole answer of the model `spec` (`hash:?...`), ending token included. Raises ArtifactError."""
+    answer = expected_tokens(
+        spec,
+        prompt_ids,
+        adapter_digest=adapter_digest,
+        sampling=sampling,
+        stopping=stopping,
+        choice=choice,
+        grammar=grammar,
+    )
+    return tuple(token for token, _ in answer)
+
+
+def expected_tokens(
+    spec: str,
+    prompt_ids: Iterable[int],
+    *,
+    adapter_digest: str = "",
+    sampling: Sampling | None = None,
+    stopping: Stopping | None = None,
+    choice: int = 0,
+    alternatives: int = 0,
+    grammar: str = "",
+) -> list[tuple[int, TokenLogprobs]]:
+    """Return the whole answer like `expected_ids`, each token with its log probabilities. Raises ArtifactError."""
+    model = parse_hash_model(spec)
+    stopping = stopping or Stopping()
+    ends = set() if stopping.ignore_eos else set(model.end_token_ids)
+    ends |= set(stopping.stop_token_ids)
+    state = hash_root(model, adapter_digest, sampling or Sampling(), choice)
+    state.update(id_bytes(prompt_ids))
+    matching = matching_after(spec, grammar, (), stopping) if grammar else None
+    answer: list[tuple[int, TokenLogprobs]] = []
+    while (answered := len(answer)) < stopping.max_tokens:
+        may_end = answered >= stopping.min_tokens
+        if matching is None:
+            token = next_token(model, state, answered, () if may_end else ends)
+        else:
+            allowed = matching.allowed_ids(frozenset() if may_end else frozenset(ends))
+            token = next_allowed_token(model, state, answered, allowed)
+            matching.advance(token)
+        answer.append((token, hash_logprobs(model, token, state.digest()[0], alternatives)))
+        if (may_end and token in ends) or (matching is not None and matching.complete):
+            break
+        state.update(id_bytes((token,)))
+    return answer
+
+
+def matching_after(spec: str, grammar: str, ids: Iterable[int], stopping: Stopping | None = None) -> GrammarState:
+    """Return the state inside a grammar after these ids of an answer."""
+    vocabulary = hash_vocabulary(parse_hash_model(spec))
+    matcher = compile_grammar(vocabulary.tokens, grammar)
+    state = GrammarState(matcher, vocabulary, hides_end=stopping is not None and stopping.ignore_eos)
+    state.replay(ids)
+    return state
+
+
+def expected_prompt_logprobs(spec: str, prompt_ids: Ids[int], alternatives: int) -> tuple[TokenLogprobs, ...]:
+    """Return the log probabilities of every prompt token but the first. Raises ArtifactError."""
+    model = parse_hash_model(spec)
+    return tuple(hash_logprobs(model, following, following, alternatives) for following in prompt_ids[1:])
+
+
+def expected_vector(
+    spec: str, prompt_ids: Iterable[int], encode: Encode, *, adapter_digest: str = ""
+) -> tuple[float, ...]:
+    """Return the vector of a text. Raises ArtifactError."""
+    return hash_vector(parse_hash_model(spec), adapter_digest, prompt_ids, encode)
+
+
+def hash_vector(model: HashModel, adapter_digest: str, ids: Iterable[int], encode: Encode) -> tuple[float, ...]:
+    """Return the numbers of a text's vector, from -1 to 1; floats of 32 bits hold them exactly."""
+    root = f"{model.seed}|{adapter_digest}|{encode.task}|{encode.pooling}|{encode.pair_tokens}|"
+    size = VECTOR_SIZE if encode.task == "embed" else len(HASH_LABELS)
+    state = blake2b(root.encode(), digest_size=size)
+    state.update(id_bytes(ids))
+    return tuple(byte / 128 - 1 for byte in state.digest())
+
+
+def hash_root(model: HashModel, adapter_digest: str, sampling: Sampling, choice: int) -> blake2b:
+    """Return the hash of everything but the ids.
+
+    As with a real model, temperature, limits and seed leave greedy answers as they are.
+    """
+    root = f"{model.seed}|{adapter_digest}|{choice}|"
+    if sampling.temperature:
+        root += f"{_values(sampling, _DRAWING)}|"
+    if sampling.adjusts_logits:
+        root += f"{_values(sampling, _ADJUSTING)}|{[(token, _wired(value)) for token, value in sampling.logit_bias]}|"
+    return blake2b(root.encode(), digest_size=8)
+
+
+def _values(sampling: Sampling, names: Iterable[str]) -> list[float]:
+    return [_wired(getattr(sampling, name)) if name in _FLOATS else getattr(sampling, name) for name in names]
+
+
+def _wired(value: float) -> float:
+    """Round a float to the 32 bits that it had on the wire."""
+    return array("f", [value])[0]
+
+
+def next_token(model: HashModel, state: blake2b, answered: int, banned: Collection[int]) -> int:
+    """Return the token after `answered` tokens; the end token comes where end_after says and nowhere else."""
+    span = model.vocab
+    if model.end_after:
+        span -= 1
+        if answered + 1 == model.end_after and span not in banned:
+            return span
+    token = int.from_bytes(state.digest(), "little") % span
+    while banned and token in banned:
+        token = (token + 1) % span
+    return token
+
+
+def next_allowed_token(model: HashModel, state: blake2b, answered: int, allowed: np.ndarray) -> int:
+    """Return the token after `answered` tokens of those that a grammar allows; there is one at least.
+
+    The end token comes where end_after says, if it may, and where nothing else may.
+    """
+    if model.end_after:
+        end = model.vocab - 1
+        if answered + 1 == model.end_after and end in allowed:
+            return end
+        others = allowed[allowed != end]
+        allowed = others if len(others) else allowed
+    return int(allowed[int.from_bytes(state.digest(), "little") % len(allowed)])
+
+
+def hash_logprobs(model: HashModel, token: int, number: int, alternatives: int) -> TokenLogprobs:
+    """Return one of 16 log probabilities, chosen by `number`; the likeliest tokens are `token` and those after it."""
+    logprob = -(number % 16 + 1) / 16
+    likeliest = range(min(alternatives, model.vocab))
+    return TokenLogprobs(logprob, tuple(((token + rank) % model.vocab, logprob - rank) for rank in likeliest))
+
+
+def id_bytes(ids: Iterable[int]) -> bytes:
+    """Return the ids as 32-bit numbers, to be hashed."""
+    return array("I", ids).tobytes()
+
 
 # Maximum bytes of adapters in host memory by default; like blocks, these are counted and take no memory.
 _HOST_BYTES = 1 << 30
 
 
-class HashEngine(ScheduledEngine[Scheduler]):
+class HashEngine(Engine[Scheduler]):
     """The hash model as an Engine. `on_loaded` is called from another thread when an adapter has been loaded;
     `on_begun` before the first step of a sequence.
     """
@@ -93,7 +259,7 @@ class HashEngine(ScheduledEngine[Scheduler]):
             sequence.vector = hash_vector(self._model, digest, sequence.ids, encode)
             return 0, None
         # The hash of all ids so far stays with the sequence, so that a token costs the same at any length.
-        state: Hash | None = sequence.engine_state
+        state: blake2b | None = sequence.engine_state
         if state is None:
             spec = sequence.spec
             digest = spec.adapter.digest if spec.adapter else ""

@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import logging
 import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from artifacts.base_model import is_encoder
 from artifacts.errors import ArtifactError
 from artifacts.hash_model import is_hash_spec
 from telemetry.logging import logging_of, set_up_logging
+from worker.engine.engine import Engine
 from worker.engine.hash_engine import HashEngine
-from worker.engine.interpreter import freeze_gc, without_gc
-from worker.engine.model.errors import ModelUnusableError
-from worker.engine_api import Engine, SequenceRefusedError
-from worker.engine_api.config import EngineConfig
-from worker.engine_api.stats import EngineStats
+from worker.engine_api import EngineConfig, EngineStats, ModelUnusableError, SequenceRefusedError
 from worker.ipc import (
     Abort,
     Add,
@@ -44,6 +45,31 @@ from worker.ipc import (
     Unusable,
     Warm,
 )
+
+# Interval in seconds at which threads are switched. Python's default of 5 ms makes a step, whose thread lets go of the
+# interpreter for every torch operator, wait that long for a thread that loads an adapter.
+_SWITCH_S = 1e-4
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Import without garbage collection: the modules of torch and transformers stay, and looking for garbage among them
+    takes a sixth of the time. Later collections leave them out.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def freeze_gc() -> None:
+    """Exclude all present objects from garbage collection, a full run of which takes 300 ms; switch threads often."""
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(_SWITCH_S)
+
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +123,7 @@ def run(end: EngineEnd) -> int:
     return 0
 
 
-def serve(engine: Engine, end: EngineEnd, messages: list[ToEngine] | None, reported: EngineStats) -> None:
+def serve(engine: Engine[Any], end: EngineEnd, messages: list[ToEngine] | None, reported: EngineStats) -> None:
     """Step until the other end is gone; wait only while no step would do anything. `reported`: the last stats sent."""
     beat = checked = False
     while messages is not None:
@@ -119,7 +145,7 @@ def serve(engine: Engine, end: EngineEnd, messages: list[ToEngine] | None, repor
         checked = beat
 
 
-def _apply(engine: Engine, end: EngineEnd, message: ToEngine) -> None:
+def _apply(engine: Engine[Any], end: EngineEnd, message: ToEngine) -> None:
     match message:
         case Add(sequences):
             for sequence in sequences:
@@ -145,7 +171,7 @@ def _apply(engine: Engine, end: EngineEnd, message: ToEngine) -> None:
             raise TypeError("an engine is configured once")
 
 
-def _build(config: EngineConfig, end: EngineEnd) -> Engine:
+def _build(config: EngineConfig, end: EngineEnd) -> Engine[Any]:
     def on_begun(sequence_id: str) -> None:
         end.send(Begun(sequence_id))
 
@@ -162,7 +188,7 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine:
         encoder = build_encoder(config, on_loaded=end.wake, on_begun=on_begun, on_progress=on_progress)
         return encoder
     with without_gc():
-        from worker.engine.build import build_engine
+        from worker.engine.torch_engine import build_engine
 
     return build_engine(config, on_loaded=end.wake, on_begun=on_begun)
 

@@ -9,25 +9,41 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 
+import torch
+
+from artifacts.checkpoint import read_small_file
+from artifacts.grammars.errors import GrammarError
+from artifacts.grammars.prover import Prover
+from artifacts.grammars.vocabulary import read_vocabulary, special_tokens
+from artifacts.kv_shape import INT8
+from worker.engine.attention.kv_cache import KvCache, fitting_blocks
+from worker.engine.device.cores import keep_to_one_core, step_threads
+from worker.engine.device.memory import available_bytes, host_adapter_bytes
 from worker.engine.device.out_of_memory import is_out_of_memory
-from worker.engine.lora.adapter_memory import PackedAdapter
+from worker.engine.engine import Engine
+from worker.engine.lora.adapter_layers import AdapterLayers
+from worker.engine.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
+from worker.engine.lora.weights import AdapterWeights, read_source
+from worker.engine.model.cpu_layouts import choose_layouts, lay_out
 from worker.engine.model.encoding import Encoding
+from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.model.model_layers import ModelLayers
 from worker.engine.model.runner import Runner
 from worker.engine.sampling.step import InFlight
-from worker.engine.scheduled_engine import ScheduledEngine
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.chunk_sizer import ChunkSizer, StepTimer
 from worker.engine.scheduling.grammars import GrammarThread
+from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Batch
-from worker.engine_api import NewSequence, Output
-from worker.engine_api.config import EngineLimits
+from worker.engine_api import EngineConfig, EngineLimits, ModelUnusableError, NewSequence, Output
 
 _log = logging.getLogger(__name__)
 
 
-class TorchEngine(ScheduledEngine[Scheduler]):
+class TorchEngine(Engine[Scheduler]):
     """A transformers model as an Engine: continuous batching, a different adapter in every row.
 
     One that steps ahead launches a step before it collects the one before, so that the device never waits for the host,
@@ -100,3 +116,136 @@ class TorchEngine(ScheduledEngine[Scheduler]):
         """See Engine."""
         self._runner.close()
         super().close()
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    ahead: bool | None = None,
+    paced: bool = True,
+    on_loaded: Callable[[], None] = lambda: None,
+    on_begun: Callable[[str], None] = lambda sequence_id: None,
+) -> TorchEngine:
+    """Load a model directory and build an engine around it.
+
+    `ahead`: schedule one step ahead; by default only on CUDA, because on the CPU the host computes and nothing is
+    gained. `paced`: size prompt chunks by measured time (chunk_sizer.py); without, a step's rows do not depend on the
+    clock. `on_loaded` is called from another thread when an adapter has been read and a step would let it in;
+    `on_begun` before the first step of a sequence. Raises ModelUnusableError.
+    """
+    loaded = load_model(config.model, config.device, config.dtype, config.quantize)
+    torch.set_num_threads(step_threads(loaded.parameters, config.threads))
+    loaded = choose_layouts(loaded, config.dtype)
+    base = ModelLayers(loaded)
+    lora = adapter_layers(loaded, config)
+    limits = _limits(loaded, config)
+    int8 = config.kv_cache_dtype == INT8
+    cache = KvCache(loaded.kv, limits.blocks, limits.block_size, loaded.dtype, loaded.device, int8=int8)
+    encoding = Encoding(loaded, config.adapter_slots)
+    adapters = _adapter_cache(loaded, [lora.install, encoding.install], base, config, on_loaded)
+    torch.set_num_threads(step_threads(loaded.parameters, config.threads))
+    chunk_sizer = ChunkSizer() if paced else None
+    grammars = _grammars(loaded, on_loaded)
+    scheduler = Scheduler(
+        limits, loaded.end_token_ids, config.step_tokens, adapters, chunk_sizer, on_begun, grammars=grammars
+    )
+    if ahead is None:
+        ahead = loaded.device.type == "cuda"
+    runner = Runner(loaded, cache, lora, encoding, limits, ahead=ahead)
+    return TorchEngine(limits, scheduler, runner, encoding, adapters, grammars, chunk_sizer, ahead=ahead)
+
+
+def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
+    """Replace the model's linear layers by adaptable ones, as the device wants them. Raises ModelUnusableError."""
+    module, device, dtype = loaded.module, loaded.device, loaded.dtype
+    slots, max_rank = config.adapter_slots, config.max_rank
+    if device.type == "cpu":
+        lay_out(loaded)
+        from worker.engine.decoder.recognition import use_kernels  # numba is there only where the CPU computes
+        from worker.engine.lora.cpu.layers import CpuLayers
+
+        layers = CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends)
+        use_kernels(module, loaded.attention, dtype, loaded.context_length)
+        return layers
+    from worker.engine.lora.cuda.layers import CudaLayers  # Triton is there only with CUDA
+
+    # Triton launches on the thread's current device.
+    torch.cuda.set_device(device)
+    try:
+        return CudaLayers(module, loaded.linears, slots, max_rank, config.rows, device, dtype)
+    except torch.OutOfMemoryError:
+        raise ModelUnusableError(
+            f"{slots} adapter slots of rank {max_rank} do not fit in the memory of {device}; use fewer, or a lower rank"
+        ) from None
+
+
+def _grammars(loaded: LoadedModel, on_compiled: Callable[[], None]) -> GrammarThread:
+    """Return what compiles formats; a model without a tokenizer.json serves none."""
+
+    def tokenizer() -> bytes:
+        if not (loaded.directory / "tokenizer.json").is_file():
+            raise GrammarError("format", "the model has no tokenizer.json, without which it serves no formats")
+        return read_small_file(loaded.directory / "tokenizer.json")
+
+    grammars = GrammarThread(
+        lambda: read_vocabulary(tokenizer(), loaded.vocab_size, loaded.end_token_ids),
+        lambda: Prover(loaded.vocab_size, special_tokens(tokenizer())),
+        LoaderThreads(on_compiled, threads=1, prepare=keep_to_one_core),
+    )
+    grammars.warm()
+    return grammars
+
+
+def _limits(loaded: LoadedModel, config: EngineConfig) -> EngineLimits:
+    blocks = config.kv_blocks or _fitting_blocks(loaded, config)
+    return EngineLimits(
+        rows=config.rows,
+        max_tokens=min(loaded.context_length, blocks * config.block_size),
+        max_rank=config.max_rank,
+        vocab_size=loaded.vocab_size,
+        block_size=config.block_size,
+        blocks=blocks,
+        adapter_slots=config.adapter_slots,
+    )
+
+
+def _fitting_blocks(loaded: LoadedModel, config: EngineConfig) -> int:
+    # On CUDA the adapter slots have been allocated before this; on the CPU an empty slot takes no memory.
+    available = available_bytes(loaded.device)
+    token_bytes = loaded.kv.token_bytes(loaded.dtype.itemsize, config.kv_cache_dtype)
+    blocks = fitting_blocks(
+        available, token_bytes, config.block_size, config.rows, loaded.context_length, loaded.device
+    )
+    if blocks < 1:
+        raise ModelUnusableError(
+            f"no memory is left on {loaded.device} for the KV cache; use a smaller model, fewer adapter slots or ranks"
+        )
+    return blocks
+
+
+def _adapter_cache(
+    loaded: LoadedModel,
+    installs: Sequence[Callable[[AdapterWeights, int], None]],
+    base: ModelLayers,
+    config: EngineConfig,
+    on_loaded: Callable[[], None],
+) -> AdapterCache[PackedAdapter]:
+    # The kernels on CUDA do not adapt embeddings and the output head.
+    adaptable = {**loaded.linears, **(loaded.ends if loaded.device.type == "cpu" else {})}
+    architecture: str = loaded.module.config.model_type
+
+    def install(weights: AdapterWeights, slot: int) -> None:
+        for into in installs:
+            into(weights, slot)
+
+    return AdapterCache[PackedAdapter](
+        config.adapter_slots,
+        TorchAdapterMemory(
+            lambda source: read_source(source, adaptable, config.max_rank, base, architecture),
+            install,
+            loaded.device,
+            loaded.dtype,
+        ),
+        LoaderThreads(on_loaded, prepare=keep_to_one_core),
+        host_adapter_bytes(config.host_adapter_bytes),
+    )

@@ -22,7 +22,7 @@ from broker.liveness import Liveness
 from broker.queue import JobQueue
 from broker.worker_state import WorkerPhase, WorkerState
 from rpc.server import unless_stopped
-from worker.engine_api.config import EngineConfig
+from worker.engine_api import EngineConfig
 from worker.io.adapters.fetch import AdapterFetcher
 from worker.io.adapters.operator_commands import OperatorCommands
 from worker.io.engine_breaker import EngineBreaker

@@ -11,8 +11,7 @@ from prometheus_client.registry import Collector
 
 from telemetry.audit.log import AuditCounts
 from telemetry.metrics import LONG_S, PREFIX, SHORT_S, TOKENS, BoundedNames, Meters
-from worker.engine_api.config import EngineLimits
-from worker.engine_api.stats import EngineStats
+from worker.engine_api import EngineLimits, EngineStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from loraplex.admin.v1 import tenants_pb2_grpc
 from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRef
 from rpc.identity.tls import LiveChannel
-from worker.engine_api.stats import Removal
+from worker.engine_api import Removal
 from worker.io.adapters.fetch import AdapterFetcher
 from worker.io.adapters.operator_commands import OperatorCommands
 from worker.io.engine_client.process import EngineProcess

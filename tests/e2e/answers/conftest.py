@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Sampling, Stopping
 
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

@@ -11,7 +11,7 @@ from loraplex_client import AlreadyExistsError, DeadlineExceededError, FinishRea
 
 from tests.e2e.answers.conftest import MODEL, Eventually, expected
 from tests.e2e.conftest import Cluster
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")

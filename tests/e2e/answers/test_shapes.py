@@ -14,7 +14,7 @@ from loraplex_client import AsyncStoreClient, FinishReason, Generation, InvalidR
 from tests.e2e.answers.conftest import MODEL, expected
 from tests.e2e.conftest import TENANT, Cluster
 from tests.hash_formats import FORMATS, GRAMMARS
-from worker.engine.hash_tokens import expected_ids, matching_after
+from worker.engine.hash_engine import expected_ids, matching_after
 from worker.engine_api import Sampling, Stopping
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")

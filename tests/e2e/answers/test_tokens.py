@@ -12,7 +12,7 @@ from loraplex_client import FinishReason, InvalidRequestError, NotFoundError
 
 from tests.e2e.answers.conftest import MODEL, expected
 from tests.e2e.conftest import Cluster
-from worker.engine.hash_tokens import expected_prompt_logprobs
+from worker.engine.hash_engine import expected_prompt_logprobs
 from worker.engine_api import Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")

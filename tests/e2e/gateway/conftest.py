@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from rpc.optional_packages import is_installed
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Sampling, Stopping
 
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

@@ -11,7 +11,7 @@ import pytest
 from artifacts.encode import Encode
 from tests.e2e.conftest import TENANT, Cluster
 from tests.e2e.gateway.conftest import MODEL, Eventually
-from worker.engine.hash_tokens import expected_ids, expected_vector
+from worker.engine.hash_engine import expected_ids, expected_vector
 from worker.engine_api import Stopping
 
 pytest.importorskip("smg_grpc_proto", reason="the engine protocol's package is not installed: pip install '.[smg]'")

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from artifacts.encode import Encode
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import MESSAGES, MODEL, PROMPT, Eventually, expected
-from worker.engine.hash_tokens import expected_vector
+from worker.engine.hash_engine import expected_vector
 from worker.engine_api import Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")

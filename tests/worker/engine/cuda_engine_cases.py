@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from tests.worker.engine.interpreted import replace_language_once
-from worker.engine import build
+from worker.engine import torch_engine
 from worker.engine.lora.cuda.layers import CudaLayers
 from worker.engine.model.decode_buffers import DecodeBuffers
-from worker.engine_api import AdapterSource, NewSequence, Stopping
-from worker.engine_api.config import EngineConfig
+from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Stopping
 
 
 def answers(case: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
             padded += max(row_slots) >= 0
             super().begin_decode(row_slots, size)
 
-    build.adapter_layers = lambda loaded, config: Counting(
+    torch_engine.adapter_layers = lambda loaded, config: Counting(
         loaded.module,
         loaded.linears,
         config.adapter_slots,
@@ -47,7 +46,7 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
     settings = dict(case["settings"])
     ahead = settings.pop("ahead", None)
     config = EngineConfig(case["model"], dtype="float32", **settings)
-    engine = build.build_engine(config, ahead=ahead, paced=False)
+    engine = torch_engine.build_engine(config, ahead=ahead, paced=False)
     if case["buffers"]:
         runner = engine._runner
         runner._buffers = DecodeBuffers(

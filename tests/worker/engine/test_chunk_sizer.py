@@ -13,8 +13,7 @@ import pytest
 from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer, StepTimer
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Batch
-from worker.engine_api import NewSequence, Stopping
-from worker.engine_api.config import EngineLimits
+from worker.engine_api import EngineLimits, NewSequence, Stopping
 
 STEP_TOKENS = 512
 # Promised maxima: a step with a chunk in steps without one (bench/interference.py), and in seconds (liveness).

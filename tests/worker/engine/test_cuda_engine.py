@@ -31,7 +31,7 @@ SETTINGS = {"rows": ROWS, "kv_blocks": 60, "block_size": 4, "adapter_slots": 2, 
 WITHOUT_NUMBA = """
 import sys
 sys.modules.update(numba=None, llvmlite=None)
-import worker.engine.build, worker.engine.process, worker.engine.model.runner
+import worker.engine.torch_engine, worker.engine.process, worker.engine.model.runner
 import worker.engine.model.model_layers, worker.engine.lora.adapter_layers
 import bench.gpu, worker.engine.lora.cuda.layers, tests.gpu.test_engine_on_cuda
 del sys.modules["numba"], sys.modules["llvmlite"]

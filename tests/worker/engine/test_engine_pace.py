@@ -47,7 +47,7 @@ def test_ids_do_not_depend_on_chunk_sizes_and_every_step_is_observed(
     ]
     arrivals = {0: requests[:3], 4: requests[3:6], 9: requests[6:]}
     moods = Moods()
-    monkeypatch.setattr("worker.engine.build.ChunkSizer", lambda: moods)
+    monkeypatch.setattr("worker.engine.torch_engine.ChunkSizer", lambda: moods)
     engine = make_engine(tiny_llama.directory, **SETTINGS, paced=True)
     outputs = run_until_idle(engine, arrivals)
     for request in requests:

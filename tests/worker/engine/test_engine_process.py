@@ -15,17 +15,17 @@ from typing import TypeVar
 
 import pytest
 
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import expected_ids
 from worker.engine_api import (
     AdapterSource,
+    EngineConfig,
+    EngineStats,
     FinishKind,
     NewSequence,
     Output,
     Sampling,
     Stopping,
 )
-from worker.engine_api.config import EngineConfig
-from worker.engine_api.stats import EngineStats
 from worker.ipc import (
     Abort,
     Add,
@@ -298,7 +298,7 @@ def test_the_process_dies_with_its_parent() -> None:
         "command = [sys.executable, '-m', 'worker.engine.process', '--fd', str(theirs.fileno())]\n"
         "engine = subprocess.Popen(command, pass_fds=[theirs.fileno(), ours.fileno()])\n"
         "theirs.close()\n"
-        "from worker.engine_api.config import EngineConfig\n"
+        "from worker.engine_api import EngineConfig\n"
         "from worker.ipc import Configure, encode\n"
         f"ours.sendall(encode(Configure({CONFIG!r})))\n"
         "ours.recv(1)\n"

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from artifacts.encode import Encode
 from tests.worker.engine.encoder.encoder_oracle import scatter
 from tests.worker.engine.model.tiny_families import CRAMPED, make_config, make_model
-from worker.engine_api import AdapterSource, Encode, FinishKind, NewSequence, SequenceRefusedError, Stopping
+from worker.engine_api import AdapterSource, FinishKind, NewSequence, SequenceRefusedError, Stopping
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 TARGETS = {"gpt2": ["c_attn", "c_proj"], "opt": ["q_proj", "fc1"]}

@@ -19,9 +19,8 @@ import pytest
 from artifacts.grammars.build import json_grammar
 from artifacts.grammars.vocabulary import hash_token_text
 from tests.drawn_schemas import Schema, byte_tokenizer, draw_schema
-from worker.engine.hash_tokens import expected_ids
-from worker.engine_api import AdapterSource, FinishKind, NewSequence, Sampling, Stopping
-from worker.engine_api.config import EngineConfig
+from worker.engine.hash_engine import expected_ids
+from worker.engine_api import AdapterSource, EngineConfig, FinishKind, NewSequence, Sampling, Stopping
 from worker.io.engine_client.process import EngineProcess
 from worker.ipc import Add, Configure, Stepped
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from worker.engine.hash_engine import HashEngine
-from worker.engine.hash_tokens import expected_ids, expected_vector
+from artifacts.encode import Encode
+from worker.engine.hash_engine import HashEngine, expected_ids, expected_vector
 from worker.engine_api import (
     AdapterSource,
-    Encode,
+    EngineConfig,
     FinishKind,
     NewSequence,
     Output,
@@ -21,7 +21,6 @@ from worker.engine_api import (
     SequenceRefusedError,
     Stopping,
 )
-from worker.engine_api.config import EngineConfig
 
 SPEC = "hash:?vocab=600&seed=3"
 PROMPT = (1, 2, 300)

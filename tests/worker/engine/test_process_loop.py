@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any, cast
 
-from worker.engine.interpreter import without_gc
-from worker.engine.process import serve
+from worker.engine.process import serve, without_gc
 from worker.engine_api import Output
 from worker.ipc import Abort, FromEngine, ToEngine
 

@@ -21,7 +21,7 @@ from broker.queue import JobQueue
 from rpc.identity.guard import open_guard
 from rpc.server import Server, relay_options
 from telemetry.tracing import Spans
-from worker.engine_api.config import EngineConfig
+from worker.engine_api import EngineConfig
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import DownloadTimeouts
 from worker.io.adapters.fetch import AdapterFetcher

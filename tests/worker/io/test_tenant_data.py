@@ -17,7 +17,7 @@ from artifacts.base_model import read_base_model
 from broker.messages import AdapterRef, WeightedRef
 from clients.cli.models import registered
 from tests.worker.io.adapters.test_fetch import adapter
-from worker.engine_api.stats import Removal
+from worker.engine_api import Removal
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import DownloadTimeouts
 from worker.io.adapters.fetch import AdapterFetcher

@@ -19,7 +19,7 @@ from worker.engine.lora.weights import read_source
 from worker.engine.model.model_layers import ModelLayers
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.loader_threads import LoaderThreads
-from worker.engine_api.config import EngineConfig, EngineLimits
+from worker.engine_api import EngineConfig, EngineLimits
 
 # Interval in seconds of the signs of life within a step: a text can't be cut, and a long one takes seconds.
 _SIGN_S = 0.2

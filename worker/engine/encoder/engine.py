@@ -12,16 +12,16 @@ import logging
 from worker.engine.device.out_of_memory import is_out_of_memory
 from worker.engine.encoder.runner import EncoderRunner
 from worker.engine.encoder.scheduler import EncoderScheduler
+from worker.engine.engine import Engine
 from worker.engine.lora.adapter_memory import PackedAdapter
 from worker.engine.model.encoding import NO_CLASSIFIER
-from worker.engine.scheduled_engine import ScheduledEngine
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine_api import NewSequence, Output, SequenceRefusedError
 
 _log = logging.getLogger(__name__)
 
 
-class EncoderEngine(ScheduledEngine[EncoderScheduler]):
+class EncoderEngine(Engine[EncoderScheduler]):
     """An encoder as an Engine: texts of any length and adapter in one batch."""
 
     def __init__(

@@ -24,9 +24,9 @@ from artifacts.json_object import parse_object
 from artifacts.quantization import check_device, parse_quantization
 from worker.engine.attention import registered
 from worker.engine.device.dtypes import dtype_name
-from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import check_memory, device_of, dtype_of, require_weights
 from worker.engine.model.quantized_weights import QuantizedWeights
+from worker.engine_api import ModelUnusableError
 
 # Families whose attention is not computed by transformers' attention interface: see disentangled.py.
 _OWN_ATTENTION = ("deberta-v2",)

@@ -22,9 +22,7 @@ from worker.engine.scheduling.admission import RowShares, WaitingSequences
 from worker.engine.scheduling.scheduler import Counters
 from worker.engine.scheduling.sequence import OUT_OF_MEMORY, Sequence, SequenceState, adapter_failure, output_of
 from worker.engine.scheduling.validate import check_sequence
-from worker.engine_api import Failure, FinishKind, NewSequence, Output, SequenceRefusedError
-from worker.engine_api.config import EngineLimits
-from worker.engine_api.stats import EngineStats
+from worker.engine_api import EngineLimits, EngineStats, Failure, FinishKind, NewSequence, Output, SequenceRefusedError
 
 Vector = tuple[float, ...]
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from artifacts.kv_shape import INT8
 from worker.engine.attention.kv_cache import KvCache
-from worker.engine.build import adapter_layers
 from worker.engine.lora.adapter_memory import TorchAdapterMemory
 from worker.engine.lora.weights import read_source
 from worker.engine.model.inputs import step_inputs
@@ -17,8 +16,8 @@ from worker.engine.model.loader import LoadedModel
 from worker.engine.model.model_layers import ModelLayers
 from worker.engine.scheduling.sequence import Batch, Row
 from worker.engine.scheduling.sequence import Sequence as Answer
-from worker.engine_api import AdapterSource, NewSequence
-from worker.engine_api.config import EngineConfig
+from worker.engine.torch_engine import adapter_layers
+from worker.engine_api import AdapterSource, EngineConfig, NewSequence
 
 # Maximum number of a sequence's tokens that one step computes: their logits are held at once.
 _STEP_TOKENS = 64

@@ -12,7 +12,7 @@ from typing import Any
 
 from artifacts.encoders import ROPE_TYPES
 from artifacts.families import FAMILIES
-from worker.engine.model.errors import ModelUnusableError
+from worker.engine_api import ModelUnusableError
 
 SUPPORTED = frozenset(family.architecture for family in FAMILIES.values())
 

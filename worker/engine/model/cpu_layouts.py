@@ -10,10 +10,10 @@ from torch import nn
 from worker.engine.device.memory import available_bytes, return_freed_memory
 from worker.engine.linear.choice import Choice, kind_of, measured, unmeasured
 from worker.engine.linear.layouts import replace_linears
-from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import LoadedModel
 from worker.engine.quantized.embedding import QuantizedEmbedding
 from worker.engine.quantized.weight import QuantizedLinear, is_linear
+from worker.engine_api import ModelUnusableError
 
 # Maximum number of parameters of a model whose layouts are not measured: that would take longer than its steps.
 _UNMEASURED_PARAMETERS = 16_000_000

@@ -29,10 +29,10 @@ from worker.engine.device.memory import available_bytes
 from worker.engine.linear.choice import Choice
 from worker.engine.linear.packed import packing_works
 from worker.engine.model.architectures import check_architecture
-from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.probe import probe_kv_shape
 from worker.engine.model.quantized_weights import QuantizedWeights, has_tied_head
 from worker.engine.quantized.weight import is_linear
+from worker.engine_api import ModelUnusableError
 from worker.sizing import DTYPE_BYTES, cpu_dtype, own_dtype
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from artifacts.kv_shape import KvShape
 from worker.engine.attention.paged import AttentionContext, LayerCall
-from worker.engine.model.errors import ModelUnusableError
+from worker.engine_api import ModelUnusableError
 
 
 class _ShapeProbe:

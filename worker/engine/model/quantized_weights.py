@@ -22,11 +22,11 @@ from artifacts.base_modules import LinearWeight
 from artifacts.checkpoint import Checkpoint
 from artifacts.families import HEAD
 from artifacts.quantization import Quantization
-from worker.engine.model.errors import ModelUnusableError
 from worker.engine.quantized.embedding import QuantizedEmbedding
 from worker.engine.quantized.schemes import quantize_tensor, quantize_weight
 from worker.engine.quantized.stored import ReadTensor, open_tensors, read_weight
 from worker.engine.quantized.weight import QuantizedLinear, QuantizedWeight, equal
+from worker.engine_api import ModelUnusableError
 
 _METHOD = "loraplex"
 # Names of tensors that transformers has no place for: they are read here.

@@ -23,7 +23,7 @@ from worker.engine.model.loader import LoadedModel
 from worker.engine.sampling.masks import NO_MASKS, MaskFiller, forbid_ids
 from worker.engine.sampling.step import InFlight, launch_sampling
 from worker.engine.scheduling.sequence import Batch
-from worker.engine_api.config import EngineLimits
+from worker.engine_api import EngineLimits
 
 
 class Runner:

@@ -24,8 +24,7 @@ from worker.engine.scheduling.adapter_demand import Demand, Urgency
 from worker.engine.scheduling.adapter_slots import DeviceSlots
 from worker.engine.scheduling.adapter_tiers import AdapterMemory, HostTier, Reads, Transfers, require_integrity
 from worker.engine.scheduling.loader_threads import Loads
-from worker.engine_api import AdapterSource
-from worker.engine_api.stats import Removal, TierStats
+from worker.engine_api import AdapterSource, Removal, TierStats
 
 P = TypeVar("P")
 # Maximum seconds of copies for each second of steps, in the long run.

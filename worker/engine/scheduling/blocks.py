@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable
 
 from worker.engine.scheduling.sequence import Sequence
-from worker.engine_api.stats import Removal
+from worker.engine_api import Removal
 
 
 class BlockIntegrityError(Exception):

@@ -20,8 +20,7 @@ from artifacts.grammars.matching import compile_grammar, plain_error
 from artifacts.grammars.prover import Prover, ProverBusyError
 from artifacts.grammars.vocabulary import Vocabulary
 from worker.engine.scheduling.loader_threads import Loads
-from worker.engine_api import Failure, NewSequence
-from worker.engine_api.stats import Removal
+from worker.engine_api import Failure, NewSequence, Removal
 
 # Imported by the first grammar: see artifacts.grammars.matching.
 if TYPE_CHECKING:

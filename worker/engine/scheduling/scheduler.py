@@ -37,9 +37,16 @@ from worker.engine.scheduling.sequence import (
     output_of,
 )
 from worker.engine.scheduling.validate import check_sequence
-from worker.engine_api import Failure, FinishKind, NewSequence, Output, SequenceRefusedError, TokenLogprobs
-from worker.engine_api.config import EngineLimits
-from worker.engine_api.stats import EngineStats
+from worker.engine_api import (
+    EngineLimits,
+    EngineStats,
+    Failure,
+    FinishKind,
+    NewSequence,
+    Output,
+    SequenceRefusedError,
+    TokenLogprobs,
+)
 
 
 @dataclass(slots=True)

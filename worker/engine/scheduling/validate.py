@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from artifacts.encode import Encode
 from artifacts.grammars.build import GRAMMAR_BYTES
 from artifacts.sampling import OutOfRangeError, check_sampling
-from worker.engine_api import AdapterSource, Encode, NewSequence, Sampling, SequenceRefusedError, Stopping
-from worker.engine_api.config import EngineLimits
+from worker.engine_api import AdapterSource, EngineLimits, NewSequence, Sampling, SequenceRefusedError, Stopping
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_PRIORITY = 100

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from worker.engine_api.stats import Removal
+from worker.engine_api import Removal
 from worker.io.adapters.disk_budget import DiskBudget, DiskReservation
 from worker.io.adapters.disk_files import (
     Stored,

@@ -6,8 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from broker.messages import Capacity, Job
-from worker.engine_api.config import EngineLimits
-from worker.engine_api.stats import EngineStats
+from worker.engine_api import EngineLimits, EngineStats
 from worker.io.jobs.row_shares import row_to_share
 from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 from worker.io.relay.router_links import RouterLinks

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Sequence
 from itertools import accumulate
 
+from artifacts.encode import Encode
 from broker.messages import Job
 from telemetry.logging import fields
-from worker.engine_api import Encode, Failure, NewSequence, Stopping
-from worker.engine_api.stats import EngineStats
+from worker.engine_api import EngineStats, Failure, NewSequence, Stopping
 from worker.io.engine_breaker import EngineBreaker, Pair
 from worker.io.engine_client.process import EngineProcess
 from worker.io.jobs.capacity import jobs_to_drop

@@ -11,8 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from telemetry.tracing import Attributes, Spans
-from worker.engine_api import Output
-from worker.engine_api.stats import EngineStats
+from worker.engine_api import EngineStats, Output
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJob
 from worker.io.metrics import WorkerMetrics

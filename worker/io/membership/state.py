@@ -7,8 +7,7 @@ import socket
 
 from artifacts.base_model import BaseModel
 from broker.worker_state import AdapterTiers, WorkerPhase, WorkerState
-from worker.engine_api.config import EngineLimits
-from worker.engine_api.stats import EngineStats
+from worker.engine_api import EngineLimits, EngineStats
 from worker.io.metrics import FetchStats
 
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 from loraplex.relay.v1 import relay_pb2 as pb
 
-from worker.engine_api.stats import Removal
+from worker.engine_api import Removal
 from worker.io.local_jobs.choice import LocalChoice
 from worker.io.local_jobs.jobs import LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from tests.worker.engine.model.tiny_families import CRAMPED, LAST_ARRIVAL, PROMPTS, make_config, make_model
-from worker.engine.build import adapter_layers
 from worker.engine.decoder import steps
 from worker.engine.decoder.program import Program
 from worker.engine.decoder.steps import _SharedMemory
@@ -22,8 +21,8 @@ from worker.engine.device.cpu.threads import recorded_calls, run_on_all_threads,
 from worker.engine.linear.layer import PanelLinear, scratch_memory
 from worker.engine.lora.cpu.group import CpuGroup, CpuStep
 from worker.engine.model.loader import load_model
-from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
-from worker.engine_api.config import EngineConfig
+from worker.engine.torch_engine import adapter_layers
+from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, Stopping
 
 pytestmark = pytest.mark.model
 

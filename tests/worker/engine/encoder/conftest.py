@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from worker.engine_api.config import EngineConfig
+from worker.engine_api import EngineConfig
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.engine_api import AdapterSource, Encode, NewSequence, Stopping
+from artifacts.encode import Encode
+from worker.engine_api import AdapterSource, NewSequence, Stopping
 
 VOCAB = 60
 SIZES: dict[str, Any] = {

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from artifacts.encode import Encode
 from tests.worker.engine.encoder.encoder_oracle import MODELS, dequantized, make_oracle, texts, vectors_of
-from worker.engine_api import Encode
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 # Largest difference from transformers, and from the same text in another batch.

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from artifacts.encode import Encode
 from worker.engine.encoder.scheduler import EncoderScheduler
-from worker.engine_api import AdapterSource, Encode, Failure, FinishKind, NewSequence, Stopping
-from worker.engine_api.config import EngineLimits
+from worker.engine_api import AdapterSource, EngineLimits, Failure, FinishKind, NewSequence, Stopping
 
 LIMITS = EngineLimits(rows=12, max_tokens=40, max_rank=8, vocab_size=50, block_size=16, blocks=36, adapter_slots=2)
 ROWS, STEP_TOKENS = 6, 60

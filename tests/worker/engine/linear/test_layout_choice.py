@@ -19,9 +19,9 @@ from worker.engine.linear.choice import Choice, measured, unmeasured
 from worker.engine.linear.layouts import Layout, float_layouts
 from worker.engine.model import cpu_layouts
 from worker.engine.model.cpu_layouts import choose_layouts, lay_out
-from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import load_model
 from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, quantize
+from worker.engine_api import ModelUnusableError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from artifacts.base_model import read_base_model
+from artifacts.encode import Encode
 from artifacts.families import FAMILIES
 from artifacts.kv_shape import kv_shape
 from tests.worker.engine.model.tiny_families import (
@@ -33,7 +34,7 @@ from tests.worker.engine.model.tiny_families import (
     make_tiny,
     requests_of,
 )
-from worker.engine_api import Encode, NewSequence, Stopping
+from worker.engine_api import NewSequence, Stopping
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
@@ -56,7 +57,7 @@ def test_a_family_answers_as_transformers_does(
         return loads[-1]
 
     tiny = make_tiny(model_type, tmp_path, save_adapter)
-    monkeypatch.setattr("worker.engine.build.load_model", keep)
+    monkeypatch.setattr("worker.engine.torch_engine.load_model", keep)
     engine = make_engine(tiny.directory, **CRAMPED)
     manifest, [loaded] = read_base_model(str(tiny.directory)), loads
     adaptable = {one.name: (one.in_features, one.out_features) for one in manifest.modules}

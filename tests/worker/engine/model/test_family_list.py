@@ -11,7 +11,7 @@ import pytest
 from artifacts.encoders import ENCODERS
 from artifacts.families import FAMILIES
 from worker.engine.model.architectures import SUPPORTED, WHY_REFUSED, check_architecture
-from worker.engine.model.errors import ModelUnusableError
+from worker.engine_api import ModelUnusableError
 
 
 @pytest.mark.parametrize(

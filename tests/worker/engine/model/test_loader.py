@@ -17,8 +17,8 @@ from worker.engine.linear import packed
 from worker.engine.model import loader
 from worker.engine.model.architectures import SUPPORTED, check_architecture
 from worker.engine.model.cpu_layouts import lay_out
-from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import load_model
+from worker.engine_api import ModelUnusableError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from artifacts.quantization import Quantization
-from worker.engine import build
+from worker.engine import torch_engine
 from worker.engine.model import loader
-from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.quantized.schemes import quantize_weight
 from worker.engine.quantized.weight import QuantizedWeight, equal
+from worker.engine_api import ModelUnusableError
 from worker.plan import PlanSettings, plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,7 +82,7 @@ def test_memory_is_checked_by_the_bytes_of_the_scheme(tiny_llama: Any, monkeypat
 def test_the_same_memory_holds_more_blocks_of_int8(
     make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "available_bytes", lambda device: 64 << 20)
+    monkeypatch.setattr(torch_engine, "available_bytes", lambda device: 64 << 20)
     blocks = [make_engine(SHIPPED, rows=64, kv_cache_dtype=name).limits.blocks for name in ("", "int8")]
     # A quarter of the memory, by blocks of 16 tokens of 6 layers, 2 KV heads and 64 numbers, keys and values.
     assert blocks == [(16 << 20) // (16 * 6 * 2 * 2 * size) for size in (64 * 4, 64 + 4)]

@@ -16,9 +16,9 @@ from torch import Tensor
 from artifacts.base_model import read_base_model
 from artifacts.errors import ArtifactError
 from tests.worker.engine.quantized import published_layouts as layouts
-from worker.engine.model.errors import ModelUnusableError
 from worker.engine.model.loader import load_model
 from worker.engine.quantized.weight import QuantizedLinear
+from worker.engine_api import ModelUnusableError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

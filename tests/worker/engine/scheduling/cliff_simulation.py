@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from worker.engine.scheduling.adapter_cache import AdapterCache, SwapBudget
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Batch
-from worker.engine_api import AdapterSource, NewSequence, Stopping
-from worker.engine_api.config import EngineLimits
+from worker.engine_api import AdapterSource, EngineLimits, NewSequence, Stopping
 
 SLOTS = 32
 ROWS = 32

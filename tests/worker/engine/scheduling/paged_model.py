@@ -10,13 +10,13 @@ from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Batch, Sequence
 from worker.engine_api import (
     AdapterSource,
+    EngineLimits,
     Failure,
     FinishKind,
     NewSequence,
     Output,
     Stopping,
 )
-from worker.engine_api.config import EngineLimits
 
 VOCAB = 50
 END = VOCAB - 1

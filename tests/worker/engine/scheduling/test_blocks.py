@@ -8,8 +8,7 @@ import pytest
 
 from worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
 from worker.engine.scheduling.sequence import Sequence
-from worker.engine_api import AdapterSource, NewSequence
-from worker.engine_api.stats import Removal
+from worker.engine_api import AdapterSource, NewSequence, Removal
 
 BLOCKS = 12
 BLOCK_SIZE = 4

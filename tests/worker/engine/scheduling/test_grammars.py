@@ -14,12 +14,10 @@ from artifacts.grammars.matching import compile_grammar
 from artifacts.grammars.prover import Prover, ProverBusyError
 from artifacts.grammars.vocabulary import Vocabulary, hash_vocabulary
 from artifacts.hash_model import parse_hash_model
-from worker.engine.hash_engine import HashEngine
-from worker.engine.hash_tokens import expected_ids
+from worker.engine.hash_engine import HashEngine, expected_ids
 from worker.engine.scheduling.grammars import CompiledGrammars, GrammarThread
 from worker.engine.scheduling.loader_threads import LoaderThreads
-from worker.engine_api import FinishKind, NewSequence, Output, Stopping
-from worker.engine_api.config import EngineConfig
+from worker.engine_api import EngineConfig, FinishKind, NewSequence, Output, Stopping
 
 SPEC = "hash:?vocab=600&seed=3"
 VOCABULARY = hash_vocabulary(parse_hash_model(SPEC))

@@ -13,8 +13,7 @@ from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.adapter_demand import PASSED_OVER_MOST
 from worker.engine.scheduling.admission import RowShares, WaitingSequences
 from worker.engine.scheduling.sequence import Sequence
-from worker.engine_api import AdapterSource, NewSequence
-from worker.engine_api.stats import Removal
+from worker.engine_api import AdapterSource, NewSequence, Removal
 
 SLOTS = 4
 

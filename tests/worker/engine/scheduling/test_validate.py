@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from worker.engine.scheduling.validate import check_sequence
-from worker.engine_api import AdapterSource, NewSequence, Sampling, SequenceRefusedError, Stopping
-from worker.engine_api.config import EngineLimits
+from worker.engine_api import AdapterSource, EngineLimits, NewSequence, Sampling, SequenceRefusedError, Stopping
 
 VOCAB = 50
 LIMITS = EngineLimits(rows=4, max_tokens=64, max_rank=8, vocab_size=VOCAB, block_size=4, blocks=24, adapter_slots=2)

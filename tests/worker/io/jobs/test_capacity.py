@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.worker.io.relayed_worker import job
-from worker.engine_api.config import EngineLimits
+from worker.engine_api import EngineLimits
 from worker.io.jobs.capacity import LATE_S, free_capacity
 from worker.io.local_jobs.jobs import LocalJobs
 

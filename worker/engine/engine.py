@@ -1,18 +1,15 @@
-"""The part of an engine that hands calls on to its scheduler and its adapter cache; engines add the step."""
+"""An engine as the engine process drives it, from one thread; each kind of engine adds its step."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from worker.engine.scheduling.adapter_cache import AdapterCache
-from worker.engine_api import AdapterSource, NewSequence
-from worker.engine_api.config import EngineLimits
-from worker.engine_api.stats import EngineStats, Removal
-
-if TYPE_CHECKING:
-    from worker.engine.scheduling.blocks import BlockManager
-    from worker.engine.scheduling.grammars import GrammarThread
+from worker.engine.scheduling.blocks import BlockManager
+from worker.engine.scheduling.grammars import GrammarThread
+from worker.engine_api import AdapterSource, EngineLimits, EngineStats, NewSequence, Output, Removal
 
 
 class Schedules(Protocol):
@@ -41,8 +38,8 @@ class Schedules(Protocol):
 S = TypeVar("S", bound=Schedules)
 
 
-class ScheduledEngine(Generic[S]):
-    """An Engine around a scheduler and an adapter cache, without its step."""
+class Engine(ABC, Generic[S]):
+    """One base model, whose sequences a scheduler and an adapter cache manage."""
 
     def __init__(
         self, limits: EngineLimits, scheduler: S, adapters: AdapterCache[Any], grammars: GrammarThread | None = None
@@ -85,6 +82,10 @@ class ScheduledEngine(Generic[S]):
         if self._grammars is not None:
             found["compiled formats"] = self._grammars.forget()
         return found
+
+    @abstractmethod
+    def step(self) -> list[Output]:
+        """Run one step of the batch."""
 
     def has_work(self) -> bool:
         """Tell whether a step would do anything now (a sequence that waits for its adapter is no work)."""

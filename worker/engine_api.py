@@ -1,19 +1,21 @@
-"""The contract of an engine, which the torch and the hash engine keep: its configuration, input and output.
+"""The contract of an engine: its configuration, limits, input, output and statistics.
 
 engine.add_sequence(NewSequence) ──▶ engine.step() ──▶ [Output, ...]
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Literal
 
-from artifacts.encode import Encode as Encode  # a part of the contract
+from artifacts.encode import Encode
+from artifacts.kv_shape import check_kv_cache_dtype
 from artifacts.sampling import SamplingParams
-from worker.engine_api.config import EngineLimits
-from worker.engine_api.stats import EngineStats, Removal
+
+
+class ModelUnusableError(Exception):
+    """The model can't be served here; one line that says why and what to do."""
 
 
 class SequenceRefusedError(Exception):
@@ -209,42 +211,110 @@ class Output:
     vector: tuple[float, ...] = ()
 
 
-class Engine(Protocol):
-    """An engine as the engine process drives it, from one thread."""
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that decides how an engine is built; zero blocks, bytes or threads mean: as many as fit."""
 
-    @property
-    def limits(self) -> EngineLimits:
-        """Return what the engine can take."""
+    # A transformers directory, or `hash:?...`.
+    model: str
+    device: str = "cpu"
+    dtype: str = "auto"
+    # Sequences in one batch at most.
+    rows: int = 32
+    kv_blocks: int = 0
+    # Tokens in a block.
+    block_size: int = 16
+    adapter_slots: int = 32
+    # Maximum bytes of adapters in host memory.
+    host_adapter_bytes: int = 0
+    max_rank: int = 64
+    # Maximum tokens that one step computes.
+    step_tokens: int = 512
+    # CPU threads of the step.
+    threads: int = 0
+    # The scheme in which the weights are loaded, such as int8; empty: as the files have them.
+    quantize: str = ""
+    # The dtype of the KV cache: int8; empty: that in which the model computes.
+    kv_cache_dtype: str = ""
 
-    def add_sequence(self, sequence: NewSequence) -> None:
-        """Take a sequence, and start loading its adapter where it is not resident. Raises SequenceRefusedError."""
+    def __post_init__(self) -> None:
+        """Check the values. Raises ValueError for a number that no engine can work with, ArtifactError for a dtype."""
+        check_kv_cache_dtype(self.kv_cache_dtype)
+        for name in ("rows", "block_size", "step_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, is {getattr(self, name)}")
 
-    def abort(self, sequence_id: str) -> None:
-        """Forget a sequence and free all it holds, at once; unknown ids are ignored."""
 
-    def warm_adapter(self, adapter: AdapterSource) -> None:
-        """Bring an adapter into a slot as soon as nobody who waits needs it."""
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """The limits of an engine; measured at start-up, never changed."""
 
-    def pin_adapter(self, adapter: AdapterSource) -> None:
-        """Bring an adapter into a slot and keep it there. Raises ValueError where no slot would be left for others."""
+    rows: int
+    # Maximum tokens of a sequence, prompt and answer together; the KV cache holds so many.
+    max_tokens: int
+    max_rank: int
+    vocab_size: int
+    block_size: int
+    blocks: int
+    adapter_slots: int
 
-    def unpin_adapter(self, digest: str) -> None:
-        """Let a pinned adapter leave again; unknown digests are ignored."""
+    def __post_init__(self) -> None:
+        """Raise ValueError where the KV cache cannot hold the longest sequence: the worker would claim such jobs."""
+        # The last token is never an input: its keys and values are not kept.
+        if self.max_tokens > self.blocks * self.block_size + 1:
+            raise ValueError(f"{self.blocks} blocks of {self.block_size} do not hold max_tokens, {self.max_tokens}")
 
-    def forget_tenant(self, tenant: str, kept_adapters: Container[str]) -> Mapping[str, Removal]:
-        """Remove what is cached of a tenant, and adapters that are not kept; returns what was removed, by place."""
 
-    def has_work(self) -> bool:
-        """Tell whether a step would do anything now (a sequence that waits for its adapter is no work)."""
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Numbers of things that were removed from a place, and of those that are left there because they are in use.
 
-    def step(self) -> list[Output]:
-        """Run one step of the batch."""
+    `of_all_tenants`: the place does not know whose its things are, and was emptied.
+    """
 
-    def stats(self) -> EngineStats:
-        """Return what the engine holds now."""
+    removed: int = 0
+    left: int = 0
+    of_all_tenants: bool = False
 
-    def check(self) -> None:
-        """Raise an error where the accounting of blocks or adapters contradicts itself; takes milliseconds."""
 
-    def close(self) -> None:
-        """End its threads and free its memory."""
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """The adapter cache's tiers. Bytes are counted as stored."""
+
+    # Adapters that came into a slot, and those that had to leave theirs for another, since the start.
+    loads: int
+    swaps: int
+    # Adapters that could not be read, copied or put into a slot, since the start.
+    load_failures: int
+    # Adapters that are being read from disk now.
+    loading: int
+    host_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The contents of an engine. blocks_free + blocks_cached + blocks_referenced is all of its blocks."""
+
+    steps: int
+    rows_running: int
+    rows_waiting: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_referenced: int
+    slots_used: int
+    slots_pinned: int
+    # Digests of the resident adapters.
+    adapters: tuple[str, ...]
+    # Sequences that found their adapter in a slot when they came, and those that did not, since the start.
+    adapter_hits: int
+    adapter_misses: int
+    tiers: TierStats
+    # Sequences that came, since the start, those that were complete on arrival as well.
+    sequences_taken: int
+    # Since the start: sequences that had to give their blocks back; tokens that steps computed; tokens that sequences
+    # came with, and how many of these the prefix cache had.
+    preemptions: int
+    computed_tokens: int
+    prefix_queries: int
+    prefix_hits: int
