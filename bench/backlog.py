@@ -24,7 +24,7 @@ from broker.keys import Keys
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.queue import JobQueue
 from broker.terms import QueueLimits
-from worker.io.jobs.intake import FIT_S, IDLE_S
+from worker.io.intake import FIT_S, IDLE_S
 
 _KEYS = Keys("model", "main")
 _BASE = "sha256:" + "0" * 64
@@ -53,7 +53,7 @@ class _Claimers:
         self.claims = 0
 
     async def run(self, url: str, number: int) -> None:
-        """Claim as worker.io.jobs.intake.Intake does; never returns."""
+        """Claim as worker.io.intake.Intake does; never returns."""
         redis = await connect(url)
         queue = JobQueue(redis, _KEYS, worker_id=f"w{number}")
         wait_s, is_busy = 0.0, number % 2 == 0

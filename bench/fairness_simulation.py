@@ -18,8 +18,8 @@ from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine_api import EngineLimits, NewSequence, Output, Stopping
-from worker.io.jobs.intake import FULL_S
-from worker.io.jobs.row_shares import row_to_share
+from worker.io.capacity import row_to_share
+from worker.io.intake import FULL_S
 
 BASE = "sha256:0"
 # Interval in ms of the worker's usage reports.

@@ -1,6 +1,6 @@
 """A large cluster in virtual time: the queue's policy (bench.queue_model), the router's placement, simple workers.
 
-A worker has rows and slots of a least-recently-used cache of adapters. It claims as worker.io.jobs.intake does: when it
+A worker has rows and slots of a least-recently-used cache of adapters. It claims as worker.io.intake does: when it
 is woken, after a hold, and once a second; while jobs wait also when a job of its own has ended, at an interval unless
 several rows are free.
 """
@@ -19,12 +19,12 @@ from bench.queue_model.queue_model import QueueModel
 from broker.messages import AdapterRef, Capacity, Job, StoppingParams
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import FREE_ROWS_MS, OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
-from worker.io.jobs.intake import IDLE_S, PACE_S, PACED_ROWS
+from worker.io.intake import IDLE_S, PACE_S, PACED_ROWS
 
 BASE = "sha256:0"
 _NO_LIMITS = QueueLimits(jobs=1 << 40, bytes=1 << 50, tenant_jobs=1 << 40, tenant_bytes=1 << 50)
 # Intervals in ms of a worker's claims, while it is idle or full and while jobs wait, and of its beats, as in
-# worker.io.jobs.intake and broker.liveness.
+# worker.io.intake and broker.liveness.
 _IDLE_MS, _PACE_MS, BEAT_MS = IDLE_S * 1e3, PACE_S * 1e3, 500
 _Event = Literal["arrival", "end", "look", "beat", "watch"]
 

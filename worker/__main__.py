@@ -45,7 +45,7 @@ def _work(argv: list[str]) -> int:
     from telemetry.logging import environment_of, set_up_logging
     from telemetry.metrics import MetricsPortError
     from worker.io.app import run
-    from worker.io.engine_client.process import EngineUnusableError
+    from worker.io.engine_client import EngineUnusableError
     from worker.io.settings import Settings
 
     gc.freeze()

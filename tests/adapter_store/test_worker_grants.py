@@ -25,7 +25,7 @@ from tests.worker.io.adapters.test_fetch import adapter
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import DownloadTimeouts, FetchFailedError
 from worker.io.adapters.fetch import AdapterFetcher
-from worker.io.membership.registration import wait_until_registered
+from worker.io.membership import wait_until_registered
 
 
 class World:

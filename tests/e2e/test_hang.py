@@ -12,7 +12,7 @@ from typing import Any
 
 from worker.engine.hash_engine import expected_ids
 from worker.engine_api import EngineConfig, Stopping
-from worker.io.engine_client.process import EngineProcess
+from worker.io.engine_client import EngineProcess
 from worker.ipc import Configure
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]

@@ -17,7 +17,7 @@ from tests.e2e.conftest import Cluster, running_cluster
 from tests.e2e.full_cluster import jobs
 from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
-from worker.io.local_jobs.jobs import CLEARED_ATTEMPTS
+from worker.io.local_jobs import CLEARED_ATTEMPTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"

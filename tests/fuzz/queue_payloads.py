@@ -19,8 +19,7 @@ from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, StoppingPa
 from broker.worker_state import WorkerPhase, WorkerState
 from worker.engine.scheduling.validate import check_sequence
 from worker.engine_api import EngineLimits, SequenceRefusedError
-from worker.io.local_jobs.choice import sequence_of
-from worker.io.local_jobs.jobs import LocalJobs
+from worker.io.local_jobs import LocalJobs, sequence_of
 
 _LIMITS = EngineLimits(rows=8, max_tokens=1024, max_rank=64, vocab_size=512, block_size=16, blocks=64, adapter_slots=4)
 ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:" + "0" * 64, "sha256:" + "0" * 64, 8, 1024)

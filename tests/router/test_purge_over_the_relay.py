@@ -16,7 +16,7 @@ from router.servers import RelayAccess
 from tests.credentials_files import tls_files
 from tests.router.dispatch.test_relay_credentials import linked, relaying, until
 from worker.engine_api import Removal
-from worker.io.relay.handler import ForgetError
+from worker.io.relay.links import ForgetError
 
 
 async def test_a_worker_answers_over_its_link(redis: Redis, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.simulation.loop import NODE, Node
 from worker.engine.hash_engine import HashEngine
 from worker.engine.process import BEAT_S
 from worker.engine_api import SequenceRefusedError
-from worker.io.engine_client.process import EngineLostError
+from worker.io.engine_client import EngineLostError
 from worker.ipc import (
     Abort,
     Add,
@@ -84,7 +84,7 @@ class InlineProver:
 
 
 class SimulatedEngine:
-    """Stands in for worker.io.engine_client.process.EngineProcess. `node` is the engine's own process."""
+    """Stands in for worker.io.engine_client.EngineProcess. `node` is the engine's own process."""
 
     pid = 0
 

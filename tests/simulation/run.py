@@ -43,8 +43,8 @@ from tests.simulation.scenario import MODEL, Scenario, draw
 from tests.simulation.stories import End, Story
 from tests.simulation.worker import SimulatedFetcher, SimulatedWorker, start_engine
 from worker.engine.scheduling.loader_threads import LoaderThreads
-from worker.io.engine_client.process import EngineProcess
-from worker.io.jobs import results
+from worker.io import results
+from worker.io.engine_client import EngineProcess
 from worker.io.settings import Settings
 
 # A request that has not ended by then never does; and so long after the last one everything must be free.

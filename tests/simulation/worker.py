@@ -19,12 +19,12 @@ from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
 from worker.engine_api import Removal
-from worker.io.adapters.weighted_sets import WeightedSets
+from worker.io.adapters.fetch import WeightedSets
 from worker.io.app import run_sessions
-from worker.io.engine_breaker import EngineBreaker
+from worker.io.engine_client import EngineBreaker
 from worker.io.engine_session import EngineSession
-from worker.io.jobs.telemetry import JobTelemetry
 from worker.io.metrics import FetchStats, WorkerMetrics
+from worker.io.results import JobTelemetry
 from worker.io.settings import Settings
 from worker.ipc import Configure
 
@@ -111,7 +111,7 @@ class SimulatedPin:
 
 
 class SimulatedHealth:
-    """Stands in for worker.io.membership.health.WorkerHealth."""
+    """Stands in for worker.io.membership.WorkerHealth."""
 
     address = "health"
     serving = False

@@ -39,7 +39,7 @@ S = TypeVar("S", bound=Schedules)
 
 
 class Engine(ABC, Generic[S]):
-    """One base model, whose sequences a scheduler and an adapter cache manage."""
+    """Serves one base model: a scheduler manages its sequences, a cache its adapters."""
 
     def __init__(
         self, limits: EngineLimits, scheduler: S, adapters: AdapterCache[Any], grammars: GrammarThread | None = None

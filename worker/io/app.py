@@ -22,12 +22,11 @@ from telemetry.tracing import set_up_tracing
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import DownloadTimeouts
 from worker.io.adapters.fetch import AdapterFetcher
-from worker.io.engine_breaker import EngineBreaker
-from worker.io.engine_client.process import EngineLostError, EngineUnusableError
+from worker.io.engine_client import EngineBreaker, EngineLostError, EngineUnusableError
 from worker.io.engine_session import EngineSession
-from worker.io.jobs.telemetry import JobTelemetry
-from worker.io.membership.health import WorkerHealth
+from worker.io.membership import WorkerHealth
 from worker.io.metrics import WorkerMetrics
+from worker.io.results import JobTelemetry
 from worker.io.settings import Settings
 
 if TYPE_CHECKING:

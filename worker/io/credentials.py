@@ -2,21 +2,56 @@
 
 from __future__ import annotations
 
-import logging
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
+
+from loraplex.relay.v1 import relay_pb2 as pb
 
 from broker.job_keys import JobKeys
 from broker.seal_kinds import SealError, SealKind
 from broker.seals import Seals
 from rpc.audit.refused_callers import RefusedCallers
+from rpc.identity.certificates import below, own_name
 from rpc.identity.principal import Role
-from rpc.identity.signatures import Verifier
+from rpc.identity.signatures import Signature, SignatureError, Verifier, welcome_parts
 from rpc.identity.tls import TlsFiles
 from worker.io.metrics import WorkerMetrics
-from worker.io.relay.link_credentials import LinkCredentials
+from worker.io.relay.link_state import NotARouterError
 
-log = logging.getLogger(__name__)
+_NONCE_BYTES = 32
+
+
+class LinkCredentials:
+    """The worker's side of router.dispatch.relay. Raises ValueError where the certificate is no worker's.
+
+    gRPC has checked that the server's certificate is of an authority of --tls-ca and names the address that was
+    dialled. A worker's certificate could pass as well: so the welcome has to prove the role.
+    """
+
+    def __init__(self, tls: TlsFiles) -> None:
+        self.tls = tls
+        self.name = own_name(tls, Role.WORKER)
+        self._routers = Verifier(tls, Role.ROUTER)
+
+    def named(self, name: str) -> str:
+        """Return a worker's or incarnation's name as routers take it from this certificate."""
+        return below(self.name, name)
+
+    @staticmethod
+    def new_nonce() -> bytes:
+        """Return the nonce of a hello."""
+        return secrets.token_bytes(_NONCE_BYTES)
+
+    def check(self, nonce: bytes, response: pb.ConnectResponse) -> None:
+        """Check the answer to a hello with this nonce. Raises NotARouterError."""
+        proof = response.welcome.proof
+        signature = Signature(tuple(proof.certificates), proof.signature)
+        self._routers.look()
+        try:
+            self._routers.verify(signature, *welcome_parts(nonce, self.name))
+        except SignatureError as error:
+            raise NotARouterError(str(error)) from error
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
+import time
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -24,34 +26,33 @@ from broker.worker_state import WorkerPhase, WorkerState
 from rpc.server import unless_stopped
 from worker.engine_api import EngineConfig
 from worker.io.adapters.fetch import AdapterFetcher
-from worker.io.adapters.operator_commands import OperatorCommands
-from worker.io.engine_breaker import EngineBreaker
-from worker.io.engine_client.process import EngineLostError, EngineProcess
-from worker.io.engine_client.stall import watch_steps
-from worker.io.jobs.drain import drain
-from worker.io.jobs.intake import Intake
-from worker.io.jobs.results import Results
-from worker.io.jobs.telemetry import JobTelemetry
-from worker.io.jobs.usage import UsageLog
-from worker.io.local_jobs.jobs import LocalJobs
-from worker.io.membership.health import WorkerHealth
-from worker.io.membership.presence import Presence
-from worker.io.membership.registration import wait_until_registered
-from worker.io.membership.state import worker_state
-from worker.io.relay.link_settings import LinkSettings
+from worker.io.commands import OperatorCommands, TenantData, drop_gone_revisions
+from worker.io.engine_client import EngineBreaker, EngineLostError, EngineProcess
+from worker.io.intake import Intake
+from worker.io.local_jobs import LocalJob, LocalJobs
+from worker.io.membership import Presence, WorkerHealth, wait_until_registered, worker_state
+from worker.io.relay.links import LinkSettings
+from worker.io.results import JobTelemetry, Results, UsageLog
 from worker.io.settings import Settings
-from worker.io.tenant_data import TenantData, drop_gone_revisions
 from worker.ipc import Begun, Configure, PinRefused, Ready, Refused, Stepped, TenantForgotten
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported only with TLS: cryptography takes long
     from worker.io.credentials import WorkerCredentials
 
 log = logging.getLogger(__name__)
+
 
 # Timeout in seconds for routers to take the jobs of an engine that is gone, and the last messages of a drain.
 FLUSH_S = 1.0
 # Timeout in seconds for telling Redis that a worker stops.
 LEAVE_S = 1.0
+# Seconds between two looks at the engine's silence.
+LOOK_S = 0.1
+# Share of the drain's time, at its end, in which the jobs that are left are given back: a part of them every TURN_S, so
+# that the workers that take them over do not all prefill at once.
+GIVE_BACK_SHARE = 0.4
+# Seconds between two parts.
+TURN_S = 0.1
 
 
 class EngineSession:
@@ -242,3 +243,66 @@ async def _cancel(*tasks: asyncio.Task[None]) -> None:
 
 def _configure(settings: Settings) -> Configure:
     return Configure(EngineConfig(**{field.name: getattr(settings, field.name) for field in fields(EngineConfig)}))
+
+
+async def watch_steps(
+    engine: EngineProcess,
+    presence: Presence,
+    results: Results,
+    intake: Intake,
+    stall_s: float,
+    replace_s: float,
+) -> None:
+    """Watch the engine; never returns. Raises EngineLostError when it has ended the engine.
+
+    After `stall_s` seconds of silence the worker goes out of service and gives its jobs back; after `replace_s` the
+    engine is ended. An engine is never silent: it reports every step, and without work that it lives. An engine that
+    runs a suspect has until `replace_s`: a stall may pass, and another blame ends the suspect, so it must cost an
+    engine.
+    """
+    looked_at = time.monotonic()
+    while True:
+        await asyncio.sleep(LOOK_S)
+        now = time.monotonic()
+        if now - looked_at > 5 * LOOK_S:  # this process stood still: messages of the meantime are still unread
+            engine.expect()
+        looked_at = now
+        silent_s = engine.silent_s()
+        patience_s = replace_s if results.runs_suspect else stall_s
+        if silent_s > replace_s:
+            log.error("the engine has not stepped for %.1f s; ending it", silent_s)
+            engine.kill()
+            raise EngineLostError("the engine was ended")
+        if silent_s > patience_s and not presence.withdrawn:
+            log.error("the engine has not stepped for %.1f s; its jobs go on elsewhere", silent_s)
+            engine.stalled = True
+            # First, so that no job that is given back comes to this worker again.
+            await presence.withdraw()
+            await intake.end_wait()
+            results.engine_stalled()
+        elif silent_s <= patience_s and presence.withdrawn:
+            log.warning("the engine steps again")
+            engine.stalled = False
+            await presence.restore()
+
+
+async def drain(results: Results, drain_s: float) -> None:
+    """Wait for the jobs that run, then give the others back, those with the most tokens to go first.
+
+    Returns when the routers have all of them, or after `drain_s`.
+    """
+    give_back_s = GIVE_BACK_SHARE * drain_s
+    if await results.empties_within(drain_s - give_back_s):
+        return
+    for turns_left in range(max(1, round(give_back_s / TURN_S)), 0, -1):
+        running = sorted((local for local in results.jobs.all() if local.running), key=_tokens_to_go, reverse=True)
+        for local in running[: math.ceil(len(running) / turns_left)]:
+            results.give_back(local)
+        if await results.empties_within(TURN_S):
+            return
+
+
+def _tokens_to_go(local: LocalJob) -> int:
+    """Return the most tokens that a job may still make."""
+    stopping = local.job.stopping
+    return sum(stopping.max_tokens - choice.start - len(choice.ids) for choice in local.running)

@@ -27,7 +27,7 @@ class FetchStats:
 
 
 class EngineReport(Protocol):
-    """The latest report of the engine: worker.io.jobs.results.Results."""
+    """The latest report of the engine: worker.io.results.Results."""
 
     limits: EngineLimits
     stats: EngineStats

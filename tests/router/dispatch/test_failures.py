@@ -17,8 +17,7 @@ from router.dispatch.link import read_frame
 from rpc.status import to_status
 from tests.router.recording_link import job
 from worker.engine_api import Failure, FailureCode, FailureReason
-from worker.io.local_jobs.choice import Ending
-from worker.io.local_jobs.jobs import LocalJobs
+from worker.io.local_jobs import Ending, LocalJobs
 from worker.io.relay.frames import next_frame
 
 CODES, REASONS = get_args(FailureCode), get_args(FailureReason)

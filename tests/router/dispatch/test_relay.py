@@ -25,10 +25,8 @@ from rpc.identity.guard import open_guard
 from rpc.server import Server
 from tests.router.recording_link import dispatched
 from worker.engine_api import FinishKind, Output
-from worker.io.local_jobs.choice import LocalChoice
-from worker.io.local_jobs.jobs import LocalJobs
-from worker.io.relay.link_settings import LinkSettings
-from worker.io.relay.router_links import RouterLinks
+from worker.io.local_jobs import LocalChoice, LocalJobs
+from worker.io.relay.links import LinkSettings, RouterLinks
 
 
 class Proxy:

@@ -34,10 +34,9 @@ from tests.credentials_files import CA, HOSTS, tls_files
 from tests.router.recording_link import KEYS, dispatched
 from tests.worker.io.relay.handlers import NoRequests
 from worker.engine_api import Output
-from worker.io.local_jobs.jobs import LocalJobs
-from worker.io.relay.link_credentials import LinkCredentials
-from worker.io.relay.link_settings import LinkSettings
-from worker.io.relay.router_links import RouterLinks
+from worker.io.credentials import LinkCredentials
+from worker.io.local_jobs import LocalJobs
+from worker.io.relay.links import LinkSettings, RouterLinks
 
 
 class Relay:

@@ -21,7 +21,7 @@ from artifacts.grammars.vocabulary import hash_token_text
 from tests.drawn_schemas import Schema, byte_tokenizer, draw_schema
 from worker.engine.hash_engine import expected_ids
 from worker.engine_api import AdapterSource, EngineConfig, FinishKind, NewSequence, Sampling, Stopping
-from worker.io.engine_client.process import EngineProcess
+from worker.io.engine_client import EngineProcess
 from worker.ipc import Add, Configure, Stepped
 
 # Number of answers of the long form; two in each three share their schema with another.

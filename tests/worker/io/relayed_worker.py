@@ -25,14 +25,12 @@ from worker.engine_api import EngineConfig
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import DownloadTimeouts
 from worker.io.adapters.fetch import AdapterFetcher
-from worker.io.engine_client.process import EngineLostError, EngineProcess
-from worker.io.jobs.intake import Intake
-from worker.io.jobs.results import Results
-from worker.io.jobs.telemetry import JobTelemetry
-from worker.io.jobs.usage import UsageLog
-from worker.io.local_jobs.jobs import LocalJobs
+from worker.io.engine_client import EngineLostError, EngineProcess
+from worker.io.intake import Intake
+from worker.io.local_jobs import LocalJobs
 from worker.io.metrics import WorkerMetrics
-from worker.io.relay.link_settings import LinkSettings
+from worker.io.relay.links import LinkSettings
+from worker.io.results import JobTelemetry, Results, UsageLog
 from worker.ipc import Begun, Configure, Stepped
 
 KEYS = Keys("hash", "main")

@@ -10,8 +10,8 @@ import pytest
 
 from tests.broker.test_liveness import worker
 from tests.simulation.worker import SimulatedHealth
-from worker.io.membership import presence as module
-from worker.io.membership.presence import Presence
+from worker.io import membership
+from worker.io.membership import Presence
 
 
 class UnansweredBeats:
@@ -32,9 +32,9 @@ class UnansweredBeats:
 
 async def test_no_beat_waits_for_the_answer_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a worker lives in Redis, and leaves it, however slow the answers are."""
-    monkeypatch.setattr(module, "BEAT_MS", 5)
-    monkeypatch.setattr(module, "BEAT_TIMEOUT_S", 600.0)
-    monkeypatch.setattr(module, "LEAVE_S", 0.01)
+    monkeypatch.setattr(membership, "BEAT_MS", 5)
+    monkeypatch.setattr(membership, "BEAT_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(membership, "LEAVE_S", 0.01)
     liveness: Any = UnansweredBeats()
     health: Any = SimulatedHealth()
     followed: list[Sequence[str]] = []

@@ -10,7 +10,7 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from artifacts.base_model import BaseModel, read_base_model
 from artifacts.errors import MismatchError
-from worker.io.membership.registration import wait_until_registered
+from worker.io.membership import wait_until_registered
 
 PLAIN = replace(read_base_model("hash:?"), name="tiny")
 INT8 = replace(PLAIN, digest="sha256:8", quantization="int8", original_digest=PLAIN.digest)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from worker.io.app import START_DEATHS_LIMIT, run_sessions
-from worker.io.engine_client.process import EngineLostError, EngineUnusableError
+from worker.io.engine_client import EngineLostError, EngineUnusableError
 from worker.io.metrics import WorkerMetrics
 
 

@@ -21,7 +21,7 @@ from worker.engine_api import Removal
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import DownloadTimeouts
 from worker.io.adapters.fetch import AdapterFetcher
-from worker.io.tenant_data import TenantData, drop_gone_revisions, gone_revisions
+from worker.io.commands import TenantData, drop_gone_revisions, gone_revisions
 from worker.ipc import ForgetTenant, TenantForgotten
 
 

@@ -15,20 +15,21 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
+from artifacts.digests import weighted_digest
 from broker.messages import AdapterRef, AdapterRequest
 from rpc.identity.tls import LiveChannel, TlsFiles
 from rpc.server import channel_options
-from worker.engine_api import Failure, FailureReason
+from worker.engine_api import AdapterPart, AdapterSource, Failure, FailureReason
 from worker.io.adapters.disk import DiskTier, NotReservedError
-from worker.io.adapters.disk_files import Stored
-from worker.io.adapters.disk_pin import DiskPin
+from worker.io.adapters.disk_budget import Stored, TooLargeError
 from worker.io.adapters.download import (
     GRANT_REFUSED,
     DownloadTimeouts,
@@ -37,8 +38,104 @@ from worker.io.adapters.download import (
     digest_on_disk,
     download,
 )
-from worker.io.adapters.weighted_sets import WeightedSets
 from worker.io.metrics import FetchStats, WorkerMetrics
+
+# Maximum number of sets that are remembered: more than slots and host memory have.
+SETS_LIMIT = 4_096
+
+
+class WeightedSets:
+    """The weighted sets of the last jobs, since neither the store nor the engine knows their parts.
+
+    Of each: its parts, and the tenant that used it last.
+    """
+
+    def __init__(self, limit: int = SETS_LIMIT) -> None:
+        self._limit = limit
+        self._used: OrderedDict[str, tuple[str, frozenset[str]]] = OrderedDict()
+
+    def note(self, adapter: AdapterRef, tenant: str) -> None:
+        """Note the use of an adapter, if it is a set."""
+        if adapter.parts:
+            self._used[adapter.digest] = tenant, frozenset(part.adapter.digest for part in adapter.parts)
+            self._used.move_to_end(adapter.digest)
+            if len(self._used) > self._limit:
+                self._used.popitem(last=False)
+
+    @property
+    def parts(self) -> set[str]:
+        """Return the digests of the revisions in the sets."""
+        return {digest for _, digests in self._used.values() for digest in digests}
+
+    def kept(self, tenant: str, gone: Container[str]) -> set[str]:
+        """Return the sets that stay where a tenant and revisions go: others' whose parts are all there."""
+        return {
+            digest
+            for digest, (user, parts) in self._used.items()
+            if user != tenant and not any(part in gone for part in parts)
+        }
+
+
+class DiskPin:
+    """The revisions of one job: none of them leaves the disk before `release`."""
+
+    def __init__(self, fetcher: AdapterFetcher, disk: DiskTier, wait_s: float) -> None:
+        self._fetcher = fetcher
+        self._disk = disk
+        self._wait_s = wait_s
+        self._digests: list[str] = []
+        self._tenant = ""
+
+    async def fetch(self, refs: Sequence[AdapterRef], tenant: str) -> list[Path]:
+        """Pin revisions, all or none, and return their verified directories.
+
+        Raises FetchFailedError; then nothing is pinned.
+        """
+        while True:
+            await self._pin(refs, tenant)
+            try:
+                return await self._get(refs, tenant)
+            except NotReservedError:  # its files were damaged and are removed
+                self.release()
+            except BaseException:
+                self.release()
+                raise
+
+    def release(self) -> None:
+        """Unpin every revision."""
+        while self._digests:
+            self._disk.unpin(self._digests.pop(), self._tenant)
+
+    async def _pin(self, refs: Sequence[AdapterRef], tenant: str) -> None:
+        sizes = {ref.digest: bytes_of(ref) for ref in refs}
+        names = ", ".join(ref.revision for ref in refs)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._disk.pin(sizes, tenant)
+        except TooLargeError as error:
+            message = f"{names}: {error} on a worker's disk"
+            raise self._failed(Failure("FAILED_PRECONDITION", "ADAPTER_TOO_LARGE", message, "adapter")) from error
+        except TimeoutError as error:
+            message = f"{names}: the adapters of running answers fill the worker's disk budget"
+            raise self._failed(Failure("UNAVAILABLE", "DISK_FULL", message, "adapter")) from error
+        self._digests += sizes
+        self._tenant = tenant
+
+    def _failed(self, failure: Failure) -> FetchFailedError:
+        self._fetcher.count(failure)
+        return FetchFailedError(failure)
+
+    async def _get(self, refs: Sequence[AdapterRef], tenant: str) -> list[Path]:
+        if len(refs) == 1:
+            return [await self._fetcher.get(refs[0], tenant)]
+        fetches = [asyncio.ensure_future(self._fetcher.get(ref, tenant)) for ref in refs]
+        try:
+            return await asyncio.gather(*fetches)
+        finally:
+            for fetch in fetches:
+                fetch.cancel()
+            await asyncio.gather(*fetches, return_exceptions=True)
+
 
 log = logging.getLogger(__name__)
 
@@ -249,3 +346,22 @@ class AdapterFetcher:
 
 def _size(ref: AdapterRef) -> dict[str, int]:
     return {ref.digest: bytes_of(ref)}
+
+
+async def fetch_source(pin: DiskPin, ref: AdapterRef, tenant: str) -> AdapterSource:
+    """Fetch what is not on the disk yet, all parts of a set at once. Raises FetchFailedError."""
+    if not ref.parts:
+        (directory,) = await pin.fetch([ref], tenant)
+        return AdapterSource(ref.digest, str(directory))
+    # A set's digest is the key of KV blocks and of the slot, as a revision's is: it is checked like a revision's bytes.
+    if ref.digest != weighted_digest((part.adapter.digest, part.weight) for part in ref.parts):
+        raise FetchFailedError(
+            Failure("INTERNAL", "WRONG_DIGEST", f"{ref.digest} is not its parts' digest", "adapters")
+        )
+    directories = await pin.fetch([part.adapter for part in ref.parts], tenant)
+    parts = [
+        AdapterPart(part.adapter.digest, str(directory), part.weight)
+        for part, directory in zip(ref.parts, directories, strict=True)
+    ]
+    # Always in the same order: a sum of floats depends on the order, the digest does not.
+    return AdapterSource(ref.digest, parts=tuple(sorted(parts, key=lambda part: part.digest)))

@@ -6,8 +6,7 @@ import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 
 from worker.engine_api import Failure, FinishKind, TokenLogprobs
-from worker.io.local_jobs.choice import LocalChoice
-from worker.io.local_jobs.jobs import LocalJob
+from worker.io.local_jobs import LocalChoice, LocalJob
 
 _KINDS = {
     FinishKind.LENGTH: pb.FINISH_KIND_LENGTH,

@@ -15,7 +15,7 @@ from artifacts.encode import Encode
 from tests.worker.engine.encoder.encoder_oracle import EncoderOracle, make_oracle, texts, vectors_of
 from worker.engine.encoder.attention import Text, TextAttention
 from worker.engine_api import AdapterSource, EngineConfig, FinishKind, NewSequence, SequenceRefusedError, Stopping
-from worker.io.jobs.results import warm_up_sequence
+from worker.io.results import warm_up_sequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 EMBED, CLASSIFY = Encode("embed"), Encode("classify")

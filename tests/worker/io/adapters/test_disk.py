@@ -14,8 +14,7 @@ import pytest
 
 from artifacts.errors import ArtifactError
 from worker.io.adapters.disk import DiskTier, NotReservedError
-from worker.io.adapters.disk_budget import TooLargeError
-from worker.io.adapters.disk_files import Stored
+from worker.io.adapters.disk_budget import Stored, TooLargeError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -20,9 +20,8 @@ from clients.cli.models import registered
 from tests.faulty_store import Fault, FaultyStore
 from tests.small_disks import SmallDisk
 from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.disk_pin import DiskPin
 from worker.io.adapters.download import CONFIG_BYTES, DownloadTimeouts, FetchFailedError
-from worker.io.adapters.fetch import FAILURE_S, AdapterFetcher
+from worker.io.adapters.fetch import FAILURE_S, AdapterFetcher, DiskPin
 
 TENANT = "acme"
 WEIGHTS = "adapter_model.safetensors"

@@ -8,8 +8,7 @@ from artifacts.encode import Encode
 from broker.messages import Job, StoppingParams
 from router.dispatch.link import read_frame
 from worker.engine_api import FinishKind, Output, TokenLogprobs
-from worker.io.local_jobs.choice import LocalChoice, sequence_of
-from worker.io.local_jobs.jobs import LocalJobs
+from worker.io.local_jobs import LocalChoice, LocalJobs, sequence_of
 from worker.io.relay.frames import FRAME_TOKENS, MESSAGE_BYTES, next_frames
 
 LENGTH = 2 * FRAME_TOKENS + 5

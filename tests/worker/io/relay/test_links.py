@@ -18,12 +18,10 @@ from rpc.identity.guard import open_guard
 from rpc.server import Server, relay_options
 from tests.worker.io.relay.handlers import AckHandler, NoRequests
 from worker.engine_api import Output
-from worker.io.local_jobs.choice import LocalChoice
-from worker.io.local_jobs.jobs import LocalJobs
+from worker.io.local_jobs import LocalChoice, LocalJobs
 from worker.io.relay import frames
 from worker.io.relay.frames import next_frame
-from worker.io.relay.link_settings import LinkSettings
-from worker.io.relay.router_links import RouterLinks
+from worker.io.relay.links import LinkSettings, RouterLinks
 
 
 class Router(relay_pb2_grpc.RelayServiceServicer):

@@ -14,9 +14,8 @@ from broker.messages import Job, StoppingParams
 from rpc.identity.guard import open_guard
 from rpc.server import Server, relay_options
 from tests.worker.io.relay.handlers import NoRequests
-from worker.io.local_jobs.jobs import LocalJobs
-from worker.io.relay.link_settings import LinkSettings
-from worker.io.relay.router_links import RouterLinks
+from worker.io.local_jobs import LocalJobs
+from worker.io.relay.links import LinkSettings, RouterLinks
 
 
 class Router(relay_pb2_grpc.RelayServiceServicer):

@@ -1,0 +1,48 @@
+"""Test operators' commands at a worker where two tenants have pinned adapters of the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from broker.commands import Command, Verb
+from broker.messages import AdapterRef, AdapterRequest
+from worker.io.commands import OperatorCommands
+
+
+def pin_of(tenant: str) -> AdapterRequest:
+    return AdapterRequest(AdapterRef(f"tenants/{tenant}/adapters/a/revisions/sha256:0", "sha256:0", 4, 100), tenant)
+
+
+async def test_a_purge_leaves_a_pin_that_another_tenant_has_too() -> None:
+    read, never = asyncio.Event(), asyncio.Event()
+    told = [Command(Verb.PIN, pin_of("globex"))]
+
+    async def pins() -> list[AdapterRequest]:
+        return [pin_of("acme")]
+
+    async def next_command(incarnation: str, wait_s: float) -> Command:
+        if not told:
+            read.set()
+            await never.wait()
+        return told.pop()
+
+    async def fetch(*args: Any) -> None:
+        await never.wait()
+
+    queue: Any = SimpleNamespace(pins=SimpleNamespace(list=pins), commands=SimpleNamespace(next=next_command))
+    disk_pin = SimpleNamespace(fetch=fetch, release=lambda: None)
+    fetcher: Any = SimpleNamespace(disk_pin=lambda: disk_pin)
+    engine: Any = SimpleNamespace(send=lambda message: None)
+    commands = OperatorCommands(queue, engine, fetcher, max_rank=8)
+    running = asyncio.create_task(commands.run("w", asyncio.Event()))
+    await read.wait()
+    assert commands.forget_tenant("globex") == 1
+    assert [adapter.revision for adapter in commands.adapters] == [pin_of("acme").adapter.revision]
+    assert commands.forget_tenant("globex") == 0
+    assert commands.forget_tenant("acme") == 1
+    assert not list(commands.adapters)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await commands.close()

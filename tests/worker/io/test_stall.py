@@ -1,0 +1,95 @@
+"""A worker whose engine stands still gives its jobs back, and goes on when that was all: real engine and relay."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from artifacts.base_model import read_base_model
+from broker.liveness import Liveness
+from broker.messages import STRIKES_LIMIT
+from broker.worker_state import WorkerPhase, WorkerState
+from tests.worker.io.relayed_worker import KEYS, MODEL, Router, Worker, job, running
+from worker.io.engine_session import watch_steps
+from worker.io.membership import Presence, WorkerHealth, worker_state
+from worker.io.metrics import FetchStats
+
+STALL_S = 0.8
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router()
+
+
+@asynccontextmanager
+async def watched(worker: Worker, redis: Redis) -> AsyncIterator[Presence]:
+    """Watch the steps of a worker's engine, which is never replaced."""
+
+    def state(phase: WorkerPhase) -> WorkerState:
+        base, results = read_base_model(MODEL), worker.results
+        disk = FetchStats(0, 0, 0, 0, 0, 0)
+        return worker_state("w", "w-1", phase, base, worker.engine.pid, results.limits, results.stats, disk)
+
+    health = WorkerHealth("127.0.0.1")
+    await health.start(0)
+    presence = Presence("w-1", Liveness(redis, KEYS), health, state, worker.results.links.follow)
+    await presence.announce()
+    tasks = [
+        asyncio.create_task(presence.beat()),
+        asyncio.create_task(watch_steps(worker.engine, presence, worker.results, worker.intake, STALL_S, 60.0)),
+    ]
+    try:
+        yield presence
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await health.close()
+
+
+async def test_a_stalled_engine_s_jobs_are_given_back_at_once_and_only_the_new_ones_are_blamed(
+    router: Router, redis: Redis, tmp_path: Path
+) -> None:
+    async with running(router, redis, tmp_path) as worker, watched(worker, redis) as presence:
+        await worker.queue.enqueue(job("old", worker.address))
+        await router.until(lambda: len(router.ids["old"]) >= 3)
+        os.kill(worker.engine.pid, signal.SIGSTOP)
+        await worker.queue.enqueue(job("new", worker.address))
+        await router.until(lambda: len(router.returned) == 2)
+        assert router.returned == {"old": False, "new": True}
+        assert presence.withdrawn
+        worker.intake.accept(job("late", worker.address))  # as a claim that was under way
+        await router.until(lambda: len(router.returned) == 3)
+        assert router.returned["late"] is False
+        os.kill(worker.engine.pid, signal.SIGCONT)
+        async with asyncio.timeout(30):
+            while presence.withdrawn:  # noqa: ASYNC110 - the end of a stall has no event
+                await asyncio.sleep(0.05)
+        await worker.queue.enqueue(job("after", worker.address, max_tokens=10))
+        await router.until(lambda: ("ended", "after") in router.events)
+        assert len(router.ids["after"]) == 10
+        assert not presence.withdrawn
+        assert worker.results.stats.blocks_referenced == 0
+
+
+async def test_a_suspect_s_engine_may_stand_still_for_longer(router: Router, redis: Redis, tmp_path: Path) -> None:
+    async with running(router, redis, tmp_path) as worker, watched(worker, redis) as presence:
+        await worker.queue.enqueue(job("suspect", worker.address, max_tokens=500, strikes=STRIKES_LIMIT))
+        await router.until(lambda: len(router.ids["suspect"]) >= 3)
+        os.kill(worker.engine.pid, signal.SIGSTOP)
+        async with asyncio.timeout(30):
+            while worker.engine.silent_s() < 2 * STALL_S:  # noqa: ASYNC110 - silence has no event
+                await asyncio.sleep(0.05)
+        assert not presence.withdrawn
+        os.kill(worker.engine.pid, signal.SIGCONT)
+        await router.until(lambda: ("ended", "suspect") in router.events)
+        assert router.returned == {}
+        assert len(router.ids["suspect"]) == 500

@@ -1,0 +1,200 @@
+"""The engine process as its I/O process sees it: start, messages, death.
+
+A death shows at once: the engine's socket closes. A stall is silence, which worker.io.engine_session watches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from collections.abc import Set as AbstractSet
+
+from worker.ipc import Configure, FromEngine, Ready, Splitter, ToEngine, Unusable, encode, from_engine_decoder
+
+log = logging.getLogger(__name__)
+
+# Maximum bytes of one read from the engine's socket.
+_READ_BYTES = 1 << 20
+# Timeout in seconds for the engine process to end once its socket is closed.
+_STOP_S = 2.0
+
+
+class EngineLostError(Exception):
+    """The engine process died, or was ended because it no longer stepped."""
+
+
+class EngineUnusableError(Exception):
+    """No engine can serve the model; the message is one line that says why."""
+
+
+class EngineProcess:
+    """An engine process and the I/O process's end of their socket."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._splitter = Splitter()
+        self._heard_at = time.monotonic()
+        self._expected = False
+        # True while it is out of service because it does not step (worker.io.engine_session).
+        self.stalled = False
+
+    @classmethod
+    async def start(cls, configure: Configure) -> EngineProcess:
+        """Start the process; it loads its model on its own."""
+        ours, theirs = socket.socketpair()
+        # -P: a folder named worker in the working directory must not take the place of this worker.
+        command = (sys.executable, "-P", "-m", "worker.engine.process", "--fd", str(theirs.fileno()))
+        # Between two operators of a step torch's threads spin for the next one: to sleep and be woken made steps a
+        # quarter longer. Between steps they must not spin, for that takes the cores from everything else on the
+        # machine. 20,000 spins take some 0.3 ms (libgomp); libomp counts in milliseconds.
+        environ = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"} | os.environ
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environ
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        engine = cls(process, reader, writer)
+        engine.send(configure)
+        return engine
+
+    @property
+    def pid(self) -> int:
+        """Return its process id."""
+        return self._process.pid
+
+    async def ready(self) -> Ready:
+        """Wait until the model is loaded. Raises EngineUnusableError or EngineLostError."""
+        async for message in self.messages():
+            match message:
+                case Ready():
+                    return message
+                case Unusable():
+                    raise EngineUnusableError(message.message)
+        raise EngineLostError("the engine closed its socket")
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message; to a dead engine it is lost, and `messages` raises."""
+        if not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    async def messages(self) -> AsyncIterator[FromEngine]:
+        """Yield what the engine sends. Raises EngineLostError at its end."""
+        while True:
+            try:
+                data = await self._reader.read(_READ_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                code = await self._process.wait()
+                raise EngineLostError(f"the engine process {self.pid} ended ({_describe_exit(code)})")
+            self._heard_at, self._expected = time.monotonic(), False
+            for body in self._splitter.feed(data):
+                yield from_engine_decoder.decode(body)
+
+    def silent_s(self) -> float:
+        """Return the seconds since its last message."""
+        return time.monotonic() - self._heard_at
+
+    def expect(self) -> None:
+        """Count its silence from now on, once until its next message: it has just got work."""
+        if not self._expected:
+            self._heard_at, self._expected = time.monotonic(), True
+
+    def kill(self) -> None:
+        """End it at once; `messages` then raises."""
+        if self._process.returncode is None:
+            self._process.kill()
+
+    async def stop(self) -> None:
+        """Close its socket, at which it ends; kill it where it does not."""
+        self._writer.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), timeout=_STOP_S)
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+
+
+def _describe_exit(code: int) -> str:
+    """Describe an exit code as subprocess gives it: `exit status 1`, or `signal 9, SIGKILL`."""
+    if code >= 0:
+        return f"exit status {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
+    return f"signal {-code}, {name}"
+
+
+# Number of deaths in a row, without a step between them and without a tenant and adapter in all of them, that open the
+# breaker.
+DEATHS_LIMIT = 3
+# Seconds before the next engine's own step: after an engine that gave no job a token, so that jobs that may have killed
+# it begin elsewhere; and with an open breaker, at first and at most.
+SUSPICIOUS_S = 0.75
+OPEN_S = 5.0
+OPEN_LIMIT_S = 300.0
+
+# A tenant and the digest of an adapter.
+Pair = tuple[str, str]
+
+
+class EngineBreaker:
+    """The breaker of a worker whose engines die one after the other: perhaps its device is broken, or its build.
+
+        closed ──3 deaths in a row, of different jobs, or one in a step of its own──▶ open
+          ▲                                                                           │
+          └──────────────────────── a step gives a job a token ───────────────────────┘
+
+    After a death the worker claims nothing until its next engine has made a step of its own. With an open breaker it
+    also waits before this step, longer with each death, and blames no job for its deaths.
+    """
+
+    def __init__(self, *, suspicious_s: float = SUSPICIOUS_S, open_s: float = OPEN_S) -> None:
+        self._suspicious_s = suspicious_s
+        self._open_s = open_s
+        self.deaths = 0
+        # Pairs that may be the cause of each of the deaths; None before the first.
+        self._common: AbstractSet[Pair] | None = None
+        # Whether the present engine has given a job a token, and whether the last one died before it did.
+        self._has_stepped, self._died_stepless = False, False
+        self.is_open = False
+        self._deaths_while_open = 0
+
+    @property
+    def pause_s(self) -> float:
+        """Return the seconds before the next engine's own step."""
+        if not self.is_open:
+            return self._suspicious_s if self._died_stepless else 0.0
+        return min(OPEN_LIMIT_S, self._open_s * 2.0 ** min(self._deaths_while_open, 16))
+
+    def stepped(self) -> None:
+        """Note that a step gave a job a token: the engine works."""
+        self._has_stepped = True
+        if self.deaths:
+            self.deaths, self._common, self.is_open, self._deaths_while_open = 0, None, False, 0
+
+    def opens_with(self, pairs: AbstractSet[Pair]) -> bool:
+        """Return whether the breaker is open after one more death, for which jobs of these pairs may be the cause."""
+        common = pairs if self._common is None else self._common & pairs
+        return self.is_open or (self.deaths + 1 >= DEATHS_LIMIT and not common)
+
+    def died(self, pairs: AbstractSet[Pair], *, in_own_step: bool = False) -> None:
+        """Count a death, for which jobs of these pairs may be the cause; `in_own_step`: no job is."""
+        self._deaths_while_open += self.is_open
+        self.is_open = self.opens_with(pairs) or in_own_step
+        self.deaths += 1
+        self._died_stepless, self._has_stepped = not self._has_stepped, False
+        self._common = pairs if self._common is None else self._common & pairs

@@ -1,0 +1,326 @@
+"""The way in of a job: claims what this worker has room for, fetches its adapter, and hands it to the engine.
+
+    queue ──claim──▶ accept ──▶ Add ──▶ engine
+                        └──▶ wait until it may begin (a suspect) ──▶ fetch the adapter ──▶ Add ──▶ engine
+
+A job waits for its adapter outside the engine, so that a slow store delays no other job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from broker.connection import REDIS_DOWN
+from broker.messages import Capacity, Job, RowToShare
+from broker.queue import JobQueue
+from broker.terms import Claimed
+from telemetry.logging import fields
+from worker.engine_api import Failure
+from worker.io.adapters.download import FetchFailedError
+from worker.io.adapters.fetch import AdapterFetcher, fetch_source
+from worker.io.capacity import free_capacity, is_crowded
+from worker.io.engine_client import EngineProcess
+from worker.io.local_jobs import LocalJob, LocalJobState
+from worker.io.metrics import WorkerMetrics
+from worker.io.results import Results, UsageLog
+from worker.ipc import Add
+
+log = logging.getLogger(__name__)
+
+
+# Maximum seconds between two claims of an idle worker: a wake-up may be lost with its Redis.
+IDLE_S = 1.0
+# Maximum seconds between two claims without a free row while tenants could share one: they take jobs of tenants below
+# their share. Others, each second, ask for adapters to prefetch and renew the worker's free rows in Redis.
+FULL_S = 0.25
+# Minimum seconds between two claims of a busy worker while jobs wait, and number of free rows that are claimed sooner:
+# a claim of several rows costs Redis half as much a job.
+PACE_S = 0.02
+PACED_ROWS = 8
+# Maximum seconds until a worker that has no room for what waits claims again: something that fits may have come.
+FIT_S = 0.1
+# Seconds until the next claim after Redis did not answer.
+RETRY_S = 0.1
+# Timeout in seconds for ending the wait of a claim: jobs that are to be given back must not wait for Redis.
+END_WAIT_S = 0.2
+# Seconds for which a job fetches its adapter again after a failure that may pass, and between two tries: a store that
+# restarts is back by then. An answer that has begun tries for longer: another worker had the adapter.
+FETCH_RETRY_S, BEGUN_FETCH_RETRY_S, FETCH_PAUSE_S = 5.0, 15.0, 0.25
+_MAY_PASS = frozenset({"UNAVAILABLE", "DATA_LOSS"})
+
+
+class Preparations:
+    """The jobs that wait between their claim and the engine: suspects until they may begin, others for their adapter.
+
+    `hand_over` brings a job into the engine.
+    """
+
+    def __init__(
+        self, base_digest: str, fetcher: AdapterFetcher, results: Results, hand_over: Callable[[LocalJob], None]
+    ) -> None:
+        self._base_digest = base_digest
+        self._fetcher = fetcher
+        self._results = results
+        self._jobs = results.jobs
+        self._hand_over = hand_over
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, local: LocalJob) -> None:
+        """Prepare a job in a task of its own."""
+        local.preparing = asyncio.get_running_loop().create_task(self._prepare(local))
+        self._tasks.add(local.preparing)
+        local.preparing.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """End what is under way."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _prepare(self, local: LocalJob) -> None:
+        """Wait until a suspect may begin, fetch the adapter, and hand the job over; or fail it."""
+        job = local.job
+        if job.base_digest != self._base_digest:
+            message = f"the job is for base model {job.base_digest}, this worker serves {self._base_digest}"
+            self._results.fail(local, Failure("FAILED_PRECONDITION", "WRONG_BASE", message, "model"))
+            return
+        if job.suspect:  # before it pins an adapter, because the others may wait for the disk's bytes
+            local.enter(LocalJobState.WAITING_ALONE)  # meanwhile nothing is claimed
+            await self._wait_until_apart(local)
+        failure = None if job.adapter is None else await self._fetch_adapter(local)
+        if failure is not None:
+            self._results.fail(local, failure)
+            return
+        self._hand_over(local)
+
+    async def _wait_until_apart(self, suspect: LocalJob) -> None:
+        """Wait until nothing runs that a suspect must not begin beside.
+
+        Suspects that a token has cleared are given back: otherwise an engine could die a second time under them.
+        """
+        while others := self._jobs.in_the_way_of(suspect):
+            change = self._jobs.next_change
+            for other in others:
+                if other.job.suspect and not other.needs_all:
+                    self._results.give_back(other)
+            await change.wait()  # set already where one was given back
+
+    async def _fetch_adapter(self, local: LocalJob) -> Failure | None:
+        """Fetch what the job's adapter consists of, again after a failure that may pass; returns why that failed."""
+        job, began = local.job, time.monotonic()
+        assert job.adapter is not None
+        local.enter(LocalJobState.FETCHING_ADAPTER)
+        local.pin = self._fetcher.disk_pin()
+        self._fetcher.sets.note(job.adapter, job.tenant)
+        until = 0.0  # counts from the first failure: a download may take long
+        try:
+            while local.source is None:
+                try:
+                    local.source = await fetch_source(local.pin, job.adapter, job.tenant)
+                except FetchFailedError as error:
+                    until = until or time.monotonic() + (BEGUN_FETCH_RETRY_S if _has_begun(local) else FETCH_RETRY_S)
+                    if not self._may_retry(local, error.failure, until):
+                        return error.failure
+                    await asyncio.sleep(FETCH_PAUSE_S)
+        except Exception:
+            log.exception("an adapter could not be fetched", extra=fields(job_id=job.job_id))
+            return Failure("INTERNAL", "FETCH_FAILED", f"{job.adapter.revision} could not be fetched", "adapter")
+        local.fetched_at = time.monotonic()
+        for choice in local.running:
+            choice.adapter_ms = (local.fetched_at - began) * 1e3
+        return None
+
+    def _may_retry(self, local: LocalJob, failure: Failure, until: float) -> bool:
+        """Return whether a job fetches its adapter again: a newcomer only while it keeps no other job out."""
+        if failure.code not in _MAY_PASS or time.monotonic() >= until:
+            return False
+        return _has_begun(local) or not is_crowded(self._jobs, self._results.limits)
+
+
+def _has_begun(local: LocalJob) -> bool:
+    return any(local.job.emitted.values())
+
+
+class Intake:
+    """The claims of one engine session."""
+
+    def __init__(
+        self,
+        base_digest: str,
+        queue: JobQueue,
+        engine: EngineProcess,
+        fetcher: AdapterFetcher,
+        results: Results,
+        usage: UsageLog,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._base_digest = base_digest
+        self._queue = queue
+        self._engine = engine
+        self._fetcher = fetcher
+        self._results = results
+        self._links = results.links
+        self._jobs = results.jobs
+        self._usage = usage
+        self._metrics = metrics
+        self._claiming: asyncio.Task[Claimed] | None = None
+        # Whether the claim that is under way waits in Redis for a job.
+        self._waits = False
+        self._preparations = Preparations(base_digest, fetcher, results, self._hand_over)
+        # The row to share after the last claim; the claim's time, and that of the last one without a free row.
+        self._row_to_share: RowToShare | None = None
+        self._claimed_at = self._full_claim_at = 0.0
+
+    async def run(self) -> None:
+        """Claim whatever there is room for; never returns."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._claim_forever())
+            tasks.create_task(self._follow_links())
+
+    async def _follow_links(self) -> None:
+        """End a claim's wait when a link comes up or is lost: it names the routers that had a link when it began."""
+        change = self._links.next_change
+        while True:
+            await change.wait()
+            change = self._links.next_change
+            if self._waits:
+                with contextlib.suppress(*REDIS_DOWN):  # then the claim fails as well
+                    await self._queue.stop_waiting()
+
+    async def _claim_forever(self) -> None:
+        wait_s, freed = 0.0, False
+        while True:
+            capacity = await self._capacity_to_claim(at_once=wait_s > 0)
+            change, link_change = self._jobs.next_change, self._links.next_change
+            full = capacity.rows <= 0
+            try:
+                self._waits = wait_s > 0
+                # Shielded: jobs that the queue has given away must come in even when the worker is told to stop.
+                self._claiming = asyncio.create_task(self._claim(capacity, wait_s, freed=freed))
+                self._claiming.add_done_callback(_retrieve_error)
+                claimed = await asyncio.shield(self._claiming)
+            except REDIS_DOWN as error:
+                log.warning("the queue does not answer: %s", error)
+                await asyncio.sleep(RETRY_S)
+                wait_s, freed = 0.0, False
+                continue
+            self._fetcher.prefetch(claimed.adapter_requests)
+            self._links.dial(claimed.unlinked)
+            wait_s, freed = 0.0, False
+            self._claimed_at = time.monotonic()
+            # A full worker that got a job may get another at once.
+            self._row_to_share = None if full and claimed.jobs else self._capacity().row_to_share
+            self._full_claim_at = self._claimed_at if full else self._full_claim_at
+            if claimed.unlinked and not full and not claimed.jobs:
+                # Meanwhile wake-ups are left to workers that reach these routers.
+                await one_is_set_within(claimed.hold_ms / 1e3 or FIT_S, change, link_change)
+            elif self._is_idle(full, claimed):
+                # The next claim is made at an enqueue, or when jobs that are held for another worker are free for all.
+                wait_s = claimed.hold_ms / 1e3 or IDLE_S
+            elif not full and not claimed.jobs and claimed.waiting:
+                # The waiting jobs do not fit now: they may when a job here has ended, or other workers take them.
+                freed = await one_is_set_within(claimed.hold_ms / 1e3 or FIT_S, change)
+
+    async def _capacity_to_claim(self, *, at_once: bool) -> Capacity:
+        """Wait until there is reason for a claim; `at_once`: a free row is one, since the claim waits for a job."""
+        while True:
+            change, capacity = self._jobs.next_change, self._capacity()
+            claim_at = 0.0
+            if capacity.rows <= 0 and capacity.row_to_share == self._row_to_share:
+                claim_at = self._full_claim_at + (IDLE_S if self._row_to_share is None else FULL_S)
+            elif 0 < capacity.rows < PACED_ROWS and self._jobs.running and not at_once:
+                claim_at = self._claimed_at + PACE_S
+            left_s = claim_at - time.monotonic()
+            if left_s <= 0:
+                return capacity
+            await one_is_set_within(left_s, change)
+
+    async def end_wait(self) -> None:
+        """End a claim that waits for a job; gives up after END_WAIT_S where Redis does not answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_WAIT_S):
+                await self.finish_claim()
+
+    async def finish_claim(self) -> None:
+        """Take in the jobs of a claim that is under way; call it when `run` was cancelled."""
+        if self._claiming is not None and not self._claiming.done():
+            try:
+                await self._queue.stop_waiting()
+            except REDIS_DOWN as error:
+                log.warning("the queue does not answer: %s", error)
+            await asyncio.wait({self._claiming})
+
+    async def close(self) -> None:
+        """End what is under way."""
+        if self._claiming is not None:
+            self._claiming.cancel()
+            await asyncio.wait({self._claiming})
+        await self._preparations.close()
+
+    async def _claim(self, capacity: Capacity, wait_s: float, *, freed: bool) -> Claimed:
+        self._metrics.claims.inc()
+        began = time.monotonic()
+        try:
+            with self._usage.last_reports() as reports:
+                claimed = await self._queue.claim(self._base_digest, capacity, reports, wait_s=wait_s, freed=freed)
+        finally:
+            self._waits = False
+        if not wait_s:
+            self._metrics.claim_time.observe(time.monotonic() - began)
+        self._metrics.claimed.inc(len(claimed.jobs))
+        self._results.make_room(claimed.jobs)
+        for job in claimed.jobs:
+            self.accept(job)
+        return claimed
+
+    def _capacity(self) -> Capacity:
+        results = self._results
+        return free_capacity(self._jobs, results.limits, results.stats, self._links, stalled=self._engine.stalled)
+
+    def _is_idle(self, full: bool, claimed: Claimed) -> bool:
+        """Return whether there is room, and nothing waits that another claim could take, now or with more room."""
+        if not claimed.waiting:  # another claim would only tell so again
+            return not full and self._capacity().rows > 0
+        return not full and not claimed.jobs and not (claimed.crowded and self._jobs.running)
+
+    def accept(self, job: Job) -> None:
+        """Take a claimed job. Its router is told before anything else happens."""
+        if self._jobs.get(job.job_id, job.attempt) is not None:  # an enqueue that was retried
+            return
+        local = self._jobs.add(job)
+        self._links.claimed(local)
+        if not self._results.accepting or self._engine.stalled:
+            self._results.give_back(local)
+        elif job.adapter is None and not job.suspect and job.base_digest == self._base_digest:
+            self._hand_over(local)
+        else:
+            self._preparations.start(local)
+
+    def _hand_over(self, local: LocalJob) -> None:
+        """Hand the first answer to the engine. Its siblings follow once it has a token (Results)."""
+        local.enter(LocalJobState.IN_ENGINE)
+        if not self._jobs.any_in_engine:  # otherwise the engine owes a message already
+            self._engine.expect()
+        self._engine.send(Add(self._jobs.hand_over(local, local.waiting[:1])))
+
+
+def _retrieve_error(claiming: asyncio.Task[Claimed]) -> None:
+    """Retrieve the error of a claim whose waiter was cancelled, so that asyncio does not log it."""
+    if not claiming.cancelled():
+        claiming.exception()
+
+
+async def one_is_set_within(timeout_s: float, *events: asyncio.Event) -> bool:
+    """Wait for the first of some events; returns whether one is set."""
+    # Not wait_for: in Python 3.11 that loses a cancellation which comes together with the event.
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return any(event.is_set() for event in events)

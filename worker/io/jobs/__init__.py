@@ -1,1 +1,0 @@
-"""A job's way through this worker, from the claim to the router's ack."""

@@ -1,1 +1,0 @@
-"""The worker as the cluster sees it: registration, liveness key, reported state, health."""
