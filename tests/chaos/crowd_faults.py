@@ -120,6 +120,7 @@ def _any_too_slow(crowd: Crowd) -> bool:
 async def base_replaced(arena: Arena, planned: PlannedFault) -> AsyncIterator[Strike]:
     """Register another base model under the name of one whose jobs wait and run; its only worker may die then."""
     await arena.take(["crowd"], planned)
+    await arena.take(["store"], planned)  # no model is registered at a store that another fault has killed
     cluster, name = arena.cluster, f"base-{planned.number}"
     old, new = (f"hash:?vocab=32000&seed={seed + planned.number}&step_ms=10" for seed in (1000, 5000))
     sort = Sort(["owner"], tokens=(100, 300), model=name, specs=(old, new), may_break=True)
