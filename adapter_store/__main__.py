@@ -7,8 +7,7 @@ import sys
 
 import uvloop
 
-from adapter_store.app import BootstrapKeyError, serve
-from adapter_store.settings import StoreSettings
+from adapter_store.app import BootstrapKeyError, StoreSettings, serve
 from adapter_store.storage import DataDirectoryError
 from artifacts.plans import PlansError
 from rpc.server import PortInUse

@@ -17,9 +17,8 @@ import grpc
 from loraplex.admin.v1 import accounts_pb2 as pb
 from loraplex.admin.v1 import accounts_pb2_grpc
 
-from adapter_store.convert import check_key_id, refusals
+from adapter_store.convert import MAX_SIZE, check_key_id, decode_token, encode_token, page_size, refusals
 from adapter_store.database import Database
-from adapter_store.pages import MAX_SIZE, decode_token, encode_token, page_size
 from artifacts.names import check_tenant
 from rpc.errors import InvalidField
 

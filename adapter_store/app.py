@@ -4,59 +4,110 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 from loraplex.admin.v1 import accounts_pb2_grpc, grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc, tenants_pb2_grpc
 
 from adapter_store.accounts import AccountService, StoredAccounts
-from adapter_store.api_keys import ApiKeys
+from adapter_store.api_keys import ApiKeys, KeyService
 from adapter_store.bases import BaseModels
-from adapter_store.catalog import Catalog
-from adapter_store.certificates import FitnessCertificates, FitnessPolicy
+from adapter_store.catalog import Catalog, DeletedRevisions
 from adapter_store.database import Database
-from adapter_store.deleted import DeletedRevisions
-from adapter_store.grant_service import GrantService
-from adapter_store.grants import Grants
-from adapter_store.key_service import KeyService
+from adapter_store.grants import Grants, GrantService
 from adapter_store.metrics import StoreMetrics
-from adapter_store.plan_service import PlanService
-from adapter_store.plans import StoredPlans
-from adapter_store.purge import TenantPurge
-from adapter_store.quotas import StoreQuotas
+from adapter_store.open_calls import TenantCalls
+from adapter_store.plans import PlanService, StoredPlans, StoreQuotas
+from adapter_store.purge import TenantPurge, TenantService
 from adapter_store.receive import Receiver
-from adapter_store.service import AdapterService
-from adapter_store.settings import REFUSE, StoreSettings
+from adapter_store.records import FitnessPolicy
+from adapter_store.service import AdapterService, WorkerGrants
 from adapter_store.storage import DataDirectory
-from adapter_store.tenant_calls import TenantCalls
-from adapter_store.tenant_service import TenantService
 from artifacts.certificate import FitnessLimits
 from artifacts.plans import LOOK_S as PLANS_LOOK_S
 from artifacts.plans import PLANS_NAMED
 from rpc.audit.auditor import Auditor
 from rpc.errors import CallError
-from rpc.identity.access import GuardedServers
+from rpc.identity.access import AccessSettings, GuardedServers
 from rpc.identity.api_keys import KeyDirectory
 from rpc.identity.permissions import Port
 from rpc.identity.principal import Principal
 from rpc.metrics import CallMeter
 from rpc.server import Server, stop_signal
-from telemetry.audit.log import AuditLog
-from telemetry.metrics import serve_metrics
+from rpc.settings import setting
+from telemetry.audit.log import FILE_HELP, AuditLog
+from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
+from telemetry.metrics import PORT_HELP, serve_metrics
 
-if TYPE_CHECKING:
-    from adapter_store.worker_grants import WorkerGrants
-
+# Answers to requests for an adapter whose certificate breaks the limits: an error, or a warning in the log.
+REFUSE, WARN = "refuse", "warn"
 log = logging.getLogger(__name__)
 
 # Time in seconds for which running uploads and downloads go on after SIGTERM; then they are cancelled.
 DRAIN_S = 10.0
 # Interval in seconds between looks for deleted revisions whose time has passed.
 PURGE_S = 60.0
+
+
+@dataclass(frozen=True)
+class StoreSettings(AccessSettings):
+    """Keeps adapters and base models' manifests in a local directory and serves them over gRPC."""
+
+    data: Path = setting("directory that holds everything; made when it is missing")  # a field
+    host: str = setting("address to listen on", "127.0.0.1")
+    port: int = setting("port to listen on, 0 for one that the system chooses", 50052)
+    max_adapter_bytes: int = setting("largest safetensors file accepted", 4 * 1024**3)
+    keep_deleted_s: float = setting(
+        "seconds for which a deleted adapter's files can still be fetched, for answers that run on it: at least the "
+        "longest answer",
+        3600.0,
+    )
+    fitness_min_agreement: float = setting(
+        "least share of equal greedy tokens that an adapter's certificate needs on a quantized base", 0.8
+    )
+    fitness_max_kl: float = setting(
+        "largest mean divergence in nats that an adapter's certificate may have on a quantized base", 0.2
+    )
+    fitness_breach: str = setting(
+        "routers refuse adapters beyond these limits on such a base, or warn of them: refuse or warn", REFUSE
+    )
+    plans: str = setting(
+        "a TOML file with the plans of tenants and keys (docs/quotas.md), read again when it changes; empty: the plans "
+        "that operators set with `loraplex plans`",
+        "",
+    )
+    metrics_port: int = setting(PORT_HELP, 0)
+    log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
+    log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
+    bootstrap_key: str = setting("file with the first operator's API key; `loraplex keys bootstrap` makes it", "")
+    audit: str = setting(FILE_HELP, "")
+    insecure_tenants: bool = setting("listen beyond loopback although callers name their tenant unproved", False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise ValueError(f"--port: {self.port} is not a port")
+        if self.max_adapter_bytes < 1:
+            raise ValueError(f"--max-adapter-bytes: {self.max_adapter_bytes} is not a size")
+        if not 0 <= self.keep_deleted_s < math.inf:
+            raise ValueError(f"--keep-deleted-s: {self.keep_deleted_s} is not a time")
+        if not 0 <= self.fitness_min_agreement <= 1:
+            raise ValueError(f"--fitness-min-agreement: {self.fitness_min_agreement} is not a share from 0 to 1")
+        if not self.fitness_max_kl >= 0:
+            raise ValueError(f"--fitness-max-kl: {self.fitness_max_kl} is not a number from 0")
+        if self.fitness_breach not in {REFUSE, WARN}:
+            raise ValueError(f"--fitness-breach: {self.fitness_breach} is neither {REFUSE} nor {WARN}")
+        check_logging(self.log_format, self.log_level)
+        self.check_access(self.host, self.insecure_tenants)
+        if not self.tls_cert:
+            if self.bootstrap_key:
+                raise ValueError("--bootstrap-key: needs --tls-cert, --tls-key and --tls-ca")
+        elif self.operator_mtls_port is None:
+            raise ValueError("--operator-mtls-port: give it with --tls-cert; routers and workers come in there")
 
 
 class BootstrapKeyError(Exception):
@@ -105,10 +156,10 @@ class Store:
             bases,
             self._receiver,
             deleted,
-            FitnessCertificates(self._database, self._fitness_policy()),
+            self._fitness_policy(),
             grants,
             self.metrics,
-            self._worker_grants(),
+            None if (tls := self._settings.tls_files()) is None else WorkerGrants(tls, self._refused),
         )
         purge = TenantPurge(self._database, self._data, self._keys, self._plans, self._read_all_keys)
         add = self._server.add
@@ -139,13 +190,6 @@ class Store:
             self._directory,
             self._refused,
         )
-
-    def _worker_grants(self) -> WorkerGrants | None:
-        if (tls := self._settings.tls_files()) is None:
-            return None
-        from adapter_store.worker_grants import WorkerGrants
-
-        return WorkerGrants(tls, self._refused)
 
     def _refused(self, method: str, caller: Principal | None, error: CallError, peer: str) -> None:
         self.metrics.refused.labels(error.reason).inc()

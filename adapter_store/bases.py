@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 
 from adapter_store.database import Database
-from adapter_store.deleted import swept
 from adapter_store.records import Base, Blob, NewBase
 from adapter_store.storage import BlobReader, DataDirectory, Upload
 from artifacts.base_model import BaseModel, ModuleShape
@@ -54,12 +53,12 @@ class BaseModels:
         """
         manifest, files = new.manifest, new.files
         blobs = {blob.digest for blob in files.values()}
-        with swept(self._database, self._data, blobs), self._database.transaction() as rows:
+        with self._database.swept(self._data, blobs), self._database.transaction() as rows:
             registered = _find(rows, manifest.name)
             if registered is not None:
-                if registered.files == files and _goes_on(registered.manifest, manifest):
+                if registered.files == files and registered.manifest == manifest:
                     return registered
-                if not new.replace and not (registered.files == files and _goes_on(manifest, registered.manifest)):
+                if not new.replace:
                     raise AlreadyExists(_what_differs(registered, manifest))
                 blobs |= {blob.digest for blob in registered.files.values()}
                 rows.execute("DELETE FROM base_models WHERE name = ?", (manifest.name,))
@@ -81,13 +80,6 @@ class BaseModels:
                     reader.close()
                 raise
             return base, readers
-
-
-def _goes_on(registered: BaseModel, manifest: BaseModel) -> bool:
-    """Tell whether a manifest says nothing new; one of an older version says less."""
-    if not manifest.tasks:
-        registered = dataclasses.replace(registered, tasks=(), labels=(), pooling="")
-    return registered == manifest
 
 
 def _what_differs(registered: Base, manifest: BaseModel) -> str:
@@ -115,7 +107,7 @@ def _to_base(rows: sqlite3.Connection, row: sqlite3.Row) -> Base:
     # changes answers, so a worker of such a base still finds that it is another one.
     fields = {field: value for field, value in json.loads(row["manifest"]).items() if field in _FIELDS}
     for field in ("end_token_ids", "tasks", "labels"):
-        fields[field] = tuple(fields.get(field, ()))
+        fields[field] = tuple(fields[field])
     fields["modules"] = tuple(ModuleShape(*module) for module in fields["modules"])
     found = rows.execute("SELECT name, digest, bytes FROM base_files WHERE model = ? ORDER BY name", (row["name"],))
     return Base(

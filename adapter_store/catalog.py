@@ -1,23 +1,26 @@
-"""Adapters, their revisions and aliases. Every change is one transaction; blobs come before it, and go after it.
+"""Adapters, their revisions, aliases and certificates, and the revisions of deleted adapters.
 
-Blocks: call it in a thread. Tenants are the caller's to check: the catalog knows only names.
+Every change is one transaction; blobs come before it, and go after it. Blocks: call it in a thread. Tenants are the
+caller's to check: the catalog knows only names.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from dataclasses import astuple
 
-from adapter_store.aliases import remove_alias, set_alias
 from adapter_store.database import Database
-from adapter_store.deleted import DeletedRevisions, swept
 from adapter_store.grants import LIVE_GRANT, end_grants
-from adapter_store.quotas import StoreQuotas
-from adapter_store.records import Adapter, NewRevision, Revision
-from adapter_store.rows import (
+from adapter_store.plans import StoreQuotas
+from adapter_store.records import (
     REVISIONS,
+    Adapter,
+    FitnessCertificate,
+    NewRevision,
+    Revision,
     adapter_row,
     certificates_of,
     etag_of,
@@ -28,13 +31,80 @@ from adapter_store.rows import (
     to_revision,
 )
 from adapter_store.storage import BlobReader, DataDirectory, Upload
+from artifacts.certificate import Figures
 from artifacts.names import AdapterName, Reference, RevisionName
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
-from rpc.errors import Aborted, Exhausted, Mismatch, NotFound
+from rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
+
+_COLUMNS = (
+    "number, digest, base_digest, rank, config_digest, config_bytes, weights_digest, weights_bytes, "
+    "{0}create_ns, tenant, adapter, base_model"
+)
+# Maximum number of quantizations for which a revision has certificates.
+_QUANTIZATIONS = 32
+# Maximum number of aliases of an adapter, so that one answer can list them.
+_MAX_ALIASES = 100
+
+
+class DeletedRevisions:
+    """The revisions of deleted adapters, whose files can still be downloaded for `keep_s` seconds.
+
+    A name means nothing from the deletion on. But a request keeps the revision that it was resolved to, and another
+    worker may have to fetch it when the answer goes on there.
+    """
+
+    def __init__(
+        self, database: Database, data: DataDirectory, keep_s: float, *, clock: Callable[[], int] = time.time_ns
+    ) -> None:
+        self._database = database
+        self._data = data
+        self._keep_ns = round(keep_s * 1e9)
+        self._clock = clock
+
+    def take(self, rows: sqlite3.Connection, adapter_id: int) -> None:
+        """Record an adapter's revisions as deleted; the caller deletes the adapter in the same transaction."""
+        rows.execute(
+            f"INSERT OR REPLACE INTO deleted_revisions ({_COLUMNS.format('')}, delete_ns) "
+            f"SELECT {_COLUMNS.format('revisions.')}, ? FROM revisions JOIN adapters ON adapters.id = adapter_id "
+            "WHERE adapter_id = ?",
+            (self._clock(), adapter_id),
+        )
+
+    def find(self, rows: sqlite3.Connection, name: RevisionName) -> Revision | None:
+        """Return a deleted revision that may still be downloaded."""
+        found = rows.execute(
+            "SELECT * FROM deleted_revisions WHERE tenant = ? AND adapter = ? AND digest = ? AND delete_ns > ?",
+            (name.tenant, name.adapter, name.digest, self._clock() - self._keep_ns),
+        ).fetchone()
+        return None if found is None else to_revision(found)
+
+    def purge(self, *, everything: bool = False, name: AdapterName | None = None) -> int:
+        """Remove the revisions whose time has passed, or all of them, or all of an adapter; returns how many."""
+        until = self._clock() if everything else self._clock() - self._keep_ns
+        where, values = "delete_ns <= ?", list[int | str]([until])
+        if name is not None:
+            where, values = "tenant = ? AND adapter = ?", [name.tenant, name.adapter]
+        return self._remove(where, values)
+
+    def trim(self, tenant: str, most_bytes: int) -> int:
+        """Remove a tenant's revisions beyond so many bytes, those deleted first; returns how many."""
+        upto = "sum(config_bytes + weights_bytes) OVER (ORDER BY delete_ns DESC, rowid DESC)"
+        latest = f"SELECT rowid, {upto} AS upto FROM deleted_revisions WHERE tenant = ?"
+        return self._remove(f"rowid IN (SELECT rowid FROM ({latest}) WHERE upto > ?)", [tenant, most_bytes])
+
+    def _remove(self, where: str, values: Sequence[int | str]) -> int:
+        digests: set[str] = set()
+        with self._database.swept(self._data, digests), self._database.transaction() as rows:
+            found = rows.execute(
+                f"SELECT config_digest, weights_digest FROM deleted_revisions WHERE {where}", values
+            ).fetchall()
+            rows.execute(f"DELETE FROM deleted_revisions WHERE {where}", values)
+            digests.update(digest for revision in found for digest in revision)
+        return len(found)
 
 
 class Catalog:
-    """Adapters of all tenants, with their revisions and aliases."""
+    """Adapters of all tenants, with what belongs to each."""
 
     def __init__(self, database: Database, data: DataDirectory, deleted: DeletedRevisions, quotas: StoreQuotas) -> None:
         self._database = database
@@ -126,7 +196,7 @@ class Catalog:
         """
         name, now = new.name.adapter_name, time.time_ns()
         blobs = {new.config.digest, new.weights.digest}
-        with swept(self._database, self._data, blobs), self._database.transaction() as rows:
+        with self._database.swept(self._data, blobs), self._database.transaction() as rows:
             row = find_adapter(rows, name)
             _check(row, name, new.base_model, new.etag)
             _check_base(rows, new)
@@ -141,7 +211,7 @@ class Catalog:
             created = _insert_revision(rows, row["id"], new, now)
             if created:
                 self._quotas.check_stored(rows, name.tenant, new.key_id, new_adapter=new_adapter)
-            moved = new.alias is not None and set_alias(rows, row["id"], new.alias, new.name.digest)
+            moved = new.alias is not None and _set_alias(rows, row["id"], new.alias, new.name.digest)
             if created or moved:
                 _touch(rows, row["id"], now)
             revision = read_revision(rows, new.name)
@@ -158,14 +228,43 @@ class Catalog:
             _check(row, name, row["base_model"], etag)
             if digest:
                 read_revision(rows, RevisionName(name.tenant, name.adapter, digest))
-                changed = set_alias(rows, row["id"], alias, digest)
+                changed = _set_alias(rows, row["id"], alias, digest)
             else:
-                changed = remove_alias(rows, row["id"], alias)
+                changed = _remove_alias(rows, row["id"], alias)
                 if not changed:
                     raise NotFound("alias", f"{name}@{alias}")
             if changed:
                 _touch(rows, row["id"], time.time_ns())
             return to_adapter(rows, adapter_row(rows, name))
+
+    def certify(self, name: RevisionName, quantization: str, base_digest: str, figures: Figures) -> FitnessCertificate:
+        """Keep a revision's certificate, in the place of an earlier one for the same base and quantization.
+
+        Raises NotFound, Mismatch where the base is not the revision's, InvalidField for one quantization too many.
+        """
+        certificate = FitnessCertificate(quantization, base_digest, figures, time.time_ns())
+        with self._database.transaction() as rows:
+            revision = read_revision(rows, name)
+            if base_digest != revision.base_digest:
+                raise Mismatch(
+                    str(name),
+                    f"measured with base model {base_digest}, not with {revision.base_digest}, which it is for",
+                    reason="WRONG_BASE",
+                )
+            others = {each.quantization for each in revision.certificates} - {quantization}
+            if len(others) >= _QUANTIZATIONS:
+                raise InvalidField(
+                    "certificate.quantization", f"the revision has certificates for {_QUANTIZATIONS} others already"
+                )
+            rows.execute(
+                "INSERT OR REPLACE INTO certificates (adapter_id, digest, base_digest, quantization, create_ns, "
+                "prompts, drawn, tokens, agreement, mean_kl, max_kl) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(adapter_row(rows, name.adapter_name)["id"], name.digest, base_digest, quantization),
+                    *(certificate.create_ns, *astuple(figures)),
+                ),
+            )
+        return certificate
 
     def delete(self, name: AdapterName, etag: str, *, purge: bool = False) -> None:
         """Delete an adapter with its revisions; with `purge` their files too, at once.
@@ -228,3 +327,22 @@ def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision
 
 def _touch(rows: sqlite3.Connection, adapter_id: int, now: int) -> None:
     rows.execute("UPDATE adapters SET changes = changes + 1, update_ns = ? WHERE id = ?", (now, adapter_id))
+
+
+def _set_alias(rows: sqlite3.Connection, adapter_id: int, alias: str, digest: str) -> bool:
+    """Point the alias at the digest; returns whether it pointed elsewhere."""
+    aliases = dict(rows.execute("SELECT alias, digest FROM aliases WHERE adapter_id = ?", (adapter_id,)).fetchall())
+    if aliases.get(alias) == digest:
+        return False
+    if alias not in aliases and len(aliases) >= _MAX_ALIASES:
+        raise InvalidField("alias", f"the adapter has {_MAX_ALIASES} aliases already; remove one first")
+    rows.execute(
+        "INSERT OR REPLACE INTO aliases (adapter_id, alias, digest) VALUES (?, ?, ?)", (adapter_id, alias, digest)
+    )
+    return True
+
+
+def _remove_alias(rows: sqlite3.Connection, adapter_id: int, alias: str) -> bool:
+    """Remove the alias; returns whether there was one."""
+    found = rows.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (adapter_id, alias))
+    return found.rowcount > 0

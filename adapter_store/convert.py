@@ -1,26 +1,39 @@
-"""Converts between protobuf messages and records, and errors of artifacts to errors of calls."""
+"""Reads and writes the fields of the store's messages: names, times, records, and the tokens of pages.
+
+Errors of artifacts become errors of calls. Lists have pages (https://google.aip.dev/158).
+"""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.certificates import FitnessPolicy
-from adapter_store.records import Adapter, Base, FitnessCertificate, NewRevision, Revision
+from adapter_store.records import Adapter, Base, FitnessCertificate, FitnessPolicy, NewRevision, Revision
 from artifacts.base_model import TASKS, BaseModel, ModuleShape
 from artifacts.certificate import Figures
 from artifacts.digests import is_digest
 from artifacts.errors import ArtifactError, MismatchError
-from artifacts.names import check_base_name
-from rpc.errors import InvalidField, Mismatch
+from artifacts.names import SHARED, AdapterName, check_base_name, check_tenant, parse_adapter_name
+from rpc.errors import InvalidField, Mismatch, NotFound
 
+DEFAULT_SIZE = 100
+MAX_SIZE = 1000
+# A page ends early rather than outgrow a gRPC message (4 MiB).
+_MAX_BYTES = 3 * 1024 * 1024
+
+M = TypeVar("M", bound=Message)
+R = TypeVar("R")
 # Maximum life of a key or a grant in seconds: ten years.
 _LONGEST_S = 10 * 365 * 86_400
 _MAX_MANIFEST_BYTES = 2 * 1024 * 1024
@@ -61,6 +74,40 @@ def seconds_of(field: str, duration: Duration, *, least: float) -> float:
     if not least <= seconds <= _LONGEST_S:
         raise InvalidField(field, f"{seconds:g} s; {least:g} to {_LONGEST_S} s")
     return seconds
+
+
+def own_adapter(field: str, text: str, tenant: str) -> AdapterName:
+    """Return the name of an adapter that the tenant is about to change. Raises InvalidField, and as check_owner."""
+    with refusals(field):
+        name = parse_adapter_name(text, tenant)
+    check_owner(name, tenant)
+    return name
+
+
+def check_owner(name: AdapterName, tenant: str) -> None:
+    """Check that the tenant may change the adapter.
+
+    Raises Mismatch on a shared adapter, which the tenant may use, and NotFound on another tenant's, also if it exists.
+    """
+    if name.tenant == tenant:
+        return
+    if name.tenant == SHARED:
+        raise Mismatch("tenant", f"{name} is shared: only tenant {SHARED} may change it", reason="NOT_OWNER")
+    raise NotFound("adapter", str(name))
+
+
+def listed_tenants(parent: str, tenant: str) -> list[str]:
+    """Return the tenants whose adapters a list with this parent shows. Raises InvalidField, NotFound."""
+    if not parent:
+        return sorted({tenant, SHARED})
+    listed = parent.removeprefix("tenants/")
+    if listed == parent:
+        raise InvalidField("parent", f"{parent!r} is not a name like tenants/TENANT")
+    with refusals("parent"):
+        check_tenant(listed)
+    if listed not in {tenant, SHARED}:
+        raise NotFound("tenant", parent)
+    return [listed]
 
 
 def adapter_to_pb(adapter: Adapter) -> pb.Adapter:
@@ -159,8 +206,8 @@ def base_from_pb(model: pb.BaseModel) -> BaseModel:
     for index, token in enumerate(model.end_token_ids):
         if token >= model.vocab_size:
             raise InvalidField(f"model.end_token_ids[{index}]", f"{token} is not in a vocabulary of {model.vocab_size}")
-    if unknown := set(model.tasks) - set(TASKS):
-        raise InvalidField("model.tasks", f"{', '.join(sorted(unknown))}: not one of {', '.join(TASKS)}")
+    if not model.tasks or not set(model.tasks) <= set(TASKS):
+        raise InvalidField("model.tasks", f"{list(model.tasks)}: give one or more of {', '.join(TASKS)}")
     if model.pooling not in ("", "cls", "mean", "last"):
         raise InvalidField("model.pooling", f"{model.pooling!r} is not cls, mean or last")
     return BaseModel(
@@ -210,3 +257,53 @@ def timestamp(nanoseconds: int | None) -> Timestamp | None:
     stamp = Timestamp()
     stamp.FromNanoseconds(nanoseconds)
     return stamp
+
+
+def page_size(asked: int) -> int:
+    """Return how many items a page may have. Raises InvalidField."""
+    if asked < 0:
+        raise InvalidField("page_size", f"{asked} is negative")
+    return min(asked or DEFAULT_SIZE, MAX_SIZE)
+
+
+def encode_token(key: Sequence[str | int]) -> str:
+    """Return the token of the page that begins after the item of this key."""
+    return base64.urlsafe_b64encode(json.dumps(key).encode()).decode()
+
+
+def decode_token(token: str, first: Sequence[Any]) -> list[Any]:
+    """Return the key that a token was made from; `first` for an empty token. Raises InvalidField on a foreign token."""
+    if not token:
+        return list(first)
+    try:
+        key = json.loads(base64.b64decode(token, altchars=b"-_", validate=True))
+    except (ValueError, RecursionError):
+        key = None
+    kinds = [type(value) for value in first]
+    if not isinstance(key, list) or [type(value) for value in key] != kinds or not all(_fits(value) for value in key):
+        raise InvalidField("page_token", "is not one that this list gave")
+    return key
+
+
+def fill_page(
+    records: Iterable[R], convert: Callable[[R], M], key: Callable[[R], Sequence[str | int]], size: int
+) -> tuple[list[M], str]:
+    """Return the messages of a page, in order, at least one if there are any; and the next page's token, or nothing.
+
+    No more records are read than that needs.
+    """
+    page: list[M] = []
+    used, last = 0, None
+    for record in records:
+        message = convert(record)
+        used += message.ByteSize()
+        if last is not None and (len(page) == size or used > _MAX_BYTES):
+            return page, encode_token(last)
+        page.append(message)
+        last = key(record)
+    return page, ""
+
+
+def _fits(value: Any) -> bool:
+    """Return whether the database can store the number."""
+    return abs(value) < 2**63 if isinstance(value, int) else value.isprintable()

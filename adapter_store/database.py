@@ -7,13 +7,156 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from adapter_store.schema import LATER_TABLES, SCHEMA, VERSION
-from adapter_store.storage import DataDirectoryError, disk_full
+from adapter_store.storage import DataDirectory, DataDirectoryError, disk_full
 
+# The tables, as numbered steps: number n, beginning at 1, makes a catalog of version n of one of version n - 1. From
+# version 1.0 on a step that was released stays as it is, and a change of the tables is another step at the end.
+MIGRATIONS = (
+    """
+CREATE TABLE adapters (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    tenant TEXT NOT NULL,
+    adapter TEXT NOT NULL,
+    base_model TEXT NOT NULL,
+    create_ns INTEGER NOT NULL,
+    update_ns INTEGER NOT NULL,
+    changes INTEGER NOT NULL,
+    UNIQUE (tenant, adapter)
+);
+CREATE TABLE revisions (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    adapter_id INTEGER NOT NULL REFERENCES adapters (id) ON DELETE CASCADE,
+    digest TEXT NOT NULL,
+    base_digest TEXT NOT NULL,
+    rank INTEGER NOT NULL,
+    config_digest TEXT NOT NULL,
+    config_bytes INTEGER NOT NULL,
+    weights_digest TEXT NOT NULL,
+    weights_bytes INTEGER NOT NULL,
+    create_ns INTEGER NOT NULL,
+    UNIQUE (adapter_id, digest)
+);
+CREATE INDEX revisions_by_digest ON revisions (digest);
+CREATE INDEX revisions_by_config ON revisions (config_digest);
+CREATE INDEX revisions_by_weights ON revisions (weights_digest);
+CREATE TABLE aliases (
+    adapter_id INTEGER NOT NULL,
+    alias TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, alias),
+    FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
+);
+CREATE TABLE base_models (
+    name TEXT PRIMARY KEY,
+    digest TEXT NOT NULL,
+    manifest TEXT NOT NULL,
+    create_ns INTEGER NOT NULL
+);
+CREATE TABLE base_files (
+    model TEXT NOT NULL REFERENCES base_models (name) ON DELETE CASCADE,
+    name TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    PRIMARY KEY (model, name)
+);
+CREATE INDEX base_files_by_digest ON base_files (digest);
+CREATE TABLE deleted_revisions (
+    tenant TEXT NOT NULL,
+    adapter TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    number INTEGER NOT NULL,
+    base_model TEXT NOT NULL,
+    base_digest TEXT NOT NULL,
+    rank INTEGER NOT NULL,
+    config_digest TEXT NOT NULL,
+    config_bytes INTEGER NOT NULL,
+    weights_digest TEXT NOT NULL,
+    weights_bytes INTEGER NOT NULL,
+    create_ns INTEGER NOT NULL,
+    delete_ns INTEGER NOT NULL,
+    PRIMARY KEY (tenant, adapter, digest)
+);
+CREATE INDEX deleted_by_config ON deleted_revisions (config_digest);
+CREATE INDEX deleted_by_weights ON deleted_revisions (weights_digest);
+CREATE TABLE certificates (
+    adapter_id INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    base_digest TEXT NOT NULL,
+    quantization TEXT NOT NULL,
+    prompts INTEGER NOT NULL,
+    drawn INTEGER NOT NULL,
+    tokens INTEGER NOT NULL,
+    agreement REAL NOT NULL,
+    mean_kl REAL NOT NULL,
+    max_kl REAL NOT NULL,
+    create_ns INTEGER NOT NULL,
+    PRIMARY KEY (adapter_id, digest, base_digest, quantization),
+    FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
+);
+-- `change` grows with every change of a key: routers ask for what came after theirs.
+CREATE TABLE api_keys (
+    key_id TEXT PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    role TEXT NOT NULL,
+    scopes TEXT NOT NULL,
+    label TEXT NOT NULL,
+    create_ns INTEGER NOT NULL,
+    expire_ns INTEGER,
+    revoke_ns INTEGER,
+    change INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX api_keys_by_change ON api_keys (change);
+CREATE TABLE api_key_secrets (
+    key_id TEXT NOT NULL REFERENCES api_keys (key_id) ON DELETE CASCADE,
+    sha256 BLOB NOT NULL,
+    create_ns INTEGER NOT NULL,
+    expire_ns INTEGER,
+    PRIMARY KEY (key_id, sha256)
+);
+-- Tenants that may use another's adapter. By names, so that a grant outlives the adapter for the answers that run.
+CREATE TABLE grants (
+    tenant TEXT NOT NULL,
+    adapter TEXT NOT NULL,
+    grantee TEXT NOT NULL,
+    create_ns INTEGER NOT NULL,
+    expire_ns INTEGER,
+    end_ns INTEGER,
+    PRIMARY KEY (tenant, adapter, grantee)
+);
+CREATE INDEX grants_by_grantee ON grants (grantee);
+-- Plans by name, as JSON; none where one was deleted, which readers learn by its change, as those of keys.
+CREATE TABLE plans (
+    name TEXT PRIMARY KEY,
+    plan TEXT,
+    change INTEGER NOT NULL
+);
+-- API keys that revisions were uploaded with; no row for a revision that came without a key.
+CREATE TABLE revision_keys (
+    adapter_id INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    key_id TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, digest),
+    FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
+);
+CREATE INDEX revision_keys_by_key ON revision_keys (key_id);
+-- Charges of tenants and API keys, saved by routers. A purge of a tenant keeps them: they bound its quotas.
+CREATE TABLE accounts (
+    name TEXT PRIMARY KEY,
+    minute INTEGER NOT NULL,
+    requests INTEGER NOT NULL,
+    input_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL,
+    day INTEGER NOT NULL,
+    day_tokens INTEGER NOT NULL,
+    month INTEGER NOT NULL,
+    month_tokens INTEGER NOT NULL
+);
+""",
+)
 _BLOBS = """
 SELECT config_digest FROM revisions UNION SELECT weights_digest FROM revisions UNION SELECT digest FROM base_files
 UNION SELECT config_digest FROM deleted_revisions UNION SELECT weights_digest FROM deleted_revisions
@@ -30,7 +173,8 @@ SELECT EXISTS (SELECT 1 FROM revisions WHERE config_digest = :digest)
 class Database:
     """A connection that one thread uses at a time. `lock` may be held around several transactions.
 
-    Raises DataDirectoryError, also where there are `blobs` of a catalog that is missing: it would have them removed.
+    A catalog of an earlier version gets the steps that it lacks. Raises DataDirectoryError, also where there are
+    `blobs` of a catalog that is missing: it would have them removed.
     """
 
     def __init__(self, path: Path, blobs: int = 0) -> None:
@@ -38,25 +182,19 @@ class Database:
         if blobs and not (path.is_file() and path.stat().st_size):
             raise _lost_catalog(path, blobs)
         try:
-            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._connection.row_factory = sqlite3.Row
-            # In WAL mode with FULL every commit is on the disk before it returns.
-            # With secure_delete removed rows are overwritten.
-            for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
-                self._connection.execute(f"PRAGMA {pragma}")
-            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0 and blobs:
-                self._connection.close()
-                raise _lost_catalog(path, blobs)
-            if version == 0:
-                self._connection.executescript(SCHEMA)
-            if version in {0, VERSION}:
-                self._connection.executescript(LATER_TABLES)
+            with ExitStack() as opened:
+                connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+                opened.callback(connection.close)
+                connection.row_factory = sqlite3.Row
+                # In WAL mode with FULL every commit is on the disk before it returns.
+                # With secure_delete removed rows are overwritten.
+                for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
+                    connection.execute(f"PRAGMA {pragma}")
+                _migrate(connection, path, blobs)
+                opened.pop_all()
         except sqlite3.Error as error:
             raise DataDirectoryError(f"--data: {path} cannot be opened as the catalog: {error}") from error
-        if version not in {0, VERSION}:
-            self._connection.close()
-            raise DataDirectoryError(f"--data: {path} was written by another version of the store")
+        self._connection = connection
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -92,6 +230,16 @@ class Database:
         with self.reading() as rows:
             return [digest for digest in digests if not rows.execute(_IS_REFERENCED, {"digest": digest}).fetchone()[0]]
 
+    @contextmanager
+    def swept(self, data: DataDirectory, digests: Collection[str]) -> Iterator[None]:
+        """Hold the lock for a change, and afterwards remove those of these blobs that no row needs."""
+        with self.lock:
+            try:
+                yield
+            finally:
+                for digest in self.unreferenced(digests):
+                    data.remove(digest)
+
     def forget_removed(self) -> None:
         """Write the removal of rows into the file itself, and empty the journal, which still has them."""
         with self.lock:
@@ -101,6 +249,17 @@ class Database:
         """Close the connection."""
         with self.lock:
             self._connection.close()
+
+
+def _migrate(connection: sqlite3.Connection, path: Path, blobs: int) -> None:
+    """Run the migrations that the catalog lacks, each in a transaction."""
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version == 0 and blobs:
+        raise _lost_catalog(path, blobs)
+    if version > len(MIGRATIONS):
+        raise DataDirectoryError(f"--data: {path} was written by a later version of the store")
+    for number, step in enumerate(MIGRATIONS[version:], start=version + 1):
+        connection.executescript(f"BEGIN; {step}; PRAGMA user_version = {number}; COMMIT;")
 
 
 def _lost_catalog(path: Path, blobs: int) -> DataDirectoryError:

@@ -1,4 +1,4 @@
-"""Grants: tenants that may use another tenant's adapter for a while. Calls block, but for `may_use`: use a thread.
+"""Grants: admins of tenants let other tenants use their adapters for a while.
 
 A grant ends with its time, with its deletion or with the adapter; an adapter made again under the name has none.
 """
@@ -6,21 +6,32 @@ A grant ends with its time, with its deletion or with the adapter; an adapter ma
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import grpc
+from loraplex.admin.v1 import grants_pb2 as pb
+from loraplex.admin.v1 import grants_pb2_grpc
+
+from adapter_store.convert import decode_token, encode_token, own_adapter, page_size, refusals, seconds_of, timestamp
 from adapter_store.database import Database
-from adapter_store.rows import adapter_row
-from artifacts.names import SHARED, AdapterName
-from rpc.errors import Exhausted, NotFound
+from adapter_store.records import adapter_row
+from artifacts.names import SHARED, AdapterName, check_tenant
+from rpc.errors import Exhausted, InvalidField, NotFound
+from rpc.identity.principal import caller, calling_tenant
 
 # Maximum number of grants that a tenant has made, also of those that have ended and are kept for answers that run: a
 # plan bounds adapters and bytes, and none of these.
 GRANTS_LIMIT = 10_000
 # A grant that has not ended at the time :now.
 LIVE_GRANT = "coalesce(end_ns, :now + 1) > :now AND coalesce(expire_ns, :now + 1) > :now"
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +45,10 @@ class Grant:
 
 
 class Grants:
-    """The grants of all adapters. Jobs that run go on for `keep_s` after a grant's end, as after a deletion."""
+    """The grants of all adapters. Its calls block, except `may_use`: make them in a thread.
+
+    Jobs that run go on for `keep_s` after a grant's end, as after a deletion.
+    """
 
     def __init__(
         self,
@@ -116,4 +130,48 @@ def end_grants(rows: sqlite3.Connection, name: AdapterName, now: int) -> None:
     rows.execute(
         "UPDATE grants SET end_ns = ? WHERE tenant = ? AND adapter = ? AND end_ns IS NULL",
         (now, name.tenant, name.adapter),
+    )
+
+
+class GrantService(grants_pb2_grpc.GrantServiceServicer):
+    """Serves loraplex.admin.v1.GrantService."""
+
+    def __init__(self, grants: Grants) -> None:
+        self._grants = grants
+
+    async def CreateGrant(self, request: pb.CreateGrantRequest, context: Context) -> pb.CreateGrantResponse:
+        """Let a tenant use one of the caller's adapters."""
+        name = own_adapter("adapter", request.adapter, calling_tenant())
+        with refusals("tenant"):
+            tenant = check_tenant(request.tenant)
+        if tenant in {name.tenant, SHARED}:
+            raise InvalidField("tenant", f"{tenant!r}: grant it to another tenant")
+        ttl_s = seconds_of("ttl", request.ttl, least=0.001) if request.HasField("ttl") else None
+        grant = await asyncio.to_thread(self._grants.create, name, tenant, ttl_s)
+        log.info("%s: granted %s to %s", caller().name, name, tenant)
+        return pb.CreateGrantResponse(grant=_to_pb(grant))
+
+    async def ListGrants(self, request: pb.ListGrantsRequest, context: Context) -> pb.ListGrantsResponse:
+        """Return a page of an adapter's grants, in order of tenant."""
+        name = own_adapter("adapter", request.adapter, calling_tenant())
+        size = page_size(request.page_size)
+        after = decode_token(request.page_token, first=("",))[0]
+        found = await asyncio.to_thread(self._grants.page, name, after, size + 1)
+        token = encode_token((found[size - 1].tenant,)) if len(found) > size else ""
+        return pb.ListGrantsResponse(grants=map(_to_pb, found[:size]), next_page_token=token)
+
+    async def DeleteGrant(self, request: pb.DeleteGrantRequest, context: Context) -> pb.DeleteGrantResponse:
+        """End a grant."""
+        name = own_adapter("adapter", request.adapter, calling_tenant())
+        await asyncio.to_thread(self._grants.end, name, request.tenant)
+        log.info("%s: ended the grant of %s to %s", caller().name, name, request.tenant)
+        return pb.DeleteGrantResponse()
+
+
+def _to_pb(grant: Grant) -> pb.Grant:
+    return pb.Grant(
+        adapter=str(grant.adapter),
+        tenant=grant.tenant,
+        create_time=timestamp(grant.create_ns),
+        expire_time=timestamp(grant.expire_ns),
     )

@@ -1,22 +1,57 @@
-"""The plans of tenants and API keys: in the catalog, changed by operators, or in a file. Its calls block.
+"""The plans of tenants and API keys, in the catalog or in a file, and the quotas of them that the store checks.
 
 A store that is started with a file has the plans of the file alone; routers get either from the store.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import secrets
 import sqlite3
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
+import grpc
+from loraplex.admin.v1 import plans_pb2 as pb
+from loraplex.admin.v1 import plans_pb2_grpc
+
+from adapter_store.convert import check_key_id, decode_token, encode_token, page_size, refusals
 from adapter_store.database import Database
-from artifacts.names import SHARED
-from artifacts.plans import DEFAULT, FIELDS, UNLIMITED, Plan, Plans, PlansFile, plan_name
-from rpc.errors import Aborted, Mismatch, NotFound
+from adapter_store.metrics import StoreMetrics
+from artifacts.names import SHARED, check_tenant
+from artifacts.plans import DEFAULT, FIELDS, UNLIMITED, Plan, PlanFieldError, Plans, PlansFile, make_plan, plan_name
+from rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
+from rpc.identity.principal import caller
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+# Number of plans in an answer to a router.
+_CHANGES = 1_000
+# Time in seconds after which a tenant or key with all its uploads is to call again.
+_UPLOAD_RETRY_S = 1.0
+# Queries for what a tenant has stored, by the limit of its plan.
+_OF_TENANT = {
+    "adapters": "SELECT count(*) FROM adapters WHERE tenant = ?",
+    "adapter_bytes": "SELECT coalesce(sum(config_bytes + weights_bytes), 0) FROM revisions "
+    "JOIN adapters ON adapters.id = adapter_id WHERE tenant = ?",
+}
+# Queries for what came with an API key. An adapter counts for the key of its first revision: revisions are deleted
+# with their adapter alone, so that one stays the oldest.
+_OF_KEY = {
+    "adapters": "SELECT count(*) FROM revision_keys JOIN revisions USING (adapter_id, digest) WHERE key_id = ? "
+    "AND NOT EXISTS (SELECT 1 FROM revisions AS older WHERE older.adapter_id = revisions.adapter_id "
+    "AND older.number < revisions.number)",
+    "adapter_bytes": "SELECT coalesce(sum(config_bytes + weights_bytes), 0) FROM revision_keys "
+    "JOIN revisions USING (adapter_id, digest) WHERE key_id = ?",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +69,10 @@ class NamedPlan:
 
 
 class StoredPlans:
-    """All plans, kept in memory too. Changes are numbered within an epoch: with another one, readers begin anew."""
+    """All plans, also in memory. Changes block: make them in a thread.
+
+    Changes are numbered within an epoch: with another one, readers begin anew.
+    """
 
     def __init__(self, database: Database, path: Path | None = None) -> None:
         """Use the catalog, or the file if there is one. Raises PlansError."""
@@ -139,3 +177,145 @@ def _to_plan(row: sqlite3.Row) -> NamedPlan:
     # A store of a later version may have written fields that this one does not know.
     values = {field: value for field, value in json.loads(row["plan"]).items() if field in FIELDS}
     return NamedPlan(row["name"], Plan(**values), row["change"])
+
+
+class PlanService(plans_pb2_grpc.PlanServiceServicer):
+    """Serves loraplex.admin.v1.PlanService."""
+
+    def __init__(self, plans: StoredPlans) -> None:
+        self._plans = plans
+
+    async def GetPlan(self, request: pb.GetPlanRequest, context: Context) -> pb.GetPlanResponse:
+        """Return a plan."""
+        return pb.GetPlanResponse(plan=_to_pb(self._plans.get(request.name)))
+
+    async def SetPlan(self, request: pb.SetPlanRequest, context: Context) -> pb.SetPlanResponse:
+        """Replace a plan, or make it."""
+        name, plan = _named(request.plan.name), _from_pb(request.plan)
+        kept = await asyncio.to_thread(self._plans.set, name, plan, request.plan.etag)
+        log.info("%s: set the plan %s", caller().name, name)
+        return pb.SetPlanResponse(plan=_to_pb(kept))
+
+    async def ListPlans(self, request: pb.ListPlansRequest, context: Context) -> pb.ListPlansResponse:
+        """Return a page of plans, in order of name."""
+        size = page_size(request.page_size)
+        found = self._plans.page(decode_token(request.page_token, first=("",))[0], size + 1)
+        token = encode_token((found[size - 1].name,)) if len(found) > size else ""
+        return pb.ListPlansResponse(plans=map(_to_pb, found[:size]), next_page_token=token)
+
+    async def DeletePlan(self, request: pb.DeletePlanRequest, context: Context) -> pb.DeletePlanResponse:
+        """Remove a plan."""
+        await asyncio.to_thread(self._plans.delete, request.name, request.etag)
+        log.info("%s: deleted the plan %s", caller().name, request.name)
+        return pb.DeletePlanResponse()
+
+    async def ListPlanChanges(self, request: pb.ListPlanChangesRequest, context: Context) -> pb.ListPlanChangesResponse:
+        """Return the plans that have changed since the last call."""
+        epoch = self._plans.epoch  # a purge may begin another one meanwhile, of which this answer is not
+        after = request.after if request.epoch == epoch else 0
+        found = self._plans.changes(after, _CHANGES + 1)
+        plans = found[:_CHANGES]
+        return pb.ListPlanChangesResponse(
+            epoch=epoch,
+            latest=plans[-1].change if plans else after,
+            more=len(found) > _CHANGES,
+            plans=[_to_pb(one) for one in plans if one.plan is not None],
+            deleted=[one.name for one in plans if one.plan is None],
+        )
+
+
+def _named(name: str) -> str:
+    """Return the name of a plan that may be set. Raises InvalidField."""
+    kind, _, of = name.partition("/")
+    if name != DEFAULT and kind not in {"tenants", "keys"}:
+        raise InvalidField("plan.name", f"{name!r} is not default, tenants/TENANT or keys/KEYID")
+    if kind == "tenants":
+        with refusals("plan.name"):
+            check_tenant(of)
+    if kind == "keys":
+        check_key_id("plan.name", of)
+    return name
+
+
+def _from_pb(message: pb.Plan) -> Plan:
+    try:
+        fields = {field.name: value for field, value in message.ListFields() if field.name in FIELDS}
+        return make_plan(fields)
+    except PlanFieldError as error:
+        raise InvalidField(f"plan.{error.field}", error.message) from error
+
+
+def _to_pb(named: NamedPlan) -> pb.Plan:
+    message = pb.Plan(name=named.name, etag=named.etag)
+    for field in FIELDS:
+        if (value := getattr(named.plan, field)) is not None:
+            setattr(message, field, value)
+    return message
+
+
+class StoreQuotas:
+    """Counts adapters, bytes and uploads at once of tenants and API keys; docs/quotas.md.
+
+    Raises Exhausted, which names the limit.
+    """
+
+    def __init__(self, plans: StoredPlans, metrics: StoreMetrics) -> None:
+        self._plans = plans
+        self._metrics = metrics
+        self._uploads = Counter[str]()
+
+    @contextmanager
+    def uploading(self, tenant: str, key_id: str) -> Iterator[None]:
+        """Count an upload of a tenant, and of the API key that it came with, while the context is open."""
+        plans = self._plans_of(tenant, key_id)
+        for name, plan in plans.items():
+            most = plan.uploads_at_once
+            if most is not None and self._uploads[name] >= most:
+                retry_s = _UPLOAD_RETRY_S if most else None
+                raise self._exceeded(name, "uploads_at_once", most, "wait for one of them", retry_s)
+        self._uploads.update(plans.keys())
+        try:
+            yield
+        finally:
+            self._uploads.subtract(plans.keys())
+            for name in plans:
+                if not self._uploads[name]:
+                    del self._uploads[name]
+
+    def bytes_of(self, tenant: str) -> int | None:
+        """Return the maximum bytes of a tenant's adapters, which is also that of its deleted ones that are kept."""
+        return self._plans.of(tenant).adapter_bytes
+
+    def check_upload(self, rows: sqlite3.Connection, tenant: str, key_id: str, *, new_adapter: bool) -> None:
+        """Check that a tenant and a key of it have room for another revision, before its bytes come."""
+        self._check_room(rows, tenant, key_id, new_adapter, coming=1)
+
+    def check_stored(self, rows: sqlite3.Connection, tenant: str, key_id: str, *, new_adapter: bool) -> None:
+        """Check what both have with a revision that was inserted just now; the caller rolls back on an error."""
+        self._check_room(rows, tenant, key_id, new_adapter, coming=0)
+
+    def _check_room(self, rows: sqlite3.Connection, tenant: str, key_id: str, new_adapter: bool, coming: int) -> None:
+        """Check that what each has, and at least `coming` adapters and bytes more, are within its plan."""
+        for name, plan in self._plans_of(tenant, key_id).items():
+            kind, _, owner = name.partition("/")
+            for limit, counting in (_OF_KEY if kind == "keys" else _OF_TENANT).items():
+                most = getattr(plan, limit)
+                if most is None or (limit == "adapters" and not new_adapter):
+                    continue
+                if rows.execute(counting, (owner,)).fetchone()[0] + coming > most:
+                    raise self._exceeded(name, limit, most)
+
+    def _plans_of(self, tenant: str, key_id: str) -> dict[str, Plan]:
+        """Return the plans that an upload must fit, by name: its tenant's, and that of the key that it came with."""
+        plans = {plan_name(tenant): self._plans.of(tenant)}
+        if key_id:
+            plans[plan_name(key_id=key_id)] = self._plans.of_key(key_id)
+        return plans
+
+    def _exceeded(
+        self, name: str, limit: str, most: int, hint: str = "delete adapters first", retry_s: float | None = None
+    ) -> Exhausted:
+        """Return the error of a limit of a plan, by the plan's name."""
+        self._metrics.quota_refusals.labels(limit).inc()
+        message = f"the plan of {name.partition('/')[2]} has {limit} {most}: {hint}"
+        return Exhausted(f"{name}/quotas/{limit}", message, retry_after_s=retry_s, reason="QUOTA_EXCEEDED")

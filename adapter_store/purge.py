@@ -1,21 +1,28 @@
-"""Purges a tenant: removes everything that the store has of it, and looks whether something is left.
-
-Its calls block: make them in a thread.
-"""
+"""Purges a tenant: removes everything that the store has of it, and looks whether something is left."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from loraplex.admin.v1 import tenants_pb2 as pb
+from loraplex.admin.v1 import tenants_pb2_grpc
 
 from adapter_store.api_keys import ApiKeys
+from adapter_store.convert import refusals
 from adapter_store.database import Database
-from adapter_store.deleted import swept
 from adapter_store.plans import StoredPlans
 from adapter_store.storage import DataDirectory
+from artifacts.names import SHARED, check_tenant
 from artifacts.plans import plan_name
+from rpc.errors import InvalidField
+from rpc.identity.principal import caller
 
 # Queries for the names of a tenant's grants, deleted revisions, revisions and adapters.
 _NAMES = (
@@ -45,6 +52,11 @@ _KEPT = (
     "SELECT digest FROM revisions WHERE digest IN (SELECT value FROM json_each(:digests)) UNION "
     "SELECT digest FROM deleted_revisions WHERE digest IN (SELECT value FROM json_each(:digests))"
 )
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+# Maximum number of names in an answer, and of digests in a request.
+_MOST_NAMES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,10 @@ class Purged:
 
 
 class TenantPurge:
-    """Purges tenants from a store. `keys_changed` is called when API keys are gone."""
+    """Purges tenants from a store. Its calls block: make them in a thread.
+
+    `keys_changed` is called when API keys are gone.
+    """
 
     def __init__(
         self,
@@ -79,7 +94,7 @@ class TenantPurge:
         self._keys_changed()
         plans = self._plans.purge([plan_name(tenant), *(f"keys/{key_id}" for key_id in keys)])
         blobs: set[str] = set()
-        with swept(self._database, self._data, blobs), self._database.transaction() as rows:
+        with self._database.swept(self._data, blobs), self._database.transaction() as rows:
             removed = list(_names(rows, tenant))
             blobs |= {digest for row in rows.execute(_BLOBS, {"tenant": tenant}) for digest in row}
             for statement in _REMOVALS:
@@ -107,3 +122,33 @@ class TenantPurge:
 def _names(rows: sqlite3.Connection, tenant: str) -> Iterator[str]:
     for statement in _NAMES:
         yield from (name for (name,) in rows.execute(statement, {"tenant": tenant}).fetchall())
+
+
+class TenantService(tenants_pb2_grpc.TenantServiceServicer):
+    """Serves loraplex.admin.v1.TenantService."""
+
+    def __init__(self, purge: TenantPurge) -> None:
+        self._purge = purge
+
+    async def PurgeTenant(self, request: pb.PurgeTenantRequest, context: Context) -> pb.PurgeTenantResponse:
+        """Remove everything of a tenant."""
+        with refusals("tenant"):
+            tenant = check_tenant(request.tenant)
+        if tenant == SHARED:
+            raise InvalidField("tenant", f"{SHARED!r} is no tenant: delete the shared adapters one by one")
+        purged = await asyncio.to_thread(self._purge.purge, tenant)
+        log.info("%s: purged tenant %s, %d things", caller().name, tenant, len(purged.removed))
+        return pb.PurgeTenantResponse(
+            removed=purged.removed[:_MOST_NAMES],
+            removed_count=len(purged.removed),
+            left=purged.left[:_MOST_NAMES],
+            kept_for_others=purged.kept_for_others[:_MOST_NAMES],
+        )
+
+    async def ListGoneRevisions(
+        self, request: pb.ListGoneRevisionsRequest, context: Context
+    ) -> pb.ListGoneRevisionsResponse:
+        """Return those of the revisions that a worker has which the store does not have any more."""
+        if len(request.digests) > _MOST_NAMES:
+            raise InvalidField("digests", f"at most {_MOST_NAMES} in a call")
+        return pb.ListGoneRevisionsResponse(digests=await asyncio.to_thread(self._purge.gone, list(request.digests)))

@@ -1,29 +1,30 @@
-"""Receives what clients upload: an adapter's two files, or a base model's small files."""
+"""Receives what clients upload: an adapter's two files, which child processes check, or a base model's small files."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
-from collections.abc import AsyncIterable, AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
-from adapter_store.convert import base_from_pb, refusals
-from adapter_store.open_uploads import OpenUploads
-from adapter_store.quotas import StoreQuotas
+from adapter_store.convert import base_from_pb, own_adapter, refusals
+from adapter_store.open_calls import OpenUploads
+from adapter_store.plans import StoreQuotas
 from adapter_store.records import Base, Blob, NewBase, NewRevision
-from adapter_store.storage import DataDirectory, Upload
-from adapter_store.tenants import own_adapter
-from adapter_store.transfer import incoming
-from adapter_store.validate import CONFIG_BYTES
-from adapter_store.validator import Validator
+from adapter_store.storage import PIECE_BYTES, DataDirectory, Upload
+from adapter_store.validate import CONFIG_BYTES, Validated, validate_adapter
+from artifacts.base_model import HASH_ARCHITECTURE, BaseModel
+from artifacts.errors import ArtifactError, MismatchError
 from artifacts.names import LIVE, AdapterName, RevisionName, check_alias
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
+from rpc.children.pool import ChildDiedError, ChildPool
 from rpc.errors import CallError, DeadlinePassed, InvalidField
 from rpc.identity.principal import caller
 
@@ -39,6 +40,10 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 P = TypeVar("P")
 UploadPart = pb.UploadRevisionRequest | pb.ValidateAdapterRequest
+# Returns the maximum size in bytes of a file by its name. Raises InvalidField on a name that is refused.
+LimitOf = Callable[[str], int]
+# Timeout in seconds for a child's answer, which reads gigabytes of weights from the disk.
+_CHECK_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class Receiver:
         self._limits = {CONFIG_FILE: CONFIG_BYTES, WEIGHTS_FILE: max_adapter_bytes}
         self._open_uploads = OpenUploads()
         self._quotas = quotas
-        self._validator = Validator()
+        self._validator = _Validator()
 
     def close(self) -> None:
         """End the processes that check uploads."""
@@ -77,9 +82,11 @@ class Receiver:
         self, parts: AsyncIterable[UploadPart], tenant: str
     ) -> AsyncIterator[tuple[NewRevision, Upload]]:
         """Receive and validate a revision; its files are removed afterwards unless kept. Raises errors of the call."""
-        async with _heard_out(aiter(parts)) as received, self._upload(received, tenant) as coming:
+        async with _heard_out(aiter(parts)) as received, AsyncExitStack() as counted:
+            counted.enter_context(self._quotas.uploading(tenant, caller().key_id))
+            coming = await counted.enter_async_context(self._open_uploads.one(received, tenant))
             header = await self._header(await anext(coming, None), tenant)
-            async with incoming(self._data, self._adapter_limit, sum(self._limits.values())) as files:
+            async with _incoming(self._data, self._adapter_limit, sum(self._limits.values())) as files:
                 async for part in coming:
                     if part.WhichOneof("part") != "chunk":
                         raise InvalidField("header", "comes once, first; chunks follow")
@@ -88,12 +95,6 @@ class Receiver:
                     if file not in files.upload.sizes:
                         raise InvalidField("chunk", f"{file} is missing")
                 yield await self._check(header, files.upload, tenant), files.upload
-
-    @asynccontextmanager
-    async def _upload(self, parts: AsyncIterator[UploadPart], tenant: str) -> AsyncIterator[AsyncIterator[UploadPart]]:
-        with self._quotas.uploading(tenant, caller().key_id):
-            async with self._open_uploads.one(parts, tenant) as coming:
-                yield coming
 
     @asynccontextmanager
     async def base_model(
@@ -105,7 +106,7 @@ class Receiver:
             if first is None or first.WhichOneof("part") != "model":
                 raise InvalidField("model", "comes first, then the chunks")
             manifest = base_from_pb(first.model)
-            async with incoming(self._data, _base_file_limit, _BASE_FILES_BYTES) as files:
+            async with _incoming(self._data, _base_file_limit, _BASE_FILES_BYTES) as files:
                 async for part in coming:
                     if part.WhichOneof("part") != "chunk":
                         raise InvalidField("model", "comes once, first; chunks follow")
@@ -182,3 +183,86 @@ def _base_file_limit(file: str) -> int:
     if not _FILE_NAME.fullmatch(file):
         raise InvalidField("chunk.name", f"{file!r} is not a plain file name")
     return _BASE_FILES_BYTES
+
+
+class _Validator:
+    """Checks uploads in child processes, in turns of the tenants: hostile files end or hold up a child alone.
+
+    The first adapter of a base model other than the hash model starts a child.
+    """
+
+    def __init__(self) -> None:
+        self._children = ChildPool("adapter_store.validate", "VALIDATOR_BUSY", wall_s=_CHECK_S)
+
+    async def check(self, upload: Upload, weights_digest: str, base: BaseModel, tenant: str) -> tuple[Validated, str]:
+        """Return what is accepted, and the digest of the revision that it is.
+
+        Raises InvalidField for what is broken, Mismatch for what does not go with the base, or Unavailable.
+        """
+        if base.architecture == HASH_ARCHITECTURE:
+            return await asyncio.to_thread(_check_any_bytes, upload, weights_digest, base)
+        request = {
+            "directory": str(upload.path.absolute()),
+            "base": _fields(base),
+            "weights": weights_digest,
+            "bytes": upload.sizes[WEIGHTS_FILE],
+        }
+        try:
+            answer = await self._children.ask(tenant, request)
+        except ChildDiedError as error:
+            message = f"the check of {CONFIG_FILE} and the header of {WEIGHTS_FILE} {error}"
+            raise InvalidField("adapter", message, reason="ADAPTER_TOO_COSTLY") from None
+        with refusals():
+            if "error" in answer:
+                kind = MismatchError if answer.get("mismatch") else ArtifactError
+                raise kind(answer["subject"], answer["error"])
+        config = answer["config"]
+        return Validated(answer["rank"], None if config is None else config.encode()), answer["digest"]
+
+    def close(self) -> None:
+        """End the children."""
+        self._children.close()
+
+
+def _check_any_bytes(upload: Upload, weights_digest: str, base: BaseModel) -> tuple[Validated, str]:
+    config = (upload.path / CONFIG_FILE).read_bytes()
+    return validate_adapter(upload.path, base), revision_digest(config, weights_digest)
+
+
+def _fields(base: BaseModel) -> Mapping[str, Any]:
+    fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    return fields | {"files": {}, "modules": [dataclasses.astuple(module) for module in base.modules]}
+
+
+class _Incoming:
+    """The files of a call that are being received."""
+
+    def __init__(self, upload: Upload, limit_of: LimitOf, total_bytes: int) -> None:
+        self.upload = upload
+        self._limit_of = limit_of
+        self._total_bytes = total_bytes
+
+    async def add(self, name: str, data: bytes) -> None:
+        """Take the next chunk. Raises InvalidField as soon as a limit is passed."""
+        sizes = self.upload.sizes
+        limit = self._limit_of(name)
+        if len(data) > PIECE_BYTES:
+            raise InvalidField("chunk.data", f"has {len(data)} bytes; a chunk has at most {PIECE_BYTES}")
+        if name in sizes and name != self.upload.current:
+            raise InvalidField("chunk.name", f"{name} goes on after another file; send one file after the other")
+        if sizes.get(name, 0) + len(data) > limit:
+            raise InvalidField(name, f"is larger than the {limit} bytes accepted")
+        if sum(sizes.values()) + len(data) > self._total_bytes:
+            raise InvalidField("chunk", f"all files together are larger than the {self._total_bytes} bytes accepted")
+        await asyncio.to_thread(self.upload.append, name, data)
+
+
+@asynccontextmanager
+async def _incoming(data: DataDirectory, limit_of: LimitOf, total_bytes: int) -> AsyncIterator[_Incoming]:
+    """Open an upload; files that are not kept by the end are deleted, also when the call breaks off."""
+    upload = data.new_upload()
+    try:
+        yield _Incoming(upload, limit_of, total_bytes)
+    finally:
+        # A client that vanished first ends its stream, then cancels: the cancel may come while this waits for a thread.
+        await asyncio.shield(asyncio.to_thread(upload.discard))

@@ -1,13 +1,17 @@
-"""Records of the catalog. Times are nanoseconds since 1970, sizes bytes."""
+"""Records of the catalog, and how they are read from its rows. Times are nanoseconds since 1970, sizes bytes."""
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from artifacts.base_model import BaseModel
-from artifacts.certificate import Figures
+from artifacts.certificate import Figures, FitnessLimits
 from artifacts.names import AdapterName, RevisionName
+from rpc.errors import NotFound
+
+REVISIONS = "SELECT revisions.*, tenant, adapter, base_model FROM revisions JOIN adapters ON adapters.id = adapter_id "
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,14 @@ class FitnessCertificate:
     base_digest: str
     figures: Figures
     create_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class FitnessPolicy:
+    """The limits of the store, and whether an adapter beyond them is refused on such a base instead of warned of."""
+
+    limits: FitnessLimits
+    refuses: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +101,79 @@ class NewBase:
     manifest: BaseModel
     files: Mapping[str, Blob]
     replace: bool
+
+
+def find_adapter(rows: sqlite3.Connection, name: AdapterName) -> sqlite3.Row | None:
+    found = rows.execute("SELECT * FROM adapters WHERE tenant = ? AND adapter = ?", (name.tenant, name.adapter))
+    row: sqlite3.Row | None = found.fetchone()
+    return row
+
+
+def adapter_row(rows: sqlite3.Connection, name: AdapterName) -> sqlite3.Row:
+    row = find_adapter(rows, name)
+    if row is None:
+        raise NotFound("adapter", str(name))
+    return row
+
+
+def to_adapter(rows: sqlite3.Connection, row: sqlite3.Row) -> Adapter:
+    aliases = rows.execute("SELECT alias, digest FROM aliases WHERE adapter_id = ? ORDER BY alias", (row["id"],))
+    return Adapter(
+        name=AdapterName(row["tenant"], row["adapter"]),
+        base_model=row["base_model"],
+        aliases={alias["alias"]: alias["digest"] for alias in aliases},
+        create_ns=row["create_ns"],
+        update_ns=row["update_ns"],
+        etag=etag_of(row),
+    )
+
+
+def etag_of(row: sqlite3.Row) -> str:
+    # An adapter deleted and made again has another id.
+    return f"{row['id']}-{row['changes']}"
+
+
+def find_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision | None:
+    found = rows.execute(
+        REVISIONS + "WHERE tenant = ? AND adapter = ? AND digest = ?", (name.tenant, name.adapter, name.digest)
+    ).fetchone()
+    return None if found is None else to_revision(found, certificates_of(rows, found))
+
+
+def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
+    revision = find_revision(rows, name)
+    if revision is None:
+        raise NotFound("revision", str(name))
+    return revision
+
+
+def certificates_of(rows: sqlite3.Connection, revision: sqlite3.Row) -> tuple[FitnessCertificate, ...]:
+    """Return the certificates of a revision that were made with its base model."""
+    found = rows.execute(
+        "SELECT * FROM certificates WHERE adapter_id = ? AND digest = ? AND base_digest = ? ORDER BY quantization",
+        (revision["adapter_id"], revision["digest"], revision["base_digest"]),
+    )
+    return tuple(
+        FitnessCertificate(
+            row["quantization"],
+            row["base_digest"],
+            Figures(row["prompts"], bool(row["drawn"]), row["tokens"], row["agreement"], row["mean_kl"], row["max_kl"]),
+            row["create_ns"],
+        )
+        for row in found
+    )
+
+
+def to_revision(row: sqlite3.Row, certificates: tuple[FitnessCertificate, ...] = ()) -> Revision:
+    """Return the revision of a row, with its certificates."""
+    return Revision(
+        name=RevisionName(row["tenant"], row["adapter"], row["digest"]),
+        base_model=row["base_model"],
+        base_digest=row["base_digest"],
+        rank=row["rank"],
+        config=Blob(row["config_digest"], row["config_bytes"]),
+        weights=Blob(row["weights_digest"], row["weights_bytes"]),
+        create_ns=row["create_ns"],
+        order=row["number"],
+        certificates=certificates,
+    )

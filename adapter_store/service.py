@@ -4,37 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 
 from adapter_store.bases import BaseModels
-from adapter_store.catalog import Catalog
-from adapter_store.certificates import FitnessCertificates
+from adapter_store.catalog import Catalog, DeletedRevisions
 from adapter_store.convert import (
     adapter_to_pb,
     base_to_pb,
     certificate_to_pb,
+    check_owner,
+    decode_token,
     figures_from_pb,
+    fill_page,
+    listed_tenants,
     masked,
+    own_adapter,
+    page_size,
     refusals,
     revision_to_pb,
 )
-from adapter_store.deleted import DeletedRevisions
 from adapter_store.grants import Grants
-from adapter_store.lists import Lists
 from adapter_store.metrics import StoreMetrics
-from adapter_store.pages import decode_token, fill_page, page_size
+from adapter_store.open_calls import TENANT_PIECE_BYTES
 from adapter_store.receive import Receiver
-from adapter_store.records import NewRevision, Revision
-from adapter_store.storage import DISK_FULL, PIECE_BYTES
-from adapter_store.tenant_calls import TENANT_PIECE_BYTES
-from adapter_store.tenants import check_owner, listed_tenants, own_adapter
-from adapter_store.transfer import outgoing
+from adapter_store.records import FitnessPolicy, NewRevision, Revision
+from adapter_store.storage import DISK_FULL, PIECE_BYTES, BlobReader, CorruptBlob
 from artifacts.digests import is_digest
 from artifacts.names import (
     check_alias,
@@ -43,16 +44,73 @@ from artifacts.names import (
     parse_revision_name,
 )
 from artifacts.revision import CONFIG_FILE
-from rpc.errors import CallError, Exhausted, InvalidField, NotFound
-from rpc.identity.principal import Role, caller, calling_tenant
-
-if TYPE_CHECKING:
-    from adapter_store.worker_grants import WorkerGrants
+from rpc.errors import CallError, DataLoss, Exhausted, InvalidField, NotFound, PermissionDenied
+from rpc.identity.guard import Refused
+from rpc.identity.principal import WORKER_GRANT_KEY, Role, caller, calling_tenant
+from rpc.identity.tls import TlsFiles
+from rpc.shares import FairTurns
 
 log = logging.getLogger(__name__)
 
+M = TypeVar("M", bound=Message)
+N = TypeVar("N")
+R = TypeVar("R")
+_DOWNLOAD = "/loraplex.adapters.v1.AdapterService/DownloadRevision"
 Context = grpc.aio.ServicerContext[Any, Any]
 _NEWEST = 2**63 - 1
+
+
+class Lists:
+    """Reads pages of the catalog, each in a thread, in turns of the tenants.
+
+    A page may have thousands of aliases and certificates, and the catalog is read by one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._turns = FairTurns(1)
+
+    async def page(
+        self,
+        tenant: str,
+        records: Callable[[], Generator[R, None, None]],
+        convert: Callable[[R], M],
+        key: Callable[[R], Sequence[str | int]],
+        size: int,
+    ) -> tuple[list[M], str]:
+        """Return a page of the records, and the next page's token."""
+
+        def fill() -> tuple[list[M], str]:
+            with closing(records()) as rows:  # in this thread, which holds the catalog's lock
+                return fill_page(rows, convert, key, size)
+
+        return await self._turns.run(tenant, lambda: asyncio.ensure_future(asyncio.to_thread(fill)))
+
+
+class WorkerGrants:
+    """Checks the grants of routers that an authority of `tls` has signed; `refused` is told of every refusal."""
+
+    def __init__(self, tls: TlsFiles, refused: Refused) -> None:
+        # Imported late: a store without TLS starts without the library of signatures.
+        from rpc.identity.revision_grants import RevisionGrantVerifier
+        from rpc.identity.signatures import SignatureError, Verifier
+
+        self._grants = RevisionGrantVerifier(Verifier(tls, Role.ROUTER))
+        self._does_not_hold = SignatureError
+        self._refused = refused
+
+    def check(self, context: Context, tenant: str, revision: str) -> None:
+        """Raise PermissionDenied unless a router has granted the calling worker's download."""
+        shown = [value for key, value in context.invocation_metadata() or () if key == WORKER_GRANT_KEY]
+        try:
+            if len(shown) != 1 or not isinstance(shown[0], bytes):
+                raise PermissionDenied("a worker needs a router's grant for the revision", "GRANT_MISSING")
+            try:
+                self._grants.check(shown[0], tenant, revision)
+            except self._does_not_hold as error:
+                raise PermissionDenied(f"the router's grant does not hold: {error}", "GRANT_INVALID") from error
+        except PermissionDenied as refusal:
+            self._refused(_DOWNLOAD, caller(), refusal, context.peer())
+            raise
 
 
 class AdapterService(pb_grpc.AdapterServiceServicer):
@@ -64,18 +122,18 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         bases: BaseModels,
         receiver: Receiver,
         deleted: DeletedRevisions,
-        certificates: FitnessCertificates,
+        fitness: FitnessPolicy,
         grants: Grants,
         metrics: StoreMetrics,
         worker_grants: WorkerGrants | None = None,
     ) -> None:
         self._metrics = metrics
         self._catalog = catalog
-        self._lists = Lists(catalog)
+        self._lists = Lists()
         self._bases = bases
         self._receiver = receiver
         self._deleted = deleted
-        self._certificates = certificates
+        self._fitness = fitness
         self._grants = grants
         self._worker_grants = worker_grants
 
@@ -98,13 +156,12 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         with refusals("name"):
             name = parse_revision_name(request.name)
         check_owner(name.adapter_name, calling_tenant())
-        given = request.certificate
-        figures = figures_from_pb(given)
+        sent = request.certificate
         certificate = await asyncio.to_thread(
-            self._certificates.keep, name, given.quantization, given.base_digest, figures
+            self._catalog.certify, name, sent.quantization, sent.base_digest, figures_from_pb(sent)
         )
-        log.info("certified %s for %s", name, given.quantization)
-        return pb.CertifyRevisionResponse(certificate=certificate_to_pb(certificate, self._certificates.policy))
+        log.info("certified %s for %s", name, sent.quantization)
+        return pb.CertifyRevisionResponse(certificate=certificate_to_pb(certificate, self._fitness))
 
     async def ValidateAdapter(
         self, request_iterator: AsyncIterator[pb.ValidateAdapterRequest], context: Context
@@ -127,7 +184,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         if not await self._grants.may_use(name.adapter_name, tenant, running=running):
             raise NotFound("revision", request.name)
         piece_bytes = PIECE_BYTES if running else TENANT_PIECE_BYTES
-        async with outgoing(self._catalog.open_revision, name, "revision", piece_bytes) as (revision, pieces):
+        async with _outgoing(self._catalog.open_revision, name, "revision", piece_bytes) as (revision, pieces):
             yield pb.DownloadRevisionResponse(revision=self._revision(revision))
             async for file, piece in pieces:
                 if request.config_only and file != CONFIG_FILE:
@@ -151,8 +208,13 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         tenant = calling_tenant()
         tenants, granted_to = listed_tenants(request.parent, tenant), "" if request.parent else tenant
         after = decode_token(request.page_token, first=("", ""))
-        page, token = await self._lists.adapters(
-            tenant, tenants, (after[0], after[1]), page_size(request.page_size), granted_to, adapter_to_pb
+        size = page_size(request.page_size)
+        page, token = await self._lists.page(
+            tenant,
+            lambda: self._catalog.adapters(tenants, (after[0], after[1]), size + 1, granted_to),
+            adapter_to_pb,
+            lambda adapter: (adapter.name.tenant, adapter.name.adapter),
+            size,
         )
         return pb.ListAdaptersResponse(adapters=page, next_page_token=token)
 
@@ -172,7 +234,14 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         if not await self._grants.may_use(name, tenant):
             raise NotFound("adapter", str(name))
         before = decode_token(request.page_token, first=(_NEWEST,))[0]
-        page, token = await self._lists.revisions(tenant, name, before, page_size(request.page_size), self._revision)
+        size = page_size(request.page_size)
+        page, token = await self._lists.page(
+            tenant,
+            lambda: self._catalog.revisions(name, before, size + 1),
+            self._revision,
+            lambda revision: (revision.order,),
+            size,
+        )
         return pb.ListRevisionsResponse(revisions=page, next_page_token=token)
 
     async def SetAlias(self, request: pb.SetAliasRequest, context: Context) -> pb.SetAliasResponse:
@@ -204,7 +273,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         self, request: pb.DownloadBaseModelRequest, context: Context
     ) -> AsyncIterator[pb.DownloadBaseModelResponse]:
         """Send a manifest, then the small files; DATA_LOSS before the last piece of a damaged file."""
-        async with outgoing(self._bases.open, request.name, "base model") as (base, pieces):
+        async with _outgoing(self._bases.open, request.name, "base model") as (base, pieces):
             yield pb.DownloadBaseModelResponse(model=base_to_pb(base))
             async for file, piece in pieces:
                 self._metrics.sent.inc(len(piece))
@@ -232,4 +301,30 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
             raise
 
     def _revision(self, revision: Revision | NewRevision) -> pb.Revision:
-        return revision_to_pb(revision, self._certificates.policy)
+        return revision_to_pb(revision, self._fitness)
+
+
+@asynccontextmanager
+async def _outgoing(
+    open_files: Callable[[N], tuple[R, Mapping[str, BlobReader]]], name: N, kind: str, piece_bytes: int = PIECE_BYTES
+) -> AsyncIterator[tuple[R, AsyncIterator[tuple[str, bytes]]]]:
+    """Open files with `open_files(name)`; yields the record, and (file, piece) of each file in turn. Closes the files.
+
+    Raises DataLoss of the `kind` `name` when the files are damaged, before a damaged file's last piece.
+    """
+    readers: Mapping[str, BlobReader] = {}
+    try:
+        record, readers = await asyncio.to_thread(open_files, name)
+        yield record, _pieces(readers, piece_bytes)
+    except CorruptBlob as error:
+        raise DataLoss(kind, str(name), str(error)) from error
+    finally:
+        for reader in readers.values():
+            await asyncio.shield(asyncio.to_thread(reader.close))
+
+
+async def _pieces(readers: Mapping[str, BlobReader], piece_bytes: int) -> AsyncIterator[tuple[str, bytes]]:
+    for file, reader in readers.items():
+        yield file, await asyncio.to_thread(reader.read, piece_bytes)  # one empty piece for an empty file
+        while reader.remaining:
+            yield file, await asyncio.to_thread(reader.read, piece_bytes)

@@ -1,6 +1,7 @@
 """Validates an adapter's files before they are accepted: every field, tensor, shape and number.
 
-Runs in a child process that may be killed (see validator.py): the files are anybody's.
+The files are anybody's: `python -m adapter_store.validate` checks them as a child process of rpc.children, so that
+files that are made to end it end nothing else.
 """
 
 from __future__ import annotations
@@ -9,20 +10,30 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from artifacts.base_model import HASH_ARCHITECTURE, BaseModel, ModuleShape
 from artifacts.errors import ArtifactError, MismatchError
 from artifacts.heads import canonical_header, check_head, head_tensors, hidden_size
 from artifacts.json_object import parse_object
-from artifacts.peft_config import CONFIG_FILE, MAX_RANK, PeftConfig, parse_peft_config
-from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors
+from artifacts.peft_config import MAX_RANK, PeftConfig, parse_peft_config
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, revision_digest
 from artifacts.safetensors_header import ADAPTER_HEADER_BYTES, TensorInfo, read_header
+from rpc.children.child import LAST, Json, serve
 
 # By dtype: an unsigned type of its size, and the bits of the exponent; infinities and NaNs alone have all of them set.
 _EXPONENTS: dict[str, tuple[str, int]] = {"F32": ("<u4", 0x7F80_0000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 _PIECE_BYTES = 4 * 1024 * 1024
 # Maximum bytes of an adapter's configuration; workers take no more.
 CONFIG_BYTES = 1024 * 1024
+# Maximum address space in bytes of this process; Python and numpy need a third of it.
+MEMORY_BYTES = 1 << 30
+# Maximum processor time in seconds for an adapter's configuration and header, and bytes of weights checked in a second
+# by a slow processor.
+CPU_S = 0.5
+WEIGHT_BYTES_S = 100_000_000
+# Maximum open files: the socket under two names, stderr, the file that is read, and the folder that Python imports of.
+_FILES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +130,33 @@ def _check_finite(path: Path, header: dict[str, TensorInfo]) -> None:
                 left -= numbers.nbytes
                 if np.any((numbers & exponent) == exponent):
                     raise ArtifactError(WEIGHTS_FILE, f"tensor {name} has infinities or NaNs")
+
+
+def _answer(request: Mapping[str, Any]) -> Json:
+    """Return rank, digest and what changes of the configuration; or what is to blame and why."""
+    directory = Path(request["directory"])
+    base = request["base"]
+    base["modules"] = tuple(ModuleShape(*module) for module in base["modules"])
+    try:
+        valid = validate_adapter(directory, BaseModel(**base))
+    except MemoryError:
+        return {"subject": "adapter", "error": "its files need too much memory to read", LAST: True}
+    except RecursionError:
+        return {"subject": "adapter", "error": "its files are nested too deeply"}
+    except ArtifactError as error:
+        return {"subject": error.subject, "error": error.message, "mismatch": isinstance(error, MismatchError)}
+    except Exception as error:  # anybody may have written the files
+        return {"subject": "adapter", "error": f"its files cannot be read: {type(error).__name__}"}
+    config = (directory / CONFIG_FILE).read_bytes() if valid.config is None else valid.config
+    digest = revision_digest(config, request["weights"])
+    return {"rank": valid.rank, "digest": digest, "config": valid.config.decode() if valid.config else None}
+
+
+def _cpu_s(request: Mapping[str, Any]) -> float:
+    return CPU_S + float(request["bytes"]) / WEIGHT_BYTES_S
+
+
+if __name__ == "__main__":
+    import numpy  # noqa: F401  # before the limits: loading it takes files and memory
+
+    serve(_answer, cpu_s=_cpu_s, memory_bytes=MEMORY_BYTES, files=_FILES)

@@ -54,7 +54,7 @@ class BaseModel:
     """A base model's manifest. `context_length` counts prompt and answer; `files` has the small files by name.
 
     `labels` are those of its own classifier. `pooling` makes one vector of its hidden states where a request does not
-    say how. Manifests of older versions have no `tasks`: these models generate.
+    say how.
 
     A quantized model has its own digest, the scheme's name, and the digest of the model that it was made of, where that
     is known. So has one with a quantized KV cache, which changes answers as well; `kv_cache_dtype` is empty where keys
@@ -69,7 +69,7 @@ class BaseModel:
     end_token_ids: tuple[int, ...]
     modules: tuple[ModuleShape, ...]
     files: Mapping[str, bytes] = field(default_factory=dict)
-    tasks: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ("generate",)
     labels: tuple[str, ...] = ()
     pooling: str = ""
     quantization: str = ""
@@ -78,7 +78,7 @@ class BaseModel:
 
     def serves(self, task: str) -> bool:
         """Tell whether the model alone does a task: "generate", "embed" or "classify"."""
-        return task in (self.tasks or ("generate",))
+        return task in self.tasks
 
     @property
     def adapted_digest(self) -> str:

@@ -21,7 +21,7 @@ write the page again:
 - **Ports.** `public` is for tenants, `operators` for operators and the parts of the cluster, `relay` for workers and
   other routers.
 - **Workers** call DownloadRevision with a router's grant for the revision
-  ([adapter_store/worker_grants.py](../adapter_store/worker_grants.py)).
+  ([adapter_store/service.py](../adapter_store/service.py)).
 - **Scopes.** A key or token with scopes may call only the methods of these scopes, as far as its role may.
 - **Without credentials** (on loopback, or with `--insecure-tenants`) one port serves the first two columns, and every
   caller has every role.

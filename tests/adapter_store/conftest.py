@@ -16,8 +16,7 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 from safetensors.numpy import save
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
 from artifacts.base_model import BaseModel, ModuleShape, read_base_model
 from rpc.server import channel_options
 

@@ -11,8 +11,7 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
 from artifacts.base_model import BaseModel
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
 

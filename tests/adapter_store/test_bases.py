@@ -51,18 +51,6 @@ async def test_registering_the_same_again_changes_nothing(client: Client, tiny_b
     assert await client.register(tiny_base, replace=True) == first
 
 
-async def test_a_manifest_of_an_older_version_is_completed_and_never_cut(client: Client, tiny_base: BaseModel) -> None:
-    await client.register(tiny_base)
-    whole = dataclasses.replace(tiny_base, tasks=("generate", "embed"), pooling="last")
-    completed = await client.register(whole)
-    assert (list(completed.tasks), completed.pooling) == (["generate", "embed"], "last")
-    assert await client.register(tiny_base) == completed
-    got = await client.call("GetBaseModel", pb.GetBaseModelRequest(name="tiny"), tenant=None)
-    assert got.model == completed
-    with pytest.raises(grpc.aio.AioRpcError, match="another manifest"):
-        await client.register(dataclasses.replace(whole, pooling="mean"))
-
-
 async def test_fields_that_a_later_version_wrote_are_left_out(client: Client, tiny_base: BaseModel, data: Path) -> None:
     """They add to what the digest stands for: one that changes the model's answers changes the digest too."""
     registered = await client.register(tiny_base)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
 from artifacts.base_model import BaseModel
 from router.catalog.adapters import resolve_adapters
 from router.catalog.store_client import StoreClient
@@ -142,23 +139,6 @@ async def test_routers_refuse_an_unfit_adapter_on_such_a_base_alone(
         await catalog.close()
         await client.close()
         await store.stop(drain_s=0)
-
-
-async def test_a_catalog_of_before_certificates_is_taken_over(
-    store_settings: StoreSettings, data: Path, connect: Callable[[str], Client], tiny_base: BaseModel
-) -> None:
-    store = Store(store_settings)
-    await store.start()
-    await store.stop(drain_s=0)
-    catalog = sqlite3.connect(data / "catalog.db")
-    catalog.execute("DROP TABLE certificates")
-    catalog.close()
-    store = Store(store_settings)
-    await store.start()
-    client = connect(f"127.0.0.1:{store.port}")
-    assert (await client.register(tiny_base)).digest == tiny_base.digest
-    await client.close()
-    await store.stop(drain_s=0)
 
 
 async def test_bad_certificates_are_refused(

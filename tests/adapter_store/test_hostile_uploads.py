@@ -15,8 +15,8 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.open_uploads import OpenUploads
-from adapter_store.settings import StoreSettings
+from adapter_store.app import StoreSettings
+from adapter_store.open_calls import OpenUploads
 from artifacts.base_model import BaseModel, ModuleShape
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
 from rpc.errors import CallError

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,7 @@ import pytest
 from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc, tenants_pb2, tenants_pb2_grpc
 from loraplex_client import AsyncStoreClient, ResourceExhaustedError, Tls
 
-from adapter_store.app import Store
-from adapter_store.database import Database
-from adapter_store.quotas import _OF_KEY
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
 from artifacts.base_model import read_base_model
 from clients.cli.models import registered
 from tests.credentials_files import write_tls_files
@@ -144,26 +139,3 @@ async def test_a_purged_tenant_s_keys_leave_no_row(world: World) -> None:
     assert await world.upload(key, "a") == ""
     await world.tenants.PurgeTenant(tenants_pb2.PurgeTenantRequest(tenant="acme"))
     assert world.recorded() == [kept]
-
-
-def test_an_older_catalog_gets_the_table_and_an_older_store_leaves_no_row(tmp_path: Path) -> None:
-    path = tmp_path / "catalog.db"
-    Database(path).close()
-    with closing(sqlite3.connect(path)) as older, older:
-        older.execute("PRAGMA foreign_keys = ON")  # as every version of the store sets
-        older.execute("DROP TABLE revision_keys")
-        older.execute("INSERT INTO adapters VALUES (1, 'acme', 'a', 'm', 0, 0, 0)")
-        older.execute("INSERT INTO revisions VALUES (1, 1, 'd', 'b', 8, 'c', 2, 'w', 3, 0)")
-        older.commit()
-        database = Database(path)
-        with database.transaction() as rows:
-            counts = [rows.execute(counting, ("k1",)).fetchone()[0] for counting in _OF_KEY.values()]
-            assert counts == [0, 0], "a revision of before"
-            rows.execute("INSERT INTO revision_keys VALUES (1, 'd', 'k1')")
-            counts = [rows.execute(counting, ("k1",)).fetchone()[0] for counting in _OF_KEY.values()]
-            assert counts == [1, 5]
-        older.execute("DELETE FROM adapters")
-        older.commit()
-        with database.reading() as rows:
-            assert rows.execute("SELECT count(*) FROM revision_keys").fetchone()[0] == 0
-        database.close()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.convert import adapter_to_pb
-from adapter_store.lists import Lists
-from adapter_store.pages import decode_token, fill_page
+from adapter_store.convert import adapter_to_pb, decode_token, fill_page
 from adapter_store.records import Adapter, FitnessCertificate
+from adapter_store.service import Lists
 from artifacts.base_model import BaseModel
 from artifacts.names import AdapterName
 from tests.adapter_store.conftest import CONFIG, WEIGHTS
@@ -54,7 +54,7 @@ async def test_a_revision_is_read_with_its_own_certificates_alone(
         made.append(FitnessCertificate(*fields))
         return made[-1]
 
-    monkeypatch.setattr("adapter_store.rows.FitnessCertificate", counted)
+    monkeypatch.setattr("adapter_store.records.FitnessCertificate", counted)
     await client.call("GetAdapter", pb.GetAdapterRequest(name="support"))
     assert len(made) == 1
     await client.call("ListRevisions", pb.ListRevisionsRequest(parent="support", page_size=2))
@@ -65,16 +65,15 @@ async def test_lists_of_one_tenant_take_turns_with_those_of_another() -> None:
     order: list[str] = []
     may_read = threading.Event()
 
-    class OneTenantsCatalog:
-        def adapters(self, tenants: list[str], *_: object) -> Generator[Adapter, None, None]:
-            may_read.wait(10.0)
-            order.append(tenants[0])
-            yield Adapter(AdapterName(tenants[0], "support"), "hash", {}, 0, 0, "1-0")
+    def adapters(tenant: str) -> Generator[Adapter, None, None]:
+        may_read.wait(10.0)
+        order.append(tenant)
+        yield Adapter(AdapterName(tenant, "support"), "hash", {}, 0, 0, "1-0")
 
-    lists = Lists(OneTenantsCatalog())  # type: ignore[arg-type]
+    lists = Lists()
 
     async def ask(tenant: str) -> object:
-        return await lists.adapters(tenant, [tenant], ("", ""), 1, "", adapter_to_pb)
+        return await lists.page(tenant, partial(adapters, tenant), adapter_to_pb, lambda adapter: (adapter.etag,), 1)
 
     asked = [asyncio.create_task(ask(tenant)) for tenant in (*["acme"] * 4, "globex")]
     await asyncio.sleep(0)

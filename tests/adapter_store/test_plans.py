@@ -13,9 +13,8 @@ from loraplex.adapters.v1 import adapters_pb2
 from loraplex.admin.v1 import plans_pb2 as pb
 from loraplex.admin.v1 import plans_pb2_grpc
 
-from adapter_store.app import Store
+from adapter_store.app import Store, StoreSettings
 from adapter_store.plans import StoredPlans
-from adapter_store.settings import StoreSettings
 from artifacts.base_model import BaseModel
 from artifacts.plans import Plan
 from rpc.errors import CallError, Exhausted

@@ -22,8 +22,7 @@ from loraplex.admin.v1 import (
 )
 from loraplex.admin.v1 import tenants_pb2 as pb
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
 from artifacts.base_model import BaseModel
 
 TENANT, OTHER = "purgedtenant", "globex"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from adapter_store.settings import StoreSettings
+from adapter_store.app import StoreSettings
 from rpc.settings import SettingsError, read_settings
 
 

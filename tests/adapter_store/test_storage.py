@@ -13,8 +13,8 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
+from adapter_store.database import MIGRATIONS, Database
 from adapter_store.storage import DataDirectory, DataDirectoryError
 from artifacts.base_model import BaseModel
 from artifacts.digests import sha256_bytes
@@ -229,5 +229,21 @@ async def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     connection = sqlite3.connect(tmp_path / "newer" / "catalog.db")
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(DataDirectoryError, match="was written by another version"):
+    with pytest.raises(DataDirectoryError, match="was written by a later version"):
         await Store(StoreSettings(data=tmp_path / "newer", port=0)).start()
+
+
+def test_a_catalog_gets_the_steps_that_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "catalog.db"
+    Database(path).close()
+    later = (*MIGRATIONS, "ALTER TABLE plans ADD COLUMN note TEXT; UPDATE plans SET note = 'none'")
+    monkeypatch.setattr("adapter_store.database.MIGRATIONS", (*later, "CREATE TABLE notes (a); SELECT broken"))
+    with pytest.raises(DataDirectoryError, match="cannot be opened as the catalog: no such column"):
+        Database(path)
+    monkeypatch.setattr("adapter_store.database.MIGRATIONS", (*later, "CREATE TABLE notes (a);"))
+    for _ in range(2):
+        database = Database(path)
+        with database.reading() as rows:
+            assert rows.execute("PRAGMA user_version").fetchone()[0] == 3
+            assert rows.execute("SELECT note FROM plans").fetchall() == []
+        database.close()

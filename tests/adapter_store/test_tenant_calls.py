@@ -12,7 +12,7 @@ import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
-from adapter_store.tenant_calls import TenantCalls
+from adapter_store.open_calls import TenantCalls
 from rpc.identity.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
 from rpc.identity.guard import Guard
 from rpc.identity.permissions import Port

@@ -12,8 +12,7 @@ import pytest
 from loraplex.adapters.v1 import adapters_pb2
 from loraplex_client import AsyncStoreClient, Tls
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
 from artifacts.base_model import read_base_model
 from broker.messages import AdapterRef
 from clients.cli.models import registered

@@ -18,8 +18,7 @@ import pytest
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
 from rpc.errors import CallError
 from rpc.identity.guard import open_guard
 from rpc.server import Server

@@ -11,8 +11,7 @@ import pytest
 from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
 from typer.testing import CliRunner
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
 from clients.cli.app import app
 from clients.cli.terminal import CommandError
 

@@ -13,8 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
 from router.catalog.store_client import StoreClient
 from router.catalog.store_copies import KeyCopy
 from rpc.errors import Unavailable

@@ -8,8 +8,7 @@ import grpc
 import pytest
 from loraplex.admin.v1.accounts_pb2 import Account
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
 from router.catalog.store_client import StoreClient
 from rpc.errors import InvalidField, Unavailable
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
 from artifacts.plans import Plan
 from broker.ledger import TokenLimits
 from router.catalog.store_client import StoreClient

@@ -11,8 +11,7 @@ import grpc
 from loraplex.admin.v1 import tenants_pb2, tenants_pb2_grpc
 from loraplex_client import AsyncStoreClient
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
 from artifacts.base_model import read_base_model
 from broker.messages import AdapterRef, WeightedRef
 from clients.cli.models import registered

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from loraplex_client import AsyncStoreClient
 
-from adapter_store.app import Store
-from adapter_store.settings import StoreSettings
+from adapter_store.app import Store, StoreSettings
 from artifacts.base_model import read_base_model
 from broker.messages import AdapterRef, AdapterRequest
 from clients.cli.models import registered

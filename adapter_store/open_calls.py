@@ -1,6 +1,7 @@
-"""Bounds the calls of tenants that a store has open, so that one tenant's take neither its files nor its time.
+"""Bounds what tenants have open at a store at once: uploads, downloads and other calls, in shares of the tenants.
 
-Uploads have a bound of their own (open_uploads.py). A download whose client reads nothing ends after a while.
+An upload holds a file and some memory until its client has sent the last byte, so that clients which send one byte
+each and wait would take all of either: one that does not move ends, as does a download whose client reads nothing.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
-from typing import Any
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any, Generic, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from rpc.errors import DeadlinePassed, Exhausted
 from rpc.handlers import wrapped
@@ -19,14 +21,66 @@ from rpc.identity.principal import NAMING_ROLES, Principal, caller
 from rpc.identity.running_calls import end_call
 from rpc.shares import Shares
 
+M = TypeVar("M", bound=Message)
+
+# Maximum number of uploads at once; a tenant alone gets half of them.
+UPLOADS = 64
+# Time in seconds for which a client may send nothing, or read no message of a stream; minimum bytes a second of an
+# upload over a longer time.
+SILENT_S = 30.0
+SLOWEST_BYTES_S = 64 * 1024
 # Maximum number of tenants' calls at once, and of downloads; a tenant alone gets half of them. gRPC takes the next call
 # only when each of these has had its turn on the loop: so downloads are few, and send short pieces, of so many bytes.
 CALLS, DOWNLOADS = 64, 8
 TENANT_PIECE_BYTES = 64 * 1024
-# Timeout in seconds for a client to read a message of a stream; its download keeps a place until then.
-SILENT_S = 30.0
 # Mean time in seconds after which a refused client is to call again; each gets its own, so that they come spread out.
 _RETRY_S = 1.0
+
+
+class OpenUploads:
+    """The uploads of one store."""
+
+    def __init__(self, uploads: int = UPLOADS, silent_s: float = SILENT_S) -> None:
+        self._shares = Shares(uploads)
+        self._silent_s = silent_s
+
+    @asynccontextmanager
+    async def one(self, parts: AsyncIterator[M], tenant: str) -> AsyncIterator[AsyncIterator[M]]:
+        """Count an upload until the end; yields its messages, which end with DeadlinePassed if its client is too slow.
+
+        Raises Exhausted.
+        """
+        if not self._shares.take(tenant):
+            message = f"{tenant} has its share of the {self._shares.limit} uploads that this store receives at once"
+            raise Exhausted(f"tenants/{tenant}/uploads", message, retry_after_s=_retry_s(), reason="UPLOADS_FULL")
+        try:
+            yield _Paced(parts, self._silent_s)
+        finally:
+            self._shares.give(tenant)
+
+
+class _Paced(Generic[M]):
+    """The messages of an upload. Waiting uses up a time, which bytes give back."""
+
+    def __init__(self, parts: AsyncIterator[M], silent_s: float) -> None:
+        self._parts = parts
+        self._silent_s = self._left_s = silent_s
+
+    def __aiter__(self) -> AsyncIterator[M]:
+        return self
+
+    async def __anext__(self) -> M:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout(self._left_s):
+                part = await anext(self._parts)
+        except TimeoutError:
+            message = f"the upload has stopped, or brings less than {SLOWEST_BYTES_S} bytes a second; send it again"
+            raise DeadlinePassed(message, reason="UPLOAD_TOO_SLOW") from None
+        gained_s = part.ByteSize() / SLOWEST_BYTES_S
+        self._left_s = min(self._silent_s, self._left_s - (loop.time() - began) + gained_s)
+        return part
 
 
 class TenantCalls(grpc.aio.ServerInterceptor):
@@ -87,10 +141,14 @@ def _counted(shares: Shares, what: str, principal: Principal) -> Iterator[bool]:
         raise Exhausted(
             f"tenants/{tenant}/store-{what}",
             f"{tenant} has its share of the {shares.limit} {what} that this store serves at once",
-            retry_after_s=random.uniform(0.5, 1.5) * _RETRY_S,
+            retry_after_s=_retry_s(),
             reason="STORE_FULL",
         )
     try:
         yield True
     finally:
         shares.give(tenant)
+
+
+def _retry_s() -> float:
+    return random.uniform(0.5, 1.5) * _RETRY_S
