@@ -38,16 +38,12 @@ class Doors:
             (victim.partition(" ")[0], fault.began, fault.mended + BROKEN_S)
             for fault in faults
             for victim in fault.victim.split(", ")
-            if fault.kind in _AWAY or fault.victim.endswith(" from its clients") or _cuts_router(fault)
+            if fault.kind in _AWAY or fault.victim.endswith(" from its clients")
         ]
 
     def broken(self, began: float, ended: float, router: str = "") -> bool:
         """Return whether a connection to this router, or to any, was broken between two times."""
         return any(since <= ended and until >= began for name, since, until in self._broken if router in {"", name})
-
-
-def _cuts_router(fault: Fault) -> bool:
-    return fault.kind == "cable_cut" and fault.victim.startswith("router")
 
 
 def check_crowd(verdict: Verdict, calls: Iterable[CrowdCall], doors: Doors, *, overlap: bool) -> None:

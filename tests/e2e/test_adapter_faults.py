@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from loraplex_client import AsyncClient, LoraplexError
 
-from broker.keys import Keys
 from tests.e2e.conftest import TENANT
 from tests.faulty_store import Fault, FaultyStore
 from worker.engine.hash_engine import expected_ids
@@ -138,45 +137,3 @@ async def first_that_works(cluster: Any, prompt: str, name: str) -> Any:
                 return await cluster.client.generate(prompt, adapter_id=name, max_new_tokens=5)
             except LoraplexError:
                 await asyncio.sleep(0.1)
-
-
-async def test_adapters_of_waiting_jobs_are_fetched_ahead(
-    start_cluster: StartCluster, adapters: dict[str, Path]
-) -> None:
-    store = FaultyStore()
-    flags = ("--rows", "1")
-    async with start_cluster(MODEL, adapters, worker_flags=flags, faulty=store) as cluster:
-        stream = cluster.client.generate_stream("long", adapter_id="a", max_new_tokens=30_000)
-        await anext(stream)
-        waits = asyncio.create_task(cluster.client.generate("next", adapter_id="b", max_new_tokens=5))
-        await store.asked("b")
-        assert await cluster.redis.zcard(Keys("hash", "main").waiting) == 1, "it was not ahead of the claim"
-        await stream.aclose()
-        assert list((await waits).token_ids) == truth(cluster, "next", "b", 5)
-        assert store.downloads == {"a": 1, "b": 1}
-
-
-async def test_an_answer_that_has_begun_outlives_a_moment_without_its_adapter(
-    start_cluster: StartCluster, adapters: dict[str, Path], eventually: Eventually
-) -> None:
-    """The worker is killed, and the store lies to its successor at first, then no longer."""
-    store = FaultyStore()
-    async with start_cluster(MODEL, adapters, workers=2, faulty=store) as cluster:
-        stream = cluster.client.generate_stream("x", adapter_id="a", max_new_tokens=200)
-        await anext(stream)
-
-        async def has_it() -> bool:
-            return any(worker.rows_running for worker in await cluster.workers())
-
-        await eventually(has_it)
-        (pid,) = [worker.pid for worker in await cluster.workers() if worker.rows_running]
-        (name,) = [name for name, process in cluster.local.processes.items() if process.pid == pid]
-        store.faults["a"] = Fault.GARBLED
-        cluster.local.kill(name)
-        await store.asked("a", 2)
-        store.faults.clear()
-        whole = await stream.result()
-        assert list(whole.token_ids) == truth(cluster, "x", "a", 200)
-        assert whole.continuations > 0
-        assert store.downloads["a"] > 2, "it was not lied to"
-        await eventually(cluster.idle)

@@ -13,7 +13,6 @@ from loraplex_client import AsyncClient, AsyncGenerationStream, InternalError, R
 from typer.testing import CliRunner
 
 from clients.cli.app import app
-from tests.e2e.full_cluster import jobs as jobs_of
 from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Sampling, Stopping
 
@@ -22,8 +21,6 @@ Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
 TOKENS = 150
 PLAIN = "hash:?vocab=32000&seed=1&step_ms=10"
-# For streams that only have to go on.
-SLOW = "hash:?vocab=32000&seed=1&step_ms=40"
 # The fifth token of its own answer: the engine dies of it in mid-stream.
 LATE_POISON = "ends badly"
 DEADLY = expected_ids(PLAIN, list(LATE_POISON.encode()))[4]
@@ -128,72 +125,3 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
             assert (running["tenant"], running["model"], running["strikes"]) == ("acme", "hash", 0)
             header, row = (await jobs_command(cluster.local.router)).splitlines()
             assert dict(zip(header.split("\t"), row.split("\t"), strict=True))["worker"] == running["worker_id"]
-
-
-async def test_poison_that_is_sent_many_times_kills_one_engine_with_others_jobs(
-    start_cluster: StartCluster, eventually: Eventually
-) -> None:
-    """Also before there is proof, and though every worker has room for it."""
-    # Too few rows for two of them to have all innocents.
-    async with start_cluster(f"{SLOW}&die_on={DEADLY}", {}, workers=3, worker_flags=("--rows", "4")) as cluster:
-        stopping = Stopping(max_tokens=2000)
-        prompts = (f"innocent {number}" for number in range(100))
-        harmless = (p for p in prompts if DEADLY not in expected_ids(PLAIN, list(p.encode()), stopping=stopping))
-        streams = [cluster.client.generate_stream(next(harmless), max_new_tokens=2000) for _ in range(9)]
-        for stream in streams:
-            await anext(stream)
-
-        async def all_busy() -> bool:
-            return all(worker.rows_running for worker in await cluster.workers())
-
-        await eventually(all_busy)
-        busy = {worker.engine_pid for worker in await cluster.workers()}
-
-        async def poison(number: int) -> None:
-            async with AsyncClient(cluster.local.router, "mallory") as client:
-                with pytest.raises((InternalError, ResourceExhaustedError)) as caught:
-                    await client.generate(token_ids=[number, 2, DEADLY], max_new_tokens=9)
-            assert caught.value.reason in {"POISON_REQUEST", "QUARANTINED"}
-
-        async def struck() -> bool:
-            return any(job.strikes for job in await jobs_of(cluster))
-
-        first = asyncio.create_task(poison(0))
-        await eventually(struck)
-        await asyncio.gather(first, *(poison(number) for number in range(1, 9)))
-        alive = {worker.engine_pid for worker in await cluster.workers()}
-        assert len(busy - alive) == 1
-        for stream in streams:
-            await stream.aclose()
-
-
-async def test_what_hangs_the_engines_ends_alone_too(start_cluster: StartCluster, eventually: Eventually) -> None:
-    # Too few rows for two of them to have all innocents.
-    flags = ("--rows", "4", "--stall-s", "1", "--replace-s", "3")
-    async with start_cluster(f"{PLAIN}&hang_on={DEADLY}", {}, workers=3, worker_flags=flags) as cluster:
-        client = cluster.client
-        prompts = [f"bystander {number}" for number in range(9)]
-        truths = [expected_ids(PLAIN, list(p.encode()), stopping=Stopping(max_tokens=TOKENS)) for p in prompts]
-        assert all(DEADLY not in truth for truth in truths)
-        streams = [client.generate_stream(prompt, max_new_tokens=TOKENS) for prompt in prompts]
-        for stream in streams:
-            await anext(stream)
-        engines = {worker.engine_pid for worker in await cluster.workers()}
-        async with asyncio.timeout(60):
-            nothing, *wholes = await asyncio.gather(
-                poisoned(cluster, "mallory", token_ids=[1, 2, DEADLY], request_id="hangs"),
-                *(stream.result() for stream in streams),
-            )
-        assert nothing == []
-        assert [whole.token_ids for whole in wholes] == truths
-        assert sum(whole.continuations for whole in wholes) > 0, "no innocent was on an engine that hung"
-        (dead,) = await jobs(cluster.local.router, "dead")
-        assert (dead["request_id"], dead["reason"], dead["attempts"]) == ("hangs", "POISON_REQUEST", 3)
-
-        async def replaced() -> bool:
-            """Tell whether all workers are back; at least two have another engine."""
-            now = {worker.engine_pid for worker in await cluster.workers()}
-            return len(now) == 3 and len(now - engines) >= 2
-
-        await eventually(replaced)
-        await eventually(cluster.idle)

@@ -1,4 +1,7 @@
-"""Every process but Redis is stopped and started again under load, one after the other: no request fails."""
+"""Every process but Redis is stopped and started again under load, one after the other: no request fails.
+
+One worker gets a signal, the other is drained by `loraplex drain`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from typing import Any
 
 import pytest
 from loraplex_client import AsyncClient
+from typer.testing import CliRunner
 
+from clients.cli.app import app
 from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
 
@@ -101,11 +106,18 @@ async def test_a_rolling_restart_of_everything_fails_no_request(
                 assert await local.processes[name].exited == 0
                 await local.restart(name)
                 await local.wait_serving()
-            for name, successor in zip(("worker-1", "worker-2"), successors, strict=True):
-                assert local.processes[successor].is_ready
-                await load.long_begins()
-                local.kill(name, signal.SIGTERM)
-                assert await local.processes[name].exited == 0
+            assert all(local.processes[successor].is_ready for successor in successors)
+            await load.long_begins()
+            local.kill("worker-1", signal.SIGTERM)
+            assert await local.processes["worker-1"].exited == 0
+            pid = local.processes["worker-2"].pid
+            (worker,) = [worker.worker_id for worker in await cluster.workers() if worker.pid == pid]
+            await load.long_begins()
+            drained = await asyncio.to_thread(
+                CliRunner().invoke, app, ["drain", worker, "--router", cluster.local.router]
+            )
+            assert drained.exit_code == 0, drained.output
+            assert await local.processes["worker-2"].exited == 0
             await load.more(CLIENTS)
             await load.end()
         print(f"{load.answers} answers, {load.continuations} continuations")

@@ -93,3 +93,16 @@ async def test_a_suspect_s_engine_may_stand_still_for_longer(router: Router, red
         await router.until(lambda: ("ended", "suspect") in router.events)
         assert router.returned == {}
         assert len(router.ids["suspect"]) == 500
+
+
+async def test_more_work_does_not_make_a_silent_engine_live(router: Router, redis: Redis, tmp_path: Path) -> None:
+    async with running(router, redis, tmp_path) as worker:
+        os.kill(worker.engine.pid, signal.SIGSTOP)
+        worker.engine.expect()
+        silent_s = worker.engine.silent_s()
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            worker.engine.expect()
+            assert worker.engine.silent_s() > silent_s
+            silent_s = worker.engine.silent_s()
+        os.kill(worker.engine.pid, signal.SIGCONT)
