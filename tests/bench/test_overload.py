@@ -1,58 +1,16 @@
-"""bench.overload for a moment: real processes, every call is accounted for, every row and ratio is there."""
+"""bench.overload: its figures and its load, by their definitions."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 
-from bench import overload
-from bench.overload import AIMS, Run, answers_per_s, measure, report
+from bench.overload import Run, answers_per_s, report
 from bench.overload_accounts import Count
 from bench.overload_load import Sample, Setup, fair_share, within_share
-
-
-@dataclass(frozen=True)
-class FewWaiting(Setup):
-    """A setup in which few jobs may wait, though no deadline is near: calls are refused on a machine of any speed."""
-
-    @property
-    def waiting(self) -> int:
-        """See Setup."""
-        return 8
-
-
-# Rates that no measurement decides, and a deadline that no call reaches.
-SMALL = FewWaiting(
-    *((1, 4), 1.0, 0.2, 0.5),
-    tenants=20,
-    routers=1,
-    workers=1,
-    rows=4,
-    step_ms=20.0,
-    shortest=2,
-    longest=4,
-    deadline_s=90.0,
-)
-
-
-def test_every_call_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def given(samples: Sequence[Sample], seconds: float) -> float:
-        assert all(sample.code for sample in samples), "every call of the closed loop has ended"
-        return SMALL.possible_per_s
-
-    monkeypatch.setattr(overload, "answers_per_s", given)
-    written = measure(SMALL, quick=True).to_json()
-    loads = [row for row in written["rows"] if "metrics" in row]
-    assert [row["case"] for row in loads] == ["0.3x", "1x", "4x"]
-    assert all(row["client"] == row["routers"] == row["metrics"] > 0 for row in loads)
-    refused = sum(row["client"] for row in written["rows"] if ": " in row["case"])
-    assert sum(row["client"] - row["answered"] for row in loads) == refused > 0
-    assert written["ratios"].keys() == written["aims"].keys() == AIMS.keys()
-    assert written["ratios"]["unaccounted_calls"] == 0
 
 
 def made_run(load: float, samples: Sequence[Sample], counted: int) -> Run:
