@@ -1,4 +1,4 @@
-"""Adapters that are slow, broken or gone, beside eight streams that go on; and adapters that are fetched ahead."""
+"""Adapters that are slow, broken or gone, beside eight streams that go on."""
 
 from __future__ import annotations
 

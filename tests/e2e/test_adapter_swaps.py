@@ -26,7 +26,7 @@ Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=4"
 TENANT = "acme"
 SEED = 4
-SWAPS = int(os.environ.get("SWAPS", "200"))
+SWAPS = int(os.environ.get("SWAPS", "100"))
 CLIENTS = 24
 NAMES = [f"name-{number}" for number in range(8)]
 REVISIONS = 6

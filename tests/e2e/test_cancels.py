@@ -18,7 +18,7 @@ from worker.engine_api import Stopping
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=2"
-CANCELS = int(os.environ.get("CANCELS", "400"))
+CANCELS = int(os.environ.get("CANCELS", "200"))
 AT_ONCE = 100
 TOKENS = 30
 # There are more requests than rows: about a wait in the queue.

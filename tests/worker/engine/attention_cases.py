@@ -72,7 +72,7 @@ if __name__ == "__main__":
     if place.type == "cpu":
         replace_language_once()
     # Of so many cases one: float32 says most, and interpreting takes its time.
-    chosen = {"float32": 1, "float16": 1, "bfloat16": 1} if place.type == "cuda" else {"float32": 1, "float16": 5}
+    chosen = {"float32": 1, "float16": 1, "bfloat16": 1} if place.type == "cuda" else {"float32": 3, "float16": 9}
     print(
         json.dumps(
             {

@@ -66,10 +66,9 @@ def test_every_case_is_what_torch_makes_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["blocks of 3", "window 5, softcap 1.5, sinks True", "splits"])
-def test_halves_are_rounded_once(name: str, dtype: torch.dtype) -> None:
+def test_halves_are_rounded_once(dtype: torch.dtype) -> None:
     # Vectors of 16 numbers and of 8: one shape, because each is compiled anew.
-    case = replace(short(CASES[name]), heads=4, kv_heads=2, dim=24, value_dim=24)
+    case = replace(short(CASES["window 5, softcap 1.5, sinks True"]), heads=4, kv_heads=2, dim=24, value_dim=24)
     check(Numbers(case, CPU, dtype))
 
 

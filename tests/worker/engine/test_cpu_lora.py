@@ -93,12 +93,13 @@ MIXES = {
 
 @pytest.mark.parametrize("dora", [False, True], ids=["plain", "DoRA"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("mix", MIXES)
-def test_every_row_gets_what_its_adapter_makes_of_it(mix: str, dtype: torch.dtype, dora: bool) -> None:
-    Group(dtype, RANKS, dora=dora).check(MIXES[mix])
+def test_every_row_gets_what_its_adapter_makes_of_it(dtype: torch.dtype, dora: bool) -> None:
+    group = Group(dtype, RANKS, dora=dora)
+    for slots in MIXES.values():
+        group.check(slots)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_more_rows_than_the_kernel_takes_are_products_of_torch(dtype: torch.dtype) -> None:
     group = Group(dtype, RANKS, dora=True)
     group.check([0] * 96 + [2] * 97 + [4] * 3, roundings=4)

@@ -19,10 +19,13 @@ CRAMPED = {"rows": 6, "kv_blocks": 26, "block_size": 4, "step_tokens": 16, "adap
 ROOMY = {"rows": 16, "kv_blocks": 400, "block_size": 8, "adapter_slots": 3, "max_rank": 16}
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
-def ahead(request: pytest.FixtureRequest) -> bool:
-    """All that is tested here holds in both modes."""
-    return bool(request.param)
+BOTH_MODES = pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
+
+
+@pytest.fixture
+def ahead() -> bool:
+    """Step ahead, the harder mode; BOTH_MODES marks what is shown in the other one too."""
+    return True
 
 
 def uneven_requests(tiny: Any, count: int, seed: int) -> list[NewSequence]:
@@ -39,6 +42,7 @@ def ids(outputs: list[Output]) -> tuple[int, ...]:
     return tuple(token for output in outputs for token in output.token_ids)
 
 
+@BOTH_MODES
 def test_a_busy_batch_gives_what_each_request_gives_alone(
     tiny: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
@@ -58,21 +62,21 @@ def test_a_busy_batch_gives_what_each_request_gives_alone(
     assert any(preempted), "the blocks were to be so few that sequences are preempted"
 
 
-def test_the_oracles_answers_are_worth_comparing(tiny: Any) -> None:
-    answers = [tiny.answer((5, 6, 7, 8, 9), 30, adapter) for adapter in (None, *tiny.adapters)]
+def test_the_oracles_answers_are_worth_comparing(tiny_llama: Any) -> None:
+    answers = [tiny_llama.answer((5, 6, 7, 8, 9), 30, adapter) for adapter in (None, *tiny_llama.adapters)]
     assert len(set(answers)) == 4, "every adapter was to change the answer"
     assert all(len(set(one)) >= 5 for one in answers), f"answers repeat themselves: {answers}"
 
 
 def test_a_roomy_batch_decodes_every_adapter_side_by_side(
-    tiny: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
+    tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
     """Long enough for all of them to be in a step together."""
-    requests = uneven_requests(tiny, count=13, seed=9)
-    engine = make_engine(tiny.directory, **ROOMY)
+    requests = uneven_requests(tiny_llama, count=13, seed=9)
+    engine = make_engine(tiny_llama.directory, **ROOMY)
     outputs = run_until_idle(engine, {0: requests})
     assert {name: ids(some) for name, some in outputs.items()} == {
-        request.sequence_id: tiny.expected(request) for request in requests
+        request.sequence_id: tiny_llama.expected(request) for request in requests
     }
 
 
@@ -89,28 +93,28 @@ def test_more_adapters_than_slots_take_turns(
 
 
 def test_cached_blocks_change_no_token(
-    tiny: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
+    tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
     prefix = [17 + number for number in range(40)]
     requests = [
-        tiny.request(f"{name}{number}", [*prefix, 100 + number], 12, adapter)
+        tiny_llama.request(f"{name}{number}", [*prefix, 100 + number], 12, adapter)
         for number in range(3)
         for name, adapter in (("base", None), ("tuned", "plain"))
     ]
-    engine = make_engine(tiny.directory, **ROOMY)
+    engine = make_engine(tiny_llama.directory, **ROOMY)
     outputs = run_until_idle(engine, {0: requests[:2], 20: requests[2:]})
     assert {name: ids(some) for name, some in outputs.items()} == {
-        request.sequence_id: tiny.expected(request) for request in requests
+        request.sequence_id: tiny_llama.expected(request) for request in requests
     }
     assert [outputs[request.sequence_id][0].cached_tokens for request in requests] == [0, 0, 40, 40, 40, 40]
 
 
 def test_a_continuation_goes_on_where_the_answer_stopped(
-    tiny: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
+    tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
-    whole = tiny.request("whole", [9, 8, 7, 6, 5], 24, "rslora")
-    expected = tiny.expected(whole)
-    engine = make_engine(tiny.directory, **ROOMY)
+    whole = tiny_llama.request("whole", [9, 8, 7, 6, 5], 24, "rslora")
+    expected = tiny_llama.expected(whole)
+    engine = make_engine(tiny_llama.directory, **ROOMY)
     rest = [replace(whole, sequence_id=f"after {count}", emitted_ids=expected[:count]) for count in (1, 7, 16)]
     outputs = run_until_idle(engine, {0: rest})
     for request in rest:
@@ -183,12 +187,11 @@ def test_what_does_not_fit_is_refused_by_its_field(tiny_llama: Any, make_engine:
     assert refused.value.field == "stopping.max_tokens"
 
 
-@pytest.mark.parametrize("kv_blocks", [0, 400])
 def test_bfloat16_with_packed_weights_runs(
-    tiny: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any], kv_blocks: int
+    tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
-    requests = uneven_requests(tiny, count=12, seed=11)
-    engine = make_engine(tiny.directory, dtype="bfloat16", **ROOMY | {"kv_blocks": kv_blocks})
+    requests = uneven_requests(tiny_llama, count=12, seed=11)
+    engine = make_engine(tiny_llama.directory, dtype="bfloat16", **ROOMY | {"kv_blocks": 0})
     assert engine.limits.max_tokens == 256
     outputs = run_until_idle(engine, {0: requests})
     for request in requests:

@@ -23,10 +23,13 @@ SETTINGS = {"rows": 6, "kv_blocks": 60, "block_size": 4, "step_tokens": 24, "ada
 TOO_MANY_BYTES = 1 << 52
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
-def ahead(request: pytest.FixtureRequest) -> bool:
-    """All that is tested here holds in both modes."""
-    return bool(request.param)
+BOTH_MODES = pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
+
+
+@pytest.fixture
+def ahead() -> bool:
+    """Step ahead, the harder mode; BOTH_MODES marks what is shown in the other one too."""
+    return True
 
 
 def ids(outputs: list[Output]) -> tuple[int, ...]:
@@ -43,6 +46,7 @@ def uneven_requests(tiny: Any, count: int) -> list[NewSequence]:
     return requests
 
 
+@BOTH_MODES
 def test_a_step_is_launched_before_the_last_one_is_collected(
     tiny_llama: Any, make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
@@ -96,6 +100,7 @@ def test_sequences_that_go_and_come_while_a_step_is_in_flight(tiny_llama: Any, m
     assert engine.stats().blocks_referenced == 0
 
 
+@BOTH_MODES
 def test_penalties_see_every_id_before(
     tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
@@ -157,6 +162,7 @@ def test_steps_that_do_not_fit_into_memory_are_made_smaller(
     assert shortage.times > 3
 
 
+@BOTH_MODES
 def test_who_does_not_fit_into_memory_alone_ends_alone(
     tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:

@@ -21,7 +21,7 @@ TOLERANCES = {"float32": 3e-6, "float16": 3e-3}
 
 def test_kernels_compute_what_a_loop_computes() -> None:
     differences = result_of("lora_cases.py", "cpu")
-    assert [len(differences[name]) for name in TOLERANCES] == [29, 8]
+    assert [len(differences[name]) for name in TOLERANCES] == [11, 5]
     for name, tolerance in TOLERANCES.items():
         assert (differences[name].pop("alone, exact"), differences[name].pop("swapped")) == (0, 0)
         assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name
@@ -31,9 +31,6 @@ def test_kernels_compute_what_a_loop_computes() -> None:
     ("in_features", "widths", "max_rank", "dtype"),
     [
         (4096, (4096, 1024, 1024), 16, torch.bfloat16),
-        (14336, (4096,), 64, torch.bfloat16),
-        (4096, (14336, 14336), 256, torch.float16),
-        (896, (896, 128, 128), 64, torch.float32),
         (17, (5, 3), 3, torch.float32),
     ],
 )

@@ -20,7 +20,7 @@ TOLERANCES = {"float32": 5e-6, "float16": 3e-3}
 
 def test_kernels_compute_what_torch_computes() -> None:
     differences = result_of("attention_cases.py", "cpu")
-    assert [len(differences[name]) for name in TOLERANCES] == [33, 9]
+    assert [len(differences[name]) for name in TOLERANCES] == [13, 6]
     for name, tolerance in TOLERANCES.items():
         assert differences[name].pop("alone") == differences[name].pop("codes") == 0
         assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name
@@ -29,10 +29,7 @@ def test_kernels_compute_what_torch_computes() -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "dtype", "score"),
     [
-        (32, 8, 128, torch.bfloat16, {}),
         (8, 4, 256, torch.bfloat16, {"window": 4096, "softcap": 50.0}),
-        (64, 8, 64, torch.bfloat16, {"window": 128, "sinks": True}),
-        (14, 2, 80, torch.float16, {}),
         (4, 4, 24, torch.float32, {"softcap": 30.0, "sinks": True}),
         (32, 8, 128, torch.bfloat16, {"int8": True}),
     ],

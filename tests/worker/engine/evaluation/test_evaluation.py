@@ -116,22 +116,13 @@ def test_a_kv_cache_of_8_bits_costs_the_shipped_model_less_than_half_a_percent_o
     from worker.engine.evaluation.report import quantization_report
 
     text = tmp_path / "topics.txt"
-    text.write_text(topics["with"][:1200])
+    text.write_text(topics["with"][:600])
     report = quantization_report(SHIPPED, "", str(text), kv_cache_dtype="int8")
     perplexity = report["text"]["perplexity"]
     assert 0 < abs(perplexity["quantized"] / perplexity["original"] - 1) < 0.005, perplexity
     assert report["weight_errors"] == []
     assert report["weight_bytes"]["original"] == report["weight_bytes"]["quantized"]
     assert report["kv_bytes_per_token"] == {"original": 6 * 2 * 2 * 64 * 2, "quantized": 6 * 2 * 2 * (64 + 4)}
-
-
-def test_four_bits_cost_the_shipped_model_less_than_three_percent_of_perplexity(tmp_path: Path) -> None:
-    from worker.engine.evaluation.report import quantization_report
-
-    text = tmp_path / "topics.txt"
-    text.write_text("\n\n".join(topics[name] for name in ("with", "try")))
-    perplexity = quantization_report(SHIPPED, "int4", str(text))["text"]["perplexity"]
-    assert abs(perplexity["quantized"] / perplexity["original"] - 1) < 0.03, perplexity
 
 
 @pytest.mark.parametrize(
