@@ -43,7 +43,6 @@ from rpc.identity.principal import CredentialKind, Principal, Role, caller, set_
 from rpc.identity.tls import TlsFiles
 from rpc.metrics import CallMeter
 from rpc.server import Server, channel_options, relay_options
-from rpc.unread_messages import STALL_S
 
 if TYPE_CHECKING:
     from broker.seals import Seals
@@ -114,15 +113,12 @@ def _server(
     unnamed = [UnnamedCallers(settings.engine_tenant)] if settings.engine_protocol else []
     inner = [*unnamed, open_calls, auditor]
     options = [*channel_options(), ("grpc.max_concurrent_streams", calls)]
-    # A client that was dropped because it does not read gets at least as long again to read why.
-    stall_s = max(STALL_S, 2 * settings.client_stall_s)
     return Server(
         guard,
         outer=[meter],
         interceptors=inner,
         options=options,
         calls=calls,
-        stall_s=stall_s,
         shared_ports=shared_ports,
     )
 
@@ -150,7 +146,7 @@ class RelayAccess:
 
     def serve_tenant_data(self, data: RouterData, record: Callable[..., None]) -> RouterData:
         """Let other routers remove this router's data of tenants; `record` keeps an event of the audit log."""
-        relay_pb2_grpc.add_TenantDataServiceServicer_to_server(TenantDataService(data, record), self.server.grpc)
+        relay_pb2_grpc.add_TenantDataServiceServicer_to_server(TenantDataService(data, record), self.server.services)
         return data
 
     def bind(self, host: str, port: int) -> int:

@@ -15,14 +15,17 @@ import grpc
 
 from rpc.errors import Exhausted
 from rpc.handlers import wrapped
-from rpc.unread_messages import current_call
+from rpc.receiving import current_call
 
 # Mean time in seconds after which a refused client is to call again; each gets its own, so that they come spread out.
 _RETRY_S = 1.0
 
 
 class ConnectionCalls(grpc.aio.ServerInterceptor):
-    """Refuses calls beyond `limit` of a connection."""
+    """Refuses calls beyond `limit` of a connection.
+
+    A call is open as long as its task: one whose client reads neither answer nor status counts until the client leaves.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -21,6 +21,9 @@ _IDLE_MS = 3_600_000
 # Time in ms after which a connection takes no new calls, and its client makes another one: certificates are checked at
 # the handshake, and those of an authority that was removed would otherwise be good for as long as they like.
 AGE_MS = 3_600_000
+# Time in ms that the calls of such a connection get to end. It is the bound of calls whose clients read nothing: gRPC
+# has no way to end one of these alone.
+GRACE_MS = 3_600_000
 
 
 def edge_options(connections: int | None = None) -> list[tuple[str, Any]]:
@@ -31,6 +34,7 @@ def edge_options(connections: int | None = None) -> list[tuple[str, Any]]:
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", _IDLE_MS),
         ("grpc.max_connection_age_ms", AGE_MS),
+        ("grpc.max_connection_age_grace_ms", GRACE_MS),
         # With this estimate of bandwidth a call takes megabytes that nobody has asked for, as much as its client can
         # send. Without it long messages take more round trips: docs/operations.md, Distant clients.
         ("grpc.http2.bdp_probe", 0),

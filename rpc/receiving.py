@@ -18,7 +18,6 @@ import grpc
 from rpc.errors import DeadlinePassed, Exhausted, InvalidField
 from rpc.identity.principal import NAMING_ROLES, known_caller
 from rpc.shares import FairTurns, Shares
-from rpc.unread_messages import Call, current_call
 
 # Maximum bytes of the messages that are being received: their size is not known before.
 RECEIVING_BYTES = 64 * 1024 * 1024
@@ -31,6 +30,17 @@ WAITING = 2_048
 _RETRY_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+# The task that serves a call, from its acceptance until gRPC has sent the status.
+Call = asyncio.Task[Any]
+
+
+def current_call() -> Call:
+    """Return the call that the current task serves."""
+    call = asyncio.current_task()
+    assert call is not None
+    return call
 
 
 class Receiving:

@@ -19,9 +19,8 @@ from rpc.edge import CALLS, edge_options
 from rpc.health import BoundedHealth
 from rpc.identity.guard import Guard, closed_guard
 from rpc.messages import ReadableMessages
-from rpc.receiving import RECEIVE_S, OneMessage, Receiving
+from rpc.receiving import OneMessage, Receiving
 from rpc.status_interceptor import StatusInterceptor
-from rpc.unread_messages import STALL_S
 
 T = TypeVar("T")
 
@@ -86,13 +85,30 @@ class PortInUse(Exception):
     """An address that can't be bound."""
 
 
+class Services:
+    """The services of a server, as generated code adds them; `methods` are their full names.
+
+    They are added as generic ones, and not as registered ones too: a registered method has a queue of its own for calls
+    that wait to be accepted, and each makes every accept dearer. Health alone has one, so that it is seen during
+    a burst.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self.methods: set[str] = set()
+        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Any]) -> None:
+        """Note the names of a service's methods, whose generic handler generated code adds before."""
+        self.methods |= {f"/{service_name}/{method}" for method in method_handlers}
+
+
 class Server:
     """A grpc.aio server with the project's options and a health service.
 
     The `guard` decides who may call which method; without one, the server serves its health alone. `outer` interceptors
     see calls before the guard, `interceptors` see those that it has admitted. `connections`: a limit other than the
-    usual one. `calls`: maximum of open calls of a connection. `stall_s`: timeout in seconds for a client to take
-    a message. `shared_ports`: other processes of this user may listen on the same ports, if they share them too.
+    usual one. `calls`: maximum of open calls of a connection. `shared_ports`: other processes of this user may listen
+    on the same ports, if they share them too.
     """
 
     def __init__(
@@ -104,36 +120,30 @@ class Server:
         options: Sequence[tuple[str, Any]] | None = None,
         connections: int | None = None,
         calls: int = CALLS,
-        stall_s: float = STALL_S,
         shared_ports: bool = False,
     ) -> None:
         self._guard = guard or closed_guard()
-        self._methods: set[str] = set()
         # The status interceptor is outermost, so that it also sees what the others raise.
         edge = {**dict(edge_options(connections)), **dict(channel_options() if options is None else options)}
-        bounds = edge["grpc.max_receive_message_length"], min(RECEIVE_S, stall_s)
-        self._messages = OneMessage(Receiving(*bounds), Receiving(*bounds))
+        message_bytes = edge["grpc.max_receive_message_length"]
+        self._messages = OneMessage(Receiving(message_bytes), Receiving(message_bytes))
         before, behind = (*outer, ConnectionCalls(calls)), (*interceptors, ReadableMessages())
-        self.grpc = grpc.aio.server(
+        self._grpc = grpc.aio.server(
             options=[*edge.items(), *_SERVER_OPTIONS, ("grpc.so_reuseport", int(shared_ports))],
-            interceptors=[StatusInterceptor(stall_s), *before, self._guard, self._messages, *behind],
+            interceptors=[StatusInterceptor(), *before, self._guard, self._messages, *behind],
         )
         self._health = BoundedHealth()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        # A registered method has a queue of its own for calls that wait to be accepted, and each makes every accept
-        # dearer. Health alone has one, so that it is seen during a burst; stubs add all methods as generic ones too.
-        self.grpc.add_registered_method_handlers = self._note_methods  # type: ignore[method-assign]  # stubs call it
-
-    def _note_methods(self, service_name: str, method_handlers: Mapping[str, Any]) -> None:
-        self._methods |= {f"/{service_name}/{method}" for method in method_handlers}
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        # Generated code adds services to this. Health alone is added to gRPC's own server: see Services.
+        self.services: Any = Services(self._grpc)
 
     def bind(self, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
         """Listen on host:port, 0 for a port that the system chooses; return the port. Raises PortInUse."""
         try:
             if credentials is None:
-                bound = self.grpc.add_insecure_port(f"{host}:{port}")
+                bound = self._grpc.add_insecure_port(f"{host}:{port}")
             else:
-                bound = self.grpc.add_secure_port(f"{host}:{port}", credentials)
+                bound = self._grpc.add_secure_port(f"{host}:{port}", credentials)
         except RuntimeError as error:
             raise PortInUse(f"cannot listen on {host}:{port}: the port is in use or the host is not ours") from error
         if bound == 0:
@@ -144,27 +154,27 @@ class Server:
         """Serve server reflection of the services that were added so far."""
         from grpc_reflection.v1alpha import reflection
 
-        names = {method.split("/")[1] for method in self._methods}
-        reflection.enable_server_reflection([*sorted(names), health.SERVICE_NAME, reflection.SERVICE_NAME], self.grpc)
+        names = {method.split("/")[1] for method in self.services.methods}
+        reflection.enable_server_reflection([*sorted(names), health.SERVICE_NAME, reflection.SERVICE_NAME], self._grpc)
 
     async def start(self) -> None:
         """Serve; health says NOT_SERVING until `set_serving(True)`.
 
         Raises UndeclaredMethodError for a method without a row in the permissions table.
         """
-        self._guard.check_declared(self._methods)
+        self._guard.check_declared(self.services.methods)
         await self.set_serving(False)
-        await self.grpc.start()
+        await self._grpc.start()
 
     async def set_serving(self, serving: bool) -> None:
         """Set what the health service answers from now on, for the process and for each of its services."""
-        for name in ("", *{method.split("/")[1] for method in self._methods}):
+        for name in ("", *{method.split("/")[1] for method in self.services.methods}):
             self._health.set(name, serving=serving)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let running ones end for `grace_s`, then cancel them."""
         self._health.stop()
-        await self.grpc.stop(grace_s)
+        await self._grpc.stop(grace_s)
 
 
 def stop_signal(*, second_ends: bool = True) -> asyncio.Event:

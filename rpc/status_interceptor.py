@@ -1,4 +1,4 @@
-"""The interceptor around every method: calls end with the statuses of their errors, and none stands still."""
+"""The interceptor around every method: calls end with the statuses of their errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from rpc.errors import CallError, Internal
 from rpc.handlers import wrapped
 from rpc.identity.running_calls import let_finish, take_ending
 from rpc.status import abort
-from rpc.unread_messages import UnreadMessages, current_call
 
 log = logging.getLogger(__name__)
 
@@ -22,13 +21,11 @@ log = logging.getLogger(__name__)
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """End every call that raised with its status; an error outside the table is logged and becomes INTERNAL.
 
-    Put it before all other interceptors: it asks them for a method's handler once and keeps it. A call whose client
-    leaves a message or the status unread for `stall_s` seconds is cut.
+    Put it before all other interceptors: it asks them for a method's handler once and keeps it.
     """
 
-    def __init__(self, stall_s: float) -> None:
+    def __init__(self) -> None:
         self._guarded: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
-        self._unread = UnreadMessages(stall_s)
 
     async def intercept_service(
         self,
@@ -43,16 +40,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 return None
             guard = self._guard_stream if handler.response_streaming else self._guard
             self._guarded[name] = wrapped(handler, lambda inner: guard(inner, name))
-        handler = self._guarded[name]
-        self._unread.begin()
-        return handler
+        return self._guarded[name]
 
     def _guard(self, method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
                 answer = await method(request, context)
                 await let_finish()
-                self._unread.waits(current_call())
                 return answer
             except grpc.aio.AbortError:
                 raise
@@ -75,14 +69,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             answer = None
-            writes = _Writes(context, self._unread)
+            writes = _Writes(context)
             try:
                 try:
                     answer = method(request, context)
                     async for response in answer:
                         await writes.write(response)
                     await let_finish()
-                    writes.end()
                     return
                 except grpc.aio.AbortError:
                     raise
@@ -110,30 +103,21 @@ class _Writes:
     refuses a status with these metadata again, and the client would wait for ever.
     """
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], unread: UnreadMessages) -> None:
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._context = context
-        self._unread = unread
-        self._call = current_call()
         self._first: asyncio.Future[None] | None = None
 
     async def write(self, response: Any) -> None:
         """Write a message; a call that is cancelled meanwhile leaves the first one to gRPC."""
-        self._unread.waits(self._call)
         if self._first is None:
             self._first = asyncio.ensure_future(self._context.write(response))
             self._first.add_done_callback(_retrieve)
             await asyncio.shield(self._first)
         else:
             await self._context.write(response)
-        self._unread.goes_on(self._call)
-
-    def end(self) -> None:
-        """Note that the status follows."""
-        self._unread.waits(self._call)
 
     async def end_first(self) -> None:
-        """Wait until a status may follow, which is bounded as a message is."""
-        self.end()
+        """Wait until a status may follow."""
         if self._first is not None:
             await asyncio.wait([self._first])
 

@@ -57,7 +57,7 @@ class FaultyStore:
             ),
         }
         generic = grpc.method_handlers_generic_handler("loraplex.adapters.v1.AdapterService", handlers)
-        self._server.grpc.add_generic_rpc_handlers((generic,))
+        self._server.services.add_generic_rpc_handlers((generic,))
         port = self._server.bind("127.0.0.1", 0)
         await self._server.start()
         return f"127.0.0.1:{port}"

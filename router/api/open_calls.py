@@ -25,7 +25,7 @@ from google.protobuf.descriptor_pool import Default
 from rpc.errors import CallError, Exhausted, InvalidField
 from rpc.identity.permissions import SGLANG_SERVICE
 from rpc.identity.principal import caller, calling_tenant
-from rpc.receiving import RECEIVE_S, Receiving
+from rpc.receiving import RECEIVE_S, Receiving, current_call
 from rpc.server import MESSAGE_BYTES
 from rpc.shares import FairTurns, Shares
 
@@ -218,7 +218,7 @@ class OpenCalls(grpc.aio.ServerInterceptor):
                     async for response in responses:
                         yield response
             finally:
-                self._leave(tenant, size)
+                self._bytes.give(tenant, size)
 
         return bounded
 
@@ -228,23 +228,28 @@ class OpenCalls(grpc.aio.ServerInterceptor):
             try:
                 return await method(request, context)
             finally:
-                self._leave(tenant, size)
+                self._bytes.give(tenant, size)
 
         return bounded
 
     async def _enter(self, method: _Method, context: Context) -> tuple[str, int, Any]:
-        """Count a call until `_leave`; return its tenant, and its message with its size. Raises a CallError."""
+        """Count a call until it has ended for its client too; return its tenant, and its message with its size.
+
+        The size counts until it is given back. Raises a CallError.
+        """
         tenant, size = "", 0
         try:
             tenant = calling_tenant() if method.of_tenant else caller().tenant
             self._take(self._calls, tenant, 1, "calls")
+            # Not at the method's end: a call whose client reads neither answer nor status is open until it leaves.
+            current_call().add_done_callback(lambda _: self._calls.give(tenant))
+            data = await self._receiving.read(tenant, context)
+            self._take(self._bytes, tenant, len(data), "bytes of calls' messages")
+            size = len(data)
             try:
-                data = await self._receiving.read(tenant, context)
-                self._take(self._bytes, tenant, len(data), "bytes of calls' messages")
-                size = len(data)
                 request = await self._decode(method, tenant, data)
             except BaseException:
-                self._leave(tenant, size)
+                self._bytes.give(tenant, size)
                 raise
         except CallError as error:
             self._refused(method.name, tenant, error)
@@ -262,10 +267,6 @@ class OpenCalls(grpc.aio.ServerInterceptor):
             return request
         finally:
             self._turns.give(tenant)
-
-    def _leave(self, tenant: str, size: int) -> None:
-        self._calls.give(tenant)
-        self._bytes.give(tenant, size)
 
     def _take(self, shares: Shares, tenant: str, amount: int, what: str) -> None:
         if not shares.take(tenant, amount):

@@ -165,8 +165,8 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
 
     def add_to(self, server: Server) -> None:
         """Serve the relay, and the router's id."""
-        relay_pb2_grpc.add_RelayServiceServicer_to_server(self, server.grpc)
-        relay_pb2_grpc.add_IdentityServiceServicer_to_server(self, server.grpc)
+        relay_pb2_grpc.add_RelayServiceServicer_to_server(self, server.services)
+        relay_pb2_grpc.add_IdentityServiceServicer_to_server(self, server.services)
 
     def close(self) -> None:
         """End every stream, after the messages that are still to be sent."""

@@ -54,8 +54,8 @@ class SlowClients:
 
     gRPC buffers some messages of a stream and then blocks the next one. What the job makes meanwhile is bounded by that
     time, and by the answer's length; the job is never paused. Then it is stopped and frees its row. Should the client
-    read again within the same time, it gets the messages up to there and CLIENT_TOO_SLOW; then its server cuts the call
-    (rpc.unread_messages).
+    read again, it gets the messages up to there and CLIENT_TOO_SLOW; until then the call counts as open for its tenant
+    (router.api.open_calls).
     """
 
     def __init__(self, limit_s: float) -> None:

@@ -117,7 +117,7 @@ class GuardedServers:
     def add(self, register: Callable[[grpc.aio.Server], None]) -> None:
         """Let generated code register a service; the permissions table says who may call it at which port."""
         for server in self._servers.values():
-            register(server.grpc)
+            register(server.services)
 
     def bind(self, host: str, port: int) -> Sequence[str]:
         """Listen; return the addresses: the first one's HOST:PORT, then words like mtls=HOST:PORT. Raises PortInUse."""

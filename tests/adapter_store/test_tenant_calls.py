@@ -41,7 +41,7 @@ class Served:
             directory.put([HashedKey(key_id, tenant, Role.TENANT_USER, frozenset(), None, False, secrets)])
         self.server = Server(Guard([Port.PUBLIC], [ApiKeyReader(directory)]), interceptors=[calls])
         service: Any = Large  # grpc has its own methods for those left out
-        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(service(), self.server.grpc)
+        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(service(), self.server.services)
         self.stub: Any
 
     def download(self, tenant: str) -> Any:

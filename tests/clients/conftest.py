@@ -178,7 +178,7 @@ class ServerThread:
     async def _serve(self, add: Callable[[Any], None], ready: Future[None]) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         server = Server(open_guard())
-        add(server.grpc)
+        add(server.services)
         self.address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
         await server.start()
         ready.set_result(None)

@@ -123,7 +123,7 @@ async def served(tmp_path: Path) -> AsyncIterator[tuple[tuple[int, int], Develop
     directory.put([HashedKey(key_id, "acme", Role.TENANT_USER, frozenset(), None, False, secrets)])
     tls = TlsFiles(*ca.write(tmp_path, "router", ca.issue("loraplex://router/r", ["127.0.0.1"])), ca.write_ca(tmp_path))
     server = Server(Guard([Port.PUBLIC], [CertificateReader(), ApiKeyReader(directory)]))
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Models(), server.grpc)  # type: ignore[abstract]
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Models(), server.services)  # type: ignore[abstract]
     ports = [server.bind("127.0.0.1", 0, tls.server_credentials(client_certificates=one)) for one in (False, True)]
     await server.start()
     yield (ports[0], ports[1]), ca, text

@@ -133,7 +133,7 @@ async def attacked(directory: Path, requests_limit: int) -> AsyncIterator[Attack
         texts.append(text)
     files = *ca.write(directory, "router", ca.issue("loraplex://router/r", ["127.0.0.1"])), ca.write_ca(directory)
     server = Server(Guard([Port.PUBLIC], [ApiKeyReader(keys)]))
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(_Endless(), server.grpc)  # type: ignore[abstract]
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(_Endless(), server.services)  # type: ignore[abstract]
     port = server.bind("127.0.0.1", 0, TlsFiles(*files).server_credentials(client_certificates=False))
     await server.start()
     settings = Settings(

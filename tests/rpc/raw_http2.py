@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 
 SETTINGS, HEADERS, DATA, RESET, PING = 4, 1, 0, 3, 6
 WINDOW_UPDATE = 8
 _ACK = _END_STREAM = 1
 _END_HEADERS = 4
+# Code of a call that its client cancels.
+_CANCEL = b"\0\0\0\x08"
 
 
 def frame(kind: int, body: bytes, stream: int = 0, flags: int = 0) -> bytes:
@@ -17,7 +20,7 @@ def frame(kind: int, body: bytes, stream: int = 0, flags: int = 0) -> bytes:
 
 def headers(method: str) -> bytes:
     """Return the packed headers of a call."""
-    texts = [":method POST", ":scheme http", f":path {method}", ":authority x", "te trailers"]
+    texts = [":method POST", ":scheme http", f":path {method}", ":authority x", "te trailers", "x-loraplex-tenant acme"]
     pairs = [text.encode().split() for text in (*texts, "content-type application/grpc")]
     return b"".join(b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in pairs)
 
@@ -29,13 +32,13 @@ def _window(size: int) -> bytes:
 class UnreadingClient:
     """A connection whose streams have no window for messages until `read` opens it. `kinds`: frames by stream."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
+        self._port, self._tls = port, tls
         self.kinds: dict[int, list[int]] = {}
         self.arrived = asyncio.Condition()
 
     async def __aenter__(self) -> UnreadingClient:
-        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, ssl=self._tls)
         self._writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _window(0))
         self._reading = asyncio.create_task(self._read())
         return self
@@ -50,6 +53,14 @@ class UnreadingClient:
         if message is not None:
             body = b"\0" + len(message).to_bytes(4, "big") + message
             self._writer.write(frame(DATA, body, stream, _END_STREAM))
+
+    def reset(self, stream: int) -> None:
+        """Cancel a call."""
+        self._writer.write(frame(RESET, _CANCEL, stream))
+
+    async def drain(self) -> None:
+        """Send what is still here."""
+        await self._writer.drain()
 
     def read(self) -> None:
         """Open the window of all streams."""

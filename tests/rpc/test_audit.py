@@ -71,8 +71,8 @@ async def channel(records: Records) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a server whose calls are audited."""
     auditor = Auditor(Kept(records))
     server = Server(open_guard(refused=auditor.refused), interceptors=[auditor])
-    keys_pb2_grpc.add_KeyServiceServicer_to_server(Keys(), server.grpc)  # type: ignore[abstract]  # as grpc makes them
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Resumes(), server.grpc)  # type: ignore[abstract]  # also
+    keys_pb2_grpc.add_KeyServiceServicer_to_server(Keys(), server.services)  # type: ignore[abstract]  # as grpc makes them
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Resumes(), server.services)  # type: ignore[abstract]  # also
     port = server.bind("127.0.0.1", 0)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

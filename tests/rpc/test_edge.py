@@ -50,7 +50,7 @@ async def test_connections_beyond_the_limit_are_closed() -> None:
 async def test_a_burst_beyond_the_calls_of_a_connection_is_refused_with_a_reason() -> None:
     limit, burst = 20, 1_050
     server, held = Server(open_guard(), calls=limit), Held()  # type: ignore[abstract]  # grpc has its own methods for those left out
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(held, server.grpc)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(held, server.services)
     port = server.bind("127.0.0.1", 0)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -83,7 +83,7 @@ async def test_a_client_that_reads_nothing_holds_up_no_change() -> None:
 
 async def test_each_service_has_the_health_of_its_process() -> None:
     server = Server(open_guard())
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Nothing(), server.grpc)  # type: ignore[abstract]  # as grpc makes them
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Nothing(), server.services)  # type: ignore[abstract]  # as grpc makes them
     port = server.bind("127.0.0.1", 0)
     await server.start()
     await server.set_serving(True)

@@ -48,8 +48,8 @@ class Store(store_grpc.AdapterServiceServicer):
 async def channel() -> AsyncIterator[grpc.aio.Channel]:
     open_calls = OpenCalls(100, 1 << 28, lambda method, tenant, error: None)
     server = Server(open_guard(), interceptors=[open_calls])
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Inference(), server.grpc)  # type: ignore[abstract]  # grpc has its own methods for those left out
-    store_grpc.add_AdapterServiceServicer_to_server(Store(), server.grpc)  # type: ignore[abstract]  # as above
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Inference(), server.services)  # type: ignore[abstract]  # grpc has its own methods for those left out
+    store_grpc.add_AdapterServiceServicer_to_server(Store(), server.services)  # type: ignore[abstract]  # as above
     port = server.bind("127.0.0.1", 0)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -34,7 +34,7 @@ async def serving(guard: Guard | None = None) -> AsyncIterator[tuple[Server, int
     server = Server(guard)
     port = server.bind("127.0.0.1", 0)
     if guard is not None:
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(_Service(), server.grpc)  # type: ignore[abstract]  # one method is enough
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(_Service(), server.services)  # type: ignore[abstract]  # one method is enough
     await server.start()
     try:
         yield server, port

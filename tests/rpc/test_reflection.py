@@ -44,7 +44,7 @@ class Everybody:
 async def reflecting(role: Role, port: Port) -> AsyncIterator[Any]:
     """Serve callers of the role at such a port."""
     server = Server(Guard([port], [Everybody(role)]))
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Nothing(), server.grpc)  # type: ignore[abstract]  # as grpc makes them
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Nothing(), server.services)  # type: ignore[abstract]  # as grpc makes them
     server.add_reflection()
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start()

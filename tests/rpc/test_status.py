@@ -52,7 +52,7 @@ class Raises(inference_pb2_grpc.InferenceServiceServicer):
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Raises, inference_pb2_grpc.InferenceServiceAsyncStub]]:
     server, raises = Server(open_guard()), Raises()  # type: ignore[abstract]  # grpc has its own methods for those left out
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(raises, server.grpc)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(raises, server.services)
     port = server.bind("127.0.0.1", 0)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

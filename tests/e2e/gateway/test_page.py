@@ -190,7 +190,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[tuple[str, Settings, OneWorke
     tls = TlsFiles(*files)
     server = Server(Guard([Port.OPERATORS], [ApiKeyReader(directory)]))
     service = OneWorker()  # type: ignore[abstract]
-    cluster_pb2_grpc.add_ClusterServiceServicer_to_server(service, server.grpc)
+    cluster_pb2_grpc.add_ClusterServiceServicer_to_server(service, server.services)
     port = server.bind("127.0.0.1", 0, tls.server_credentials(client_certificates=False))
     await server.start()
     operated = f"127.0.0.1:{port},localhost:{port}"

@@ -75,7 +75,7 @@ class Served:
             interceptors=[OpenCalls(calls, message_bytes, self._refuse, receive_s=receive_s)],
             options=[*channel_options(), ("grpc.max_concurrent_streams", STREAMS)],
         )
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, self.server.grpc)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.service, self.server.services)
         self.channel: grpc.aio.Channel
 
     def _refuse(self, method: str, tenant: str, error: CallError) -> None:
@@ -145,7 +145,7 @@ async def test_a_gateways_requests_are_bounded_and_its_health_checks_are_not() -
         "HealthCheck": grpc.unary_unary_rpc_method_handler(healthy),
         "Generate": grpc.unary_stream_rpc_method_handler(endless, engine.GenerateRequest.FromString),
     }
-    served.server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SGLANG_SERVICE, handlers),))
+    served.server.services.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SGLANG_SERVICE, handlers),))
     port, metadata = served.server.bind("127.0.0.1", 0), ((TENANT_KEY, "acme"),)
     await served.server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -197,7 +197,7 @@ class Lists(cluster_pb2_grpc.ClusterServiceServicer):
 async def test_lists_of_jobs_are_bounded_and_need_no_tenant() -> None:
     served = Served(calls=3, message_bytes=1 << 28, receive_s=10.0)
     lists = Lists(served.service.go)  # type: ignore[abstract]  # as above
-    cluster_pb2_grpc.add_ClusterServiceServicer_to_server(lists, served.server.grpc)
+    cluster_pb2_grpc.add_ClusterServiceServicer_to_server(lists, served.server.services)
     port = served.server.bind("127.0.0.1", 0)
     await served.server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -93,7 +93,9 @@ class Names:
             self._get_adapter, pb.GetAdapterRequest.FromString, pb.GetAdapterResponse.SerializeToString
         )
         service = "loraplex.adapters.v1.AdapterService"
-        server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"GetAdapter": method}),))
+        server.services.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {"GetAdapter": method}),)
+        )
         port = server.bind("127.0.0.1", port)
         await server.start()
         return server, port

@@ -105,7 +105,7 @@ async def router_with_proxy(redis: Redis) -> AsyncIterator[tuple[Dispatcher, Pro
     timing = DispatchTiming(link_grace_s=3.0)
     dispatcher, server = Dispatcher(lambda _: queue, lambda _: Placement(), timing=timing), Server(open_guard())
     service = RelayService(dispatcher)
-    relay_pb2_grpc.add_RelayServiceServicer_to_server(service, server.grpc)
+    relay_pb2_grpc.add_RelayServiceServicer_to_server(service, server.services)
     proxy = Proxy(server.bind("127.0.0.1", 0))
     await server.start()
     address = await proxy.start()

@@ -10,8 +10,10 @@ import pytest
 
 from router.dispatch.link import Frame, WorkerFinish
 from router.dispatch.routed_job import _ALLOWED, READ_TOKENS, JobState, JobTransitionError, RoutedJob, check_transition
+from router.generation.admission import Admitted
 from router.generation.runs import Run
 from router.request import TokenLogprobs
+from router.text.text import HashText
 from rpc.errors import Internal
 from tests.router.recording_link import RecordingLink, job
 
@@ -148,7 +150,7 @@ async def test_a_frame_without_ids_is_no_first_token() -> None:
     assert (arrival.token_ids, routed.prompt_logprobs) == ([5], OF_PROMPT)
     assert (routed.adapter_ms, routed.cached_tokens) == (7.0, 1)
     assert routed.first_token_at is not None
-    assert Run("f", routed).began.ttft_s == routed.first_token_at - routed.admitted_at
+    assert Run("f", routed, Admitted(routed.job, HashText())).began.ttft_s == routed.first_token_at - routed.admitted_at
 
 
 async def test_the_prompt_s_log_probabilities_come_before_another_choice_s_ids() -> None:

@@ -74,7 +74,7 @@ async def test_a_method_without_a_row_does_not_start() -> None:
     server = Server(Guard(Port, [], permissions=rows))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
         inference_pb2_grpc.InferenceServiceServicer(),  # type: ignore[abstract]
-        server.grpc,
+        server.services,
     )
     server.bind("127.0.0.1", 0)
     with pytest.raises(UndeclaredMethodError, match="InferenceService/Resume has no row"):
@@ -87,7 +87,7 @@ async def test_a_generic_method_without_a_row_is_refused() -> None:
 
     server = Server(Guard(Port, []))
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {"Echo": grpc.unary_unary_rpc_method_handler(answer)}
-    server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.Service", handlers),))
+    server.services.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.Service", handlers),))
     port = server.bind("127.0.0.1", 0)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -86,7 +86,7 @@ async def served() -> AsyncIterator[Served]:
     found = Served()
     guard = Guard([Port.PUBLIC], [ApiKeyReader(found.directory)], calls=found.directory.calls)
     server = Server(guard, interceptors=[OpenCalls(100, 1 << 28, lambda *_: None)])
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(found.service, server.grpc)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(found.service, server.services)
     port = server.bind("127.0.0.1", 0)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -246,7 +246,7 @@ async def test_a_stream_ends_with_its_certificate_or_token(kind: CredentialKind)
 
     service = Endless()  # type: ignore[abstract]  # grpc has its own methods for those left out
     server = Server(Guard([Port.PUBLIC], [Reader()], calls=RunningCalls()))
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.grpc)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server.services)
     port = server.bind("127.0.0.1", 0)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

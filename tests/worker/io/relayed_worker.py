@@ -119,7 +119,7 @@ class Worker:
 async def listening(router: Router) -> tuple[Server, str]:
     """Start a router's server; return it and its address."""
     server = Server(open_guard(), options=relay_options())
-    relay_pb2_grpc.add_RelayServiceServicer_to_server(router, server.grpc)
+    relay_pb2_grpc.add_RelayServiceServicer_to_server(router, server.services)
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start()
     return server, address

@@ -105,7 +105,7 @@ class Line:
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Router, str]]:
     router, server = Router(), Server(open_guard(), options=relay_options())
-    relay_pb2_grpc.add_RelayServiceServicer_to_server(router, server.grpc)
+    relay_pb2_grpc.add_RelayServiceServicer_to_server(router, server.services)
     address = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start()
     try:
@@ -263,7 +263,7 @@ async def test_a_router_that_is_away_for_a_moment_is_found_again() -> None:
         await first.until(lambda: len(first.ids) == 5)
     second, server = Router(), Server(open_guard(), options=relay_options())
     second.ids = list(first.ids)
-    relay_pb2_grpc.add_RelayServiceServicer_to_server(second, server.grpc)
+    relay_pb2_grpc.add_RelayServiceServicer_to_server(second, server.services)
     server.bind(*_host_and_port(address))
     await server.start()
     line.make(5)

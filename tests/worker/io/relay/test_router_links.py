@@ -39,7 +39,7 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
 @asynccontextmanager
 async def listening(router: Router, address: str = "127.0.0.1:0") -> AsyncIterator[str]:
     server = Server(open_guard(), options=relay_options())
-    relay_pb2_grpc.add_RelayServiceServicer_to_server(router, server.grpc)
+    relay_pb2_grpc.add_RelayServiceServicer_to_server(router, server.services)
     host, _, port = address.rpartition(":")
     bound = server.bind(host, int(port))
     await server.start()

@@ -101,7 +101,7 @@ class Line:
 @asynccontextmanager
 async def opened(send_interval_s: float) -> AsyncIterator[Line]:
     recorder, server = Recorder(), Server(open_guard())
-    relay_pb2_grpc.add_RelayServiceServicer_to_server(recorder, server.grpc)
+    relay_pb2_grpc.add_RelayServiceServicer_to_server(recorder, server.services)
     port = server.bind("127.0.0.1", 0)
     await server.start()
     line = Line(recorder, f"127.0.0.1:{port}", send_interval_s)
