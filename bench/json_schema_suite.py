@@ -22,10 +22,10 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from artifacts.grammars.build import json_grammar
-from artifacts.grammars.errors import GrammarError
-from artifacts.grammars.matching import compile_grammar, proof_vocabulary
-from artifacts.grammars.prove import prove
+from grammars import GrammarError
+from grammars.build import json_grammar
+from grammars.matching import compile_grammar, proof_vocabulary
+from grammars.prove import prove
 
 DRAFT = Path("tests") / "draft2020-12"
 # Maximum number of orders of an instance's properties that are tried.

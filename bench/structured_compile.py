@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from contextlib import closing
 
-from artifacts.grammars.build import json_grammar
-from artifacts.grammars.matching import compile_grammar
-from artifacts.grammars.prover import Prover
-from artifacts.grammars.vocabulary import read_vocabulary, special_tokens
 from bench.structured_schemas import schema_text
 from bench.tokenizer import END_ID
+from grammars.build import json_grammar
+from grammars.matching import compile_grammar, read_vocabulary, special_tokens
+from grammars.prover import Prover
 
 # Number of schemas that are compiled before any is timed.
 _WARM = 4

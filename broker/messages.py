@@ -96,7 +96,7 @@ class Job:
     resumed: bool = False
     # The tenant's weight, set at the enqueue: twice the weight gets twice the service.
     weight: float = 1.0
-    # The grammar that the answers keep to, as artifacts.grammars builds it; empty: none.
+    # The grammar that the answers keep to, as grammars builds it; empty: none.
     grammar: str = ""
     # The vector of the prompt that is asked for instead of an answer; `n` is 1 and `max_tokens` 0.
     encode: Encode | None = None

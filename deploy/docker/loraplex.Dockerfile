@@ -16,6 +16,7 @@ COPY broker broker
 COPY clients clients
 COPY deploy deploy
 COPY files files
+COPY grammars grammars
 COPY router router
 COPY rpc rpc
 COPY telemetry telemetry

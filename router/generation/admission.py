@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
-from artifacts.grammars.errors import GrammarError
-from artifacts.grammars.prover import Prover, ProverBusyError
-from artifacts.grammars.vocabulary import special_tokens
 from broker.messages import AdapterRef, Job, StoppingParams
 from broker.worker_state import WorkerState
+from grammars import GrammarError
+from grammars.matching import special_tokens
+from grammars.prover import Prover, ProverBusyError
 from router.catalog.adapters import AdapterConfigs, check_generates, check_rank, resolve_adapters
 from router.catalog.manifest import Manifest
 from router.catalog.models import Models, ServedModel
@@ -85,7 +85,7 @@ _TOO_LARGE = "ANSWER_TOO_LARGE"
 class GrammarProofs:
     """Proves that grammars compile, before their jobs cost a place in the queue; each once for a tenant, in turns.
 
-    The child process that proves them (artifacts.grammars.prover) is started with the first request that has a format.
+    The child process that proves them (grammars.prover) is started with the first request that has a format.
     """
 
     def __init__(self) -> None:

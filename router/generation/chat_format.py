@@ -16,10 +16,10 @@ from functools import lru_cache
 
 from artifacts.chat_settings import ToolCallFormat
 from artifacts.errors import ArtifactError
-from artifacts.grammars.build import GRAMMAR_BYTES, HEADER
-from artifacts.grammars.errors import GrammarError
-from artifacts.grammars.json_schema import JsonStyle, check_schema
 from artifacts.json_object import parse_object
+from grammars import GrammarError
+from grammars.build import GRAMMAR_BYTES, HEADER
+from grammars.json_schema import JsonStyle, check_schema
 from router.generation.chat_reader import ChatFormat
 from router.request import Chat, Tool, ToolMode
 from router.text.chat import ChatTemplate

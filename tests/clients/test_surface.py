@@ -10,7 +10,7 @@ import loraplex_client as lx
 import pytest
 
 ROOMS = {
-    *("adapter_store", "artifacts", "bench", "broker", "clients", "deploy", "files"),
+    *("adapter_store", "artifacts", "bench", "broker", "clients", "deploy", "files", "grammars"),
     *("router", "rpc", "telemetry", "worker"),
 }
 SHIPPED = {"loraplex.inference", "loraplex.adapters"}

@@ -14,14 +14,14 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.queue.v1 import queue_pb2
 
 from artifacts.errors import ArtifactError
-from artifacts.grammars.build import json_grammar, lark_grammar, regex_grammar
-from artifacts.grammars.errors import GrammarError
 from artifacts.json_object import parse_object
 from artifacts.names import parse_reference, parse_revision_name
 from artifacts.peft_config import parse_peft_config
 from artifacts.quantized_checkpoint import stored_scheme
 from artifacts.revision import lora_tensors
 from artifacts.safetensors_header import read_header
+from grammars import GrammarError
+from grammars.build import json_grammar, lark_grammar, regex_grammar
 from router.api.convert import count_received, read_received, read_request
 from router.api.encoding import read_classify, read_embed
 from router.api.open_calls import field_in_excess

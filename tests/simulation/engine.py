@@ -63,7 +63,7 @@ class VirtualLoads:
 
 
 class InlineProver:
-    """Stands in for artifacts.grammars.prover.Prover, without a child process: all that is drawn compiles."""
+    """Stands in for grammars.prover.Prover, without a child process: all that is drawn compiles."""
 
     def __init__(self, size: int, special: Mapping[int, str]) -> None:
         """Take what Prover takes."""

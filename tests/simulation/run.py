@@ -17,12 +17,12 @@ from unittest import mock
 import grpc
 
 from artifacts.base_model import read_base_model
-from artifacts.grammars.prover import Prover
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
 from broker.liveness import Liveness
 from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import PROMPT_WEIGHT
+from grammars.prover import Prover
 from router.dispatch import routed_job
 from router.dispatch.link import Frame, WorkerLink
 from router.dispatch.outbox import MIB

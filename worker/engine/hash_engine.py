@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING
 
 from artifacts.base_model import HASH_LABELS
 from artifacts.encode import Encode
-from artifacts.grammars.matching import compile_grammar
-from artifacts.grammars.prover import Prover
-from artifacts.grammars.vocabulary import hash_vocabulary
 from artifacts.hash_model import VECTOR_SIZE, HashModel, parse_hash_model
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from grammars.matching import compile_grammar, hash_vocabulary
+from grammars.prover import Prover
 from worker.engine.engine import Engine
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.grammars import GrammarState, GrammarThread

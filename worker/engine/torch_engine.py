@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from artifacts.checkpoint import read_small_file
-from artifacts.grammars.errors import GrammarError
-from artifacts.grammars.prover import Prover
-from artifacts.grammars.vocabulary import read_vocabulary, special_tokens
 from artifacts.kv_shape import INT8
+from grammars import GrammarError
+from grammars.matching import read_vocabulary, special_tokens
+from grammars.prover import Prover
 from worker.engine.attention.kv_cache import KvCache, fitting_blocks
 from worker.engine.device.cores import keep_to_one_core, step_threads
 from worker.engine.device.memory import available_bytes, host_adapter_bytes

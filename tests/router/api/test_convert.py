@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from artifacts.grammars.build import json_grammar
-from artifacts.grammars.json_schema import JsonStyle
+from grammars.build import json_grammar
+from grammars.json_schema import JsonStyle
 from router.api.convert import count_numbers, count_received, read_received, read_request
 from router.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Received, TokenLogprobs
 from rpc.errors import InvalidField

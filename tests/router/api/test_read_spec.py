@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from artifacts.grammars.build import json_grammar
+from grammars.build import json_grammar
 from router.api import convert
 from router.api.convert import forget_formats, read_format, read_request
 from router.request import Request

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from artifacts.grammars.build import regex_grammar
 from broker.messages import AdapterRef, Job
+from grammars.build import regex_grammar
 from router.catalog.adapters import AdapterConfigs
 from router.catalog.manifest import Manifest
 from router.dispatch.worker_links import RelayReach

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from artifacts.grammars.matching import compile_grammar
-from artifacts.grammars.vocabulary import read_vocabulary
+from grammars.matching import compile_grammar, read_vocabulary
 from router.dispatch.link import WorkerFinish
 from router.generation.answer import ChoiceAnswer, UntoldText
 from router.generation.chat_format import call_grammar, chat_format

@@ -11,8 +11,8 @@ import pytest
 from llguidance import LLMatcher
 
 from artifacts.chat_settings import ToolCallFormat
-from artifacts.grammars.matching import compile_grammar, proof_vocabulary
-from artifacts.grammars.prove import prove
+from grammars.matching import compile_grammar, proof_vocabulary
+from grammars.prove import prove
 from router.generation.chat_format import CallSyntax, tool_grammar
 from router.generation.chat_reader import ChatFormat, ChatReader
 from router.request import Chat, ChatMessage, Tool, ToolCallDelta, ToolMode

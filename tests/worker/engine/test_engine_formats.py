@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from artifacts.grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
+from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
 from tests.drawn_schemas import Schema, byte_tokenizer, draw_schema
 from worker.engine_api import FinishKind, NewSequence, Output, Sampling, Stopping
 

@@ -16,8 +16,8 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from artifacts.grammars.build import json_grammar
-from artifacts.grammars.vocabulary import hash_token_text
+from grammars.build import json_grammar
+from grammars.matching import hash_token_text
 from tests.drawn_schemas import Schema, byte_tokenizer, draw_schema
 from worker.engine.hash_engine import expected_ids
 from worker.engine_api import AdapterSource, EngineConfig, FinishKind, NewSequence, Sampling, Stopping

@@ -1,6 +1,6 @@
 """The states of answers inside their grammars, and the thread that compiles grammars beside the steps.
 
-A grammar is proven first, in a child process with limits that may be killed (artifacts.grammars.prover): a killer
+A grammar is proven first, in a child process with limits that may be killed (grammars.prover): a killer
 grammar kills that child, and fails its own requests.
 """
 
@@ -14,15 +14,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError
-from artifacts.grammars.build import choices_grammar, grammar_digest
-from artifacts.grammars.errors import GrammarError
-from artifacts.grammars.matching import compile_grammar, plain_error
-from artifacts.grammars.prover import Prover, ProverBusyError
-from artifacts.grammars.vocabulary import Vocabulary
+from grammars import GrammarError
+from grammars.build import choices_grammar, grammar_digest
+from grammars.matching import Vocabulary, compile_grammar, plain_error
+from grammars.prover import Prover, ProverBusyError
 from worker.engine.scheduling.loader_threads import Loads
 from worker.engine_api import Failure, NewSequence, Removal
 
-# Imported by the first grammar: see artifacts.grammars.matching.
+# Imported by the first grammar: see grammars.matching.
 if TYPE_CHECKING:
     import numpy as np
     from llguidance import LLMatcher

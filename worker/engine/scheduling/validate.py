@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 
 from artifacts.encode import Encode
-from artifacts.grammars.build import GRAMMAR_BYTES
 from artifacts.sampling import OutOfRangeError, check_sampling
+from grammars.build import GRAMMAR_BYTES
 from worker.engine_api import AdapterSource, EngineLimits, NewSequence, Sampling, SequenceRefusedError, Stopping
 
 MAX_STOP_TOKEN_IDS = 64

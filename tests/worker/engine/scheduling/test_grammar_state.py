@@ -9,10 +9,9 @@ import jsonschema  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 
-from artifacts.grammars.build import json_grammar, lark_grammar, regex_grammar
-from artifacts.grammars.matching import compile_grammar
-from artifacts.grammars.vocabulary import Vocabulary, hash_vocabulary, read_vocabulary
 from artifacts.hash_model import parse_hash_model
+from grammars.build import json_grammar, lark_grammar, regex_grammar
+from grammars.matching import Vocabulary, compile_grammar, hash_vocabulary, read_vocabulary
 from tests.drawn_schemas import byte_tokenizer, draw_schema
 from tests.hash_formats import GRAMMARS
 from worker.engine.scheduling.grammars import GrammarState

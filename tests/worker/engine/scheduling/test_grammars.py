@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from artifacts.grammars.build import grammar_digest, regex_grammar
-from artifacts.grammars.errors import GrammarError
-from artifacts.grammars.matching import compile_grammar
-from artifacts.grammars.prover import Prover, ProverBusyError
-from artifacts.grammars.vocabulary import Vocabulary, hash_vocabulary
 from artifacts.hash_model import parse_hash_model
+from grammars import GrammarError
+from grammars.build import grammar_digest, regex_grammar
+from grammars.matching import Vocabulary, compile_grammar, hash_vocabulary
+from grammars.prover import Prover, ProverBusyError
 from worker.engine.hash_engine import HashEngine, expected_ids
 from worker.engine.scheduling.grammars import CompiledGrammars, GrammarThread
 from worker.engine.scheduling.loader_threads import LoaderThreads

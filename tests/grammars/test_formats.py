@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-from artifacts.grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
-from artifacts.grammars.json_schema import JsonStyle
-from artifacts.grammars.matching import compile_grammar, proof_vocabulary
+from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
+from grammars.json_schema import JsonStyle
+from grammars.matching import compile_grammar, proof_vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from artifacts.grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
-from artifacts.grammars.errors import GrammarError
-from artifacts.grammars.prover import Prover
+from grammars import GrammarError
+from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
+from grammars.prover import Prover
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The error of a format that cannot be served."""
+"""Grammars of answers: routers build them from a request's format, workers compile them; both prove them first."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ import re
 from collections.abc import Sequence
 
 from artifacts.errors import ArtifactError
-from artifacts.grammars.errors import GrammarError
-from artifacts.grammars.json_schema import JsonStyle, check_schema
-from artifacts.grammars.lark import check_lark
 from artifacts.json_object import parse_object
+from grammars import GrammarError
+from grammars.json_schema import JsonStyle, check_schema
+from grammars.lark import check_lark
 
 # Maximum bytes of a format as a client sends it.
 FORMAT_BYTES = 64 * 1024

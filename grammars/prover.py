@@ -15,8 +15,8 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from artifacts.grammars.build import grammar_digest
-from artifacts.grammars.errors import GrammarError
+from grammars import GrammarError
+from grammars.build import grammar_digest
 
 # Maximum processor time in seconds, and bytes of address space, that the proof of a grammar takes.
 CPU_S = 0.6
@@ -96,8 +96,8 @@ class Prover:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._child is None or self._child.poll() is not None:
             self._end()
-            # -P: a folder named artifacts in the working directory must not take the place of this one.
-            command = (sys.executable, "-P", "-m", "artifacts.grammars.prove", str(MEMORY_BYTES), str(self._cpu_s))
+            # -P: a folder named grammars in the working directory must not take the place of this one.
+            command = (sys.executable, "-P", "-m", "grammars.prove", str(MEMORY_BYTES), str(self._cpu_s))
             # Numerical libraries start a thread for each core, which reserves address space.
             environ = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)

@@ -1,21 +1,26 @@
 """Checks a JSON schema: each keyword in it is enforced, or refused by its path; none is ignored.
 
-The result is a schema for llguidance, whose order of keys decides the order of the properties in an answer. Formats
-become patterns (see formats.py).
+The result is a schema for llguidance, whose order of keys decides the order of the properties in an answer. Patterns,
+which are regular expressions of ECMA-262, become those of Rust.
+
+Formats become patterns too, because llguidance's own accept some texts that are none (February 30). Each accepts only
+texts of its format, and all that are in common use. Left out are: the year 0000, leap seconds that are not 23:59:60
+UTC, quoted local parts of addresses, hostnames that may be encoded Unicode, IPv6 addresses that end as IPv4, URIs with
+an IP address in brackets.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
 
-from artifacts.grammars.endings import check_endings
-from artifacts.grammars.errors import GrammarError
-from artifacts.grammars.formats import FORMATS
-from artifacts.grammars.patterns import rust_pattern
-from artifacts.grammars.references import References
+from grammars import GrammarError
+from grammars.endings import check_endings
 
 # Maximum number of objects, lists and values in a schema.
 NODES = 10_000
@@ -33,6 +38,56 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
     | {"$vocabulary", "contentMediaType", "contentEncoding"}
+)
+_START = "schema:"
+# Rust's whitespace has the character U+0085, and lacks the zero-width one.
+_SPACE = r"[[\s&&[^\x85]]\x{FEFF}]"
+_NO_SPACE = r"[^[\s&&[^\x85]]\x{FEFF}]"
+_NO_LINE_END = r"[^\n\r\x{2028}\x{2029}]"
+# Signs that are letters of a class in ECMA-262, and begin a class or an operation on classes in Rust.
+_SIGNS_IN_CLASS = "[&~"
+_STEP = re.compile(r"\\(?:u\{[0-9A-Fa-f]+\}|.)|.", re.DOTALL)
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_FRACTION = r"(?:\.[0-9]{1,9})?"
+_TIME = (
+    f"(?:(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]{_FRACTION}(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+    f"|23:59:60{_FRACTION}(?:[Zz]|[+-]00:00))"
+)
+_N = "[0-9]{1,9}"
+_CLOCK = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
+_DURATION = f"P(?:{_N}W|{_CLOCK}|(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)(?:{_CLOCK})?)"
+_ALNUM, _INNER = "[A-Za-z0-9]", "[A-Za-z0-9-]"
+# A label of at most 63 characters, without hyphens at both its third and fourth place.
+_LABEL = (
+    f"{_ALNUM}(?:{_ALNUM}|{_INNER}{_ALNUM}|{_INNER}{{2}}{_ALNUM}"
+    f"|{_INNER}(?:{_ALNUM}{_INNER}|-{_ALNUM}){_INNER}{{0,58}}{_ALNUM})?"
+)
+_HOSTNAME = rf"{_LABEL}(?:\.{_LABEL})*"
+_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,64}"
+_EMAIL = rf"{_ATOM}(?:\.{_ATOM})*@{_HOSTNAME}"
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
+_H = "[0-9A-Fa-f]{1,4}"
+_IPV6 = (
+    f"(?:(?:{_H}:){{7}}{_H}|(?:{_H}:){{1,7}}:|"
+    + "|".join(f"(?:{_H}:){{1,{7 - after}}}(?::{_H}){{1,{after}}}" for after in range(1, 7))
+    + f"|:(?:(?::{_H}){{1,7}}|:))"
+)
+_HEX = "[0-9A-Fa-f]"
+_UUID = f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}"
+_ESCAPED = f"%{_HEX}{{2}}"
+_SEGMENT = rf"(?:[A-Za-z0-9\-._~!$&'()*+,;=:@]|{_ESCAPED})"
+_USER = rf"(?:[A-Za-z0-9\-._~!$&'()*+,;=:]|{_ESCAPED})*"
+_NAME = rf"(?:[A-Za-z0-9\-._~!$&'()*+,;=]|{_ESCAPED})*"
+_URI = (
+    rf"[A-Za-z][A-Za-z0-9+\-.]*:(?:\/\/(?:{_USER}@)?{_NAME}(?::[0-9]{{0,5}})?(?:\/{_SEGMENT}*)*"
+    rf"|\/(?:{_SEGMENT}+(?:\/{_SEGMENT}*)*)?|{_SEGMENT}+(?:\/{_SEGMENT}*)*)?"
+    rf"(?:\?(?:{_SEGMENT}|[\/?])*)?(?:#(?:{_SEGMENT}|[\/?])*)?"
 )
 
 
@@ -70,7 +125,7 @@ class _Check:
         self._style = style
         self._nodes = 0
         self._root = root
-        self._references = References(root)
+        self._references = _References(root)
 
     def schema(self, value: Any, path: str) -> Any:
         """Check a whole schema."""
@@ -114,12 +169,12 @@ class _Check:
         if check is None:
             raise GrammarError(at, "is not enforced here; leave it out")
         check(argument, at)
-        return rust_pattern(argument) if keyword == "pattern" else argument
+        return _rust_pattern(argument) if keyword == "pattern" else argument
 
     def _map(self, keyword: str, argument: Any, at: str) -> dict[str, Any]:
         _require(isinstance(argument, dict), at, "is not an object of schemas")
         names = sorted(argument) if keyword == "properties" and self._style.sorted_properties else argument
-        translated = rust_pattern if keyword == "patternProperties" else str
+        translated = _rust_pattern if keyword == "patternProperties" else str
         return {translated(name): self._part(argument[name], f"{at}.{name}") for name in names}
 
     def _values(self, keyword: str, argument: Any, at: str) -> Any:
@@ -205,3 +260,99 @@ def _check_counts(schema: Mapping[str, Any], path: str) -> None:
         raise GrammarError(
             f"{path}.minProperties", f"{least} is enforced only up to the number of required properties and 1 more"
         )
+
+
+class _References:
+    """The parts of a schema by their addresses, and its references; filled while a walk is inside of the parts."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._bases = [_START]
+        # The path at which each address begins: of the schema, and of parts with an id or an anchor.
+        self._begins: dict[str, str] = {_START: root}
+        self._paths: set[str] = set()
+        self._found: list[tuple[str, str, str]] = []
+
+    @contextmanager
+    def inside(self, part: Mapping[str, Any], path: str) -> Iterator[None]:
+        """Note a part of the schema, and what it is called, while its own parts are walked."""
+        self._paths.add(path)
+        base = self._bases[-1]
+        if isinstance(part.get("$id"), str):
+            base = urldefrag(urljoin(base, part["$id"])).url or base
+            self._begins.setdefault(base, path)
+        if isinstance(part.get("$anchor"), str):
+            self._begins.setdefault(f"{base}#{part['$anchor']}", path)
+        self._bases.append(base)
+        yield
+        self._bases.pop()
+
+    def add(self, reference: str, at: str) -> None:
+        """Note a reference of the part that the walk is in."""
+        self._found.append((reference, self._bases[-1], at))
+
+    def check(self) -> None:
+        """Raise GrammarError for a reference that leads out of the schema, or to what is not a part of it."""
+        for reference, base, at in self._found:
+            if self._target(reference, base) not in self._paths:
+                raise GrammarError(at, f"{reference!r} is no part of this schema")
+
+    def _target(self, reference: str, base: str) -> str | None:
+        fragment = urldefrag(reference).fragment
+        address = base if reference.startswith("#") or not reference else urldefrag(urljoin(base, reference)).url
+        if fragment and not fragment.startswith("/"):
+            return self._begins.get(f"{address}#{fragment}")
+        path = self._begins.get(address)
+        if path is None:
+            return None
+        for step in unquote(fragment).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            # A step into a list of schemas is an index.
+            indexed = re.fullmatch("[0-9]+", name) and f"{path}[{name}]" in self._paths
+            path = f"{path}[{name}]" if indexed else f"{path}.{name}"
+        return path
+
+
+def _rust_pattern(pattern: str) -> str:
+    """Return a pattern that means in Rust what this one means in ECMA-262."""
+    translated = []
+    in_class = False
+    before = ""
+    for step in _STEP.findall(pattern):
+        now = _step(step, before, in_class=in_class)
+        if not in_class and step == "[":
+            in_class = True
+        elif in_class and step == "]":
+            in_class = False
+        translated.append(now)
+        before = step
+    return "".join(translated)
+
+
+def _step(step: str, before: str, *, in_class: bool) -> str:
+    if step == r"\s":
+        return _SPACE
+    if step == r"\S":
+        return _NO_SPACE
+    if in_class:
+        return f"\\{step}" if step in _SIGNS_IN_CLASS or (step == before == "-") else step
+    return _NO_LINE_END if step == "." else step
+
+
+def _whole(pattern: str) -> dict[str, Any]:
+    return {"pattern": f"^(?:{pattern})$"}
+
+
+# The schema of a format's texts, by its name.
+FORMATS: Mapping[str, dict[str, Any]] = {
+    "date-time": _whole(f"{_DATE}[Tt]{_TIME}"),
+    "date": _whole(_DATE),
+    "time": _whole(_TIME),
+    "duration": _whole(_DURATION),
+    "email": _whole(_EMAIL),
+    "hostname": {**_whole(_HOSTNAME), "maxLength": 253},
+    "ipv4": _whole(_IPV4),
+    "ipv6": _whole(_IPV6),
+    "uuid": _whole(_UUID),
+    "uri": _whole(_URI),
+}

@@ -1,14 +1,81 @@
-"""Finds the rules of a Lark text whose texts cannot come to an end, for example `list: item list`."""
+"""Checks the Lark text of a client: options that are not obeyed here are refused, JSON schemas in it are checked,
+and rules whose texts cannot come to an end, for example `list: item list`, are refused.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from artifacts.grammars.errors import GrammarError
+from artifacts.errors import ArtifactError
+from artifacts.json_object import parse_object
+from grammars import GrammarError
+from grammars.json_schema import JsonStyle, check_schema
 
+_TOKEN = re.compile(
+    r"""
+    (?P<space>\s+|//[^\n]*|\#[^\n]*)
+  | (?P<text>"(?:\\.|[^"\\\n])*"i?)
+  | (?P<regex>/(?:\\.|[^/\\\n])+/[imslux]*)
+  | (?P<special><[^<>\s]+>)
+  | (?P<directive>%[a-z_]+)
+  | (?P<name>[!?]?@?[A-Za-z_][A-Za-z0-9_\-.]*)
+  | (?P<other>.)
+    """,
+    re.VERBOSE,
+)
+# Attributes of a rule that would change sampling, or take back tokens that have been sent.
+_ATTRIBUTES = ("temperature", "max_tokens", "stop")
 # The deepest nesting of brackets that is read; llguidance refuses deeper ones.
 _DEEPEST = 100
+
+
+class _Token(NamedTuple):
+    """A token of a Lark text; `kind` is a group of the pattern, or `json` for a JSON value."""
+
+    kind: str
+    text: str
+
+
+def check_lark(text: str, path: str) -> str:
+    """Return the text with its JSON schemas checked. Raises GrammarError."""
+    tokens = list(_tokens(text, path))
+    code = [token for token in tokens if token.kind != "space"]
+    for before, token, after in zip(code, code[1:], code[2:], strict=False):
+        if before.text in "[," and token.text in _ATTRIBUTES and after.text == "=":
+            raise GrammarError(path, f"the attribute {token.text} is not obeyed here; leave it out")
+    _check_rules(tokens, path)
+    return "".join(token.text for token in tokens)
+
+
+def _tokens(text: str, path: str) -> Iterator[_Token]:
+    at = number = 0
+    while match := _TOKEN.match(text, at):
+        at = match.end()
+        kind = match.lastgroup or "other"
+        yield _Token(kind, match[0])
+        if match[0] == "%llguidance":
+            raise GrammarError(path, "%llguidance is not obeyed here; leave it out")
+        if match[0] in ("%json", "%regex"):
+            number += match[0] == "%json"
+            value, at = _json_value(text, at, path)
+            if match[0] == "%json":
+                value = check_schema(value, JsonStyle(), f"{path}.json[{number - 1}]")
+            yield _Token("json", f" {json.dumps(value)}")
+    if at < len(text):
+        raise GrammarError(path, f"cannot be read from {text[at : at + 20]!r} on")
+
+
+def _json_value(text: str, at: int, path: str) -> tuple[dict[str, object], int]:
+    start = len(text) - len(text[at:].lstrip())
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, start)
+        return parse_object(text[start:end].encode(), "json"), end
+    except (ValueError, RecursionError, ArtifactError) as error:
+        raise GrammarError(path, f"holds no JSON object at character {start}: {error}") from error
 
 
 @dataclass(slots=True, eq=False)
@@ -22,11 +89,11 @@ class _Node:
 
 
 class _UnreadableError(Exception):
-    """The text uses what this page does not read, or is wrong: llguidance judges it."""
+    """The text uses what this module does not read, or is wrong: llguidance judges it."""
 
 
-def check_rules(tokens: Sequence[tuple[str, str]], path: str) -> None:
-    """Raise GrammarError for a rule that every text of its own contains again. `tokens`: kinds and texts."""
+def _check_rules(tokens: Sequence[_Token], path: str) -> None:
+    """Raise GrammarError for a rule that every text of its own contains again."""
     try:
         reader = _Reader(tokens)
         reader.read()
@@ -40,7 +107,7 @@ def check_rules(tokens: Sequence[tuple[str, str]], path: str) -> None:
 class _Reader:
     """Reads the rules into nodes, and marks those that end."""
 
-    def __init__(self, tokens: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, tokens: Sequence[_Token]) -> None:
         self.rules: dict[str, _Node] = {}
         self._uses: list[tuple[str, _Node]] = []
         self._leaves: list[_Node] = []
@@ -167,7 +234,7 @@ class _Reader:
         return node
 
 
-def _code(tokens: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, bool]]:
+def _code(tokens: Sequence[_Token]) -> Iterator[tuple[str, str, bool]]:
     """Yield the tokens that are no space, each with whether it is the first in its line; numbers as a whole."""
     first = True
     for kind, text in tokens:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 from urllib.parse import unquote
 
-from artifacts.grammars.errors import GrammarError
+from grammars import GrammarError
 
 
 def check_endings(root: Mapping[str, Any], path: str) -> None:
