@@ -122,7 +122,7 @@ swaps: $(STAMP) ## Move names to other revisions SWAPS times under load
 
 # Uses the first Python whose torch finds a device. That may be the machine's own Python, offline and without the other
 # rooms' packages, so nothing is installed and the conftest of the whole suite is left out.
-gpu: ## Test on a CUDA device and write docs/benchmarks-gpu.md; without a device only say so
+gpu: ## Test on a CUDA device and write docs/results/benchmarks-gpu.md; without a device only say so
 	@for python in python3 $(BIN)/python; do \
 		if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 			$$python -m pytest -q -p no:cacheprovider -o addopts= --import-mode=importlib -p tests.tiny_models \
@@ -132,19 +132,19 @@ gpu: ## Test on a CUDA device and write docs/benchmarks-gpu.md; without a device
 	done; \
 	echo "no CUDA device: torch is missing or finds none, so there is nothing to test or measure"
 
-bench: $(STAMP) ## Run every benchmark and rewrite the tables of docs/benchmarks.md
+bench: $(STAMP) ## Run every benchmark and rewrite the tables of docs/results/benchmarks.md
 	$(BIN)/python -m bench
 
 # The official suite by npm's GitHub shorthand; SUITE=DIR uses a checkout. The packages of the npm registry end at draft 7,
 # or fetch it from GitHub themselves. Where GitHub cannot be reached, the source package of jsonschema has an older copy.
 SUITE ?= .cache/json-schema-suite/node_modules/json-schema-test-suite
 OLDER_SUITE := .cache/json-schema-suite/older
-json-schema-suite: $(STAMP) ## Get the JSON-Schema test suite, run it through the grammars and write docs/json-schema.md
+json-schema-suite: $(STAMP) ## Get the JSON-Schema test suite, run it through the grammars and write docs/results/json-schema.md
 	@if [ -d $(SUITE) ] || npm install --no-save --no-package-lock --prefix .cache/json-schema-suite \
 			json-schema-org/JSON-Schema-Test-Suite; then \
-		$(BIN)/python -m bench.json_schema_suite $(SUITE) --write docs/json-schema.md; \
+		$(BIN)/python -m bench.json_schema_suite $(SUITE) --write docs/results/json-schema.md; \
 	else \
-		echo "GitHub cannot be reached: running the older suite of jsonschema's source package; docs/json-schema.md stays"; \
+		echo "GitHub cannot be reached: running the older suite of jsonschema's source package; docs/results/json-schema.md stays"; \
 		mkdir -p $(OLDER_SUITE) && $(BIN)/python -m pip download -q --disable-pip-version-check --no-deps \
 			--no-binary jsonschema -c constraints.txt -d $(OLDER_SUITE) jsonschema && \
 		tar -xzf $(OLDER_SUITE)/jsonschema-*.tar.gz -C $(OLDER_SUITE) --strip-components=2 --wildcards '*/json/tests' && \

@@ -77,8 +77,8 @@ class StoreSettings(AccessSettings):
         "routers refuse adapters beyond these limits on such a base, or warn of them: refuse or warn", REFUSE
     )
     plans: str = setting(
-        "a TOML file with the plans of tenants and keys (docs/quotas.md), read again when it changes; empty: the plans "
-        "that operators set with `loraplex plans`",
+        "a TOML file with the plans of tenants and keys (docs/guides/quotas.md), read again when it changes; empty: "
+        "the plans that operators set with `loraplex plans`",
         "",
     )
     metrics_port: int = setting(PORT_HELP, 0)

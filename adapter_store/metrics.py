@@ -1,4 +1,4 @@
-"""Metrics of the adapter store. docs/metrics.md explains them; a test compares it with this file."""
+"""Metrics of the adapter store. docs/reference/metrics.md explains them; a test compares it with this file."""
 
 from __future__ import annotations
 

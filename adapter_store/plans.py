@@ -254,7 +254,7 @@ def _to_pb(named: NamedPlan) -> pb.Plan:
 
 
 class StoreQuotas:
-    """Counts adapters, bytes and uploads at once of tenants and API keys; docs/quotas.md.
+    """Counts adapters, bytes and uploads at once of tenants and API keys; docs/guides/quotas.md.
 
     Raises Exhausted, which names the limit.
     """

@@ -54,7 +54,7 @@ _WITHOUT_EFFECT = {
     "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "target_modules",
 }  # fmt: skip
-# Fields that may differ from their default; docs/adapters.md lists them, and the refused ones.
+# Fields that may differ from their default; docs/reference/adapter-fields.md lists them, and the refused ones.
 ACCEPTED = frozenset(_SERVED | _CHECKED | _WITHOUT_EFFECT)
 _PLAIN_INITS = {True, False, None, "gaussian", "orthogonal", "eva", "mica"}
 _REWRITING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")

@@ -1,4 +1,4 @@
-"""Plans: what tenants and API keys may use, and the file that has them. docs/quotas.md says what each field means.
+"""Plans: what tenants and API keys may use, and the file that has them; docs/guides/quotas.md explains the fields.
 
 [default]                           # tenants without a table of their own
 requests_per_minute = 60

@@ -1,4 +1,4 @@
-"""Runs every benchmark, each in a process of its own, and rewrites the tables of docs/benchmarks.md and scaling.md.
+"""Runs every benchmark, each in a process of its own, and rewrites the tables in docs/results.
 
 python -m bench [--quick]        --quick: small runs that show that every benchmark works; the pages stay unchanged
 """
@@ -30,9 +30,9 @@ NAMES = (
     "secured",
     "timing",
 )
-# Benchmarks that write their own page, docs/scaling.md, where they are asked to.
+# Benchmarks that write their own page, docs/results/scaling.md, where they are asked to.
 _OTHERS = ("scaling", "calls", "fan_in")
-_PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+_PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks.md"
 
 
 def main() -> int:

@@ -42,7 +42,7 @@ AIMS = {
     "burst_without_a_reason": Aim(at_most=0),
     "two_processes_over_one": Aim(at_least=1.8),
 }
-PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "scaling.md"
 METHOD = "/loraplex.inference.v1.InferenceService/Generate"
 TENANTS = 8
 # Processes of the cluster whose processor time is measured.

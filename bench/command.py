@@ -17,7 +17,9 @@ def run_command(name: str, description: str, measure: Callable[[bool], Report], 
     """
     parser = command_parser(name, description)
     if page is not None:
-        parser.add_argument("--write-docs", action="store_true", help=f"write the figures into docs/{page.name}")
+        parser.add_argument(
+            "--write-docs", action="store_true", help=f"write the figures into docs/results/{page.name}"
+        )
     return run_parsed(parser, lambda arguments: measure(arguments.quick), page)
 
 

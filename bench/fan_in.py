@@ -3,7 +3,7 @@
 A simulation tells what one of the routers gets from all workers: messages, frames and tokens a second, with the workers
 paced by the router and without. Then messages of that size and at that rate go over real links to a real relay, in a
 process of its own, whose processor time gives the cost of a message. With --write-docs the figures go into
-docs/scaling.md.
+docs/results/scaling.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AIMS = {
     "us_per_token": Aim(),
     "longest_wait_ms": Aim(at_most=50),
 }
-PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "scaling.md"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ llama3-8b in bfloat16 with random weights; decode steps at a context of 512, wit
 4,096 tokens. Each is compared with the time of its bytes and operations at the bandwidth and the rate that are measured
 between the runs. Then transformers' continuous batching and peft's mixed batches run in turn with ours.
 
-A full run writes docs/benchmarks-gpu.md. Without a CUDA device the benchmark says so and ends with exit code 0.
+A full run writes docs/results/benchmarks-gpu.md. Without a CUDA device the benchmark says so and ends with exit code 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The text of docs/benchmarks-gpu.md, which a full run of bench.gpu on a machine with CUDA writes."""
+"""The text of docs/results/benchmarks-gpu.md, which a full run of bench.gpu on a machine with CUDA writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from bench.report import Report, describe_machine, describe_versions
 from bench.tables import markdown
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks-gpu.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks-gpu.md"
 _TEXT = """# Benchmarks on CUDA
 
 Written by `make gpu`, which runs tests/gpu and then `python -m bench.gpu`; edits are lost with the next run.

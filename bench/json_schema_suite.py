@@ -1,7 +1,7 @@
 """Runs the JSON-Schema test suite through the grammars of answers, without a model: what is enforced, refused, wrong.
 
-    make json-schema-suite                                             get the suite, and write docs/json-schema.md
-    python -m bench.json_schema_suite DIR [--write docs/json-schema.md]
+    make json-schema-suite                                             get the suite, write docs/results/json-schema.md
+    python -m bench.json_schema_suite DIR [--write docs/results/json-schema.md]
 
 A case is an instance that a schema allows or forbids. A schema is refused, with all its cases, where the router refuses
 it. Of the others a forbidden instance must be no text of the grammar, and an allowed one must be a text: compact, with
@@ -35,10 +35,9 @@ BASELINE = 934
 
 _PAGE = """# JSON schemas: what is enforced
 
-This page is for people who write a `json_schema` ([Answers with a format](structured-answers.md)). It shows what
-becomes of the cases of the official
-[JSON-Schema test suite](https://github.com/json-schema-org/JSON-Schema-Test-Suite), draft 2020-12, optional ones
-included. `make json-schema-suite` writes it.
+This page is for people who write a [`json_schema`](../guides/structured-answers.md). It shows what becomes of the cases
+of the official [JSON-Schema test suite](https://github.com/json-schema-org/JSON-Schema-Test-Suite), draft 2020-12,
+optional ones included. `make json-schema-suite` writes it.
 
 A case is a value that a schema allows or forbids.
 

@@ -2,8 +2,8 @@
 
 Clusters of up to 1,000 workers and 100,000 adapters run in virtual time and show how often a job's worker has its
 adapter, how long jobs wait, how service is shared, and how often workers claim. The cost of a claim is measured on a
-real Valkey and gives the number of workers that a cell serves. A full run draws the plots of docs/scaling.md; with
---write-docs its figures go there too.
+real Valkey and gives the number of workers that a cell serves. A full run draws the plots of
+docs/results/scaling.md; with --write-docs its figures go there too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AIMS = {
     "jobs_per_s_of_one_cell": Aim(at_least=3_000),
     "workers_of_one_cell": Aim(),
 }
-PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "scaling.md"
 # Maximum share of a core that a cell's Redis should use, so that it has reserves for bursts.
 _CORE_SHARE = 0.7
 # Queries a second by each router, as in router.dispatch.dispatcher and router.catalog.models, and number of routers.

@@ -1,4 +1,4 @@
-"""Writes the figures of JSON files into docs/benchmarks.md, between the markers of each benchmark.
+"""Writes the figures of JSON files into docs/results/benchmarks.md, between the markers of each benchmark.
 
 <!-- bench.engine -->
 ...replaced...

@@ -11,7 +11,7 @@ the same script, so the sums of events and accounts agree.
 Routers save the counts in the adapter store every second. Each state of the ledger has an epoch, and numbers its calls.
 A call that knows of another epoch, or of a later call, finds that Redis has lost data: the ledger is filled with the
 saved counts, and is closed for RECOVERY_MS until routers have told it their reservations and what they have not saved.
-docs/quotas.md gives the bound of what is granted too much.
+docs/guides/quotas.md gives the bound of what is granted too much.
 
 All keys of the ledger share a hash tag, so that a quota is the same for all models and cells, and one call may reserve
 in several accounts and renew the reservations of any.

@@ -1,4 +1,4 @@
-"""The metrics of a router. docs/metrics.md lists their names and meanings; a test compares it with this file."""
+"""The metrics of a router. docs/reference/metrics.md lists and explains them; a test compares the two."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Settings(AccessSettings):
     redis_url: str = setting(REDIS_URL_HELP, variable=REDIS_URL_VARIABLE)
     host: str = setting("the address to listen on for clients", "127.0.0.1")
     port: int = setting("the port to listen on for clients; 0: the system chooses", 50051)
-    processes: int = setting("how many router processes share the port (docs/operations.md)", 1)
+    processes: int = setting("how many router processes share the port (docs/guides/operating.md)", 1)
     relay_host: str = setting("the address to listen on for workers", "127.0.0.1")
     relay_port: int = setting("the port to listen on for workers; 0: the system chooses", 0)
     relay_advertise: str = setting("HOST that workers reach this router's relay at; empty: the relay host", "")
@@ -59,8 +59,8 @@ class Settings(AccessSettings):
     open_calls_limit: int = setting("how many calls of clients may be open; a tenant gets a share of them", 8_192)
     open_bytes_limit: int = setting("how many bytes the messages of these may have", 1 << 28)
     tenant_weights: str = setting("shares of tenants beside the others' 1, such as acme=3,globex=0.5", "")
-    plans: str = setting("a TOML file with the plans (docs/quotas.md), instead of those that the store has", "")
-    usage_file: str = setting("a file that usage events are appended to (docs/quotas.md); empty: none", "")
+    plans: str = setting("a TOML file with the plans (docs/guides/quotas.md), instead of those that the store has", "")
+    usage_file: str = setting("a file that usage events are appended to (docs/guides/quotas.md); empty: none", "")
     usage_url: str = setting("an HTTP collector that the events of --usage-file are sent to; empty: none", "")
     adapter_mib_tokens: float = setting("prompt tokens that a MiB of an adapter's load is charged as", 10.0)
     client_stall_s: float = setting(
@@ -77,7 +77,7 @@ class Settings(AccessSettings):
         "further resume keys whose tokens are accepted, with commas between them: former ones, or the next one", ""
     )
     engine_protocol: str = setting(
-        "a protocol for gateways that is served beside Loraplex's own: sglang (docs/grpc.md); empty: none", ""
+        "a protocol for gateways that is served beside Loraplex's own: sglang (docs/reference/grpc.md); empty: none", ""
     )
     engine_tenant: str = setting(
         "the tenant of its calls that name none, as gateways' do; with credentials these alone say it", DEFAULT_TENANT

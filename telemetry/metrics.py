@@ -1,7 +1,7 @@
 """Prometheus metrics: how a process declares them, keeps their labels bounded, and serves them.
 
 What is measured stands with the process that measures it (router/metrics.py, worker/io/metrics.py, ...),
-and for people in docs/metrics.md.
+and for people in docs/reference/metrics.md.
 """
 
 from __future__ import annotations

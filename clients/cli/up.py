@@ -80,7 +80,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     ] = None,
     plans: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Plans of tenants and API keys (docs/quotas.md), reread on a change."),
+        typer.Option(metavar="FILE", help="Plans of tenants and API keys (docs/guides/quotas.md), reread on a change."),
     ] = None,
     demo: Annotated[
         bool, typer.Option("--demo", help="Stream answers of three tenants' adapters and of the base model.")

@@ -1,4 +1,4 @@
-"""The metrics of a gateway. docs/metrics.md explains them; a test compares it with this file."""
+"""The metrics of a gateway. docs/reference/metrics.md explains them; a test compares it with this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load-test files: TOML, of which msgspec checks every key and value. docs/loadtest.md lists them."""
+"""Load-test files: TOML, of which msgspec checks every key and value. docs/guides/loadtest.md lists them."""
 
 from __future__ import annotations
 

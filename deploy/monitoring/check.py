@@ -15,8 +15,8 @@ from deploy.monitoring.dashboards import path_of, render
 from deploy.monitoring.panels import DASHBOARDS
 
 RULES = Path("deploy/monitoring/rules.yml")
-METRICS = Path("docs/metrics.md")
-RUNBOOK = Path("docs/runbook.md")
+METRICS = Path("docs/reference/metrics.md")
+RUNBOOK = Path("docs/guides/runbook.md")
 # Suffixes of a histogram's series.
 _SERIES = re.compile(r"_(?:bucket|sum|count)$")
 # Durations that Grafana puts in place of its variables.

@@ -1,4 +1,4 @@
-"""The plans of tenants and API keys, as a router applies them; see docs/quotas.md."""
+"""The plans of tenants and API keys, as a router applies them; see docs/guides/quotas.md."""
 
 from __future__ import annotations
 

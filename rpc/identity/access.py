@@ -37,7 +37,7 @@ class AccessSettings:
         "a port for operators, routers and workers with certificates; none by default", None
     )
 
-    reflection: bool = setting("serve gRPC's server reflection, for operators (docs/grpc.md)", False)
+    reflection: bool = setting("serve gRPC's server reflection, for operators (docs/reference/grpc.md)", False)
 
     jwt_issuer: str = setting("accept tokens (JWT) of this issuer; with --jwt-audience and --jwt-jwks", "")
     jwt_audience: str = setting("the audience that tokens must name", "")

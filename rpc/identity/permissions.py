@@ -1,4 +1,4 @@
-"""Every RPC of the cluster, and who may call it where. docs/permissions.md is made from this table.
+"""Every RPC of the cluster, and who may call it where. docs/reference/permissions.md is made from this table.
 
 A method without a row does not start a server; a role that a row does not list for the port is refused.
 """
@@ -60,7 +60,7 @@ PLANS_READ, PLANS_WRITE = "plans.read", "plans.write"
 ACCOUNTS = "accounts"
 RELAY = "relay"
 
-# The service of the engine protocol (docs/grpc.md), which a router serves if it is told to.
+# The service of the engine protocol (docs/reference/grpc.md), which a router serves if it is told to.
 SGLANG_SERVICE = "sglang.grpc.scheduler.SglangScheduler"
 REFLECTION_SERVICE = "grpc.reflection.v1alpha.ServerReflection"
 

@@ -1,4 +1,4 @@
-"""`python -m rpc.identity.permissions_page FILE`: writes docs/permissions.md from the permissions table."""
+"""`python -m rpc.identity.permissions_page FILE`: writes docs/reference/permissions.md from the permissions table."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rpc.identity.permissions import PERMISSIONS, Permission, Port
 _HEAD = """# Permissions: who may call what
 
 This page lists every RPC of the cluster and the roles that may call it, by port. It is made from
-[rpc/identity/permissions.py](../rpc/identity/permissions.py); a test compares the two. After a change of the table
-write the page again:
+[rpc/identity/permissions.py](../../rpc/identity/permissions.py); a test compares the two. After a change of the
+table write the page again:
 
-    .venv/bin/python -m rpc.identity.permissions_page docs/permissions.md
+    .venv/bin/python -m rpc.identity.permissions_page docs/reference/permissions.md
 
 - **Default deny.** A server with a method that has no row does not start. A role that a row does not list for the port
   is refused with PERMISSION_DENIED.
 - **Ports.** `public` is for tenants, `operators` for operators and the parts of the cluster, `relay` for workers and
   other routers.
 - **Workers** call DownloadRevision with a router's grant for the revision
-  ([adapter_store/service.py](../adapter_store/service.py)).
+  ([adapter_store/service.py](../../adapter_store/service.py)).
 - **Scopes.** A key or token with scopes may call only the methods of these scopes, as far as its role may.
 - **Without credentials** (on loopback, or with `--insecure-tenants`) one port serves the first two columns, and every
   caller has every role.

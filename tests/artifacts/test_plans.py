@@ -17,7 +17,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_page_has_an_example_and_every_field(path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs/quotas.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/guides/quotas.md").read_text()
     example = re.search(r"\$ cat plans.toml\n(.*?)\n    \$ ", page, re.DOTALL)
     assert example
     path.write_text(textwrap.dedent(example[1]))

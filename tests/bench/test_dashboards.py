@@ -45,10 +45,10 @@ def test_queries_are_asked_without_variables() -> None:
 
 
 def test_every_dashboard_has_a_picture() -> None:
-    runbook = (DOCS / "runbook.md").read_text(encoding="utf-8")
+    runbook = (DOCS / "guides" / "runbook.md").read_text(encoding="utf-8")
     for dashboard in DASHBOARDS:
         name = f"plots/dashboard-{dashboard.uid.removeprefix('loraplex-')}.png"
-        assert f"({name})" in runbook
+        assert f"(../{name})" in runbook
         assert 1_000 < (DOCS / name).stat().st_size <= 300_000
 
 

@@ -17,8 +17,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_every_picture_of_the_pages_is_there_and_small() -> None:
-    pages = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("loadtest.md", "http.md"))
-    named = re.findall(r"\((plots/[\w.-]+)\)", pages)
+    pages = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("guides/loadtest.md", "reference/http.md"))
+    named = re.findall(r"\(\.\./(plots/[\w.-]+)\)", pages)
     assert len(named) >= 12
     assert {f"plots/{name}.png" for name, _, _ in page_pictures.PICTURES} <= set(named)
     for name in named:

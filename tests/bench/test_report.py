@@ -12,7 +12,7 @@ from bench.command import run_command
 from bench.report import Aim, Report
 from bench.tables import MarkersMissingError, rewrite
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "benchmarks.md"
 
 
 def report(name: str) -> Report:

@@ -2,7 +2,8 @@
 
 A request's tokens are the client's, which the checker compares with the model's; those of the events with its
 request id; and, of all requests together, those of the tenant's account in Redis. Most tenants have the default plan,
-whose quota a few requests use up: those that are refused must be, and what clients got stays within docs/quotas.md.
+whose quota a few requests use up: those that are refused must be, and what clients got stays within the bound of
+docs/guides/quotas.md.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LOOK_S = 0.2
 IDLE_S, IDLE_COMMANDS_S = 5.0, 500
 # Tokens of an account that stands for a ledger which did not come to rest.
 RESTLESS = -1
-# Faults that take some data from Redis: what is granted and charged then is in docs/quotas.md, and not to the token.
+# Faults that take some data from Redis: docs/guides/quotas.md says what is granted and charged then.
 LOSSES = frozenset({Kind.REDIS_RESTART, Kind.REDIS_FAILOVER, Kind.KEYS_LOST, Kind.REDIS_FULL, Kind.ROUTER_KILL_FULL})
 # Faults that take all data, which routers and store put back.
 _WIPES = frozenset({Kind.REDIS_WIPE, Kind.RESTART_WIPE})
@@ -155,7 +156,7 @@ def check_ledger(
     lines: Sequence[LedgerLine],
     faults: Sequence[Fault],
 ) -> None:
-    """Compare the tokens of clients, events, accounts and quotas; to the token where docs/quotas.md promises it."""
+    """Compare the tokens of clients, events, accounts and quotas; docs/guides/quotas.md says where to the token."""
     _LedgerCheck(verdict, model, requests, lines, faults).check()
     for idle in (line for line in lines if isinstance(line, Idle)):
         verdict.idle_commands_s = idle.commands_s
@@ -284,7 +285,7 @@ class _LedgerCheck:
         return sum(ends.values()) + (prompt_tokens(self._model, observation.request) if ends else 0)
 
     def _bound(self, own: Sequence[Observation]) -> int:
-        """Return the tokens beyond its quota that a tenant may get; D and L of docs/quotas.md."""
+        """Return the tokens beyond its quota that a tenant may get; D and L of docs/guides/quotas.md."""
         bound = 0
         for observation in own:
             if observation.request.number in self._unsure:

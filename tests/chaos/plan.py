@@ -75,7 +75,7 @@ class Kind(StrEnum):
 # Faults in which no tenant within its share of the queue may be refused.
 FAIR_KINDS = frozenset({Kind.QUEUE_FULL, Kind.GREEDY_TENANTS})
 
-# Faults in which the ledger may lose nothing, or what docs/quotas.md allows.
+# Faults in which the ledger may lose nothing, or what docs/guides/quotas.md allows.
 LEDGER_KINDS = (
     *(Kind.WORKER_KILL, Kind.ENGINE_KILL, Kind.ROUTER_KILL, Kind.LINK_CUT, Kind.REDIS_SLOW),
     *(Kind.ROUTER_STOP, Kind.REDIS_WIPE, Kind.RESTART_WIPE, Kind.STORE_KILL),

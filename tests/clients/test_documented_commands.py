@@ -1,4 +1,4 @@
-"""Commands in the documentation: each names a command and flags that exist."""
+"""The documentation names commands, flags, files and headings that exist."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("*/README.md"))]
 # A line of a code block that begins with the command, and those that follow a backslash; or code in a sentence.
 COMMANDS = re.compile(r"^(?: {4}|)loraplex ((?:[^\n]*\\\n)*[^\n]*)$|`loraplex ([^`]+)`", re.MULTILINE)
+LINKS = re.compile(r"\]\(([^)#\s:]*)(?:#([^)\s]*))?\)")
 # Commands that read their own arguments.
 OPAQUE = {"gateway"}
 
@@ -65,3 +66,17 @@ def test_the_commands_of_a_page_exist(page: Path) -> None:
 def test_what_a_page_gets_wrong() -> None:
     assert unknown("adapters lits") == ["lits"]
     assert unknown("generate 'Hi' -a x --temprature 1 | head -3") == ["--temprature"]
+
+
+def headings(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for path, anchor in LINKS.findall(page.read_text(encoding="utf-8")):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or target.suffix != ".md" or anchor in headings(target), f"{path}#{anchor}"

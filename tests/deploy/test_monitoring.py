@@ -20,8 +20,8 @@ DASHBOARD = Path("deploy/monitoring/grafana/dashboards/loraplex-cluster.json")
 def tree(tmp_path: Path) -> Path:
     """Copies of the files that are checked."""
     shutil.copytree(ROOT / "deploy" / "monitoring", tmp_path / "deploy" / "monitoring")
-    (tmp_path / "docs").mkdir()
     for name in (METRICS, RUNBOOK):
+        (tmp_path / name).parent.mkdir(parents=True)
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path
 
@@ -40,9 +40,14 @@ def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
             "LoraplexPoison: no metric loraplex_jobs",
         ),
         (RULES, "> 0.01", "> ", "LoraplexErrors: "),
-        (RULES, "alert: LoraplexPoison", "alert: LoraplexPoisoned", "docs/runbook.md: no section LoraplexPoisoned"),
-        (RULES, "#loraplexkvfull", "#kv", "runbook_url is not docs/runbook.md#loraplexkvfull"),
-        (RUNBOOK, "## LoraplexKvFull", "## KV", "docs/runbook.md: no section LoraplexKvFull"),
+        (
+            RULES,
+            "alert: LoraplexPoison",
+            "alert: LoraplexPoisoned",
+            "docs/guides/runbook.md: no section LoraplexPoisoned",
+        ),
+        (RULES, "#loraplexkvfull", "#kv", "runbook_url is not docs/guides/runbook.md#loraplexkvfull"),
+        (RUNBOOK, "## LoraplexKvFull", "## KV", "docs/guides/runbook.md: no section LoraplexKvFull"),
         (METRICS, "| `loraplex_relay_links` |", "| `relay_links` |", "Relay: no metric loraplex_relay_links"),
         (DASHBOARD, "Rows", "Lines", "loraplex-cluster.json: is not what deploy.monitoring.panels says"),
     ],

@@ -125,7 +125,7 @@ class Charges:
         return until_s
 
     def _bound(self, account: str) -> int:
-        """Return how much more than its quota a tenant or key may get, for all losses of data; see docs/quotas.md."""
+        """Return how much more than its quota a tenant or key may get: docs/guides/quotas.md."""
         return sum(
             amount
             for since_ms, at_ms in self._redis.losses

@@ -1,4 +1,4 @@
-"""Watches a run for the shares of API keys within their tenant, where one has a weight (docs/quotas.md)."""
+"""Watches a run for the shares of API keys within their tenant, where one has a weight (docs/guides/quotas.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md has every metric, and no other."""
+"""docs/reference/metrics.md has every metric, and no other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.metrics import RouterMetrics
 from telemetry.metrics import Meters
 from worker.io.metrics import WorkerMetrics
 
-PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `(loraplex_\w+)` \| (\w+) \| ([\w, ]*)\|", re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""The metrics of a worker. docs/metrics.md explains them; a test compares the two."""
+"""The metrics of a worker. docs/reference/metrics.md explains them; a test compares the two."""
 
 from __future__ import annotations
 

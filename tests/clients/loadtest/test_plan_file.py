@@ -182,7 +182,7 @@ def test_the_examples_can_be_read(file: Path) -> None:
 
 
 def test_the_page_s_file_can_be_read(tmp_path: Path) -> None:
-    page = (EXAMPLES.parents[1] / "docs" / "loadtest.md").read_text()
+    page = (EXAMPLES.parents[1] / "docs" / "guides" / "loadtest.md").read_text()
     plan = read(tmp_path, page.partition("```toml\n")[2].partition("```")[0])
     assert len(plan.tenants[0].adapters.names) == 1000
     assert plan.sweep == (5.0, 10.0, 20.0)

@@ -56,8 +56,8 @@ def test_the_table_has_every_rpc_and_no_other() -> None:
 
 
 def test_the_page_is_made_from_the_table() -> None:
-    command = "python -m rpc.identity.permissions_page docs/permissions.md"
-    assert (ROOT / "docs" / "permissions.md").read_text(encoding="utf-8") == page(), f"run {command}"
+    command = "python -m rpc.identity.permissions_page docs/reference/permissions.md"
+    assert (ROOT / "docs" / "reference" / "permissions.md").read_text(encoding="utf-8") == page(), f"run {command}"
 
 
 def test_tenants_reach_nothing_at_the_operators_port_and_operators_nothing_but_jobs_at_the_public_one() -> None:

@@ -26,7 +26,7 @@ from operator import mul
 from worker.engine.scheduling.sequence import Batch, Row
 
 # Target time of a step with one prompt, as a multiple of its decodes' time; each further prompt adds 1. The promise is
-# 2.5 (docs/benchmarks.md), and single steps take half as long again as predicted. With 2.5: longest gap 2.72.
+# 2.5 (docs/results/benchmarks.md), and single steps take half as long again as predicted. With 2.5: longest gap 2.72.
 _STRETCH = 1.75
 # Maximum predicted time of a step, in seconds: liveness allows 0.5.
 _LONGEST_STEP_S = 0.4

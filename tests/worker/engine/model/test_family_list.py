@@ -1,4 +1,4 @@
-"""The list of families: what is not on it is refused by name, and docs/models.md shows what is."""
+"""The list of families: what is not on it is refused by name, and docs/reference/models.md shows what is."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_the_page_has_the_tables() -> None:
     ]
     refused = [f"| `{name}` | {why} |" for name, why in WHY_REFUSED.items()]
     root = Path(__file__).parents[4]
-    page = (root / "docs" / "models.md").read_text()
-    assert tables(page) == [served, encoders, refused], "write the tables of docs/models.md anew"
+    page = (root / "docs" / "reference" / "models.md").read_text()
+    assert tables(page) == [served, encoders, refused], "write the tables of docs/reference/models.md anew"
     assert f"{len(FAMILIES)} families" in (root / "README.md").read_text()
 
 
