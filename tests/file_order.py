@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-# Folders whose tests share a cluster or, in bench, a process that has imported torch and is forked for each engine.
-TOGETHER = ("tests/bench/", "tests/e2e/answers/", "tests/e2e/gateway/", "tests/e2e/shipped_model/")
+# Folders whose tests share a cluster.
+TOGETHER = ("tests/e2e/answers/", "tests/e2e/gateway/")
 # Files and folders that take ten seconds or more, longest first. Others begin last, where a long one would run alone.
 LONGEST = (
     "tests/bench/",
     "tests/chaos/",
-    "tests/e2e/shipped_model/",
+    "tests/e2e/test_examples.py",
     "tests/e2e/gateway/",
     "tests/e2e/test_model_cluster.py",
     "tests/worker/engine/test_lora_kernels.py",
@@ -24,7 +24,6 @@ LONGEST = (
     "tests/e2e/test_worker_loss.py",
     "tests/e2e/test_loadtest.py",
     "tests/e2e/test_poison.py",
-    "tests/e2e/test_redis_loss.py",
     "tests/e2e/test_resume.py",
     "tests/e2e/test_rolling_restart.py",
     "tests/worker/engine/evaluation/",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -105,6 +105,16 @@ async def running_cluster(
         await redis.aclose()
     if faulty is not None:
         await faulty.stop()
+
+
+async def jobs(cluster: Cluster, routers: Sequence[str] = ()) -> list[cluster_pb2.Job]:
+    """Return the jobs that these routers own; by default those of all."""
+    found: list[cluster_pb2.Job] = []
+    for address in routers or cluster.local.routers:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = cluster_pb2_grpc.ClusterServiceStub(channel)
+            found += (await stub.ListJobs(cluster_pb2.ListJobsRequest())).jobs
+    return found
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 import pytest
 import pytest_asyncio
+from google.rpc import error_details_pb2, status_pb2
 from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from typer.testing import CliRunner
 
 from clients.cli.app import app
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
-from tests.e2e.full_cluster import retry_after
 from tests.faulty_store import Fault, FaultyStore
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -24,6 +24,15 @@ Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 MODEL = "hash:?vocab=32000&seed=1"
 # Fewer slots than adapters, and one of them for what is pinned.
 FLAGS = ("--adapter-slots", "2", "--max-rank", "8", "--rows", "4", "--fetch-s", "3", "--fetch-silent-s", "1")
+
+
+def retry_after(error: grpc.aio.AioRpcError) -> float:
+    """Return the delay of the error's RetryInfo, in seconds."""
+    (packed,) = [value for key, value in error.trailing_metadata() or () if key == "grpc-status-details-bin"]
+    info = error_details_pb2.RetryInfo()
+    (found,) = [detail for detail in status_pb2.Status.FromString(packed).details if detail.Is(info.DESCRIPTOR)]
+    found.Unpack(info)
+    return float(info.retry_delay.ToNanoseconds() / 1e9)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

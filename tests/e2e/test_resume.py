@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex_client import (
     AsyncClient,
     AsyncGenerationStream,
@@ -159,7 +161,12 @@ async def test_streams_survive_the_death_of_routers_workers_and_redis_together(
         local.kill(name, signal.SIGKILL)
     await asyncio.gather(*(local.processes[name].exited for name in victims))
     await local.restart("valkey")
-    await asyncio.gather(local.restart("router-1"), local.restart("router-2"), local.start_worker())
+    await asyncio.gather(local.restart("router-1"), local.restart("router-2"))
+    async with grpc.aio.insecure_channel(local.router) as channel:
+        changes = aiter(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()))
+        assert (await anext(changes)).status == health_pb2.HealthCheckResponse.NOT_SERVING, "there is no worker"
+        await local.start_worker()
+        assert (await anext(changes)).status == health_pb2.HealthCheckResponse.SERVING
     answers = await reads
     assert [comparable(answer) for answer in answers] == [truth] * 4
     assert all(answer.continuations for answer in answers)

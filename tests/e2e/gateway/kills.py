@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from loraplex.cluster.v1 import cluster_pb2
 
-from tests.e2e.conftest import Cluster
-from tests.e2e.full_cluster import jobs
+from tests.e2e.conftest import Cluster, jobs
 
 
 async def matching(

@@ -18,8 +18,7 @@ import pytest
 import pytest_asyncio
 
 from rpc.optional_packages import is_installed
-from tests.e2e.conftest import Cluster
-from tests.e2e.full_cluster import jobs
+from tests.e2e.conftest import Cluster, jobs
 from tests.e2e.gateway.conftest import MESSAGES, PROMPT, Eventually, expected
 from tests.e2e.gateway.kills import kill_busiest_worker, running
 

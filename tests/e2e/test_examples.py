@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import grpc
 import pytest
+import pytest_asyncio
 from loraplex_client import Client
 
 from examples import raw_stub, structured
-from tests.e2e.conftest import TENANT, Cluster
+from tests.e2e.conftest import TENANT, Cluster, running_cluster
 
 pytestmark = pytest.mark.model
+EXAMPLES = Path(structured.__file__).parent
+ADAPTERS = {path.name: path for path in sorted((EXAMPLES / "adapters").glob("*/*"))}
+FLAGS = ("--dtype", "float32", "--threads", "1", "--rows", "8", "--kv-blocks", "64")
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
 
-@pytest.mark.asyncio(loop_scope="package")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """A worker with the shipped model in float32 and its adapters, all of tenant acme."""
+    directory = tmp_path_factory.mktemp("shipped") / "cluster"
+    async with running_cluster(directory, str(EXAMPLES / "model"), ADAPTERS, worker_flags=FLAGS) as running:
+        yield running
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_persons_and_entities_have_their_shape(cluster: Cluster, eventually: Eventually) -> None:
     def run() -> dict[str, list[object]]:
         with Client(cluster.local.router, TENANT) as client:

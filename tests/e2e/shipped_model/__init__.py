@@ -1,1 +1,0 @@
-"""Answers of real processes with the model of examples/, in float32."""
