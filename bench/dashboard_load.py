@@ -16,7 +16,7 @@ from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex_client import AsyncStoreClient
 
 from bench.local_cluster import serving_cluster
-from clients.cli.adapter_tree import find_adapters
+from clients.cli.upload_tree import find_adapters
 from deploy.local.cluster import ClusterSettings, LocalCluster
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -25,9 +25,8 @@ from bench.pictures import PLOTS
 from bench.prometheus import Line, Prometheus, scraping
 from bench.report import progress
 from bench.screenshots import NoBrowserError, find_browser
-from clients.loadtest.chart_parts import Axis
-from clients.loadtest.charts import Series, line_chart
-from clients.loadtest.drawing import draw_svg, with_own_ids
+from clients.loadtest.charts import Axis, Series, line_chart
+from clients.loadtest.plots import draw_svg, with_own_ids
 from deploy.monitoring.charts import BYTES, COUNT, PER_SECOND, SECONDS, SHARE
 from deploy.monitoring.dashboards import path_of
 from deploy.monitoring.panels import DASHBOARDS

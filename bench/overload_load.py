@@ -15,7 +15,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex_client.errors import error_of
 
 from clients.loadtest.arrivals import Extent, Poisson, arrival_times
-from clients.loadtest.popularity import power_law
+from clients.loadtest.draws import power_law
 from rpc.identity.principal import TENANT_KEY
 
 # Interval in seconds of the samples of how late the client's event loop wakes up.

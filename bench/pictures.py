@@ -30,15 +30,13 @@ from bench.local_cluster import serving_cluster
 from bench.page_pictures import draw_page
 from bench.report import progress
 from bench.screenshots import NoBrowserError, find_browser
-from clients.cli.adapter_names import AdapterNames
-from clients.cli.adapter_tree import find_adapters
+from clients.cli.adapters_top import AdapterNames
 from clients.cli.cluster import ClusterReader, Interval
-from clients.cli.cluster_top import REFRESH_S, names_on_devices, view
+from clients.cli.cluster_top import REFRESH_S, Rates, names_on_devices, view
 from clients.cli.options import TENANT
-from clients.cli.sparklines import Rates
-from clients.loadtest.chart_parts import Axis
-from clients.loadtest.charts import Series, line_chart
-from clients.loadtest.drawing import draw_svg, svg_file
+from clients.cli.upload_tree import find_adapters
+from clients.loadtest.charts import Axis, Series, line_chart
+from clients.loadtest.plots import draw_svg, svg_file
 from deploy.local.cluster import ClusterSettings
 
 _ROOT = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""Entry point of the `loraplex` command: every failure is one line on stderr and an exit code."""
+"""The `loraplex` command: its commands in order, and every failure as one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -9,8 +9,85 @@ from collections.abc import Sequence
 
 import typer
 
-from clients.cli.app import app
+from clients.cli import adapters, audit, models
+from clients.cli.chat import chat
+from clients.cli.cluster import drain, jobs, queues, workers
+from clients.cli.cluster_top import top
+from clients.cli.computations import plan, quantize
+from clients.cli.credentials import certs, keys, redis
+from clients.cli.generate import generate
+from clients.cli.loadtest import loadtest
+from clients.cli.options import (
+    CA_VARIABLE,
+    CERT_KEY_VARIABLE,
+    CERT_VARIABLE,
+    KEY_FILE_VARIABLE,
+    ApiKeyFileOption,
+    CaOption,
+    CertOption,
+    KeyOption,
+)
+from clients.cli.tenants import plans, tenants
 from clients.cli.terminal import CommandError, print_error
+from clients.cli.texts import classify, embed, score, tokens
+from clients.cli.up import up
+
+app = typer.Typer(
+    name="loraplex",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="One base language model, thousands of tenants' LoRA adapters, one cluster.\n\n"
+    "[bold]loraplex up[/] starts a cluster on this machine; the other commands talk to one that runs.",
+    epilog="Exit codes: 0 done; 2 bad input, or an address where nobody listens; 130 Ctrl-C; 1 anything else.",
+)
+
+
+@app.callback()
+def credentials(
+    api_key_file: ApiKeyFileOption = None, ca: CaOption = "", cert: CertOption = None, key: KeyOption = None
+) -> None:
+    """Leave the credentials where the SDK's clients look for them."""
+    values = {KEY_FILE_VARIABLE: api_key_file, CA_VARIABLE: ca, CERT_VARIABLE: cert, CERT_KEY_VARIABLE: key}
+    os.environ.update({name: str(value) for name, value in values.items() if value})
+
+
+def gateway(context: typer.Context) -> None:
+    """Serve the HTTP protocols of OpenAI, Anthropic, and LoRAX and TGI, as a client of routers, until Ctrl-C."""
+    from clients.gateway.__main__ import main as serve
+
+    sys.exit(serve(context.args, "loraplex gateway"))
+
+
+# The help page lists the commands in this order.
+app.command()(up)
+# Reads its own arguments, as the other processes of a cluster do.
+app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+    add_help_option=False,
+)(gateway)
+app.command()(generate)
+app.command()(chat)
+app.command()(score)
+app.command()(tokens)
+app.command()(embed)
+app.command()(classify)
+app.add_typer(adapters.app, name="adapters")
+app.add_typer(models.app, name="models")
+app.add_typer(keys, name="keys")
+app.add_typer(plans, name="plans")
+app.add_typer(tenants, name="tenants")
+app.add_typer(certs, name="certs")
+app.add_typer(redis, name="redis")
+app.add_typer(audit.app, name="audit")
+app.command()(top)
+app.command()(workers)
+app.command()(queues)
+app.command()(jobs)
+app.command()(drain)
+app.command()(plan)
+app.command()(quantize)
+app.command()(loadtest)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""`loraplex adapters`: a tenant's adapters in the adapter store."""
+"""`loraplex adapters`: a tenant's adapters in the adapter store, and on the workers' devices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -11,24 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.adapter_commands import NameArgument, pin, unpin, warm
 from clients.cli.adapters_top import adapters_top
-from clients.cli.aliases import alias, download, look_up, rollback
-from clients.cli.certificates import (
-    ModelDirOption,
-    certificate_json,
-    certify,
-    certify_revision,
-    print_certificates,
+from clients.cli.computations import ModelDirOption, certificate_json, certify, certify_revision, print_certificates
+from clients.cli.options import (
+    ROUTER,
+    STORE,
+    TENANT,
+    JsonOption,
+    NameArgument,
+    RouterOption,
+    StoreOption,
+    TenantOption,
+    read_duration,
+    worker_ids,
 )
-from clients.cli.grants import grant, grants, ungrant
-from clients.cli.options import STORE, TENANT, JsonOption, StoreOption, TenantOption
-from clients.cli.store import store_client
-from clients.cli.terminal import CommandError, err, out, print_fields, print_json, print_rows
+from clients.cli.service import Service, cluster_service, store_client
+from clients.cli.terminal import CommandError, err, format_timestamp, out, print_fields, print_json, print_rows
 from clients.cli.upload_tree import push_all
 
 if TYPE_CHECKING:
-    from loraplex_client import Adapter, Revision
+    from loraplex_client import Adapter, Revision, StoreClient
     from loraplex_client.adapters import Progress
 
 # Flags that fill the fields of an upload's header.
@@ -38,6 +40,17 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Push, list, show and delete a tenant's adapters; show and control where workers keep them.",
 )
+AliasArgument = Annotated[str, typer.Argument(metavar="ALIAS", help="live, or a name such as canary.")]
+WorkerOption = Annotated[
+    str,
+    typer.Option(
+        "--worker",
+        metavar="WORKER",
+        help="Only this worker. Without it: every worker of the adapter's base model.",
+        autocompletion=worker_ids,
+    ),
+]
+ToOption = Annotated[str, typer.Option("--to", metavar="TENANT", help="The other tenant.")]
 
 
 @app.command()
@@ -174,12 +187,6 @@ def delete(
     out().print(f"{'purged' if purge else 'deleted'} {name}", markup=False)
 
 
-app.command("top")(adapters_top)
-app.command("push-all")(push_all)
-for command in (alias, rollback, download, certify, warm, pin, unpin, grant, ungrant, grants):
-    app.command()(command)
-
-
 @contextmanager
 def _progress_bar(what: str) -> Iterator[Progress | None]:
     """Provide the callback that draws the bytes sent, or None outside a terminal."""
@@ -223,3 +230,176 @@ def _short(digest: str) -> str:
 
 def _local(time: datetime) -> str:
     return f"{time.astimezone():%Y-%m-%d %H:%M}"
+
+
+def alias(
+    name: NameArgument,
+    alias: AliasArgument,
+    revision: Annotated[
+        str, typer.Argument(metavar="REVISION", help="sha256:... of the revision, its first digits, or another alias.")
+    ] = "",
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the alias.")] = False,
+    tenant: TenantOption = TENANT,
+    store: StoreOption = STORE,
+) -> None:
+    """Move an alias of an adapter to a revision, or remove it. Requests that run keep theirs.
+
+    [bold]loraplex adapters alias support live canary --tenant acme[/]
+    """
+    if remove == bool(revision):
+        raise CommandError("give a REVISION, or --remove")
+    with store_client(store, tenant) as client:
+        adapter, revisions = look_up(client, name)
+        digest = "" if remove else adapter.aliases.get(revision) or _whole(revisions, revision)
+        client.set_alias(adapter.name, alias, digest)
+    out().print(f"{adapter.name}: {alias} {f'is {digest}' if digest else 'is removed'}", markup=False, soft_wrap=True)
+
+
+def rollback(name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE) -> None:
+    """Move `live` to the revision that was uploaded before the present one."""
+    with store_client(store, tenant) as client:
+        adapter, revisions = look_up(client, name)
+        live = adapter.aliases.get("live")
+        if live is None:
+            raise CommandError(f"{adapter.name} has no alias live")
+        digests = [revision.digest for revision in revisions]
+        older = digests[digests.index(live) + 1 :]
+        if not older:
+            raise CommandError(f"{adapter.name}: {live[:19]} is its first revision: there is none before it")
+        client.set_alias(adapter.name, "live", older[0])
+    out().print(f"{adapter.name}: live moved from {live[:19]} to {older[0]}", markup=False, soft_wrap=True)
+
+
+def download(
+    name: NameArgument,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory for the two files; made if needed.")],
+    tenant: TenantOption = TENANT,
+    store: StoreOption = STORE,
+) -> None:
+    """Write an adapter's configuration and weights to a directory, as peft reads them.
+
+    [bold]loraplex adapters download support@canary ./support --tenant acme[/]
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CommandError(f"{directory} exists and is not an empty directory")
+    with store_client(store, tenant) as client:
+        revision = client.download(name, directory)
+    out().print(f"{directory}: {revision.name}", markup=False, soft_wrap=True)
+
+
+def look_up(client: StoreClient, name: str) -> tuple[Adapter, tuple[Revision, ...]]:
+    """Return an adapter, which may lack the alias live, and its revisions, newest first."""
+    revisions = client.revisions(name)
+    adapter, _ = client.get(f"{name}@{revisions[0].digest}")
+    return adapter, revisions
+
+
+def _whole(revisions: Sequence[Revision], text: str) -> str:
+    """Return the only digest that begins with `text`. Raises CommandError."""
+    found = [one.digest for one in revisions if one.digest.startswith((text, f"sha256:{text}"))]
+    if len(found) != 1:
+        raise CommandError(f"{text} is {'the beginning of several revisions' if found else 'no alias and no revision'}")
+    return found[0]
+
+
+def warm(
+    name: NameArgument, worker: WorkerOption = "", router: RouterOption = ROUTER, tenant: TenantOption = TENANT
+) -> None:
+    """Load an adapter on the workers' devices before the first request for it. It may be evicted again."""
+    _send("WarmAdapter", name, worker, router, tenant)
+    typer.echo(f"{name} is loading on {_target(worker)}")
+
+
+def pin(
+    name: NameArgument, worker: WorkerOption = "", router: RouterOption = ROUTER, tenant: TenantOption = TENANT
+) -> None:
+    """Keep an adapter's current revision on the workers' devices; without --worker also on workers that start later."""
+    _send("PinAdapter", name, worker, router, tenant)
+    typer.echo(f"{name} is pinned on {_target(worker)}; `loraplex adapters top` counts pinned adapters")
+
+
+def unpin(
+    name: NameArgument, worker: WorkerOption = "", router: RouterOption = ROUTER, tenant: TenantOption = TENANT
+) -> None:
+    """Allow the workers to evict an adapter again, with all its revisions."""
+    _send("UnpinAdapter", name, worker, router, tenant)
+    typer.echo(f"{name} is no longer pinned on {_target(worker)}")
+
+
+def _target(worker: str) -> str:
+    return worker or "every worker"
+
+
+def _send(method: str, name: str, worker: str, router: str, tenant: str) -> None:
+    from loraplex.cluster.v1 import cluster_pb2
+
+    requests = {
+        "WarmAdapter": cluster_pb2.WarmAdapterRequest,
+        "PinAdapter": cluster_pb2.PinAdapterRequest,
+        "UnpinAdapter": cluster_pb2.UnpinAdapterRequest,
+    }
+    cluster_service(router, tenant).ask(method, requests[method](adapter=name, worker_id=worker))
+
+
+def grant(
+    name: NameArgument,
+    to: ToOption,
+    ttl: Annotated[str, typer.Option(metavar="TIME", help="For how long, such as 30d; without it until ungrant.")] = "",
+    tenant: TenantOption = TENANT,
+    store: StoreOption = STORE,
+) -> None:
+    """Let another tenant use an adapter, by its full name: tenants/TENANT/adapters/NAME."""
+    from loraplex.admin.v1 import grants_pb2
+
+    request = grants_pb2.CreateGrantRequest(adapter=name, tenant=to)
+    if ttl:
+        request.ttl.CopyFrom(read_duration("--ttl", ttl))
+    made = _service(store, tenant).ask("CreateGrant", request).grant
+    out().print(f"{to} may use {made.adapter}{f' for {ttl}' if ttl else ''}", markup=False, soft_wrap=True)
+
+
+def ungrant(name: NameArgument, to: ToOption, tenant: TenantOption = TENANT, store: StoreOption = STORE) -> None:
+    """End a grant. New requests are refused within a second; answers that run go on."""
+    from loraplex.admin.v1 import grants_pb2
+
+    _service(store, tenant).ask("DeleteGrant", grants_pb2.DeleteGrantRequest(adapter=name, tenant=to))
+    out().print(f"{to} may no longer use {name}", markup=False, soft_wrap=True)
+
+
+def grants(
+    name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False
+) -> None:
+    """List the tenants that may use an adapter beside its own."""
+    from loraplex.admin.v1 import grants_pb2
+
+    request = grants_pb2.ListGrantsRequest(adapter=name, page_size=1000)
+    found = _service(store, tenant).list("ListGrants", request, lambda page: page.grants)
+    if as_json:
+        print_json(
+            [
+                {
+                    "adapter": one.adapter,
+                    "tenant": one.tenant,
+                    "create_time": one.create_time.ToJsonString(),
+                    "expire_time": one.expire_time.ToJsonString() if one.HasField("expire_time") else None,
+                }
+                for one in found
+            ]
+        )
+        return
+    print_rows(
+        ("tenant", "since", "until"),
+        ((one.tenant, format_timestamp(one.create_time), format_timestamp(one.expire_time)) for one in found),
+    )
+
+
+def _service(store: str, tenant: str) -> Service:
+    from loraplex.admin.v1 import grants_pb2_grpc
+
+    return Service("store", store, grants_pb2_grpc.GrantServiceStub, tenant)
+
+
+app.command("top")(adapters_top)
+app.command("push-all")(push_all)
+for command in (alias, rollback, download, certify, warm, pin, unpin, grant, ungrant, grants):
+    app.command()(command)

@@ -1,17 +1,26 @@
-"""Reads a cluster's state from a router, and compares two snapshots."""
+"""A cluster as a router sees it: its workers, queues and jobs; snapshots, and the difference of two."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from clients.cli.options import ROUTER, TENANT, JsonOption, RouterOption, TenantOption, worker_ids
 from clients.cli.service import cluster_service
-from clients.cli.workers import worker_json
+from clients.cli.terminal import print_json, print_rows
 
 if TYPE_CHECKING:
     from loraplex.cluster.v1 import cluster_pb2
     from loraplex_client.calls import Script
+
+WorkerArgument = Annotated[
+    str,
+    typer.Argument(metavar="WORKER", help="The worker's id from `loraplex workers`.", autocompletion=worker_ids),
+]
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,13 @@ class ClusterReader:
     def look(self) -> Snapshot:
         """Take a snapshot. Raises CommandError."""
         return self._cluster.run(_look())
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Return the live workers as JSON values. Raises CommandError."""
+        from loraplex.cluster.v1 import cluster_pb2
+
+        answer = self._cluster.ask("ListWorkers", cluster_pb2.ListWorkersRequest())
+        return [worker_json(worker) for worker in answer.workers]
 
     def queues(self) -> list[dict[str, Any]]:
         """Return the models' queues. Raises CommandError."""
@@ -152,3 +168,157 @@ class Interval:
         if self.before is None or self.before.traffic.uptime >= self.now.traffic.uptime:
             return None
         return self.before.traffic
+
+
+def workers(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
+    """List the live workers: running rows, KV blocks, adapters on the device."""
+    found = ClusterReader(router, tenant).workers()
+    if as_json:
+        print_json(found)
+        return
+    print_rows(
+        ("worker", "phase", "model", "rows", "waiting", "blocks free", "in use", "adapters", "pinned", "steps"),
+        (
+            (
+                worker["worker_id"],
+                worker["phase"],
+                worker["model"],
+                f"{worker['rows_running']}/{worker['rows_limit']}",
+                worker["rows_waiting"],
+                f"{worker['blocks']['free'] + worker['blocks']['cached']}/{worker['blocks']['total']}",
+                worker["blocks"]["referenced"],
+                f"{worker['adapter_slots']['used']}/{worker['adapter_slots']['total']}",
+                worker["adapter_slots"]["pinned"],
+                worker["steps"],
+            )
+            for worker in found
+        ),
+    )
+
+
+def worker_json(worker: cluster_pb2.Worker) -> dict[str, Any]:
+    """Convert a worker's message to JSON values, with the phase as a word."""
+    from loraplex.cluster.v1 import cluster_pb2
+
+    fields = {field.name: getattr(worker, field.name) for field in worker.DESCRIPTOR.fields}
+    return fields | {
+        "phase": cluster_pb2.WorkerPhase.Name(worker.phase).removeprefix("WORKER_PHASE_").lower(),
+        "blocks": _fields(worker.blocks),
+        "adapter_slots": _fields(worker.adapter_slots),
+        "adapter_tiers": _fields(worker.adapter_tiers),
+        "adapters": list(worker.adapters),
+    }
+
+
+def queues(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
+    """List the models' queues: jobs that wait for a worker, and running answers."""
+    found = ClusterReader(router, tenant).queues()
+    if as_json:
+        print_json(found)
+        return
+    print_rows(("model", "waiting", "running"), [tuple(queue.values()) for queue in found])
+
+
+def drain(worker: WorkerArgument, router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:
+    """Drain a worker: it claims no more jobs, its running answers end or continue on other workers, and it exits."""
+    from loraplex.cluster.v1 import cluster_pb2
+
+    cluster_service(router, tenant).ask("DrainWorker", cluster_pb2.DrainWorkerRequest(worker_id=worker))
+    typer.echo(f"{worker} is draining; it has ended when `loraplex workers` no longer shows it")
+
+
+class Which(StrEnum):
+    """Kinds of jobs to list."""
+
+    OPEN = "open"
+    DEAD = "dead"
+
+
+WhichArgument = Annotated[
+    Which,
+    typer.Argument(
+        help="open: running and waiting jobs of this router. dead: the latest jobs that killed engines, of all routers."
+    ),
+]
+
+
+def jobs(
+    which: WhichArgument = Which.OPEN,
+    router: RouterOption = ROUTER,
+    tenant: TenantOption = TENANT,
+    as_json: JsonOption = False,
+) -> None:
+    """List a router's running and waiting jobs; with `dead`, the jobs that were ended because they killed engines."""
+    found = _fetch(router, tenant, which)
+    if as_json:
+        print_json(found)
+    elif which is Which.OPEN:
+        _print_open(found)
+    else:
+        _print_dead(found)
+
+
+def _print_open(found: list[dict[str, Any]]) -> None:
+    print_rows(
+        ("job", "tenant", "model", "adapter", "worker", "attempt", "strikes", "prompt", "answer", "age s"),
+        (
+            (
+                job["job_id"],
+                job["tenant"],
+                job["model"],
+                _short(job["adapter_revision"]),
+                job["worker_id"] or "(waits)",
+                job["attempt"],
+                job["strikes"],
+                job["prompt_tokens"],
+                job["completion_tokens"],
+                f"{job['age']:.1f}",
+            )
+            for job in found
+        ),
+    )
+
+
+def _print_dead(found: list[dict[str, Any]]) -> None:
+    print_rows(
+        ("job", "tenant", "model", "adapter", "attempts", "prompt", "answer", "reason", "died at"),
+        (
+            (
+                job["job_id"],
+                job["tenant"],
+                job["model"],
+                _short(job["adapter_revision"]),
+                job["attempts"],
+                job["prompt_tokens"],
+                job["completion_tokens"],
+                job["reason"],
+                job["died_at"],
+            )
+            for job in found
+        ),
+    )
+
+
+def _short(revision: str) -> str:
+    """Shorten a revision's name to the adapter's name and the beginning of the digest."""
+    if not revision:
+        return "(base)"
+    name, _, digest = revision.rpartition("/revisions/")
+    return f"{name.removeprefix('tenants/')}@{digest[:15]}" if name else revision[:15]
+
+
+def _fetch(router: str, tenant: str, which: Which) -> list[dict[str, Any]]:
+    """Return the jobs as JSON values. Raises CommandError."""
+    from loraplex.cluster.v1 import cluster_pb2
+
+    service = cluster_service(router, tenant)
+    if which is Which.OPEN:
+        open_jobs = service.ask("ListJobs", cluster_pb2.ListJobsRequest()).jobs
+        return [_fields(job) for job in open_jobs]
+    dead_jobs = service.ask("ListDeadJobs", cluster_pb2.ListDeadJobsRequest()).jobs
+    return [_fields(job) | {"died_at": job.died_at.ToJsonString()} for job in dead_jobs]
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    """Convert a message to a mapping of field names to values."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}

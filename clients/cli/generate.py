@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.answer_output import answer_json, print_answers, print_logprobs, token_texts
-from clients.cli.options import (
-    ROUTER,
-    TENANT,
-    AdaptersOption,
-    ModelOption,
-    RouterOption,
-    TenantOption,
-    read_adapters,
-)
-from clients.cli.terminal import err, print_json, printable, read_stdin, read_text
+from clients.cli.options import ROUTER, TENANT, AdaptersOption, ModelOption, RouterOption, TenantOption, read_adapters
+from clients.cli.service import explained
+from clients.cli.terminal import err, print_json, print_rows, printable, read_stdin, read_text
 
 if TYPE_CHECKING:
-    from loraplex_client import Generation, GenerationStream
-
-    from clients.cli.answer_timer import AnswerTimer
+    from loraplex_client import Client, Generation, GenerationStream
+    from loraplex_client.generation import Choice
 
 
 def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
@@ -82,9 +76,6 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     [bold]loraplex generate "Yes or no?" --choices yes --choices no[/]
     """
     from loraplex_client import Client
-
-    from clients.cli.answer_timer import AnswerTimer
-    from clients.cli.failures import explained
 
     single, weighted = read_adapters(adapter or [])
     if prompt == "-":
@@ -147,7 +138,6 @@ def _follow(stream: GenerationStream, timer: AnswerTimer, *, quiet: bool) -> Gen
 
 
 def _closing_line(generation: Generation, timer: AnswerTimer) -> str:
-    from clients.cli.answer_timer import format_figure
 
     who = " + ".join(f"{weight:g} x {_short(revision)}" for revision, weight in generation.adapters)
     who = who or _short(generation.adapter_revision) or "plain base model"
@@ -161,3 +151,115 @@ def _short(revision: str) -> str:
     """Shorten .../adapters/support/revisions/sha256:0123... to .../adapters/support@sha256:0123."""
     adapter, _, digest = revision.partition("/revisions/")
     return f"{adapter}@{digest[:19]}" if digest else adapter
+
+
+class AnswerTimer:
+    """Measures an answer's time to first token and speed, from the timer's creation on."""
+
+    def __init__(self) -> None:
+        self._start_s = time.perf_counter()
+        self._first_s: float | None = None
+        self._last_s = self._start_s
+        self._first_tokens = 0
+        self.tokens = 0
+
+    def record(self, tokens: int) -> None:
+        """Record the arrival of `tokens` tokens."""
+        if tokens == 0:
+            return
+        self._last_s = time.perf_counter()
+        if self._first_s is None:
+            self._first_s, self._first_tokens = self._last_s, tokens
+        self.tokens += tokens
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Time from the start to the first token, None before it."""
+        return None if self._first_s is None else (self._first_s - self._start_s) * 1e3
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Speed after the first message; None if there was only that one."""
+        if self._first_s is None or self._last_s == self._first_s:
+            return None
+        return (self.tokens - self._first_tokens) / (self._last_s - self._first_s)
+
+
+def format_figure(value: float | None, digits: int = 1) -> str:
+    """Format a measured value, or a dash for None."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def token_texts(client: Client, generation: Generation, model: str) -> dict[int, str]:
+    """Return the text of each token in the answers and beside them; bytes that are no character are escaped."""
+    ids = {token for choice in generation.choices for token in choice.token_ids}
+    ids |= {token for choice in generation.choices for one in choice.logprobs for token, _ in one.alternatives}
+    listed = sorted(ids)
+    found = client.token_bytes(listed, model=model)
+    return {token: data.decode(errors="backslashreplace") for token, data in zip(listed, found, strict=True)}
+
+
+def print_answers(generation: Generation) -> None:
+    """Print all answers, each after its number."""
+    for index, choice in enumerate(generation.choices):
+        text = printable(choice.text) if sys.stdout.isatty() else choice.text
+        sys.stdout.write(f"[{index}] {text}\n")
+
+
+def print_logprobs(generation: Generation, texts: Mapping[int, str]) -> None:
+    """Print a row for each token, with its log probability and those of the likeliest."""
+
+    def shown(token: int, logprob: float) -> str:
+        return f"{texts[token]!r} {logprob:.3f}"
+
+    several = len(generation.choices) > 1
+    print_rows(
+        ("answer", "token", "text", "logprob", "likeliest") if several else ("token", "text", "logprob", "likeliest"),
+        (
+            (
+                *((str(index),) if several else ()),
+                str(token),
+                repr(texts[token]),
+                f"{one.logprob:.3f}",
+                "  ".join(shown(*alternative) for alternative in one.alternatives),
+            )
+            for index, choice in enumerate(generation.choices)
+            for token, one in zip(choice.token_ids, choice.logprobs, strict=False)
+        ),
+    )
+
+
+def answer_json(generation: Generation, texts: Mapping[int, str]) -> dict[str, Any]:
+    """Return an answer as JSON values; with log probabilities where there are `texts` of its tokens."""
+    value: dict[str, Any] = {
+        "text": generation.text,
+        "token_ids": generation.token_ids,
+        "finish_reason": generation.finish_reason,
+        "stop": generation.stop,
+        "adapter_revision": generation.adapter_revision,
+        "adapters": [{"revision": revision, "weight": weight} for revision, weight in generation.adapters],
+        "usage": dataclasses.asdict(generation.usage),
+        "timings": dataclasses.asdict(generation.timings),
+        "continuations": generation.continuations,
+        "request_id": generation.request_id,
+    }
+    if len(generation.choices) > 1:
+        value["choices"] = [
+            {"text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason}
+            for choice in generation.choices
+        ]
+    if texts:
+        value["logprobs"] = [[*_logprobs_json(choice, texts)] for choice in generation.choices]
+    return value
+
+
+def _logprobs_json(choice: Choice, texts: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    for token, one in zip(choice.token_ids, choice.logprobs, strict=False):
+        yield {
+            "token_id": token,
+            "text": texts[token],
+            "logprob": one.logprob,
+            "alternatives": [
+                {"token_id": other, "text": texts[other], "logprob": logprob} for other, logprob in one.alternatives
+            ],
+        }

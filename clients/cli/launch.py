@@ -6,22 +6,25 @@ import asyncio
 import shutil
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from loraplex_client import AlreadyExistsError, AsyncStoreClient, LoraplexError
+from loraplex_client import AlreadyExistsError, AsyncClient, AsyncStoreClient, LoraplexError
 from loraplex_client.endpoint import DEFAULT_TENANT
 
 from artifacts.base_model import BaseModel
-from clients.cli.adapter_tree import AdapterTree
-from clients.cli.demo import DEMO_PROMPT, run_demo
-from clients.cli.failures import explain
+from clients.cli.generate import AnswerTimer, format_figure
 from clients.cli.models import registered
-from clients.cli.terminal import Activity, CommandError, out, print_error
-from clients.cli.upload_tree import upload_tree
+from clients.cli.service import explain
+from clients.cli.terminal import Activity, CommandError, out, print_error, print_rows, printable
+from clients.cli.upload_tree import AdapterDirectory, AdapterTree, upload_tree
 from deploy.local.cluster import ClusterSettings, LaunchError, LocalCluster
 from rpc.optional_packages import check_installed
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 T = TypeVar("T")
 
@@ -30,6 +33,10 @@ LOADING_S = 3600.0
 # Interval in seconds between looks at the workers' logs, and the end of the line there that reports a dead engine.
 LOOK_S = 1.0
 ENGINE_DEATH = "; starting another"
+DEMO_PROMPT = "Return a list of"
+DEMO_TOKENS = 48
+DEMO_ADAPTERS = 3
+_COLOURS = ("cyan", "magenta", "yellow", "green")
 
 
 @dataclass(frozen=True)
@@ -167,3 +174,104 @@ def _program() -> str:
     if shutil.which("loraplex") == str(here):
         return "loraplex"
     return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else str(here)
+
+
+class _Answer:
+    """A streaming answer. `adapter` is empty for the plain base model."""
+
+    def __init__(self, tenant: str, adapter: str, colour: str) -> None:
+        self.tenant = tenant
+        self.adapter = adapter
+        self.colour = colour
+        self.text = ""
+        self.timer = AnswerTimer()
+
+    @property
+    def label(self) -> str:
+        return f"{self.tenant}/{self.adapter}" if self.adapter else "base model"
+
+    async def follow(self, router: str, changed: Callable[[], None]) -> None:
+        """Stream the answer, calling `changed` after each message. Raises CommandError."""
+        try:
+            async with AsyncClient(router, self.tenant) as client:
+                self.timer = AnswerTimer()
+                stream = client.generate_stream(
+                    DEMO_PROMPT, adapter_id=self.adapter or None, max_tokens=DEMO_TOKENS, temperature=0.0
+                )
+                async for piece in stream:
+                    self.timer.record(len(piece.token_ids))
+                    self.text += printable(piece.text)
+                    changed()
+        except LoraplexError as error:
+            raise CommandError(f"{self.label}: {explain(error, 'router', router)}", 1) from error
+
+    def panel(self) -> RenderableType:
+        """Render the partial answer."""
+        from rich.panel import Panel
+        from rich.text import Text
+
+        text = Text.assemble((DEMO_PROMPT, "dim"), (self.text, self.colour))
+        return Panel(text, title=Text(self.label), title_align="left", border_style=self.colour)
+
+
+async def run_demo(router: str, adapters: Sequence[AdapterDirectory]) -> None:
+    """Stream up to three adapters' answers and the base model's at once, then their figures. Raises CommandError."""
+    chosen = [(adapter.tenant, adapter.name) for adapter in choose(adapters)] + [(DEFAULT_TENANT, "")]
+    answers = [_Answer(tenant, name, colour) for (tenant, name), colour in zip(chosen, _COLOURS, strict=False)]
+    try:
+        await (_stream_live if out().is_terminal else _stream_plain)(router, answers)
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    print_rows(
+        ("adapter", "tenant", "TTFT ms", "tokens", "tokens/s"),
+        (
+            (
+                answer.adapter or "(base model)",
+                answer.tenant,
+                format_figure(answer.timer.ttft_ms, 0),
+                answer.timer.tokens,
+                format_figure(answer.timer.tokens_per_s),
+            )
+            for answer in answers
+        ),
+    )
+    sys.stdout.flush()
+
+
+def choose(adapters: Sequence[AdapterDirectory]) -> list[AdapterDirectory]:
+    """Choose at most DEMO_ADAPTERS: one of each tenant first, then second ones."""
+    seen: dict[str, int] = {}
+    ranked = []
+    for adapter in adapters:
+        seen[adapter.tenant] = seen.get(adapter.tenant, 0) + 1
+        ranked.append((seen[adapter.tenant], adapter))
+    ranked.sort(key=lambda pair: pair[0])
+    return [adapter for _, adapter in ranked[:DEMO_ADAPTERS]]
+
+
+async def _stream_live(router: str, answers: Sequence[_Answer]) -> None:
+    from rich.console import Group
+    from rich.live import Live
+
+    def render() -> RenderableType:
+        return Group(*(answer.panel() for answer in answers))
+
+    with Live(render(), console=out(), refresh_per_second=15) as live:
+        async with asyncio.TaskGroup() as group:
+            for answer in answers:
+                group.create_task(answer.follow(router, lambda: live.update(render())))
+
+
+async def _stream_plain(router: str, answers: Sequence[_Answer]) -> None:
+    """Print each answer when it is complete, its lines prefixed with tenant and adapter."""
+    sys.stdout.write(f"{DEMO_PROMPT} ...\n")
+
+    async def follow(answer: _Answer) -> None:
+        await answer.follow(router, lambda: None)
+        lines = answer.text.splitlines() or [""]
+        sys.stdout.write("".join(f"[{answer.label}] {line}\n" for line in lines))
+        sys.stdout.flush()
+
+    async with asyncio.TaskGroup() as group:
+        for answer in answers:
+            group.create_task(follow(answer))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clients.cli.options import STORE, TENANT, JsonOption, KvCacheOption, QuantizeOption, StoreOption, TenantOption
-from clients.cli.store import store_client
+from clients.cli.service import store_client
 from clients.cli.terminal import CommandError, out, print_json, print_rows
 
 if TYPE_CHECKING:

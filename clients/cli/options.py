@@ -1,16 +1,18 @@
-"""Options that several commands share.
+"""Options that several commands share, and the words that a running cluster completes them with.
 
-Their variables avoid the prefixes of the servers' (LORAPLEX_ROUTER_...), because servers refuse unknown variables.
+The options' variables avoid the servers' prefixes (LORAPLEX_ROUTER_...), because servers refuse unknown variables.
 """
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from clients.cli.completions import adapter_names, model_names
+from clients.cli.service import cluster_service
 from clients.cli.terminal import CommandError
 
 if TYPE_CHECKING:
@@ -20,6 +22,63 @@ if TYPE_CHECKING:
 KEY_VARIABLE, KEY_FILE_VARIABLE = "LORAPLEX_API_KEY", "LORAPLEX_API_KEY_FILE"
 CA_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE = "LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY"
 CREDENTIAL_VARIABLES = (KEY_VARIABLE, KEY_FILE_VARIABLE, CA_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE)
+
+ROUTER = "127.0.0.1:50051"
+STORE = "127.0.0.1:50052"
+# The credential's tenant; without a credential `default`.
+TENANT = ""
+# Seconds of the units that times of flags are written in.
+_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+# Timeout in seconds of a completion, for which the shell waits. A cluster that does not answer completes nothing.
+# Nothing is printed either: it would appear in the line that is typed.
+_ASK_S = 1.0
+
+
+def adapter_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the adapters that the tenant may use, and those with an alias, as a request names them."""
+    from loraplex_client import LoraplexError, StoreClient
+
+    address = _value(context, "store", "LORAPLEX_STORE_ADDRESS", STORE)
+    names = set()
+    with suppress(LoraplexError), StoreClient(address, _tenant(context), timeout_s=_ASK_S) as store:
+        for adapter in store.list():
+            name = adapter.name.rpartition("/")[2]
+            names |= {name if alias == "live" else f"{name}@{alias}" for alias in adapter.aliases}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def model_names(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the base models that the router serves."""
+    from loraplex_client import Client, LoraplexError
+
+    with suppress(LoraplexError), Client(_router(context), _tenant(context), timeout_s=_ASK_S) as client:
+        return [model.name for model in client.models() if model.name.startswith(incomplete)]
+    return []
+
+
+def worker_ids(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the live workers of the router."""
+    from loraplex.cluster.v1 import cluster_pb2
+
+    with suppress(CommandError):
+        service = cluster_service(_router(context), _tenant(context), _ASK_S)
+        workers = service.ask("ListWorkers", cluster_pb2.ListWorkersRequest()).workers
+        return [worker.worker_id for worker in workers if worker.worker_id.startswith(incomplete)]
+    return []
+
+
+def _router(context: typer.Context) -> str:
+    return _value(context, "router", "LORAPLEX_ADDRESS", ROUTER)
+
+
+def _tenant(context: typer.Context) -> str:
+    return _value(context, "tenant", "LORAPLEX_TENANT", TENANT)
+
+
+def _value(context: typer.Context, flag: str, variable: str, default: str) -> str:
+    """Return a flag's value: of the line that is typed, else of the environment, else its default."""
+    return str(context.params.get(flag) or os.environ.get(variable) or default)
+
 
 RouterOption = Annotated[
     str,
@@ -42,6 +101,10 @@ ModelOption = Annotated[
     typer.Option(
         "--model", metavar="NAME", help="Base model, needed if the router serves several.", autocompletion=model_names
     ),
+]
+NameArgument = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="NAME, or tenants/TENANT/adapters/NAME.", autocompletion=adapter_names),
 ]
 AdapterOption = Annotated[
     str,
@@ -105,13 +168,6 @@ KvCacheOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-ROUTER = "127.0.0.1:50051"
-STORE = "127.0.0.1:50052"
-# The credential's tenant; without a credential `default`.
-TENANT = ""
-# Seconds of the units that times of flags are written in.
-_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
 def read_adapters(given: list[str]) -> tuple[str | None, list[tuple[str, float]] | None]:

@@ -1,8 +1,9 @@
-"""`loraplex embed` and `loraplex classify`: vectors of texts, and their labels."""
+"""`loraplex embed`, `classify`, `score` and `tokens`: what a model computes of texts without answering."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,10 +20,11 @@ from clients.cli.options import (
     TenantOption,
     read_adapters,
 )
+from clients.cli.service import explained
 from clients.cli.terminal import out, print_json, print_rows, read_stdin
 
 if TYPE_CHECKING:
-    from loraplex_client import Classifications, Embeddings
+    from loraplex_client import Classifications, Embeddings, Scores
 
 TextsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[TEXT]...", help="The texts; default: the lines of stdin.")
@@ -56,8 +58,6 @@ def embed(  # noqa: PLR0913, PLR0917  # one parameter a flag
     [bold]loraplex embed "first text" "second text" --json[/]
     """
     from loraplex_client import Client
-
-    from clients.cli.failures import explained
 
     given = texts or read_stdin().splitlines()
     single, weighted = read_adapters(adapter or [])
@@ -98,8 +98,6 @@ def classify(
     """
     from loraplex_client import Client
 
-    from clients.cli.failures import explained
-
     given = texts or read_stdin().splitlines()
     with explained("router", router), Client(router, tenant) as client:
         found = client.classify(given, adapter_id=adapter or None, model=model or None, truncate=truncate)
@@ -124,3 +122,86 @@ def _summary_json(found: Embeddings | Classifications) -> dict[str, Any]:
         "request_id": found.request_id,
         "continuations": found.continuations,
     }
+
+
+def score(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text that the continuations follow.")],
+    continuations: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TEXT]...", help="The continuations, up to 64; default: the lines of stdin."),
+    ] = None,
+    adapter: AdaptersOption = None,
+    tenant: TenantOption = TENANT,
+    model: ModelOption = "",
+    router: RouterOption = ROUTER,
+    as_json: JsonOption = False,
+) -> None:
+    """Print how likely the model finds each TEXT after PROMPT: the sum of its tokens' log probabilities.
+
+    A TEXT follows PROMPT directly: begin it with a space where one belongs there. GREEDY is yes where the model's
+    likeliest answer begins with it.
+
+    [bold]loraplex score "The capital of France is" " Paris" " Rome"[/]
+    """
+    from loraplex_client import Client
+
+    texts = continuations or read_stdin().splitlines()
+    single, weighted = read_adapters(adapter or [])
+    with explained("router", router), Client(router, tenant) as client:
+        scores = client.score(prompt, texts, adapter_id=single, adapters=weighted, model=model or None)
+    if as_json:
+        print_json(_as_json(texts, scores))
+        return
+    print_rows(
+        ("SUM", "TOKENS", "GREEDY", "TEXT"),
+        (
+            (f"{one.sum:.4f}", len(one.token_ids), "yes" if one.is_greedy else "no", text)
+            for text, one in zip(texts, scores.scores, strict=True)
+        ),
+    )
+
+
+def _as_json(texts: list[str], scores: Scores) -> dict[str, Any]:
+    return {
+        "scores": [{"text": text, **dataclasses.asdict(one)} for text, one in zip(texts, scores.scores, strict=True)],
+        "best": scores.best,
+        "adapter_revision": scores.adapter_revision,
+        "adapters": [{"revision": revision, "weight": weight} for revision, weight in scores.adapters],
+        "usage": dataclasses.asdict(scores.usage),
+        "request_id": scores.request_id,
+    }
+
+
+def tokens(
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The text; default: all of stdin.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="TEXT is a user's message, which the chat template makes a prompt.")
+    ] = False,
+    ids: Annotated[bool, typer.Option("--ids", help="Print the tokens' ids instead of their number.")] = False,
+    adapter: AdapterOption = "",
+    tenant: TenantOption = TENANT,
+    model: ModelOption = "",
+    router: RouterOption = ROUTER,
+    as_json: JsonOption = False,
+) -> None:
+    """Print how many tokens a prompt has, as generating from it would count them.
+
+    An adapter matters to --chat alone, where it has a chat template or a system prompt of its own.
+
+    [bold]loraplex tokens "Dear customer,"[/]
+    [bold]loraplex tokens --ids < letter.txt[/]
+    """
+    from loraplex_client import Client
+
+    given = read_stdin() if text is None else text
+    with explained("router", router), Client(router, tenant) as client:
+        found = client.tokenize(
+            None if chat else given,
+            messages=[{"role": "user", "content": given}] if chat else None,
+            model=model,
+            adapter_id=adapter or None,
+        )
+    if as_json:
+        print_json({"tokens": len(found), "token_ids": found})
+    else:
+        sys.stdout.write(f"{' '.join(map(str, found)) if ids else len(found)}\n")

@@ -95,10 +95,10 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
 
     [bold]loraplex up --model ./Qwen2-0.5B --adapters ./adapters --workers 2[/]
     """
-    from clients.cli.adapter_tree import AdapterTree, find_adapters
     from clients.cli.launch import LaunchPlan, check_engine_protocol, launch
     from clients.cli.models import check_quantization, read_model
-    from clients.cli.plans import check_plans
+    from clients.cli.tenants import check_plans
+    from clients.cli.upload_tree import AdapterTree, find_adapters
     from deploy.local.cluster import ClusterSettings
 
     for variable in CREDENTIAL_VARIABLES:  # of another cluster: this one has none

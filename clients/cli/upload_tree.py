@@ -1,9 +1,12 @@
-"""Uploads the adapters of a directory: what the store has stays as it is, and no request's adapter changes unasked."""
+"""Directories of adapters, TENANT/NAME/ for a tenant's and NAME/ for shared ones, and their upload: what the store has
+stays as it is, and no request's adapter changes unasked.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from artifacts.digests import sha256_file
-from artifacts.revision import WEIGHTS_FILE, revision_digest
-from clients.cli.adapter_tree import AdapterDirectory, AdapterTree, find_adapters
+from artifacts.errors import ArtifactError
+from artifacts.names import SHARED, parse_adapter_name
+from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
 from clients.cli.options import STORE, StoreOption
+from clients.cli.service import explain
 from clients.cli.terminal import Activity, CommandError, out, print_error
 
 if TYPE_CHECKING:
@@ -22,6 +27,85 @@ if TYPE_CHECKING:
 LIVE = "live"
 # Alias of an upload that moves no alias.
 _NONE = "-"
+
+
+@dataclass(frozen=True)
+class AdapterDirectory:
+    """A peft adapter on disk, and the tenant that will own it."""
+
+    tenant: str
+    name: str
+    directory: Path
+
+
+@dataclass(frozen=True)
+class AdapterTree:
+    """The adapters below a directory by tenant and name, and a line for each entry that is not an adapter."""
+
+    adapters: tuple[AdapterDirectory, ...] = ()
+    faults: tuple[str, ...] = ()
+
+
+def find_adapters(root: Path) -> AdapterTree:
+    """Look for adapters below `root`. Raises CommandError where it has none that can be uploaded."""
+    if not root.is_dir():
+        raise CommandError(f"--adapters: {root} {'is not a directory' if root.exists() else 'does not exist'}")
+    if (root / CONFIG_FILE).exists():
+        raise CommandError(f"--adapters: {root} is an adapter itself; give its parent directory")
+    found: list[AdapterDirectory] = []
+    faults: list[str] = []
+
+    def take(tenant: str, directory: Path) -> None:
+        try:
+            found.append(_checked(tenant, directory))
+        except CommandError as error:
+            faults.append(str(error))
+
+    for child in _directories(root, faults):
+        if (child / CONFIG_FILE).exists():
+            take(SHARED, child)
+            continue
+        below = _directories(child, faults)
+        for grandchild in below:
+            take(child.name, grandchild)
+        if not below:
+            faults.append(f"--adapters: {child} is not an adapter, and holds none: it has no {CONFIG_FILE}")
+    if not found:
+        none = f"--adapters: {root} holds no adapters: no NAME/{CONFIG_FILE}, no TENANT/NAME/{CONFIG_FILE}"
+        raise CommandError("; ".join(faults) or none)
+    return AdapterTree(tuple(sorted(found, key=lambda adapter: (adapter.tenant, adapter.name))), tuple(faults))
+
+
+def _directories(parent: Path, faults: list[str]) -> list[Path]:
+    """Return the directories directly below `parent`, by name; links become faults."""
+    found = []
+    for path in sorted(path for path in parent.iterdir() if not path.name.startswith(".")):
+        try:
+            _check_no_link(path)
+        except CommandError as error:
+            faults.append(str(error))
+            continue
+        if path.is_dir():
+            found.append(path)
+    return found
+
+
+def _check_no_link(path: Path) -> None:
+    """Raise CommandError for a symbolic link: who may write to the directory could upload any file with it."""
+    if path.is_symlink():
+        raise CommandError(f"--adapters: {path} is a symbolic link, and links are not followed; copy what it names")
+
+
+def _checked(tenant: str, directory: Path) -> AdapterDirectory:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        _check_no_link(directory / name)
+        if not (directory / name).is_file():
+            raise CommandError(f"--adapters: {directory} is not an adapter: it has no {name}")
+    try:
+        parsed = parse_adapter_name(f"tenants/{tenant}/adapters/{directory.name}", tenant)
+    except ArtifactError as error:
+        raise CommandError(f"--adapters: {directory}: {error}") from error
+    return AdapterDirectory(parsed.tenant, parsed.adapter, directory)
 
 
 def push_all(
@@ -36,8 +120,6 @@ def push_all(
 ) -> None:
     """Upload the adapters of a directory that the store has not; a bad one is named, and the others are uploaded."""
     from loraplex_client import LoraplexError
-
-    from clients.cli.failures import explain
 
     with Activity() as activity:
         try:
@@ -60,8 +142,6 @@ async def upload_tree(
     the progress. Raises LoraplexError where no store answers, CommandError where no adapter of the tree is left.
     """
     from loraplex_client import AsyncStoreClient, LoraplexError, UnavailableError
-
-    from clients.cli.failures import explain
 
     async with AsyncStoreClient(store) as client:
         bases = {model.name: model.digest for model in await client.models()}

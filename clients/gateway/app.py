@@ -9,26 +9,29 @@ from contextlib import asynccontextmanager
 
 from starlette.routing import BaseRoute, Route, Router
 
-from clients.gateway.anthropic_api.messages import count_tokens, messages
-from clients.gateway.anthropic_api.protocol import PROTOCOL as ANTHROPIC
+from clients.gateway.anthropic_api import PROTOCOL as ANTHROPIC
+from clients.gateway.anthropic_api import count_tokens, messages
 from clients.gateway.cluster import Cluster
-from clients.gateway.endpoint import Endpoint, Gateway, Handler, HttpCall, OpenRequests, Protocol
+from clients.gateway.endpoint import (
+    Endpoint,
+    Gateway,
+    GatewayMetrics,
+    Handler,
+    HttpCall,
+    OpenRequests,
+    Protocol,
+    own_names,
+)
 from clients.gateway.errors import HttpError
-from clients.gateway.hosts import own_names
 from clients.gateway.http_server import http_server
 from clients.gateway.listener import listen
-from clients.gateway.metrics import GatewayMetrics
-from clients.gateway.openai_api.chat import chat_completions
-from clients.gateway.openai_api.completions import completions
-from clients.gateway.openai_api.embeddings import embeddings
-from clients.gateway.openai_api.models import get_model, list_models
-from clients.gateway.openai_api.protocol import PROTOCOL as OPENAI
-from clients.gateway.page.files import page, page_file
-from clients.gateway.page.state import cluster_state
+from clients.gateway.openai_api import PROTOCOL as OPENAI
+from clients.gateway.openai_api import embeddings, get_model, list_models
+from clients.gateway.openai_completions import chat_completions, completions
+from clients.gateway.page import cluster_state, page, page_file
 from clients.gateway.settings import Settings
-from clients.gateway.tgi_api.generate import generate, generate_either, generate_stream
-from clients.gateway.tgi_api.info import info, tokenize
-from clients.gateway.tgi_api.protocol import PROTOCOL as TGI
+from clients.gateway.tgi_api import PROTOCOL as TGI
+from clients.gateway.tgi_api import generate, generate_either, generate_stream, info, tokenize
 from rpc.server import stop_signal
 from telemetry.metrics import serve_metrics
 

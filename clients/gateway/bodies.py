@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import ErrorDetails, SchemaValidator, ValidationError
+from pydantic import TypeAdapter
+from pydantic_core import ErrorDetails, PydanticCustomError, SchemaValidator, ValidationError, core_schema
 
 from clients.gateway.errors import HttpError, invalid
-from clients.gateway.json_size import check_json_size
-from clients.gateway.strict_schemas import UNKNOWN_KIND, strict_schema
 
 # Maximum length in characters of a value that an error shows.
 _SHOWN = 60
+# Maximum number of objects and lists of a body, of strings, names of fields included, and of all values: about 0.1 s of
+# parsing for each. Routers take messages of 10,000 fields, and a list of numbers is one.
+CONTAINERS, STRINGS, VALUES = 20_000, 100_000, 1_000_000
+# Types of the errors that these schemas add: an object of no known kind; an object with too many fields.
+UNKNOWN_KIND, TOO_MANY = "unknown_kind", "too_many_fields"
+# Maximum number of fields of an object, and of keys of a mapping; values that may be anything have no limit.
+_FIELDS, _KEYS = 128, 1_024
+# Fields that tell kinds of objects apart.
+_TAGS = ("role", "type")
 
 
 class Body:
@@ -78,3 +86,158 @@ def _is_field(part: str) -> bool:
 
 # Names that pydantic gives to branches of plain types.
 _BRANCHES = frozenset({"str", "int", "float", "bool", "nullable", "dict", "list", "tagged-union"})
+
+
+def check_json_size(body: bytes) -> None:
+    """Raise HttpError where a JSON text has more values than are parsed.
+
+    Four megabytes of small objects and lists take seconds to parse, of any characters milliseconds.
+    """
+    if body.count(b'"') > 2 * STRINGS:
+        body = _without_escapes(body)
+        if body.count(b'"') > 2 * STRINGS:
+            raise _too_many(STRINGS, "strings")
+    if _containers(body) <= CONTAINERS and body.count(b",") < VALUES:
+        return
+    # Count again without the characters of strings: between quotes, every other piece is outside of strings.
+    body = b"".join(_without_escapes(body).split(b'"')[::2])
+    if _containers(body) > CONTAINERS:
+        raise _too_many(CONTAINERS, "objects and lists")
+    if body.count(b",") >= VALUES:
+        raise _too_many(VALUES, "values")
+
+
+def _without_escapes(body: bytes) -> bytes:
+    """Return a JSON text whose quotes are the ends of strings alone."""
+    return body.replace(rb"\\", b"").replace(rb"\"", b"")
+
+
+def _containers(body: bytes) -> int:
+    return body.count(b"{") + body.count(b"[")
+
+
+def _too_many(most: int, what: str) -> HttpError:
+    return HttpError(400, "invalid_json", f"the body has more than {most} {what}")
+
+
+def strict_schema(kind: Any, added: Mapping[type, Sequence[str]]) -> core_schema.CoreSchema:
+    """Return the schema of a TypedDict. `added` are further fields of TypedDicts in it, each a string."""
+    schema: Any = TypeAdapter(kind).core_schema
+    definitions = {part["ref"]: part for part in schema.get("definitions", ())}
+    strict: core_schema.CoreSchema = _Strict(definitions, added).node(schema)
+    return strict
+
+
+class _Strict:
+    """Transforms the nodes of a TypedDict's schema into one for bodies of anybody.
+
+    unknown fields     refused, at every level
+    iterables          read as lists, whose first bad item is the only one that is told
+    unions of objects  told apart by their `role` or `type` alone, instead of by trying each
+    objects            of at most so many fields, since each field that is unknown is an error
+    """
+
+    def __init__(self, definitions: Mapping[str, Any], added: Mapping[type, Sequence[str]]) -> None:
+        self._definitions = definitions
+        self._added = added
+
+    def node(self, node: Any) -> Any:
+        """Return a node made strict."""
+        if isinstance(node, list | tuple):
+            return type(node)(map(self.node, node))
+        if not isinstance(node, dict):
+            return node
+        if node.get("type") == "union" and (tagged := self._tagged(node)) is not None:
+            return tagged
+        return self._bounded({key: value if key == "metadata" else self.node(value) for key, value in node.items()})
+
+    def _bounded(self, strict: dict[str, Any]) -> Any:
+        """Return a node, whose parts are strict, that bounds the number of its errors."""
+        kind = strict.get("type")
+        if kind == "typed-dict" and not _takes_any(strict):
+            return self._object(strict)
+        if kind in ("generator", "list"):
+            return {**strict, "type": "list", "fail_fast": True}
+        if kind == "dict" and strict.get("values_schema", {}).get("type") != "any":
+            return core_schema.no_info_before_validator_function(_at_most(_KEYS), strict)
+        return strict
+
+    def _object(self, strict: dict[str, Any]) -> Any:
+        strict["extra_behavior"] = "forbid"
+        text = core_schema.nullable_schema(core_schema.str_schema())
+        for name in self._added.get(strict.get("cls", object), ()):
+            strict["fields"][name] = core_schema.typed_dict_field(text, required=False)
+        ref = strict.pop("ref", None)
+        return core_schema.no_info_before_validator_function(_at_most(_FIELDS), strict, ref=ref)
+
+    def _tagged(self, union: Mapping[str, Any]) -> Any:
+        """Return a union whose objects are told apart by a tag; None where they are not, or there is but one."""
+        choices = [choice for choice in _choices(union) if not self._is_model(choice)]
+        objects = [choice for choice in choices if self._resolved(choice)["type"] == "typed-dict"]
+        others = [choice for choice in choices if choice not in objects]
+        for tag in _TAGS:
+            values = [self._values(choice, tag) for choice in objects]
+            if len(objects) > 1 and all(values):
+                named = {
+                    _branch(value): self.node(choice)
+                    for choice, of_choice in zip(objects, values, strict=True)
+                    for value in of_choice
+                }
+                tagged = core_schema.tagged_union_schema(
+                    named,
+                    _reader(tag),
+                    custom_error_type=UNKNOWN_KIND,
+                    custom_error_message="{field}: is none of its values",
+                    custom_error_context={"field": tag},
+                )
+                return core_schema.union_schema([*map(self.node, others), tagged]) if others else tagged
+        return None
+
+    def _is_model(self, choice: Any) -> bool:
+        resolved = self._resolved(choice)
+        if resolved["type"] == "union":
+            return all(map(self._is_model, _choices(resolved)))
+        return bool(resolved["type"] == "model")
+
+    def _resolved(self, choice: Any) -> Any:
+        return self._definitions[choice["schema_ref"]] if choice["type"] == "definition-ref" else choice
+
+    def _values(self, choice: Any, tag: str) -> Sequence[str]:
+        """Return the values of the tag of a kind of objects; empty where it may have any, or none."""
+        field = self._resolved(choice)["fields"].get(tag)
+        if field is None or not field.get("required") or field["schema"]["type"] != "literal":
+            return ()
+        values: Sequence[str] = field["schema"]["expected"]
+        return values
+
+
+def _choices(union: Mapping[str, Any]) -> list[Any]:
+    return [choice[0] if isinstance(choice, tuple) else choice for choice in union["choices"]]
+
+
+def _takes_any(strict: Mapping[str, Any]) -> bool:
+    """Return whether a TypedDict says itself that it takes further fields, as a JSON schema's does."""
+    own = strict.get("extra_behavior") or strict.get("config", {}).get("extra_fields_behavior")
+    return bool(own == "allow")
+
+
+def _branch(value: str) -> str:
+    """Return the name of a union's branch, which cannot be that of a field."""
+    return f"Kind {value}"
+
+
+def _reader(tag: str) -> Callable[[Any], str | None]:
+    def read(value: Any) -> str | None:
+        found = value.get(tag) if isinstance(value, dict) else None
+        return _branch(found) if isinstance(found, str) else None
+
+    return read
+
+
+def _at_most(limit: int) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise PydanticCustomError(TOO_MANY, "has more than {limit} fields", {"limit": limit})
+        return value
+
+    return check

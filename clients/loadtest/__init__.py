@@ -2,6 +2,6 @@
 
 A plan (`plan_file`) says when requests are sent (`arrivals`) and what they ask for (`workload`). Generator processes
 (`fleet`, `generator`) send them (`sender`: to routers, `http_sender`: to any server of OpenAI's protocol) and record
-every time (`samples`). `statistics` reduces the times to figures, `report` and `page` write them, and `compare`
-compares two reports.
+every time (`samples`). `statistics` reduces the times to figures, `report` writes them, and `compare` compares two
+reports.
 """

@@ -2,22 +2,91 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
+from clients.loadtest.arrivals import Extent
 from clients.loadtest.decoding import PlanError
+from clients.loadtest.plan import Plan, Tenant, describe
 
+# Maximum number of names or prompts that a setting lists; of more it has the number and a digest.
+_LISTED = 5
 _TIMES = ("ttft", "itl", "tpot", "latency")
 _FIGURES = ("requests_per_s", "tokens_per_s", "texts_per_s", "goodput_per_s", "error_share", "cold_share")
 # Figures that are shown and not judged: they depend on the length of the test.
 _COUNTS = ("requests", "errors")
 # Figures of which more is better; of all others, less is.
 _HIGHER = {"requests_per_s", "tokens_per_s", "texts_per_s", "goodput_per_s"}
-# Smallest change that is more than noise, as a share, where a report has no confidence intervals (an older version).
-NOISE_SHARE = 0.1
-# Smallest change that is more than noise, as a share, where there are intervals: these leave out how the state of a
-# machine differs from run to run.
+# Smallest change that is more than noise, as a share: confidence intervals leave out how the state of a machine differs
+# from run to run.
 _RUN_TO_RUN_SHARE = 0.05
+
+
+def settings_of(plan: Plan, router: str) -> dict[str, str]:
+    """Return the settings of a test, by name."""
+    sweep = f", swept over {', '.join(f'{value:g}' for value in plan.sweep)}" if plan.sweep else ""
+    found = {
+        "router": router,
+        "version": version("loraplex"),
+        "arrivals": describe(plan.arrivals) + sweep,
+        "length": _length(plan.extent),
+        "seed": str(plan.seed),
+        "model": plan.model or "the only one",
+        "task": plan.task,
+        "texts": str(plan.texts),
+        "timeout": f"{plan.timeout_s:g} s",
+        "processes": str(plan.processes),
+    }
+    for tenant in plan.tenants:
+        found |= {f"{tenant.name}: {name}": value for name, value in _of_tenant(tenant).items()}
+    return found
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the settings that differ between two reports, each with both values; `-` where one has none."""
+    first, second = _of_report(a), _of_report(b)
+    pairs = [(name, first.get(name, "-"), second.get(name, "-")) for name in dict.fromkeys([*first, *second])]
+    return [(name, before, after) for name, before, after in pairs if before != after]
+
+
+def _of_report(report: Mapping[str, Any]) -> dict[str, str]:
+    settings: dict[str, str] = report["settings"]
+    return settings | {f"machine's {name}": str(value) for name, value in report["machine"].items()}
+
+
+def _of_tenant(tenant: Tenant) -> dict[str, str]:
+    popularity = tenant.adapters
+    adapters = [f"{name}={weight:g}" for name, weight in zip(popularity.names, popularity.weights, strict=True)]
+    return {
+        "weight": f"{tenant.weight:g}",
+        "adapters": _listed(adapters),
+        "prompts": _listed(tenant.prompts),
+        "prompt tokens": str(tenant.prompt_tokens),
+        "answer tokens": str(tenant.answer_tokens),
+        "deadline": "" if tenant.deadline is None else str(tenant.deadline),
+        "cancel": "" if tenant.cancel is None else str(tenant.cancel),
+        "slo": ", ".join(slo.text for slo in tenant.slos),
+    }
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """Join a few short texts; describe many by their number and a digest."""
+    joined = ", ".join(texts)
+    if len(texts) <= _LISTED and len(joined) <= 100:
+        return joined
+    return f"{len(texts)}, with the digest {hashlib.sha256(repr(list(texts)).encode()).hexdigest()[:8]}"
+
+
+def _length(extent: Extent) -> str:
+    parts = [
+        f"{extent.requests} requests" if extent.requests is not None else "",
+        f"{extent.duration_s:g} s" if extent.duration_s is not None else "",
+        f"{extent.warm_up_requests} requests of warm-up" if extent.warm_up_requests else "",
+        f"{extent.warm_up_s:g} s of warm-up" if extent.warm_up_s else "",
+    ]
+    return ", ".join(part for part in parts if part) or "to its own end"
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -55,7 +124,7 @@ def too_much_worse(rows: Sequence[Mapping[str, Any]], limit: float) -> list[Mapp
 def _row(label: str, name: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     before, after = _value(first, name), _value(second, name)
     change = after / before - 1 if before and after is not None else None
-    verdict = "" if name in _COUNTS else _verdict(name, before, after, _intervals(first, second, name))
+    verdict = "" if name in _COUNTS else _verdict(name, first, second)
     better = {"better": True, "worse": False}.get(verdict)
     return {
         "run": label,
@@ -74,22 +143,14 @@ def _value(run: Mapping[str, Any], name: str) -> float | None:
     return value
 
 
-def _intervals(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> tuple[Any, Any] | None:
-    """Return the confidence intervals of both runs; None if either report has none at all."""
-    if "intervals" not in first or "intervals" not in second:
-        return None
-    return first["intervals"][name], second["intervals"][name]
-
-
-def _verdict(name: str, before: float | None, after: float | None, intervals: tuple[Any, Any] | None) -> str:
+def _verdict(name: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    before, after = _value(first, name), _value(second, name)
     if before is None or after is None or before == after:
         return ""
-    if intervals is None:
-        apart = not before or abs(after / before - 1) > NOISE_SHARE
-    else:
-        low, high = intervals if after > before else reversed(intervals)
-        apart = low[1] is not None and high[0] is not None and low[1] < high[0]
-        apart = apart and (not before or abs(after / before - 1) > _RUN_TO_RUN_SHARE)
-    if not apart:
+    low, high = first["intervals"][name], second["intervals"][name]
+    if after < before:
+        low, high = high, low
+    apart = low[1] is not None and high[0] is not None and low[1] < high[0]
+    if not apart or (before and abs(after / before - 1) <= _RUN_TO_RUN_SHARE):
         return "noise"
     return "better" if (after > before) == (name in _HIGHER) else "worse"

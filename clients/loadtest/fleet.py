@@ -20,12 +20,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Self, TypeAlias
 
-from clients.loadtest.encode_sender import EncodeSender
 from clients.loadtest.generator import Generator, Progress, Share
-from clients.loadtest.grpc_sender import GrpcSender
 from clients.loadtest.http_target import HttpTarget
 from clients.loadtest.plan import Plan
-from clients.loadtest.sender import Sender
+from clients.loadtest.sender import EncodeSender, GrpcSender, Sender
 from clients.loadtest.workload import Workload
 
 # Time in seconds from the command to the first request, so that every process has drawn its part by then.

@@ -11,8 +11,7 @@ import msgspec
 from clients.loadtest.arrivals import Arrivals, Closed, Constant, Extent, Gamma, Poisson
 from clients.loadtest.conditions import Slo
 from clients.loadtest.decoding import Decoded, NotNegative, Positive, PositiveInt, Share
-from clients.loadtest.lengths import Fixed, Lengths
-from clients.loadtest.popularity import BASE_ONLY, Popularity
+from clients.loadtest.draws import BASE_ONLY, Fixed, Lengths, Popularity
 
 Task = Literal["generate", "embed", "classify"]
 # Maximum number of generator processes of a run: each starts a Python with gRPC, which takes half a second of a core

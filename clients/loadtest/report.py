@@ -1,70 +1,50 @@
-"""The report: JSON for programs, a CSV line for each request, a page for people, and its plots as files."""
+"""The report: JSON for programs, a CSV line for each request, and for people an HTML page with its plots.
+
+The page has its script and style inside, so that it opens without a network. Without JavaScript it has its tables and
+pictures of the plots; with it, plots that can be pointed at and zoomed.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from clients.loadtest.cost import generator_cost, warnings
+from clients.loadtest.compare import settings_of
 from clients.loadtest.decoding import PlanError
-from clients.loadtest.drawing import svg_file
-from clients.loadtest.fleet import Run
-from clients.loadtest.page import render_page
 from clients.loadtest.plan import Plan, Tenant
-from clients.loadtest.plots import report_plots
-from clients.loadtest.samples import COLUMNS, Samples, merge
-from clients.loadtest.settings import settings_of
-from clients.loadtest.statistics import loop_kind, measured, summarise
+from clients.loadtest.plots import ReportPlots, javascript, report_plots, style_sheet, svg_file, with_own_ids
+from clients.loadtest.samples import COLUMNS, Samples
 from clients.loadtest.workload import Workload
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 FORMAT = "loraplex.loadtest/1"
 JSON_NAME, PAGE_NAME, CSV_NAME, PLOTS_NAME = "report.json", "report.html", "requests.csv", "plots"
 
-CLOSED_NOTE = (
-    "closed loop: a request is sent when the one before it has ended, so a cluster that stalls is asked less often and "
-    "the slow times are undercounted (coordinated omission); measure latencies in an open loop"
-)
+_COLUMNS = ["mean", "p50", "p90", "p95", "p99", "p99.9", "max"]
+_NAMES = {
+    "ttft": "TTFT",
+    "itl": "ITL",
+    "tpot": "TPOT",
+    "latency": "latency",
+    "ttft_from_send": "TTFT, from sending",
+    "latency_from_send": "latency, from sending",
+    "queue": "of it in the queue",
+    "adapter": "of it for the adapter",
+}
+# Largest number of adapters in the table; report.json has all.
+MAX_ADAPTERS = 50
 
-
-def run_report(label: str, plan: Plan, run: Run) -> tuple[dict[str, Any], Samples]:
-    """Build the report of a run; returns it with its samples."""
-    samples = merge(share.samples for share in run.shares)
-    adapters = [(plan.tenants[number].name, name) for number, name in Workload(plan).adapters]
-    summary = dict(summarise(plan, samples, adapters))
-    cost = generator_cost(run.shares, samples)
-    gave_up_s = [share.gave_up_s for share in run.shares if not math.isnan(share.gave_up_s)]
-    never_sent = sum(share.never_sent for share in run.shares)
-    kept = len(measured(plan, samples).samples)
-    ended_early = ""
-    if run.interrupted:
-        ended_early = "interrupted"
-    elif gave_up_s:
-        ended_early = f"nothing answered any more; gave up after {min(gave_up_s):.1f} s"
-    return {
-        "label": label,
-        "sweep_value": _sweep_value(plan),
-        "started": datetime.fromtimestamp(run.started_unix_s, UTC).isoformat(timespec="seconds"),
-        "ended_early": ended_early,
-        "accounting": {
-            "sent": len(samples),
-            "warm_up": len(samples) - kept,
-            "measured": kept,
-            "never_sent": never_sent,
-        },
-        **summary,
-        "generator": cost,
-        "warnings": warnings(cost, summary["times"]),
-        "notes": [CLOSED_NOTE] if loop_kind(plan) == "closed" else [],
-    }, samples
+Row = tuple[str, ...]
 
 
 def whole_report(plan: Plan, router: str, command: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -136,12 +116,6 @@ def _write_csv(writer: Any, parts: Sequence[tuple[str, Samples]], plan: Plan) ->
             writer.writerow((label, *cells.values()))
 
 
-def _sweep_value(plan: Plan) -> float | None:
-    """Return the value that a sweep varies: the concurrency or the rate."""
-    arrivals = plan.arrivals
-    return getattr(arrivals, "concurrency", None) or getattr(arrivals, "rate_per_s", None)
-
-
 def _tenant(tenant: Tenant) -> dict[str, Any]:
     return {
         "tenant": tenant.name,
@@ -151,3 +125,114 @@ def _tenant(tenant: Tenant) -> dict[str, Any]:
         "answer_tokens": str(tenant.answer_tokens),
         "slo": [slo.text for slo in tenant.slos],
     }
+
+
+def render_page(report: Mapping[str, Any], plots: ReportPlots) -> str:
+    """Render a report and its plots as HTML."""
+    return _template().render(report=report, plots=plots, style_sheet=style_sheet(), javascript=javascript())
+
+
+def milliseconds(value: float | None) -> str:
+    """Format seconds as milliseconds, with three digits or so."""
+    if value is None:
+        return "-"
+    return f"{value * 1e3:.2f}" if value < 0.1 else f"{value * 1e3:,.0f}"
+
+
+def percent(value: float | None) -> str:
+    """Format a share from 0 to 1 as a percentage."""
+    return "-" if value is None else f"{value * 100:.1f}%"
+
+
+def _count(value: int) -> str:
+    return f"{value:,}"
+
+
+def _rate(value: float, digits: int = 2) -> str:
+    return f"{value:,.{digits}f}"
+
+
+@cache
+def _template() -> Template:
+    import jinja2  # The command's other parts do not need it.
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("clients.loadtest", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"count": _count, "percent": percent, "rate": _rate, "with_own_ids": with_own_ids}
+    environment.globals |= {
+        "columns": _COLUMNS,
+        "max_adapters": MAX_ADAPTERS,
+        "adapter_rows": _adapter_rows,
+        "cost_rows": _cost_rows,
+        "status_rows": _status_rows,
+        "sweep_rows": _sweep_rows,
+        "tenant_rows": _tenant_rows,
+        "time_rows": _time_rows,
+    }
+    return environment.get_template("page.html.j2")
+
+
+def _percentiles(times: Mapping[str, Mapping[str, float | None]], *metrics: str) -> Row:
+    return tuple(milliseconds(times[metric][percentile]) for metric in metrics for percentile in ("p50", "p99"))
+
+
+def _spread(spread: Mapping[str, float | None]) -> Row:
+    return tuple(milliseconds(spread[column]) for column in _COLUMNS)
+
+
+def _time_rows(times: Mapping[str, Mapping[str, float]]) -> Iterator[Row]:
+    for name, spread in times.items():
+        yield (_NAMES[name], f"{spread['count']:,}", *_spread(spread))
+
+
+def _sweep_rows(runs: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+    for run in runs:
+        figures = run["figures"]
+        yield (
+            run["label"],
+            f"{figures['requests']:,}",
+            f"{figures['errors']:,}",
+            f"{figures['requests_per_s']:,.1f}",
+            f"{figures['tokens_per_s']:,.0f}",
+            *_percentiles(run["times"], "ttft", "tpot", "latency"),
+        )
+
+
+def _tenant_rows(tenants: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    for tenant in tenants:
+        yield (
+            tenant["tenant"],
+            f"{tenant['figures']['requests']:,}",
+            percent(tenant["request_share"]),
+            percent(tenant["token_share"]),
+            f"{tenant['figures']['errors']:,}",
+            f"{tenant['figures']['goodput_per_s']:,.2f}",
+            *_percentiles(tenant["times"], "ttft", "itl", "latency"),
+        )
+
+
+def _adapter_rows(adapters: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    for adapter in adapters:
+        yield (
+            adapter["adapter"] or "base model",
+            adapter["tenant"] or "-",
+            f"{adapter['requests']:,}",
+            f"{adapter['errors']:,}",
+            f"{adapter['cold']:,}",
+            *_percentiles(adapter, "ttft", "itl", "latency"),
+        )
+
+
+def _status_rows(statuses: Mapping[str, int]) -> Iterator[Row]:
+    for status, count in statuses.items():
+        yield status, f"{count:,}"
+
+
+def _cost_rows(cost: Mapping[str, Any]) -> Iterator[Row]:
+    for name, key in (("sent late by", "send_delay"), ("read late by", "read_delay")):
+        yield (name, *_spread(cost[key]))

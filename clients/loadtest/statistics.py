@@ -3,10 +3,14 @@
 The warm-up counts for nothing. ttft and itl are of all requests that got tokens, latency and tpot of those that ended
 well. In an open loop ttft and latency begin when the request was due, which corrects for coordinated omission (Tene,
 "How NOT to Measure Latency"); `*_from_send` are the uncorrected times.
+
+Confidence intervals (95%) tell a change from noise. Their standard errors are those of the means of consecutive blocks:
+requests that run at the same time are slow together, so that their number alone would make the intervals too narrow.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +18,147 @@ from typing import Any
 import numpy as np
 
 from clients.loadtest.arrivals import Closed
-from clients.loadtest.confidence import Interval, percentile_interval, rate_interval, share_interval
-from clients.loadtest.distribution import PERCENTILES, histogram, spread
 from clients.loadtest.plan import Plan
 from clients.loadtest.samples import LEFT, OK, Column, Mask, Samples
-from clients.loadtest.timeline import streams, timeline
 
+# Bounds of the histograms: 10 us to 1,000 s, eight to each power of ten.
+BOUNDS_S = np.power(10.0, np.arange(-40, 25) / 8)
+
+# Percentiles of each time, in thousandths.
+PERCENTILES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990, "p99.9": 999}
+# Lower and upper bound; None where the values are too few to tell.
+Interval = tuple[float | None, float | None]
+
+# Maximum number of blocks, and Student's t of 95% for as many.
+_BLOCKS = 20
+_T = 2.093
+
+UNKNOWN: Interval = (None, None)
 # Threshold in seconds of a cold adapter: one on the device costs microseconds, one that must be loaded more.
 COLD_S = 0.001
+
+
+def spread(values: Column) -> dict[str, float | None]:
+    """Compute count, mean, extremes and percentiles; None without values."""
+    count = len(values)
+    found: dict[str, float | None] = {"count": count}
+    if not count:
+        return found | dict.fromkeys(("mean", "min", "max", *PERCENTILES))
+    found |= {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
+    ordered = np.sort(values)
+    # In thousandths, because rounding would make the rank of p99.9 of 1,000 values 1,000 instead of 999.
+    ranks = {name: -(-thousandths * count // 1000) for name, thousandths in PERCENTILES.items()}
+    return found | {name: float(ordered[rank - 1]) for name, rank in ranks.items()}
+
+
+def histogram(values: Column) -> dict[str, list[float]]:
+    """Count values between `bounds_s[i]` and `bounds_s[i + 1]`; the outermost buckets include all beyond them."""
+    counts, _ = np.histogram(np.clip(values, BOUNDS_S[0], BOUNDS_S[-1]), BOUNDS_S)
+    filled = np.flatnonzero(counts)
+    if not len(filled):
+        return {"bounds_s": [], "counts": []}
+    first, last = int(filled[0]), int(filled[-1])
+    return {"bounds_s": BOUNDS_S[first : last + 2].tolist(), "counts": counts[first : last + 1].tolist()}
+
+
+def percentile_interval(values: Column, share: float) -> Interval:
+    """Return the interval of the percentile below which a `share` of the values is, by Woodruff's method (1952).
+
+    The interval of the share of values up to the percentile gives the ranks of its bounds. For example p99 has an
+    upper bound from about 440 values on.
+    """
+    count = len(values)
+    if count < 2:
+        return UNKNOWN
+    ordered = np.sort(values)
+    below = values <= ordered[max(1, math.ceil(share * count)) - 1]
+    error = max(_error_of_blocks(below), math.sqrt(share * (1 - share) / count))
+    low, high = math.floor(count * (share - _T * error)), math.ceil(count * (share + _T * error))
+    return (float(ordered[low - 1]) if low >= 1 else None, float(ordered[high - 1]) if high <= count else None)
+
+
+def rate_interval(ends_s: Column, weights: Column | Mask, begin_s: float, end_s: float) -> Interval:
+    """Return the interval of the sum of `weights` in a second, from the rates in equal spans of time."""
+    if len(ends_s) < 2 or end_s <= begin_s:
+        return UNKNOWN
+    blocks = min(_BLOCKS, len(ends_s))
+    sums, _ = np.histogram(ends_s, blocks, (begin_s, end_s), weights=weights.astype(np.float64))
+    rates = sums * blocks / (end_s - begin_s)
+    reach = _T * float(rates.std(ddof=1)) / math.sqrt(blocks)
+    return max(0.0, float(rates.mean()) - reach), float(rates.mean()) + reach
+
+
+def share_interval(mask: Mask) -> Interval:
+    """Return the interval of the share of true values (Agresti and Coull, 1998)."""
+    count = len(mask)
+    if not count:
+        return UNKNOWN
+    middle = (float(mask.sum()) + 2) / (count + 4)
+    error = max(_error_of_blocks(mask), math.sqrt(middle * (1 - middle) / (count + 4)))
+    return max(0.0, middle - _T * error), min(1.0, middle + _T * error)
+
+
+def _error_of_blocks(mask: Mask) -> float:
+    """Return the standard error of the mean, from the means of consecutive blocks."""
+    if len(mask) < 2:
+        return 0.0
+    means = [block.mean() for block in np.array_split(mask, min(_BLOCKS, len(mask)))]
+    return float(np.std(means, ddof=1)) / math.sqrt(len(means))
+
+
+def timeline(samples: Samples, begin_s: float, end_s: float, buckets: int = 120) -> dict[str, list[float]]:
+    """Compute, for equal spans of time, rates of requests and messages, running requests, and the median ttft."""
+    edges = np.linspace(begin_s, end_s, min(buckets, max(10, len(samples))) + 1)
+    span_s = max(float(edges[1] - edges[0]), 1e-9)
+    sent, end = samples.column("sent_s"), samples.column("end_s")
+    failed = ~(samples.with_status(OK) | samples.with_status(LEFT))
+    bucket = np.clip(np.searchsorted(edges, samples.column("first_s"), side="right") - 1, 0, len(edges) - 2)
+    ttft, begun = samples.column("first_s") - samples.column("intended_s"), samples.column("messages") > 0
+    medians = [ttft[begun & (bucket == number)] for number in range(len(edges) - 1)]
+    return {
+        "at_s": (edges[1:] - begin_s).tolist(),
+        "sent_per_s": (np.histogram(sent, edges)[0] / span_s).tolist(),
+        "ended_per_s": (np.histogram(end, edges)[0] / span_s).tolist(),
+        "errors_per_s": (np.histogram(end[failed], edges)[0] / span_s).tolist(),
+        "messages_per_s": (np.histogram(message_times(samples), edges)[0] / span_s).tolist(),
+        "running": [int(((sent <= edge) & (end > edge)).sum()) for edge in edges[1:]],
+        "ttft_p50_s": [float(np.median(values)) if len(values) else 0.0 for values in medians],
+    }
+
+
+def message_times(samples: Samples) -> Column:
+    """Return the arrival time of each message with tokens, since the run's start, request by request."""
+    counts = samples.gap_counts()
+    begun = samples.column("messages") > 0
+    running = np.cumsum(samples.gaps)
+    before = np.concatenate([[0.0], running])[np.cumsum(counts) - counts]
+    later = np.repeat(samples.column("first_s"), counts) + running - np.repeat(before, counts)
+    return np.concatenate([samples.column("first_s")[begun], later])
+
+
+def streams(samples: Samples, adapters: list[tuple[str, str]], plan: Plan, limit: int = 32) -> list[dict[str, Any]]:
+    """Return the message times of the first requests, for a plot of concurrent streams."""
+    ends = np.cumsum(samples.gap_counts())
+    rows = []
+    for at in range(min(limit, len(samples))):
+        row = {
+            name: float(samples.column(name)[at]) for name in ("intended_s", "first_s", "end_s", "adapter", "tenant")
+        }
+        gaps = samples.gaps[ends[at] - samples.gap_counts()[at] : ends[at]][:2000]
+        begun = samples.column("messages")[at] > 0
+        times = row["first_s"] + np.concatenate([[0.0], np.cumsum(gaps)]) if begun else np.empty(0)
+        rows.append(
+            {
+                "index": int(samples.column("index")[at]),
+                "tenant": plan.tenants[int(row["tenant"])].name,
+                "adapter": adapters[int(row["adapter"])][1] if row["adapter"] >= 0 else None,
+                "status": samples.statuses[int(samples.column("status")[at])],
+                "intended_s": row["intended_s"],
+                "end_s": row["end_s"],
+                "messages_s": times.tolist(),
+            }
+        )
+    return rows
 
 
 @dataclass(frozen=True)

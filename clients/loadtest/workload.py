@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from clients.loadtest.lengths import Whole
+from clients.loadtest.draws import BASE, Whole
 from clients.loadtest.plan import Plan, TraceRow
-from clients.loadtest.popularity import BASE
 
 # Text whose token ids prompts are built from, so that the ids exist in any model's vocabulary.
 WORDS = (

@@ -12,7 +12,7 @@ from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
 from typer.testing import CliRunner
 
 from adapter_store.app import Store, StoreSettings
-from clients.cli.app import app
+from clients.cli.__main__ import app
 from clients.cli.terminal import CommandError
 
 

@@ -18,8 +18,7 @@ import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex_client import Client
 
-from clients.cli.chat import Conversation
-from clients.cli.line_editor import LineEditor
+from clients.cli.chat import Conversation, LineEditor
 from clients.cli.terminal import CommandError
 from rpc import errors
 from tests.clients.test_chat import events, saying

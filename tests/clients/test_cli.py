@@ -21,9 +21,9 @@ from loraplex.inference.v1 import inference_pb2
 
 from artifacts.errors import ArtifactError
 from clients.cli.__main__ import main
-from clients.cli.adapter_names import AdapterNames
+from clients.cli.adapters_top import AdapterNames
+from clients.cli.computations import ask_worker
 from clients.cli.terminal import CommandError
-from clients.cli.worker_command import ask_worker
 from rpc import errors
 from tests.cancelling_adapter import write_cancelling_adapter
 from worker.evaluate import measure
@@ -426,8 +426,8 @@ def measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
         except ArtifactError as error:
             raise CommandError(str(error)) from error
 
-    monkeypatch.setattr("clients.cli.certificates.ask_worker", ask_worker)
-    monkeypatch.setattr("clients.cli.quantization_report.ask_worker", ask_worker)
+    monkeypatch.setattr("clients.cli.computations.ask_worker", ask_worker)
+    monkeypatch.setattr("clients.cli.computations.ask_worker", ask_worker)
 
 
 @pytest.mark.model

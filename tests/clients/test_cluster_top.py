@@ -13,12 +13,10 @@ from loraplex.cluster.v1 import cluster_pb2 as pb
 from rich.console import Console
 
 from clients.cli import terminal
+from clients.cli.__main__ import app
 from clients.cli.adapters_top import view as adapters_view
-from clients.cli.app import app
-from clients.cli.cluster import Interval, Snapshot
-from clients.cli.cluster_top import view
-from clients.cli.sparklines import Rates, sparkline
-from clients.cli.workers import worker_json
+from clients.cli.cluster import Interval, Snapshot, worker_json
+from clients.cli.cluster_top import Rates, sparkline, view
 
 TABLES = {terminal.print_rows, terminal.print_fields, terminal.table_of}
 BOUNDS = (0.1, 0.2, 0.4)

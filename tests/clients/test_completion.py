@@ -15,8 +15,8 @@ import typer
 from loraplex.cluster.v1 import cluster_pb2
 
 from artifacts.base_model import read_base_model
-from clients.cli.completions import adapter_names, model_names, worker_ids
 from clients.cli.models import registered
+from clients.cli.options import adapter_names, model_names, worker_ids
 
 MODEL = read_base_model("hash:?vocab=1024&seed=3")
 NOBODY = "127.0.0.1:1"

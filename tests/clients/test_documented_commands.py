@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from clients.cli.app import app
+from clients.cli.__main__ import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("*/README.md"))]

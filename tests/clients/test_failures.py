@@ -12,10 +12,9 @@ import grpc
 import pytest
 from loraplex_client import UnavailableError
 
-from clients.cli.failures import explain
-from clients.cli.store import store_client
+from clients.cli.cluster import ClusterReader
+from clients.cli.service import explain, store_client
 from clients.cli.terminal import CommandError
-from clients.cli.workers import WorkerList
 from clients.loadtest.arrivals import Closed, Extent
 from clients.loadtest.decoding import PlanError
 from clients.loadtest.http_target import find_target
@@ -75,9 +74,9 @@ def test_an_address_that_is_not_host_and_port(address: str) -> None:
 
 def test_a_store_given_as_a_router(other: str) -> None:
     with pytest.raises(CommandError, match=r"is not a router's address: .*, such as a store or a gateway; .*--router"):
-        WorkerList(other, "acme").fetch()
+        ClusterReader(other, "acme").workers()
 
 
 def test_a_gateway_given_as_a_router(website: str) -> None:
     with pytest.raises(CommandError, match="is not a router's address"):
-        WorkerList(website, "acme").fetch()
+        ClusterReader(website, "acme").workers()

@@ -10,7 +10,7 @@ import pytest
 from loraplex_client import AsyncStoreClient, NotFoundError
 from typer.testing import CliRunner
 
-from clients.cli.app import app
+from clients.cli.__main__ import app
 
 NAME = "tenants/acme/adapters/support"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from clients.cli.app import app
+from clients.cli.__main__ import app
 from rpc.identity.api_keys import split_api_key
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from clients.cli.app import app
+from clients.cli.__main__ import app
 
 
 async def plans(store: str, *arguments: str) -> str:

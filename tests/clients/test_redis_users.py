@@ -16,7 +16,7 @@ from broker.connection import RedisUnreachableError, connect
 from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.startup import connect_once_up
-from clients.cli.app import app
+from clients.cli.__main__ import app
 from clients.cli.terminal import CommandError
 from tests.valkey_server import ValkeyServer
 

@@ -7,7 +7,7 @@ import json
 
 from typer.testing import CliRunner
 
-from clients.cli.app import app
+from clients.cli.__main__ import app
 
 
 async def loraplex(store: str, *arguments: str, typed: str = "") -> str:

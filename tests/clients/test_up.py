@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from clients.cli.adapter_tree import AdapterDirectory, AdapterTree, find_adapters
-from clients.cli.answer_timer import AnswerTimer, format_figure
-from clients.cli.demo import DEMO_PROMPT, choose, run_demo
+from clients.cli.generate import AnswerTimer, format_figure
+from clients.cli.launch import DEMO_PROMPT, choose, run_demo
 from clients.cli.terminal import CommandError, print_fields, print_json, print_rows, printable
+from clients.cli.upload_tree import AdapterDirectory, AdapterTree, find_adapters
 from rpc import errors
 
 

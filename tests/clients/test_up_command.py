@@ -14,10 +14,10 @@ from loraplex_client import AsyncClient, AsyncStoreClient
 
 from adapter_store.app import Store, StoreSettings
 from artifacts.base_model import read_base_model
-from clients.cli.adapter_tree import AdapterTree
 from clients.cli.launch import LaunchPlan, _fill
 from clients.cli.models import registered
 from clients.cli.terminal import Activity, CommandError
+from clients.cli.upload_tree import AdapterTree
 from deploy.local.cluster_settings import ClusterSettings
 
 MODEL = read_base_model("hash:", "tiny")

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from artifacts.base_model import read_base_model
-from clients.cli.app import app
+from clients.cli.__main__ import app
 from clients.cli.models import registered
 from clients.cli.terminal import CommandError
 

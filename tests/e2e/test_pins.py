@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from typer.testing import CliRunner
 
-from clients.cli.app import app
+from clients.cli.__main__ import app
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
 from tests.faulty_store import Fault, FaultyStore
 

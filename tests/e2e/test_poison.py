@@ -12,7 +12,7 @@ import pytest
 from loraplex_client import AsyncClient, AsyncGenerationStream, InternalError, ResourceExhaustedError
 from typer.testing import CliRunner
 
-from clients.cli.app import app
+from clients.cli.__main__ import app
 from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Sampling, Stopping
 

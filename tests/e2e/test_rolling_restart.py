@@ -16,7 +16,7 @@ import pytest
 from loraplex_client import AsyncClient
 from typer.testing import CliRunner
 
-from clients.cli.app import app
+from clients.cli.__main__ import app
 from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping
 

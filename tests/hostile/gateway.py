@@ -17,7 +17,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from clients.gateway.app import serving
-from clients.gateway.metrics import GatewayMetrics
+from clients.gateway.endpoint import GatewayMetrics
 from clients.gateway.settings import Settings
 from rpc.identity.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
 from rpc.identity.development_ca import DevelopmentCa

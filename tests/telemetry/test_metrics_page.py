@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adapter_store.metrics import StoreMetrics
-from clients.gateway.metrics import GatewayMetrics
+from clients.gateway.endpoint import GatewayMetrics
 from router.metrics import RouterMetrics
 from telemetry.metrics import Meters
 from worker.io.metrics import WorkerMetrics

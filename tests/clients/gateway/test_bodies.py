@@ -10,7 +10,7 @@ import pytest
 from clients.gateway import bodies
 from clients.gateway.errors import HttpError
 from clients.gateway.exchange import BODY_BYTES
-from clients.gateway.openai_api.requests import CHAT
+from clients.gateway.openai_api import CHAT
 
 USER = b'{"role":"user","content":"x"}'
 

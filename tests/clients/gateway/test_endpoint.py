@@ -13,10 +13,9 @@ from loraplex_client import UnavailableError
 from loraplex_client.tracing import trace_metadata
 from starlette.datastructures import Headers
 
-from clients.gateway.endpoint import Endpoint, Gateway, HttpCall, OpenRequests, trace_of
+from clients.gateway.endpoint import Endpoint, Gateway, GatewayMetrics, HttpCall, OpenRequests, trace_of
 from clients.gateway.errors import HttpError
-from clients.gateway.metrics import GatewayMetrics
-from clients.gateway.openai_api.protocol import PROTOCOL
+from clients.gateway.openai_api import PROTOCOL
 from rpc.shares import Shares
 
 SCOPE = {"type": "http", "method": "POST", "path": "/x", "headers": []}

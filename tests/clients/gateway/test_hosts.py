@@ -11,9 +11,7 @@ import pytest
 from starlette.types import Message
 
 from clients.gateway.app import application
-from clients.gateway.endpoint import Gateway
-from clients.gateway.hosts import own_names
-from clients.gateway.metrics import GatewayMetrics
+from clients.gateway.endpoint import Gateway, GatewayMetrics, own_names
 from clients.gateway.settings import Settings
 
 ON_LOOPBACK = Settings(port=0, host_names="loraplex.test, Gateway")

@@ -12,8 +12,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from clients.gateway.app import serving
-from clients.gateway.metrics import GatewayMetrics
-from clients.gateway.own_certificate import OwnCertificate
+from clients.gateway.endpoint import GatewayMetrics
+from clients.gateway.http_server import OwnCertificate
 from clients.gateway.settings import Settings
 from rpc.identity.development_ca import DevelopmentCa, write_private
 from rpc.settings import SettingsError

@@ -1,4 +1,4 @@
-"""Comparisons of two reports: noise, real changes, settings that differ, reports of older versions."""
+"""Comparisons of two reports: noise, real changes, settings that differ."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import numpy as np
 import pytest
 import typer
 
-from clients.cli.loadtest_tables import print_comparison
+from clients.cli.loadtest_output import print_comparison
 from clients.loadtest.arrivals import Extent, Poisson
-from clients.loadtest.compare import compare, too_much_worse
-from clients.loadtest.confidence import UNKNOWN, percentile_interval, rate_interval, share_interval
+from clients.loadtest.compare import compare, differing, too_much_worse
 from clients.loadtest.decoding import PlanError
+from clients.loadtest.draws import Fixed, Listed, LogNormal, Uniform, power_law
 from clients.loadtest.fleet import Run
 from clients.loadtest.generator import Share
-from clients.loadtest.lengths import Fixed, Listed, LogNormal, Uniform
 from clients.loadtest.plan import Cancel, Deadline, Plan, Tenant
-from clients.loadtest.popularity import power_law
-from clients.loadtest.report import run_report, whole_report
+from clients.loadtest.report import whole_report
+from clients.loadtest.runs import run_report
 from clients.loadtest.samples import OK, Outcome, Recorder
-from clients.loadtest.settings import differing
+from clients.loadtest.statistics import UNKNOWN, percentile_interval, rate_interval, share_interval
 
 PLAN = Plan("test", Poisson(20.0), Extent(600), (Tenant("acme"),))
 
@@ -141,17 +140,6 @@ def test_settings_are_written_in_words() -> None:
     assert found["globex: deadline"] == ""
     assert "(" not in "".join(found.values())
     assert whole["tenants"][0]["answer_tokens"] == "uniform, from 8 to 24"
-
-
-def test_reports_of_an_older_version_have_a_fixed_limit_of_noise() -> None:
-    old, slightly, much = report(1), report(1), report(1)
-    for one, factor in ((slightly, 1.09), (much, 1.11)):
-        one["runs"][0]["times"]["ttft"]["p50"] *= factor
-    del old["runs"][0]["intervals"], old["settings"], old["runs"][0]["messages"]
-    assert verdicts(old, slightly)["ttft.p50"] == "noise"
-    assert verdicts(old, much)["ttft.p50"] == "worse"
-    assert differing(old, old | {"seed": 5, "router": "x:1"}) == [("router", "127.0.0.1:1", "x:1"), ("seed", "1", "5")]
-    assert differing(old, slightly) == []
 
 
 def test_the_printed_comparison_and_its_threshold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

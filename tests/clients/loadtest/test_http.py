@@ -13,11 +13,10 @@ import pytest
 
 from clients.loadtest.arrivals import Constant, Extent
 from clients.loadtest.decoding import PlanError
+from clients.loadtest.draws import Fixed, power_law
 from clients.loadtest.http_sender import HttpSender
 from clients.loadtest.http_target import HttpTarget, check_url, find_target
-from clients.loadtest.lengths import Fixed
 from clients.loadtest.plan import Cancel, Plan, Tenant
-from clients.loadtest.popularity import power_law
 from clients.loadtest.samples import LEFT, OK, Outcome
 from clients.loadtest.sender import Failure
 from clients.loadtest.workload import Workload

@@ -9,10 +9,9 @@ import pytest
 from clients.loadtest.arrivals import Closed, Constant, Extent, Gamma, Poisson, Ramp, Replay, Stage
 from clients.loadtest.conditions import parse_condition, parse_slo
 from clients.loadtest.decoding import PlanError
-from clients.loadtest.lengths import Fixed, Listed, LogNormal, Uniform
+from clients.loadtest.draws import Fixed, Listed, LogNormal, Popularity, Uniform
 from clients.loadtest.plan import Plan
 from clients.loadtest.plan_file import load_toml, read_plan
-from clients.loadtest.popularity import Popularity
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "loadtest"
 

@@ -13,22 +13,19 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from clients.cli.loadtest_result import failures
+from clients.cli.loadtest_output import failures
 from clients.loadtest.arrivals import Closed, Extent
-from clients.loadtest.chart_parts import Axis
-from clients.loadtest.charts import MAX_TICKS, Stream, timetable
-from clients.loadtest.cost import warnings
+from clients.loadtest.charts import MAX_TICKS, Axis, Stream, timetable
 from clients.loadtest.decoding import PlanError
-from clients.loadtest.distribution import spread
-from clients.loadtest.drawing import javascript
+from clients.loadtest.draws import power_law
 from clients.loadtest.fleet import Run
 from clients.loadtest.generator import Share
-from clients.loadtest.page import milliseconds, render_page
 from clients.loadtest.plan import Plan, Tenant
-from clients.loadtest.plots import report_plots
-from clients.loadtest.popularity import power_law
-from clients.loadtest.report import read_report, run_report, whole_report, write
+from clients.loadtest.plots import javascript, report_plots
+from clients.loadtest.report import milliseconds, read_report, render_page, whole_report, write
+from clients.loadtest.runs import run_report, warnings
 from clients.loadtest.samples import Outcome, Recorder, Samples
+from clients.loadtest.statistics import spread
 
 SVG = "http://www.w3.org/2000/svg"
 NASTY = "<script>alert('&')</script>"

@@ -11,11 +11,9 @@ import pytest
 
 from clients.loadtest.arrivals import Constant, Extent
 from clients.loadtest.conditions import parse_slo
-from clients.loadtest.distribution import histogram, spread
 from clients.loadtest.plan import Plan, Tenant
 from clients.loadtest.samples import LEFT, OK, Outcome, Recorder, Samples, merge
-from clients.loadtest.statistics import measured, summarise
-from clients.loadtest.timeline import message_times
+from clients.loadtest.statistics import histogram, measured, message_times, spread, summarise
 
 PLAN = Plan("test", Constant(1.0), Extent(10), (Tenant("acme"), Tenant("globex")))
 

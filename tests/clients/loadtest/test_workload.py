@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from clients.loadtest.arrivals import Closed, Extent
-from clients.loadtest.lengths import Fixed, Lengths, Listed, LogNormal, Uniform
+from clients.loadtest.draws import Fixed, Lengths, Listed, LogNormal, Popularity, Uniform, power_law
 from clients.loadtest.plan import Cancel, Deadline, Plan, Tenant, TraceRow
-from clients.loadtest.popularity import Popularity, power_law
 from clients.loadtest.workload import Workload
 
 RNG_SEED = 11

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from clients.gateway.app import serving
-from clients.gateway.metrics import GatewayMetrics
+from clients.gateway.endpoint import GatewayMetrics
 from clients.gateway.settings import Settings
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import Eventually

@@ -17,7 +17,7 @@ from loraplex.cluster.v1 import cluster_pb2_grpc
 from bench.devtools import Page, browser_page
 from bench.screenshots import NoBrowserError, find_browser
 from clients.gateway.app import serving
-from clients.gateway.metrics import GatewayMetrics
+from clients.gateway.endpoint import GatewayMetrics
 from clients.gateway.settings import Settings
 from rpc.identity.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
 from rpc.identity.development_ca import DevelopmentCa

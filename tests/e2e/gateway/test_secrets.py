@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from clients.gateway.app import serving
-from clients.gateway.metrics import GatewayMetrics
+from clients.gateway.endpoint import GatewayMetrics
 from clients.gateway.settings import Settings
 from tests.e2e.conftest import TENANT, Cluster
 

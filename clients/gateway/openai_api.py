@@ -1,10 +1,15 @@
-"""Requests of OpenAI's protocol: their fields, and the options of the SDK that these are."""
+"""OpenAI's protocol: its shapes, the options of the SDK that its requests are, models and embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import re
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from loraplex_client import Adapter, FinishReason, ServedModel, Usage
 from openai.types import EmbeddingCreateParams
 from openai.types.chat import ChatCompletionAssistantMessageParam
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
@@ -12,11 +17,59 @@ from openai.types.completion_create_params import CompletionCreateParamsBase as 
 from typing_extensions import TypedDict
 
 from clients.gateway.bodies import Body
-from clients.gateway.errors import check_served, invalid, not_served
+from clients.gateway.endpoint import HttpCall, Protocol
+from clients.gateway.errors import HttpError, check_served, invalid, not_served, renamed
+from clients.gateway.exchange import encode
 
+DONE = b"data: [DONE]\n\n"
+REASONS = {
+    FinishReason.LENGTH: "length",
+    FinishReason.END: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.TOOL_CALLS: "tool_calls",
+}
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+# Fields of a tool, which the cluster has without the object around them.
+_FUNCTION = re.compile(r"^(tools\[\d+\])\.(?=name|description|parameters)")
+# Codes for which OpenAI has a word of its own.
+_CODES = {"context_exceeded": "context_length_exceeded"}
 # Tokens of a completion without `max_tokens`, and the temperature without one: OpenAI's own.
 _COMPLETION_TOKENS = 16
 _TEMPERATURE = 1.0
+_OWNER = "loraplex"
+
+
+def event(payload: Mapping[str, Any]) -> bytes:
+    """Return a value as an event of a stream."""
+    return b"data: " + encode(payload) + b"\n\n"
+
+
+def error_of(error: HttpError) -> Mapping[str, Any]:
+    """Return an error's answer."""
+    error = renamed(error, _FUNCTION, r"\1.function.")
+    kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    code = _CODES.get(error.code, error.code)
+    if error.status == 404 and error.field == "model":
+        code = "model_not_found"
+    return {"error": {"message": error.message, "type": kind, "param": error.field or None, "code": code}}
+
+
+PROTOCOL = Protocol(error_of, lambda error: event(error_of(error)))
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Return token counts."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def head_of(kind: str, prefix: str, request_id: str, model: str) -> dict[str, Any]:
+    """Return the fields that an answer and each of its chunks begin with."""
+    return {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time()), "model": model}
 
 
 class Extensions(TypedDict, total=False):
@@ -138,3 +191,92 @@ def wants_usage(request: Mapping[str, Any]) -> bool:
     if options and not request.get("stream"):
         raise invalid("stream_options", "needs stream")
     return bool(options.get("include_usage"))
+
+
+async def list_models(call: HttpCall) -> None:
+    """Answer with all names that `model` may have. Raises LoraplexError."""
+    await call.exchange.answer({"object": "list", "data": await _models(call)})
+
+
+async def get_model(call: HttpCall) -> None:
+    """Answer with one of them. Raises HttpError, LoraplexError."""
+    name = call.parameters["model"]
+    found = next((model for model in await _models(call) if model["id"] == name), None)
+    if found is None:
+        raise HttpError(404, "model_not_found", f"no model {name[:200]}", "model")
+    await call.exchange.answer(found)
+
+
+async def _models(call: HttpCall) -> list[dict[str, Any]]:
+    bases = await call.cluster.models(call.caller)
+    found = [_base(model) for model in bases]
+    if call.cluster.has_store:
+        served = {model.name for model in bases}
+        adapters = [adapter for adapter in await call.caller.store.list() if adapter.base_model in served]
+        # A tenant's own adapter hides a shared one of the same name.
+        found += {model["id"]: model for model in map(_adapter, sorted(adapters, key=_is_own))}.values()
+    return found
+
+
+def _is_own(adapter: Adapter) -> bool:
+    return not adapter.name.startswith("tenants/shared/")
+
+
+def _base(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": _OWNER,
+        "max_model_len": model.context_length,
+        "parent": None,
+    }
+
+
+def _adapter(adapter: Adapter) -> dict[str, Any]:
+    _, tenant, _, name = adapter.name.split("/")
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(adapter.create_time.timestamp()),
+        "owned_by": tenant,
+        "root": adapter.name,
+        "parent": adapter.base_model,
+        "aliases": dict(adapter.aliases),
+    }
+
+
+async def embeddings(call: HttpCall) -> None:
+    """Answer with a vector of each text. Raises HttpError, LoraplexError."""
+    request = EMBEDDING.read(call.body)
+    if request.get("dimensions") is not None:
+        raise not_served("dimensions")
+    texts = _texts(request["input"])
+    named = await call.cluster.named(call.caller, request["model"])
+    found = await call.caller.embed(texts, timeout_s=call.timeout_s, **named)
+    as_text = request.get("encoding_format") == "base64"
+    tokens = found.usage.prompt_tokens
+    await call.exchange.answer(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": _encoded(vector) if as_text else vector}
+                for index, vector in enumerate(found.vectors)
+            ],
+            "model": request["model"],
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+    )
+
+
+def _texts(given: Any) -> list[Any]:
+    """Return each text, or its ids. Raises HttpError."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise invalid("input", "is empty")
+    return [given] if isinstance(given[0], int) else list(given)
+
+
+def _encoded(vector: Sequence[float]) -> str:
+    return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()

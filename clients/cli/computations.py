@@ -1,0 +1,272 @@
+"""`loraplex plan`, `quantize` and `adapters certify`: a worker process computes them, since only workers have torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clients.cli.options import (
+    STORE,
+    TENANT,
+    JsonOption,
+    KvCacheOption,
+    NameArgument,
+    QuantizeOption,
+    StoreOption,
+    TenantOption,
+)
+from clients.cli.service import store_client
+from clients.cli.terminal import Activity, CommandError, print_fields, print_json, print_rows
+
+if TYPE_CHECKING:
+    from loraplex_client import FitnessCertificate, Revision, StoreClient
+
+_PREFIX = "error: "
+ModelDirOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Directory of the original base model, on this machine; for certificates."),
+]
+
+
+def _run_worker(command: str, flags: Mapping[str, str], *words: str, capture: bool = False) -> CompletedProcess[str]:
+    """Run `python -m worker COMMAND --flag=value ...`."""
+    arguments = [f"--{name}={value}" for name, value in flags.items()]
+    # -P: a folder of the working directory called worker would be run instead.
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "worker", command, *arguments, *words],
+        capture_output=capture, text=True, check=False,
+    )  # fmt: skip
+
+
+def ask_worker(command: str, **flags: str) -> Any:
+    """Run a worker's command and return the JSON that it prints. Raises CommandError."""
+    done = _run_worker(command, flags, capture=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it printed nothing"]
+        told = next((line for line in reversed(lines) if line.startswith(_PREFIX)), "")
+        message = told.removeprefix(_PREFIX) or f"the computation ended with exit status {done.returncode}: {lines[-1]}"
+        raise CommandError(message, 2 if told else 1)
+    return json.loads(done.stdout)
+
+
+def plan(  # noqa: PLR0913, PLR0917  # one parameter a flag
+    model: Annotated[str, typer.Option(help="A transformers directory.")],
+    context: Annotated[int, typer.Option(help="Maximum tokens of prompt and answer together.")] = 4096,
+    batch: Annotated[int, typer.Option(help="Concurrent sequences.")] = 32,
+    adapters: Annotated[int, typer.Option(help="Adapters on the device.")] = 64,
+    rank: Annotated[int, typer.Option(help="Rank of each adapter, on every linear layer.")] = 16,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantize: QuantizeOption = "",
+    kv_cache_dtype: KvCacheOption = "",
+    memory: Annotated[str, typer.Option(help="The device's memory, such as 80GiB; this machine's by default.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Compute a model's weights, KV cache and adapter slots, and how many sequences fit, without loading it."""
+    flags = {
+        "model": model,
+        "context": str(context),
+        "batch": str(batch),
+        "adapters": str(adapters),
+        "rank": str(rank),
+        "dtype": dtype,
+        "quantize": quantize,
+        "kv-cache-dtype": kv_cache_dtype,
+        "memory": memory,
+    }
+    raise typer.Exit(_run_worker("plan", flags, *(["--json"] if as_json else [])).returncode)
+
+
+def quantize(  # one parameter a flag
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A transformers directory.")],
+    out: Annotated[str, typer.Argument(metavar="[OUT]", help="New directory for the copy.")] = "",
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="SCHEME",
+            help="int8, int8-zero-point, int4, int4-64, int4-128 or fp8, each also with +embeddings; "
+            "with --report, '' leaves the weights as they are.",
+        ),
+    ] = "int8",
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compare with the original over this text; OUT may be left out."),
+    ] = None,
+    kv_cache_dtype: KvCacheOption = "",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report to a JSON file.")
+    ] = None,
+) -> None:
+    """Write a quantized copy of a model, whose adapters are the original's.
+
+    [bold]loraplex quantize ./Qwen2-0.5B ./Qwen2-0.5B-int4 --to int4 --report article.txt[/]
+    """
+    if not out and report is None:
+        raise CommandError("give OUT, the new directory, or --report FILE")
+    if kv_cache_dtype and report is None:
+        raise CommandError("--kv-cache-dtype is for --report FILE: a copy has no KV cache, its workers take the flag")
+    if out:
+        done = _run_worker("quantize", {"model": model, "out": out, "to": to})
+        if done.returncode:
+            raise typer.Exit(done.returncode)
+    if report is not None:
+        compare_with_original(model, out or to, report, json_file, kv_cache_dtype)
+
+
+def compare_with_original(
+    model: str, quantized: str, text: Path, json_file: Path | None, kv_cache_dtype: str = ""
+) -> None:
+    """Compare a model with its quantized form, a scheme or a directory; print tables, or write a JSON file.
+
+    Raises CommandError, OSError.
+    """
+    form = " with a KV cache of ".join(filter(None, (quantized or "the weights as given", kv_cache_dtype)))
+    flags = {"kv-cache-dtype": kv_cache_dtype} if kv_cache_dtype else {}
+    with Activity() as activity:
+        activity.step(f"comparing {model} with {form} over {text}")
+        figures = ask_worker("report", model=model, quantized=quantized, text=str(text), **flags)
+    figures = {"model": model, "quantized": form, "file": str(text), **figures}
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    print_report(figures)
+
+
+def print_report(figures: Mapping[str, Any]) -> None:
+    """Print the figures: sizes, errors of the weights, effect on the text, and the text before and after."""
+    sizes, text, continued = figures["weight_bytes"], figures["text"], figures["continuation"]
+    kept = figures["kv_bytes_per_token"]
+    print_fields((("model", figures["model"]), ("quantized", figures["quantized"]), ("text", figures["file"])))
+    if figures["weight_errors"]:
+        print_rows(
+            ("layers", "number", "weights", "max error", "mean error", "relative"),
+            (
+                (
+                    error["kind"],
+                    error["layers"],
+                    error["weights"],
+                    f"{error['max']:.6f}",
+                    f"{error['mean']:.6f}",
+                    f"{error['relative']:.4f}",
+                )
+                for error in figures["weight_errors"]
+            ),
+        )
+    before, after = text["perplexity"]["original"], text["perplexity"]["quantized"]
+    print_rows(
+        ("figure", "original", "quantized", "change"),
+        (
+            ("MiB of weights", *_pair(sizes["original"] / 2**20, sizes["quantized"] / 2**20, ".1f")),
+            ("KiB of KV per token", *_pair(kept["original"] / 2**10, kept["quantized"] / 2**10, ".2f")),
+            ("perplexity", *_pair(before, after, ".3f")),
+        ),
+    )
+    print_fields(
+        (
+            ("tokens compared", text["tokens"]),
+            ("same best token", f"{text['agreement']:.2%}"),
+            ("mean divergence", f"{text['mean_kl']:.6f} nats"),
+            ("largest divergence", f"{text['max_kl']:.4f} nats"),
+            ("prompt", _one_line(continued["prompt"])),
+            ("before", _one_line(continued["original"])),
+            ("after", _one_line(continued["quantized"])),
+        )
+    )
+
+
+def _pair(before: float, after: float, form: str) -> tuple[str, str, str]:
+    return format(before, form), format(after, form), f"{after / before - 1:+.2%}"
+
+
+def _one_line(text: str) -> str:
+    """Return a text with its line breaks written out, so that a line of a pipe stays a line."""
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
+
+
+def certify(
+    name: NameArgument,
+    base: Annotated[str, typer.Option(metavar="SCHEME", help="How the base is quantized, such as int8 or int4.")],
+    model_dir: ModelDirOption = None,
+    tenant: TenantOption = TENANT,
+    store: StoreOption = STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure an adapter on a quantized base against the original base, and keep the figures with its revision.
+
+    [bold]loraplex adapters certify support --base int8 --model-dir ./Qwen2-0.5B --tenant acme[/]
+    """
+    if model_dir is None:
+        raise CommandError("give the directory of the base model with --model-dir")
+    with store_client(store, tenant) as client:
+        _, revision = client.get(name)
+        certificate = certify_revision(client, revision, base, model_dir)
+    if as_json:
+        print_json({"revision": revision.name, **certificate_json(certificate)})
+        return
+    _print_certificates([(revision, certificate)])
+
+
+def certify_revision(client: StoreClient, revision: Revision, scheme: str, model_dir: Path) -> FitnessCertificate:
+    """Measure a revision on this machine, and keep its certificate in the store. Raises CommandError, LoraplexError."""
+    from loraplex_client import FitnessCertificate
+
+    from artifacts.errors import ArtifactError
+    from artifacts.quantization import parse_quantization
+    from clients.cli.models import read_model
+
+    try:
+        quantization = parse_quantization(scheme, "--base")
+    except ArtifactError as error:
+        raise CommandError(str(error)) from error
+    if quantization is None:
+        raise CommandError("--base: name a scheme, such as int8")
+    original = read_model(str(model_dir), "model")
+    if original.digest != revision.base_digest:
+        raise CommandError(
+            f"--model-dir: {model_dir} has digest {original.digest}; {revision.name} is for {revision.base_digest}"
+        )
+    with Activity() as activity, tempfile.TemporaryDirectory(prefix="loraplex-certify-") as directory:
+        activity.step(f"measuring {revision.name} on {quantization}")
+        client.download(revision.name, directory)
+        figures = ask_worker("certify", model=str(model_dir), quantized=scheme, adapter=directory)
+    certificate = FitnessCertificate(quantization=str(quantization), base_digest=original.digest, **figures)
+    return client.certify(revision.name, certificate)
+
+
+def certificate_json(certificate: FitnessCertificate) -> dict[str, Any]:
+    """Return a certificate for --json."""
+    time = certificate.create_time
+    return {**asdict(certificate), "create_time": None if time is None else time.isoformat()}
+
+
+def print_certificates(revisions: Iterable[Revision]) -> None:
+    """Print the certificates of revisions, if there are any."""
+    rows = [(revision, certificate) for revision in revisions for certificate in revision.certificates]
+    if rows:
+        _print_certificates(rows)
+
+
+def _print_certificates(rows: Iterable[tuple[Revision, FitnessCertificate]]) -> None:
+    print_rows(
+        ("revision", "base", "agreement", "mean KL", "max KL", "prompts", "tokens", "verdict"),
+        (
+            (
+                revision.digest[:19],
+                certificate.quantization,
+                f"{certificate.agreement:.3f}",
+                f"{certificate.mean_kl:.4f}",
+                f"{certificate.max_kl:.3f}",
+                f"{certificate.prompts} {'drawn' if certificate.drawn else 'own'}",
+                certificate.tokens,
+                certificate.verdict + (f": {certificate.breach}" if certificate.breach else ""),
+            )
+            for revision, certificate in rows
+        ),
+    )

@@ -1,0 +1,288 @@
+"""`loraplex keys`, `certs` and `redis`: API keys, certificates for development and the users of Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clients.cli.options import STORE, JsonOption, StoreOption, read_duration
+from clients.cli.service import Service
+from clients.cli.terminal import CommandError, format_timestamp, out, print_json, print_rows
+
+if TYPE_CHECKING:
+    from loraplex.admin.v1 import keys_pb2
+
+    from broker.user_passwords import Passwords
+
+keys = typer.Typer(no_args_is_help=True, help="Make, list, rotate and revoke API keys. For operators.")
+
+IdArgument = Annotated[str, typer.Argument(metavar="KEYID", help="The part of the key after `lpx_`.")]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="New file for the key, which only its owner may read.")
+]
+certs = typer.Typer(no_args_is_help=True, help="Make certificates for development.")
+_CELL = re.compile(r"[\w.-]+", re.ASCII)
+
+redis = typer.Typer(no_args_is_help=True, help="Make the users of Redis: router, worker, operator.")
+
+
+@keys.command()
+def create(
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose key it is; none for an operator's.")] = "",
+    role: Annotated[
+        str, typer.Option(metavar="ROLE", help="tenant-user, tenant-admin, operator or auditor.")
+    ] = "tenant-user",
+    scope: Annotated[
+        list[str] | None, typer.Option(metavar="SCOPE", help="Restrict it to this scope; may be repeated.")
+    ] = None,
+    label: Annotated[str, typer.Option(metavar="TEXT", help="Where it is used.")] = "",
+    ttl: Annotated[str, typer.Option(metavar="TIME", help="How long it lives, such as 90d or 12h.")] = "",
+    file: OutOption = None,
+    store: StoreOption = STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a key and print it. Nobody can show it again: the store keeps its hash.
+
+    [bold]loraplex keys create --tenant acme --label ci --ttl 90d --out acme.key[/]
+    """
+    from loraplex.admin.v1 import keys_pb2
+
+    request = keys_pb2.CreateKeyRequest(tenant=tenant, role=role, scopes=scope or (), label=label)
+    if ttl:
+        request.ttl.CopyFrom(read_duration("--ttl", ttl))
+    _check_new(file)
+    answer = _service(store).ask("CreateKey", request)
+    _give(answer.api_key, answer.key, file, as_json)
+
+
+@keys.command("list")
+def list_(
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Only this tenant's.")] = "",
+    store: StoreOption = STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """List the keys, without their secrets."""
+    from loraplex.admin.v1 import keys_pb2
+
+    request = keys_pb2.ListKeysRequest(tenant=tenant, page_size=1000)
+    listed = _service(store).list("ListKeys", request, lambda page: page.keys)
+    if as_json:
+        print_json([_key_json(key) for key in listed])
+        return
+    print_rows(
+        ("key", "tenant", "role", "scopes", "label", "made", "expires", "revoked"),
+        (
+            (
+                key.key_id,
+                key.tenant or "-",
+                key.role,
+                " ".join(key.scopes) or "all",
+                key.label,
+                format_timestamp(key.create_time),
+                format_timestamp(key.expire_time),
+                format_timestamp(key.revoke_time),
+            )
+            for key in listed
+        ),
+    )
+
+
+@keys.command()
+def revoke(key_id: IdArgument, store: StoreOption = STORE) -> None:
+    """End a key for good. Routers and stores refuse it within a second."""
+    from loraplex.admin.v1 import keys_pb2
+
+    _service(store).ask("RevokeKey", keys_pb2.RevokeKeyRequest(key_id=key_id))
+    out().print(f"revoked {key_id}", markup=False)
+
+
+@keys.command()
+def rotate(
+    key_id: IdArgument,
+    grace: Annotated[
+        str, typer.Option(metavar="TIME", help="How long the present secret stays valid, such as 1h; 0s ends it now.")
+    ] = "1d",
+    file: OutOption = None,
+    store: StoreOption = STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Make another secret of a key and print the key; the present one stays valid for a while."""
+    from loraplex.admin.v1 import keys_pb2
+
+    request = keys_pb2.RotateKeyRequest(key_id=key_id, grace=read_duration("--grace", grace))
+    _check_new(file)
+    answer = _service(store).ask("RotateKey", request)
+    _give(answer.api_key, answer.key, file, as_json)
+
+
+@keys.command()
+def bootstrap(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="New file, for the store's --bootstrap-key.")],
+) -> None:
+    """Make the first operator's key, for a store that has none. Start the store with `--bootstrap-key FILE`."""
+    from rpc.identity.api_keys import new_api_key
+
+    _check_new(file)
+    key_id, text, _ = new_api_key()
+    _write(file, text)
+    out().print(f"wrote key {key_id} to {file}", markup=False)
+
+
+def _check_new(file: Path | None) -> None:
+    if file is not None and file.exists():
+        raise CommandError(f"{file} exists already; name another file")
+
+
+def _write(file: Path, text: str) -> None:
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        opened.write(text + "\n")
+
+
+def _give(text: str, key: keys_pb2.Key, file: Path | None, as_json: bool) -> None:
+    if file is not None:
+        _write(file, text)
+    if as_json:
+        print_json({**_key_json(key), **({} if file is not None else {"api_key": text})})
+    elif file is not None:
+        out().print(f"wrote key {key.key_id} to {file}", markup=False)
+    else:
+        out().print(text, markup=False, soft_wrap=True)
+
+
+def _key_json(key: keys_pb2.Key) -> dict[str, Any]:
+    from google.protobuf.json_format import MessageToDict
+
+    return MessageToDict(key, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def _service(store: str) -> Service:
+    from loraplex.admin.v1 import keys_pb2_grpc
+
+    return Service("store", store, keys_pb2_grpc.KeyServiceStub)
+
+
+@certs.callback()
+def _certs_group() -> None:
+    """Keep `dev` a command of its own."""
+
+
+@certs.command()
+def dev(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go; made if it is missing.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST", help="A name or address of the servers, beside localhost; may be repeated."),
+    ] = None,
+    tenant: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Also make a certificate of this tenant; may be repeated.")
+    ] = None,
+    days: Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="How long the certificates live.")] = 365,
+) -> None:
+    """Make an authority, certificates of a store, a router, a worker and an operator, and a job key.
+
+    Files are NAME.pem and NAME-key.pem; ca.pem is the authority. Anybody with ca-key.pem can make certificates of
+    everybody: for a real cluster use your own authority, with the same URIs as names.
+
+    [bold]loraplex certs dev ./certs --tenant acme[/]
+    """
+    from broker.job_keys import new_job_key
+    from rpc.identity.development_ca import DevelopmentCa, write_private
+    from rpc.identity.tenant_header import is_tenant
+
+    if (directory / "ca.pem").exists():
+        raise CommandError(f"{directory / 'ca.pem'} exists already; name another directory")
+    for name in tenant or ():
+        if not is_tenant(name) or name == "shared":
+            raise CommandError(f"--tenant {name}: not a tenant's name")
+    directory.mkdir(parents=True, exist_ok=True)
+    ca, life = DevelopmentCa(timedelta(days=days)), timedelta(days=days)
+    ca.write_ca(directory)
+    hosts = ["localhost", "127.0.0.1", "::1", *(host or ())]
+    for part in ("store", "router", "worker"):
+        ca.write(directory, part, ca.issue(f"loraplex://{part}/{part}", hosts, life))
+    ca.write(directory, "operator", ca.issue("loraplex://operator/operator", life=life))
+    write_private(directory / "job.key", new_job_key().encode())
+    for name in tenant or ():
+        ca.write(directory, f"tenant-{name}", ca.issue(f"loraplex://tenant-admin/{name}", life=life))
+    wrote = f"wrote ca.pem, job.key, and certificates with their keys, into {directory}"
+    out().print(wrote, markup=False, soft_wrap=True)
+
+
+@redis.callback()
+def _redis_group() -> None:
+    """Keep `acl` a command of its own."""
+
+
+@redis.command()
+def acl(  # one parameter a flag
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Where the password files are; missing ones are made.")
+    ],
+    model: Annotated[
+        list[str], typer.Option(metavar="NAME", help="Base model whose queue workers use; may be repeated.")
+    ],
+    cell: Annotated[str, typer.Option(metavar="NAME", help="Cell of the queues.")] = "main",
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Set the users on the server, and load the functions of this version.")
+    ] = False,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Make new passwords; the present ones stay valid until the next time.")
+    ] = False,
+    url: Annotated[
+        str,
+        typer.Option(
+            "--redis-url", envvar="LORAPLEX_REDIS_URL", metavar="URL", help="The server; its user may set users."
+        ),
+    ] = "",
+) -> None:
+    """Print an ACL file for the server (valkey-server --aclfile FILE), or set its users with --apply.
+
+    The default user is turned off. Processes read their passwords from DIR/USER/password.
+
+    [bold]loraplex redis acl ./redis-users --model Qwen2-0.5B > users.acl[/]
+    """
+    from artifacts.errors import ArtifactError
+    from artifacts.names import check_base_name
+    from broker.acl import ROLES, acl_file
+    from broker.user_passwords import read_passwords, rotated, write_passwords
+
+    try:
+        models = [check_base_name(name) for name in model]
+    except ArtifactError as error:
+        raise CommandError(str(error)) from error
+    if not _CELL.fullmatch(cell):
+        raise CommandError(f"--cell {cell}: letters, digits, '-', '_' and '.'")
+    if rotate and not apply:
+        raise CommandError("--rotate: needs --apply, because the server must know a password before processes use it")
+    if apply and not url:
+        raise CommandError("--apply: name the server with --redis-url, or LORAPLEX_REDIS_URL")
+    passwords = read_passwords(directory, list(ROLES))
+    if rotate:
+        passwords = rotated(passwords)
+    if apply:
+        saved = asyncio.run(_apply(url, models, cell, passwords))
+    write_passwords(directory, passwords)
+    if not apply:
+        print("\n".join([*acl_file(models, cell, passwords), "user default off"]))
+        return
+    out().print(f"set the users {', '.join(ROLES)} and turned the default user off", markup=False, soft_wrap=True)
+    if not saved:
+        out().print("the server has no ACL file: it forgets them when it restarts", markup=False, soft_wrap=True)
+
+
+async def _apply(url: str, models: list[str], cell: str, passwords: Passwords) -> bool:
+    """Set the users on all nodes; return whether the server keeps them over a restart. Raises CommandError."""
+    from broker.acl import set_users
+    from broker.connection import REDIS_DOWN, RedisUnreachableError, connect
+
+    try:
+        async with await connect(url) as client:
+            return await set_users(client, models, cell, passwords)
+    except (RedisUnreachableError, *REDIS_DOWN) as error:
+        raise CommandError(str(error)) from error

@@ -1,0 +1,364 @@
+"""Anthropic's protocol: messages, and the count of their tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from anthropic.types import ToolParam
+from anthropic.types.message_count_tokens_params import MessageCountTokensParams
+from anthropic.types.message_create_params import MessageCreateParamsBase
+from loraplex_client import (
+    AsyncGenerationStream,
+    FinishReason,
+    Generation,
+    InvalidRequestError,
+    LoraplexError,
+    NotImplementedByServerError,
+    Piece,
+    Usage,
+)
+from pydantic import ConfigDict, Discriminator, Tag, with_config
+from typing_extensions import TypedDict
+
+from clients.gateway.bodies import Body
+from clients.gateway.endpoint import HttpCall, Protocol
+from clients.gateway.errors import HttpError, check_served, http_error, not_served, renamed
+from clients.gateway.exchange import encode
+
+REASONS = {
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.END: "end_turn",
+    FinishReason.STOP: "stop_sequence",
+    FinishReason.TOOL_CALLS: "tool_use",
+}
+# A tool's schema, in the cluster's words.
+_SCHEMA = re.compile(r"^(tools\[\d+\])\.parameters")
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+# The temperature of a request without one: Anthropic's own.
+_TEMPERATURE = 1.0
+
+
+# Type of the tools whose calls the client runs, which they need not have.
+_CUSTOM = "custom"
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    """Return an event of a stream."""
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode({"type": kind, **fields}))
+
+
+def error_of(error: HttpError) -> Mapping[str, Any]:
+    """Return an error's answer."""
+    error = renamed(error, _SCHEMA, r"\1.input_schema")
+    kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+PROTOCOL = Protocol(error_of, lambda error: event("error", error=error_of(error)["error"]))
+
+
+def usage_of(usage: Usage) -> dict[str, int]:
+    """Return token counts; those of the prompt that were in a prefix cache are counted apart."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+@dataclass
+class Conversation:
+    """The messages of a chat, and the place in the request that each comes from."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+
+    def add(self, origin: str, **message: Any) -> None:
+        """Add a message."""
+        self.messages.append(message)
+        self.origins.append(origin)
+
+
+def conversation(request: Mapping[str, Any]) -> Conversation:
+    """Return a request's chat. Raises HttpError on a block that is not served."""
+    made = Conversation()
+    if request.get("system"):
+        made.add("system", role="system", content=_text("system", request["system"]))
+    for index, message in enumerate(request["messages"]):
+        at, content = f"messages[{index}]", message["content"]
+        if isinstance(content, str) or message["role"] == "system":
+            made.add(at, role=message["role"], content=_text(f"{at}.content", content))
+        elif message["role"] == "assistant":
+            made.add(at, **_assistant(f"{at}.content", content))
+        else:
+            _add_user(made, at, content)
+    return made
+
+
+def _add_user(made: Conversation, at: str, blocks: list[Mapping[str, Any]]) -> None:
+    """Add the results of calls, each as a message, and then the rest."""
+    rest = []
+    for index, block in enumerate(blocks):
+        place = f"{at}.content[{index}]"
+        if block["type"] == "tool_result":
+            content = _text(f"{place}.content", block.get("content", ""))
+            made.add(place, role="tool", tool_call_id=block["tool_use_id"], content=content)
+        else:
+            rest.append({"type": "text", "text": _text_of(place, block)})
+    if rest:
+        made.add(at, role="user", content=rest[0]["text"] if len(rest) == 1 else rest)
+
+
+def _assistant(at: str, blocks: list[Mapping[str, Any]]) -> dict[str, Any]:
+    texts, reasoning, calls = [], [], []
+    for index, block in enumerate(blocks):
+        if block["type"] == "tool_use":
+            arguments = json.dumps(block["input"], ensure_ascii=False)
+            calls.append({"id": block["id"], "name": block["name"], "arguments": arguments})
+        elif block["type"] == "thinking":
+            reasoning.append(block["thinking"])
+        else:
+            texts.append(_text_of(f"{at}[{index}]", block))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if reasoning:
+        message["reasoning"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _text(at: str, content: str | list[Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(_text_of(f"{at}[{index}]", block) for index, block in enumerate(content))
+
+
+def _text_of(at: str, block: Mapping[str, Any]) -> str:
+    if block["type"] != "text":
+        raise not_served(f"{at}.type", f"{block['type']} is not served")
+    text: str = block["text"]
+    return text
+
+
+@with_config(ConfigDict(extra="allow"))
+class HostedTool(TypedDict):
+    """A tool that Anthropic's servers run; it is read so that the error can name it."""
+
+    type: str
+
+
+def _tool_kind(tool: Any) -> str:
+    """Return the name of a tool's branch in the union."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return "Hosted" if isinstance(kind, str) and kind != _CUSTOM else "Custom"
+
+
+Tool = Annotated[Annotated[ToolParam, Tag("Custom")] | Annotated[HostedTool, Tag("Hosted")], Discriminator(_tool_kind)]
+
+
+class MessagesRequest(MessageCreateParamsBase, total=False):
+    """Body of a request to /v1/messages. Older versions of the protocol have the fields of sampling."""
+
+    stream: bool | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    tools: list[Tool]  # type: ignore[misc]
+
+
+class CountRequest(MessageCountTokensParams, total=False):
+    """Body of a request to /v1/messages/count_tokens."""
+
+    tools: list[Tool]  # type: ignore[misc]
+
+
+MESSAGES, COUNT = Body(MessagesRequest), Body(CountRequest)
+
+# Fields that are refused, unless their value asks for nothing.
+_NOT_SERVED = ("container", "diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id", "workspace_id")
+_NOTHING = {"service_tier": ("auto", "standard_only"), "speed": ("standard",)}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the SDK, `messages` among them. Raises HttpError on a field that is not served."""
+    check_served(request, _NOT_SERVED, _NOTHING)
+    if (request.get("thinking") or {}).get("type", "disabled") != "disabled":
+        raise not_served("thinking", "is the model's own choice here; only `disabled` is taken, without effect")
+    options: dict[str, Any] = {
+        "messages": conversation(request).messages,
+        "temperature": request.get("temperature", _TEMPERATURE),
+        "top_p": request.get("top_p"),
+        "top_k": request.get("top_k"),
+        "max_new_tokens": request.get("max_tokens"),
+        "stop": request.get("stop_sequences"),
+    }
+    if request["messages"] and request["messages"][-1]["role"] == "assistant":
+        options["continue_final_message"] = True
+    if request.get("tools"):
+        options["tools"] = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(request["tools"])]
+    if (choice := request.get("tool_choice")) is not None:
+        options["tool_choice"] = {"name": choice["name"]} if choice["type"] == "tool" else _CHOICES[choice["type"]]
+        options["parallel_tool_calls"] = False if choice.get("disable_parallel_tool_use") else None
+    output = request.get("output_config") or {}
+    if output.get("format"):
+        options["response_format"] = {"type": "json_schema", "schema": output["format"]["schema"]}
+    if output.get("effort"):
+        options["template_args"] = {"reasoning_effort": output["effort"]}
+    return options
+
+
+def _tool(at: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool in the SDK's words. Raises HttpError."""
+    if (kind := tool.get("type") or _CUSTOM) != _CUSTOM:
+        raise not_served(f"{at}.type", f"{kind} is run by Anthropic's servers; tools with an input_schema are served")
+    return {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
+
+
+@contextmanager
+def named(request: Mapping[str, Any]) -> Iterator[None]:
+    """Let an error of the cluster name fields by their places in the request. Raises HttpError, LoraplexError."""
+    try:
+        yield
+    except (InvalidRequestError, NotImplementedByServerError) as error:
+        raise _renamed(error, request) from error
+
+
+def _renamed(error: LoraplexError, request: Mapping[str, Any]) -> Exception:
+    failure = http_error(error)
+    place, dot, rest = failure.field.partition("]")
+    if dot and place.startswith("messages[") and place[9:].isdecimal():
+        origin = conversation(request).origins[int(place[9:])]
+        failure.message = failure.message.replace(f"{place}]", origin, 1)
+        failure.field = origin + rest
+    return failure
+
+
+async def messages(call: HttpCall) -> None:
+    """Answer a conversation, whole or as a stream. Raises HttpError, LoraplexError."""
+    request = MESSAGES.read(call.body)
+    options = options_of(request)
+    model = await call.cluster.named(call.caller, request["model"])
+    request_id = secrets.token_hex(12)
+    head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": request["model"]}
+    with named(request):
+        stream = call.caller.chat_stream(
+            options.pop("messages"), request_id=request_id, timeout_s=call.timeout_s, **model, **options
+        )
+        async with stream:
+            if request.get("stream"):
+                await _Events(call, head).send(stream)
+            else:
+                whole = call.finished(await stream.result())
+                await call.exchange.answer(
+                    head | {"content": _content(whole)} | _end(whole) | {"usage": usage_of(whole.usage)}
+                )
+
+
+async def count_tokens(call: HttpCall) -> None:
+    """Answer with the number of tokens of a conversation. Raises HttpError, LoraplexError."""
+    request = COUNT.read(call.body)
+    options = options_of(request)
+    model = await call.cluster.named(call.caller, request["model"])
+    with named(request):
+        count = await call.caller.count_tokens(**model, **options)
+    await call.exchange.answer({"input_tokens": count})
+
+
+def _content(whole: Generation) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if whole.reasoning:
+        blocks.append({"type": "thinking", "thinking": whole.reasoning, "signature": ""})
+    if whole.text:
+        blocks.append({"type": "text", "text": whole.text})
+    blocks += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)}
+        for call in whole.tool_calls
+    ]
+    return blocks
+
+
+def _object(arguments: str) -> Any:
+    """Return arguments as an object; empty where the answer was cut in the middle of them."""
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return {}
+
+
+def _end(whole: Generation) -> dict[str, Any]:
+    stop = whole.stop if isinstance(whole.stop, str) else None
+    return {"stop_reason": REASONS[whole.finish_reason], "stop_sequence": stop}
+
+
+class _Events:
+    """A stream of events, made of a stream of pieces: blocks of thinking, text and calls, one after the other."""
+
+    def __init__(self, call: HttpCall, head: Mapping[str, Any]) -> None:
+        self._call = call
+        self._head = head
+        # The number of the open block, -1 before the first, and what it holds: a kind, or the index of a call.
+        self._index = -1
+        self._open: str | int | None = None
+
+    async def send(self, stream: AsyncGenerationStream) -> None:
+        """Send the whole stream. Raises LoraplexError."""
+        exchange = self._call.exchange
+        async for piece in stream:
+            if not exchange.status:
+                await exchange.begin_events()
+                await exchange.write(self._start())
+            if piece.finished is not None:
+                await exchange.end(self._last(self._call.finished(piece.finished)))
+            elif events := self._events(piece):
+                await exchange.write(events)
+
+    def _start(self) -> bytes:
+        usage = {"input_tokens": 0, "output_tokens": 0}  # known at the end
+        end = {"stop_reason": None, "stop_sequence": None}
+        return event("message_start", message={**self._head, "content": [], **end, "usage": usage})
+
+    def _events(self, piece: Piece) -> bytes:
+        events = b""
+        if piece.reasoning:
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+            events += self._delta("thinking", empty, {"type": "thinking_delta", "thinking": piece.reasoning})
+        if piece.text:
+            empty = {"type": "text", "text": ""}
+            events += self._delta("text", empty, {"type": "text_delta", "text": piece.text})
+        for part in piece.tool_calls:
+            block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+            events += self._delta(part.index, block, {"type": "input_json_delta", "partial_json": part.arguments})
+        return events
+
+    def _delta(self, holds: str | int, block: Mapping[str, Any], delta: Mapping[str, Any]) -> bytes:
+        """Return the event of a block's part, behind those that close the former block and open this one."""
+        events = b""
+        if holds != self._open:
+            events = self._close()
+            self._open = holds
+            self._index += 1
+            events += event("content_block_start", index=self._index, content_block=block)
+        return events + event("content_block_delta", index=self._index, delta=delta)
+
+    def _close(self) -> bytes:
+        return b"" if self._open is None else event("content_block_stop", index=self._index)
+
+    def _last(self, whole: Generation) -> bytes:
+        end = event("message_delta", delta=_end(whole), usage=usage_of(whole.usage))
+        return self._close() + end + event("message_stop")

@@ -1,1 +1,0 @@
-"""Anthropic's protocol: messages, and the count of their tokens."""

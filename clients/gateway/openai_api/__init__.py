@@ -1,1 +1,0 @@
-"""OpenAI's protocol: models, completions, chat completions, embeddings."""

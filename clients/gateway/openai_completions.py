@@ -1,0 +1,342 @@
+"""/v1/chat/completions and /v1/completions of OpenAI's protocol: answers, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from loraplex_client import AsyncGenerationStream, Choice, Generation, Piece, TokenLogprobs, ToolCallPart, Usage
+
+from clients.gateway.endpoint import HttpCall
+from clients.gateway.errors import invalid
+from clients.gateway.exchange import encode
+from clients.gateway.openai_api import (
+    CHAT,
+    COMPLETION,
+    DONE,
+    REASONS,
+    chat_options,
+    completion_options,
+    event,
+    head_of,
+    usage_of,
+    wants_usage,
+)
+
+# Maximum number of prompts of a request; each becomes a request of its own.
+_PROMPTS = 64
+
+
+class TokenTexts:
+    """Texts of the tokens of an answer by `model`."""
+
+    def __init__(self, call: HttpCall, model: str) -> None:
+        self._call = call
+        self._model = model
+
+    async def of_chat(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Return the logprobs of a chat's tokens. Raises LoraplexError."""
+        found = await self._bytes(ids, logprobs)
+        content = [
+            {
+                **_entry(found[token_id], token.logprob),
+                "top_logprobs": [_entry(found[other], logprob) for other, logprob in token.alternatives],
+            }
+            for token_id, token in zip(ids, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    async def of_completion(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], at: int) -> dict[str, Any]:
+        """Return the logprobs of a completion's tokens; `at` characters of its text come before them."""
+        found = await self._bytes(ids, logprobs)
+        texts = [_text(found[token_id]) for token_id in ids]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in logprobs],
+            "top_logprobs": [
+                {_text(found[other]): logprob for other, logprob in token.alternatives} for token in logprobs
+            ],
+            "text_offset": [at + sum(map(len, texts[:index])) for index in range(len(texts))],
+        }
+
+    async def _bytes(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Mapping[int, bytes]:
+        others = [other for token in logprobs for other, _ in token.alternatives]
+        return await self._call.cluster.token_bytes(self._call.caller, self._model, [*ids, *others])
+
+
+def _text(token: bytes) -> str:
+    return token.decode(errors="replace")
+
+
+def _entry(token: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": _text(token), "logprob": logprob, "bytes": list(token)}
+
+
+async def chat_completions(call: HttpCall) -> None:
+    """Answer a chat, whole or as a stream. Raises HttpError, LoraplexError."""
+    request = CHAT.read(call.body)
+    options, with_usage = chat_options(request), wants_usage(request)
+    named = await call.cluster.named(call.caller, request["model"])
+    request_id = secrets.token_hex(12)
+    texts = TokenTexts(call, named.get("model", "")) if "logprobs" in options else None
+    stream = call.caller.chat_stream(
+        request["messages"], request_id=request_id, timeout_s=call.timeout_s, **named, **options
+    )
+    async with stream:
+        if request.get("stream"):
+            head = head_of("chat.completion.chunk", "chatcmpl", request_id, request["model"])
+            await _ChatChunks(call, head, texts, options.get("n", 1), with_usage=with_usage).send(stream)
+        else:
+            head = head_of("chat.completion", "chatcmpl", request_id, request["model"])
+            await call.exchange.answer(head | await _completion(call.finished(await stream.result()), texts))
+
+
+async def _completion(whole: Generation, texts: TokenTexts | None) -> dict[str, Any]:
+    choices = [
+        {
+            "index": index,
+            "message": _message(choice),
+            "logprobs": None if texts is None else await texts.of_chat(choice.token_ids, choice.logprobs),
+            "finish_reason": REASONS[choice.finish_reason],
+        }
+        for index, choice in enumerate(whole.choices)
+    ]
+    return {
+        "choices": choices,
+        "usage": usage_of(whole.usage),
+        "system_fingerprint": whole.adapter_revision or None,
+    }
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    content = choice.text if choice.text or not choice.tool_calls else None
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.tool_calls
+        ]
+    return message
+
+
+class _ChatChunks:
+    """A stream of chunks, made of a stream of pieces; `n` is the number of its choices."""
+
+    def __init__(
+        self, call: HttpCall, head: dict[str, Any], texts: TokenTexts | None, n: int, *, with_usage: bool
+    ) -> None:
+        self._call = call
+        # Chunks without token counts say so, where the last one has them.
+        self._head = head | {"usage": None} if with_usage else head
+        self._texts = texts
+        self._n = n
+        self._with_usage = with_usage
+        # Everything of a chunk before the index of its choice.
+        self._before = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
+        self._begun: set[int] = set()
+        # Choices whose end was sent.
+        self._ended: set[int] = set()
+
+    async def send(self, stream: AsyncGenerationStream) -> None:
+        """Send the whole stream. Raises LoraplexError."""
+        exchange = self._call.exchange
+        async for piece in stream:
+            if not exchange.status:
+                await exchange.begin_events()
+            if piece.finished is not None:
+                await exchange.end(self._last(self._call.finished(piece.finished)))
+            elif piece.ended is not None:
+                # The last end waits for the summary: that follows at once and has the fingerprint.
+                if len(self._ended) < self._n - 1:
+                    self._ended.add(piece.choice)
+                    await exchange.write(_end(self._head, piece.choice, piece.ended))
+            elif chunk := await self._chunk(piece):
+                await exchange.write(chunk)
+
+    async def _chunk(self, piece: Piece) -> bytes:
+        """Return the chunk of a piece; empty for one that shows nothing, such as an end token."""
+        if self._texts is None and piece.choice in self._begun and not (piece.reasoning or piece.tool_calls):
+            if not piece.text:
+                return b""
+            # The usual case, made without a dictionary.
+            return b"%s%d,%s%s%s" % (self._before, piece.choice, _TEXT, encode(piece.text), _AFTER_TEXT)
+        delta: dict[str, Any] = {}
+        if piece.choice not in self._begun:
+            self._begun.add(piece.choice)
+            delta = {"role": "assistant", "content": ""}
+        if piece.text:
+            delta["content"] = piece.text
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.tool_calls:
+            delta["tool_calls"] = _calls(piece.tool_calls)
+        logprobs = None
+        if self._texts is not None:
+            logprobs = await self._texts.of_chat(piece.token_ids, piece.logprobs)
+        choice = {"index": piece.choice, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return event({**self._head, "choices": [choice]})
+
+    def _last(self, whole: Generation) -> bytes:
+        head = self._head | {"system_fingerprint": whole.adapter_revision or None}
+        events = [_end(head, index, choice) for index, choice in enumerate(whole.choices) if index not in self._ended]
+        if self._with_usage:
+            events.append(event({**head, "choices": [], "usage": usage_of(whole.usage)}))
+        return b"".join((*events, DONE))
+
+
+def _end(head: dict[str, Any], index: int, choice: Choice) -> bytes:
+    reason = REASONS[choice.finish_reason]
+    return event({**head, "choices": [{"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}]})
+
+
+_TEXT, _AFTER_TEXT = b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null}]}\n\n'
+
+
+def _calls(parts: Sequence[ToolCallPart]) -> list[dict[str, Any]]:
+    return [
+        {"index": part.index, "id": part.id, "type": "function"}
+        | {"function": {"name": part.name, "arguments": part.arguments}}
+        if part.id
+        else {"index": part.index, "function": {"arguments": part.arguments}}
+        for part in parts
+    ]
+
+
+async def completions(call: HttpCall) -> None:
+    """Answer prompts, whole or as a stream. Raises HttpError, LoraplexError."""
+    request = COMPLETION.read(call.body)
+    options, with_usage = completion_options(request), wants_usage(request)
+    prompts = _prompts(request["prompt"])
+    named = await call.cluster.named(call.caller, request["model"])
+    request_id = secrets.token_hex(12)
+    head = head_of("text_completion", "cmpl", request_id, request["model"])
+    texts = None if options["logprobs"] is None else TokenTexts(call, named.get("model", ""))
+    async with AsyncExitStack() as stack:
+        streams = [
+            await stack.enter_async_context(
+                call.caller.generate_stream(
+                    **prompt, request_id=f"{request_id}-{number}", timeout_s=call.timeout_s, **named, **options
+                )
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        if request.get("stream"):
+            await _CompletionChunks(call, head, texts, options.get("n", 1), with_usage=with_usage).send(streams)
+        else:
+            wholes = [call.finished(whole) for whole in await _results(streams)]
+            choices = [choice for whole in wholes for choice in whole.choices]
+            await call.exchange.answer(
+                head
+                | {
+                    "choices": [await _choice(index, choice, texts) for index, choice in enumerate(choices)],
+                    "usage": usage_of(_sum(wholes)),
+                    "system_fingerprint": wholes[0].adapter_revision or None,
+                }
+            )
+
+
+def _prompts(given: Any) -> list[dict[str, Any]]:
+    """Return each prompt as options of the SDK: a text or ids. Raises HttpError."""
+    if given is None:
+        raise invalid("prompt", "is required")
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not 1 <= len(given) <= _PROMPTS:
+        raise invalid("prompt", f"{len(given)} prompts; 1 to {_PROMPTS} of them")
+    return [{"prompt": one} if isinstance(one, str) else {"token_ids": one} for one in given]
+
+
+async def _results(streams: Sequence[AsyncGenerationStream]) -> list[Generation]:
+    """Return all answers. Raises the error of the first that fails, whose others the caller cancels."""
+    return list(await asyncio.gather(*(stream.result() for stream in streams)))
+
+
+async def _choice(index: int, choice: Choice, texts: TokenTexts | None) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": choice.text,
+        "logprobs": None if texts is None else await texts.of_completion(choice.token_ids, choice.logprobs, 0),
+        "finish_reason": REASONS[choice.finish_reason],
+    }
+
+
+def _sum(wholes: Sequence[Generation]) -> Usage:
+    return Usage(
+        sum(whole.usage.prompt_tokens for whole in wholes),
+        sum(whole.usage.cached_tokens for whole in wholes),
+        sum(whole.usage.completion_tokens for whole in wholes),
+    )
+
+
+class _CompletionChunks:
+    """A stream of chunks, made of streams of pieces, one of each prompt."""
+
+    def __init__(
+        self, call: HttpCall, head: dict[str, Any], texts: TokenTexts | None, n: int, *, with_usage: bool
+    ) -> None:
+        self._call = call
+        # Chunks without token counts say so, where the last one has them.
+        self._head = head | {"usage": None} if with_usage else head
+        self._texts = texts
+        self._n = n
+        self._with_usage = with_usage
+        self._wholes: list[Generation] = []
+        # Characters of each choice so far.
+        self._lengths: dict[int, int] = {}
+
+    async def send(self, streams: Sequence[AsyncGenerationStream]) -> None:
+        """Send the streams, merged. Raises LoraplexError."""
+        exchange = self._call.exchange
+        async for number, piece in _merged(streams):
+            if not exchange.status:
+                await exchange.begin_events()
+            if piece.finished is not None:
+                self._wholes.append(self._call.finished(piece.finished))
+            elif piece.ended is not None:
+                index = number * self._n + piece.choice
+                await exchange.write(self._event(index, "", REASONS[piece.ended.finish_reason]))
+            elif piece.text or self._texts is not None:
+                index = number * self._n + piece.choice
+                await exchange.write(self._event(index, piece.text, None, await self._logprobs(index, piece)))
+        usage = {**self._head, "choices": [], "usage": usage_of(_sum(self._wholes))}
+        await exchange.end((event(usage) if self._with_usage else b"") + DONE)
+
+    def _event(self, index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return event({**self._head, "choices": [choice]})
+
+    async def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        if self._texts is None:
+            return None
+        at = self._lengths.get(index, 0)
+        self._lengths[index] = at + len(piece.text)
+        return await self._texts.of_completion(piece.token_ids, piece.logprobs, at)
+
+
+async def _merged(streams: Sequence[AsyncGenerationStream]) -> AsyncIterator[tuple[int, Piece]]:
+    """Yield the pieces of all streams as they come, each with its stream's number."""
+    if len(streams) == 1:
+        async for piece in streams[0]:
+            yield 0, piece
+        return
+    waiting = {asyncio.ensure_future(anext(stream)): number for number, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = waiting.pop(task)
+                try:
+                    piece = task.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(streams[number]))] = number
+                yield number, piece
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

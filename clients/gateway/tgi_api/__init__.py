@@ -1,1 +1,0 @@
-"""The protocol of LoRAX and TGI: generate, info, tokenize."""
