@@ -1,4 +1,4 @@
-"""What `loraplex loadtest` shows: its progress at a terminal or in a pipe, the report's tables and the exit code."""
+"""Prints the progress of a load test, its report as tables, and comparisons; chooses the exit code."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ from loraplex_client import (
     Tls,
     UnauthenticatedError,
 )
-from loraplex_client.addresses import read_addresses
 from loraplex_client.calls import Call, Script
 from loraplex_client.connection import AsyncConnection
 from loraplex_client.credentials import Credentials
 from loraplex_client.endpoint import TENANT_KEY
+from loraplex_client.retries import read_addresses
 from starlette.datastructures import Headers
 
 from clients.gateway.errors import HttpError, invalid, not_served

@@ -1,4 +1,4 @@
-"""What requests draw: lengths of prompts and answers in tokens, and adapters."""
+"""Draws of requests: lengths of prompts and answers in tokens, and adapters."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import loraplex_client as lx
 from loraplex.inference.v1 import inference_pb2
-from loraplex_client.channels import CHANNEL_OPTIONS
+from loraplex_client.endpoint import CHANNEL_OPTIONS
 
 from rpc.server import _SERVER_OPTIONS
 from tests.chaos.links import Link, Way

@@ -12,10 +12,9 @@ from typing import Any
 import loraplex_client as lx
 import pytest
 from loraplex.inference.v1 import inference_pb2
-from loraplex_client.addresses import Rotation, read_addresses
 from loraplex_client.options import generate_request
 from loraplex_client.recovery import Recovery
-from loraplex_client.retries import RESUME_PATIENCE_S, RetryBudget, Tries
+from loraplex_client.retries import RESUME_PATIENCE_S, RetryBudget, Rotation, Tries, read_addresses
 
 from rpc import errors
 

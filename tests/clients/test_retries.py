@@ -12,9 +12,8 @@ import loraplex_client as lx
 import pytest
 from loraplex.inference.v1 import inference_pb2
 from loraplex_client import retries
-from loraplex_client.addresses import Rotation
 from loraplex_client.calls import Call as ServerCall
-from loraplex_client.retries import CALL_TRIES, RETRY_S, RetryBudget, Tries
+from loraplex_client.retries import CALL_TRIES, RETRY_S, RetryBudget, Rotation, Tries
 
 from rpc import errors
 from tests.chaos.links import Link

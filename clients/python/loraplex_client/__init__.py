@@ -10,11 +10,11 @@ AsyncClient has the same methods for `await` and `async for`. StoreClient and As
 Every error is a LoraplexError; `loraplex_client.errors` shows the tree of its classes.
 """
 
-from loraplex_client.aio import AsyncClient
-from loraplex_client.aio_store_client import AsyncStoreClient
-from loraplex_client.calls import ServedModel
+from loraplex_client.aio import AsyncClient, AsyncStoreClient
+from loraplex_client.calls import ContinuationScore, Scores, ServedModel
 from loraplex_client.chat import ToolCall, ToolCallPart
-from loraplex_client.client import Client
+from loraplex_client.client import Client, StoreClient
+from loraplex_client.connection import AsyncGenerationStream, GenerationStream
 from loraplex_client.credentials import Tls
 from loraplex_client.encoding import Classification, Classifications, Embeddings, EncodeOptions
 from loraplex_client.errors import (
@@ -38,9 +38,6 @@ from loraplex_client.errors import (
 from loraplex_client.generation import Choice, FinishReason, Generation, Piece, Timings, TokenLogprobs, Usage
 from loraplex_client.options import ChatOptions, GenerateOptions
 from loraplex_client.resources import Adapter, BaseModel, FitnessCertificate, ModelFile, Module, Pushed, Revision
-from loraplex_client.scores import ContinuationScore, Scores
-from loraplex_client.store_client import StoreClient
-from loraplex_client.stream import AsyncGenerationStream, GenerationStream
 
 __all__ = [
     "AbortedError",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from loraplex_client import UnavailableError
-from loraplex_client.tracing import trace_metadata
+from loraplex_client.endpoint import trace_metadata
 from starlette.datastructures import Headers
 
 from clients.gateway.endpoint import Endpoint, Gateway, GatewayMetrics, HttpCall, OpenRequests, trace_of
