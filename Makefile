@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 # Files whose change makes `setup` install and generate again.
 INPUTS := pyproject.toml constraints.txt clients/python/pyproject.toml clients/python/hatch_build.py \
 	$(shell find protos -name '*.proto')
-ROOMS := adapter_store artifacts bench broker clients deploy examples files grammars router rpc telemetry tests worker
+ROOMS := adapter_store artifacts bench broker clients deploy examples files grammars router rpc telemetry tenancy tests worker
 
 # Variables of `make run`.
 MODEL ?= examples/model
@@ -64,7 +64,7 @@ run: $(STAMP) ## Start a cluster on this machine and show answers of the model a
 # for each other's clusters.
 PYTEST := $(BIN)/pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 4 --dist loadfile
 # Rooms whose tests start no cluster and no model.
-FAST := $(wildcard tests/test_*.py) $(addprefix tests/,artifacts adapter_store broker grammars router rpc simulation telemetry worker/io)
+FAST := $(wildcard tests/test_*.py) $(addprefix tests/,artifacts adapter_store broker grammars router rpc simulation telemetry tenancy worker/io)
 
 # Lint and tests run at the same time, because mypy without a cache uses one core for a minute.
 check: $(STAMP) ## Check as lint does, and run the fast tests

@@ -12,9 +12,9 @@ from adapter_store.storage import DataDirectoryError
 from artifacts.plans import PlansError
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
-from telemetry.audit.log import AuditFileError
 from telemetry.logging import set_up_logging
 from telemetry.metrics import MetricsPortError
+from tenancy.audit_log import AuditFileError
 
 # Errors that waiting cannot fix: the message says in one line what to do.
 STOPPING = (

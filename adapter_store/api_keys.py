@@ -21,9 +21,9 @@ from adapter_store.convert import decode_token, encode_token, page_size, refusal
 from adapter_store.database import Database
 from artifacts.names import SHARED, check_tenant
 from rpc.errors import InvalidField, Mismatch, NotFound
-from rpc.identity.api_keys import KEY_ROLES, HashedKey, HashedSecret, hash_of, new_api_key, split_api_key
-from rpc.identity.permissions import SCOPES
-from rpc.identity.principal import TENANT_ROLES, Role, caller
+from rpc.principal import TENANT_ROLES, Role, caller
+from tenancy.api_keys import KEY_ROLES, HashedKey, HashedSecret, hash_of, new_api_key, split_api_key
+from tenancy.permissions import SCOPES
 
 _SECOND_NS = 1_000_000_000
 log = logging.getLogger(__name__)

@@ -31,18 +31,18 @@ from adapter_store.storage import DataDirectory
 from artifacts.certificate import FitnessLimits
 from artifacts.plans import LOOK_S as PLANS_LOOK_S
 from artifacts.plans import PLANS_NAMED
-from rpc.audit.auditor import Auditor
 from rpc.errors import CallError
-from rpc.identity.access import AccessSettings, GuardedServers
-from rpc.identity.api_keys import KeyDirectory
-from rpc.identity.permissions import Port
-from rpc.identity.principal import Principal
-from rpc.metrics import CallMeter
+from rpc.interceptors import CallMeter
+from rpc.principal import Principal
 from rpc.server import Server, stop_signal
 from rpc.settings import setting
-from telemetry.audit.log import FILE_HELP, AuditLog
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP, serve_metrics
+from tenancy.access import AccessSettings, GuardedServers
+from tenancy.api_keys import KeyDirectory
+from tenancy.audit_log import FILE_HELP, AuditLog
+from tenancy.auditor import Auditor
+from tenancy.permissions import Port
 
 # Answers to requests for an adapter whose certificate breaks the limits: an error, or a warning in the log.
 REFUSE, WARN = "refuse", "warn"

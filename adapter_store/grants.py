@@ -22,7 +22,7 @@ from adapter_store.database import Database
 from adapter_store.records import adapter_row
 from artifacts.names import SHARED, AdapterName, check_tenant
 from rpc.errors import Exhausted, InvalidField, NotFound
-from rpc.identity.principal import caller, calling_tenant
+from rpc.principal import caller, calling_tenant
 
 # Maximum number of grants that a tenant has made, also of those that have ended and are kept for answers that run: a
 # plan bounds adapters and bytes, and none of these.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from telemetry.audit.log import AuditCounts
 from telemetry.metrics import Meters
+from tenancy.audit_log import AuditCounts
 
 
 class StoreMetrics(Meters):

@@ -16,9 +16,8 @@ import grpc
 from google.protobuf.message import Message
 
 from rpc.errors import DeadlinePassed, Exhausted
-from rpc.handlers import wrapped
-from rpc.identity.principal import NAMING_ROLES, Principal, caller
-from rpc.identity.running_calls import end_call
+from rpc.interceptors import end_call, wrapped
+from rpc.principal import NAMING_ROLES, Principal, caller
 from rpc.shares import Shares
 
 M = TypeVar("M", bound=Message)

@@ -28,7 +28,7 @@ from adapter_store.metrics import StoreMetrics
 from artifacts.names import SHARED, check_tenant
 from artifacts.plans import DEFAULT, FIELDS, UNLIMITED, Plan, PlanFieldError, Plans, PlansFile, make_plan, plan_name
 from rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
-from rpc.identity.principal import caller
+from rpc.principal import caller
 
 log = logging.getLogger(__name__)
 

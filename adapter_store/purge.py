@@ -22,7 +22,7 @@ from adapter_store.storage import DataDirectory
 from artifacts.names import SHARED, check_tenant
 from artifacts.plans import plan_name
 from rpc.errors import InvalidField
-from rpc.identity.principal import caller
+from rpc.principal import caller
 
 # Queries for the names of a tenant's grants, deleted revisions, revisions and adapters.
 _NAMES = (

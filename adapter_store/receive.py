@@ -26,7 +26,7 @@ from artifacts.names import LIVE, AdapterName, RevisionName, check_alias
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
 from rpc.children.pool import ChildDiedError, ChildPool
 from rpc.errors import CallError, DeadlinePassed, InvalidField
-from rpc.identity.principal import caller
+from rpc.principal import caller
 
 # Maximum bytes of a base model's small files, and maximum number of these.
 _BASE_FILES_BYTES = 64 * 1024 * 1024

@@ -45,10 +45,10 @@ from artifacts.names import (
 )
 from artifacts.revision import CONFIG_FILE
 from rpc.errors import CallError, DataLoss, Exhausted, InvalidField, NotFound, PermissionDenied
-from rpc.identity.guard import Refused
-from rpc.identity.principal import WORKER_GRANT_KEY, Role, caller, calling_tenant
-from rpc.identity.tls import TlsFiles
+from rpc.principal import WORKER_GRANT_KEY, Role, caller, calling_tenant
 from rpc.shares import FairTurns
+from rpc.tls import TlsFiles
+from tenancy.guard import Refused
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +91,7 @@ class WorkerGrants:
 
     def __init__(self, tls: TlsFiles, refused: Refused) -> None:
         # Imported late: a store without TLS starts without the library of signatures.
-        from rpc.identity.revision_grants import RevisionGrantVerifier
-        from rpc.identity.signatures import SignatureError, Verifier
+        from tenancy.signatures import RevisionGrantVerifier, SignatureError, Verifier
 
         self._grants = RevisionGrantVerifier(Verifier(tls, Role.ROUTER))
         self._does_not_hold = SignatureError

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from files.watched import WatchedFiles
+from files import WatchedFiles
 
 log = logging.getLogger(__name__)
 

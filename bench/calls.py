@@ -32,7 +32,7 @@ from bench.local_cluster import process_ids, serving_cluster
 from bench.processor_time import children_of, processor_s
 from bench.report import Aim, Report, progress
 from deploy.local.cluster import ClusterSettings
-from rpc.identity.principal import TENANT_KEY
+from rpc.principal import TENANT_KEY
 from rpc.server import channel_options
 from rpc.status import DETAILS_KEY
 

@@ -19,8 +19,8 @@ from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import RoutedJob
-from rpc.identity.guard import open_guard
 from rpc.server import Server, relay_options
+from tenancy.guard import open_guard
 
 
 class _Queue:

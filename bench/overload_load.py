@@ -16,7 +16,7 @@ from loraplex_client.errors import error_of
 
 from clients.loadtest.arrivals import Extent, Poisson, arrival_times
 from clients.loadtest.draws import power_law
-from rpc.identity.principal import TENANT_KEY
+from rpc.principal import TENANT_KEY
 
 # Interval in seconds of the samples of how late the client's event loop wakes up.
 _PROBE_S = 0.02

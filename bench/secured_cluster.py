@@ -14,9 +14,9 @@ from artifacts.base_model import read_base_model
 from broker.job_keys import new_job_key
 from clients.cli.models import registered
 from deploy.local.cluster import ClusterSettings, LocalCluster
-from rpc.identity.api_keys import new_api_key
-from rpc.identity.development_ca import DevelopmentCa, write_private
 from rpc.server import channel_options
+from tenancy.api_keys import new_api_key
+from tenancy.development_ca import DevelopmentCa, write_private
 
 TENANT = "bench"
 # Limits that the benchmark does not reach, of its tenant; its key has some too.

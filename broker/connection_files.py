@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio.connection import Connection, RedisSSLContext, SSLConnection, parse_url
 from redis.credentials import CredentialProvider
 
-from files.watched import WatchedFiles
+from files import WatchedFiles
 
 log = logging.getLogger(__name__)
 

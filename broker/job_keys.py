@@ -17,8 +17,8 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from files.watched import WatchedFiles
-from rpc.identity.tls import is_private
+from files import WatchedFiles
+from rpc.tls import is_private
 
 log = logging.getLogger(__name__)
 

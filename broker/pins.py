@@ -82,7 +82,7 @@ class PinnedAdapters:
         """
         if self._seals is None:
             return
-        from rpc.identity.revision_grants import GRANT_S, left_s
+        from tenancy.signatures import GRANT_S, left_s
 
         made_with = self._seals.made_with()
         for field, request in await self._records():

@@ -18,7 +18,7 @@ from broker.queue_entry import Entry, charged_prompt, queued_rows
 from broker.seal_kinds import SealError, SealKind
 from broker.seals import Seals
 from broker.terms import PLACE_BYTES, Placement
-from rpc.identity.revision_grants import UNREADABLE
+from tenancy.signatures import UNREADABLE
 
 
 class _Facts(msgspec.Struct, array_like=True, frozen=True):

@@ -20,8 +20,7 @@ from loraplex.queue.v1 import queue_pb2
 from broker.job_keys import JobKeys
 from broker.messages import AdapterRef, AdapterRequest, Job
 from broker.seal_kinds import JOB_S, SealError, SealKind
-from rpc.identity.revision_grants import RevisionGrantIssuer
-from rpc.identity.signatures import Signature, SignatureError, Signer, Verifier
+from tenancy.signatures import RevisionGrantIssuer, Signature, SignatureError, Signer, Verifier
 
 # Time in seconds that a sealed command is valid: longer than it waits, for clocks that differ.
 COMMAND_S = 120.0

@@ -16,9 +16,9 @@ from router.settings import Settings
 from rpc.children.process import LaunchError
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
-from telemetry.audit.log import AuditFileError
 from telemetry.logging import set_up_logging
 from telemetry.metrics import MetricsPortError
+from tenancy.audit_log import AuditFileError
 
 # Number of new objects after which Python looks for garbage among them, and of such looks until one among older ones.
 # A call makes hundreds of objects that live as long as it does: by default the looks took an eighth of a burst's time.

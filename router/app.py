@@ -43,12 +43,12 @@ from router.quotas.usage import UsageLog, calling_key
 from router.servers import add_services, make_servers, renew_pins, resume_keys_of, seals_of
 from router.settings import Settings, read_weights
 from router.text.prompt_encoder import PromptEncoder
-from rpc.audit.auditor import Auditor
-from rpc.identity.access import GuardedServers
 from rpc.server import stop_signal, unless_stopped
-from telemetry.audit.log import AuditLog
 from telemetry.metrics import serve_metrics
 from telemetry.tracing import Spans, set_up_tracing
+from tenancy.access import GuardedServers
+from tenancy.audit_log import AuditLog
+from tenancy.auditor import Auditor
 
 log = logging.getLogger(__name__)
 

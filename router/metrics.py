@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from telemetry.audit.log import AuditCounts
 from telemetry.metrics import LONG_S, SHORT_S, TOKENS, BoundedNames, Meters
+from tenancy.audit_log import AuditCounts
 
 # Causes of an attempt after the first.
 LOST, RETURNED, UNCLAIMED = "lost", "returned", "unclaimed"

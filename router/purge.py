@@ -37,8 +37,8 @@ from router.generation.chat_format import forget_tools
 from router.quotas.quotas import Quotas
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import CallError, InvalidField, NotFound, PermissionDenied
-from rpc.identity.tls import LiveChannel, TlsFiles
 from rpc.server import channel_options
+from rpc.tls import LiveChannel, TlsFiles
 
 log = logging.getLogger(__name__)
 

@@ -32,17 +32,16 @@ from router.generation.resume import DerivedKeys, GivenKeys, SharedKeys
 from router.metrics import RouterMetrics
 from router.purge import RouterData, TenantDataService
 from router.settings import Settings
-from rpc.audit.auditor import Auditor
 from rpc.errors import CallError, PermissionDenied
-from rpc.handlers import Method, wrapped
-from rpc.identity.access import GuardedServers
-from rpc.identity.api_keys import KeyDirectory
-from rpc.identity.guard import Guard, Refused, open_guard
-from rpc.identity.permissions import SGLANG_SERVICE, Port
-from rpc.identity.principal import CredentialKind, Principal, Role, caller, set_caller
-from rpc.identity.tls import TlsFiles
-from rpc.metrics import CallMeter
+from rpc.interceptors import CallMeter, Method, wrapped
+from rpc.principal import CredentialKind, Principal, Role, caller, set_caller
 from rpc.server import Server, channel_options, relay_options
+from rpc.tls import TlsFiles
+from tenancy.access import GuardedServers
+from tenancy.api_keys import KeyDirectory
+from tenancy.auditor import Auditor
+from tenancy.guard import Guard, Refused, open_guard
+from tenancy.permissions import SGLANG_SERVICE, Port
 
 if TYPE_CHECKING:
     from broker.seals import Seals
@@ -133,7 +132,7 @@ class RelayAccess:
             self.server = Server(open_guard(Port.RELAY, refused=refused), options=relay_options())
             return
         from router.dispatch.relay import RelayCredentials
-        from rpc.identity.certificates import CertificateReader
+        from tenancy.certificates import CertificateReader
 
         self.credentials = RelayCredentials(tls, refused)
         self.server = Server(Guard([Port.RELAY], [CertificateReader()], refused), options=relay_options())
@@ -171,7 +170,7 @@ def seals_of(tls: TlsFiles | None, job_key: str) -> Seals | None:
         return None
     from broker.job_keys import JobKeys
     from broker.seals import Seals
-    from rpc.identity.signatures import Signer, Verifier
+    from tenancy.signatures import Signer, Verifier
 
     return Seals(JobKeys(Path(job_key)), Verifier(tls, Role.ROUTER), Signer(tls, Role.ROUTER))
 

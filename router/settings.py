@@ -13,15 +13,14 @@ from broker.job_keys import JOB_KEY_HELP
 from broker.terms import QueueLimits
 from router.generation.resume import KEY_CHARACTERS
 from router.quotas.usage_sender import check_url
-from rpc.identity.access import AccessSettings
-from rpc.identity.principal import Role
-from rpc.identity.tenant_header import is_loopback, is_tenant
-from rpc.optional_packages import check_installed
+from rpc.principal import Role
 from rpc.server import MESSAGE_BYTES
-from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
-from telemetry.audit.log import FILE_HELP
+from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, check_installed, setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
+from tenancy.access import AccessSettings
+from tenancy.audit_log import FILE_HELP
+from tenancy.guard import is_loopback, is_tenant
 
 # The engine protocol that is served, and the tenant of its calls that name none: that of the command.
 SGLANG, DEFAULT_TENANT = "sglang", "default"
@@ -98,7 +97,7 @@ class Settings(AccessSettings):
         self.check_access(self.host, self.insecure_tenants)
         if (tls := self.tls_files()) is not None:
             from broker.job_keys import check_job_key
-            from rpc.identity.certificates import own_name
+            from tenancy.certificates import own_name
 
             own_name(tls, Role.ROUTER)
             check_job_key(self.job_key)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rpc.identity.principal import Principal
+    from rpc.principal import Principal
 
 
 class CallError(Exception):

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from rpc.errors import DeadlinePassed, Exhausted, InvalidField
-from rpc.identity.principal import NAMING_ROLES, known_caller
+from rpc.principal import NAMING_ROLES, known_caller
 from rpc.shares import FairTurns, Shares
 
 # Maximum bytes of the messages that are being received: their size is not known before.

@@ -7,22 +7,130 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from rpc.connection_calls import ConnectionCalls
-from rpc.edge import CALLS, edge_options
-from rpc.health import BoundedHealth
-from rpc.identity.guard import Guard, closed_guard
-from rpc.messages import ReadableMessages
+from rpc.errors import Exhausted
+from rpc.interceptors import CallGuard, ConnectionCalls, ReadableMessages, StatusInterceptor
 from rpc.receiving import OneMessage, Receiving
-from rpc.status_interceptor import StatusInterceptor
+from rpc.shares import Shares
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 T = TypeVar("T")
+
+# Maximum number of connections, where the process may open as many files; and maximum of files that it asks for.
+_CONNECTIONS = 10_000
+_FILES = 65_536
+# Maximum number of calls of one connection at a time, and of its streams. gRPC ends calls beyond the latter without a
+# reason, so that it is larger, for bursts. A stream of which nothing is served yet takes some 20 kB.
+CALLS = 1_024
+_STREAMS = 4 * CALLS
+# Timeout in ms for a new connection's handshake, and time in ms after which one without a call is closed.
+_HANDSHAKE_MS = 10_000
+_IDLE_MS = 3_600_000
+# Time in ms after which a connection takes no new calls, and its client makes another one: certificates are checked at
+# the handshake, and those of an authority that was removed would otherwise be good for as long as they like.
+AGE_MS = 3_600_000
+# Time in ms that the calls of such a connection get to end. It is the bound of calls whose clients read nothing: gRPC
+# has no way to end one of these alone.
+GRACE_MS = 3_600_000
+
+
+def edge_options(connections: int | None = None) -> list[tuple[str, Any]]:
+    """Return the options of a server that many clients reach. Connections leave half of all files to other uses."""
+    return [
+        ("grpc.max_allowed_incoming_connections", connections or min(_CONNECTIONS, raise_file_limit() // 2)),
+        ("grpc.max_concurrent_streams", _STREAMS),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
+        ("grpc.max_connection_age_ms", AGE_MS),
+        ("grpc.max_connection_age_grace_ms", GRACE_MS),
+        # With this estimate of bandwidth a call takes megabytes that nobody has asked for, as much as its client can
+        # send. Without it long messages take more round trips: docs/guides/operating.md, Distant clients.
+        ("grpc.http2.bdp_probe", 0),
+    ]
+
+
+def raise_file_limit() -> int:
+    """Raise the process's own limit of open files as far as it may; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return _FILES if soft == resource.RLIM_INFINITY else soft
+
+
+# Maximum number of open Watch calls, which need no credential: an address alone gets half of them.
+WATCHES = 1_024
+# Time in seconds after which a refused client is to call again; it may call Check at any time.
+_RETRY_S = 10.0
+
+
+class BoundedHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
+    """grpc.health.v1.Health."""
+
+    def __init__(self, watches: int = WATCHES) -> None:
+        self._watches = Shares(watches)
+        self._serving: dict[str, bool] = {}
+        # Set at the next change, and then replaced.
+        self._changed = asyncio.Event()
+        self._stopping = False
+
+    def set(self, service: str, *, serving: bool) -> None:
+        """Set the health of a service; after `stop` it stays as it is."""
+        if not self._stopping:
+            self._serving[service] = serving
+            self._tell()
+
+    def stop(self) -> None:
+        """Say of all services from now on that they do not serve."""
+        self._stopping = True
+        self._serving = dict.fromkeys(self._serving, False)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
+        """Return the health of a service."""
+        if request.service not in self._serving:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=self._status(request.service))
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """Yield the health of a service whenever it changes. Raises Exhausted."""
+        host = context.peer().rpartition(":")[0]
+        if not self._watches.take(host):
+            message = f"{host} watches the health of this process as often as it may; call Check instead"
+            raise Exhausted("health/watches", message, retry_after_s=_RETRY_S, reason="HEALTH_WATCHED")
+        try:
+            sent = None
+            while True:
+                status = self._status(request.service)
+                if status == sent:
+                    await self._changed.wait()
+                else:
+                    yield health_pb2.HealthCheckResponse(status=status)
+                    sent = status
+        finally:
+            self._watches.give(host)
+
+    def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+        statuses = health_pb2.HealthCheckResponse
+        if service not in self._serving:
+            return statuses.SERVICE_UNKNOWN
+        return statuses.SERVING if self._serving[service] else statuses.NOT_SERVING
+
 
 # gRPC's server reads each message in the thread that polls, instead of handing it on among four of its own. That takes
 # a quarter less processor time for a message (135 us from 178, with 100 streams). gRPC reads it when it makes its first
@@ -49,7 +157,7 @@ def channel_options(message_bytes: int = MESSAGE_BYTES) -> list[tuple[str, Any]]
 
 def relay_options() -> list[tuple[str, Any]]:
     """Return the options of the links between workers and routers: an end that is silent for 3 s counts as gone."""
-    # Unlike clients (rpc.edge), workers may send ahead, as much as the connection takes, and on a link that never ends.
+    # Unlike clients, workers may send ahead, as much as the connection takes, and on a link that never ends.
     links = [("grpc.http2.bdp_probe", 1), ("grpc.max_connection_age_ms", _UNBOUNDED)]
     return [*_options(RELAY_MESSAGE_BYTES, RELAY_KEEPALIVE_MS, RELAY_KEEPALIVE_TIMEOUT_MS), *links]
 
@@ -113,7 +221,7 @@ class Server:
 
     def __init__(
         self,
-        guard: Guard | None = None,
+        guard: CallGuard | None = None,
         *,
         outer: Sequence[grpc.aio.ServerInterceptor] = (),
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
@@ -122,7 +230,7 @@ class Server:
         calls: int = CALLS,
         shared_ports: bool = False,
     ) -> None:
-        self._guard = guard or closed_guard()
+        self._guard = guard
         # The status interceptor is outermost, so that it also sees what the others raise.
         edge = {**dict(edge_options(connections)), **dict(channel_options() if options is None else options)}
         message_bytes = edge["grpc.max_receive_message_length"]
@@ -130,7 +238,7 @@ class Server:
         before, behind = (*outer, ConnectionCalls(calls)), (*interceptors, ReadableMessages())
         self._grpc = grpc.aio.server(
             options=[*edge.items(), *_SERVER_OPTIONS, ("grpc.so_reuseport", int(shared_ports))],
-            interceptors=[StatusInterceptor(), *before, self._guard, self._messages, *behind],
+            interceptors=[StatusInterceptor(), *before, *([guard] if guard else []), self._messages, *behind],
         )
         self._health = BoundedHealth()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -162,7 +270,10 @@ class Server:
 
         Raises UndeclaredMethodError for a method without a row in the permissions table.
         """
-        self._guard.check_declared(self.services.methods)
+        if self._guard is not None:
+            self._guard.check_declared(self.services.methods)
+        elif self.services.methods:
+            raise ValueError("a server of more than its health needs a guard")
         await self.set_serving(False)
         await self._grpc.start()
 

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import types
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -98,3 +99,22 @@ def _convert(hint: Any, text: str, source: str) -> Any:
         return {int: int, float: float, str: str, Path: Path}[hint](text)
     except ValueError as error:
         raise SettingsError(f"{source}: {text!r} is not {'a whole number' if hint is int else 'a number'}") from error
+
+
+# Name of the package on PyPI, and what installs it, by the module that is imported.
+_PACKAGES = {
+    "smg_grpc_proto": ("smg-grpc-proto", "pip install 'loraplex[smg]'"),
+    "grpc_reflection": ("grpcio-reflection", "pip install grpcio-reflection"),
+}
+
+
+def is_installed(module: str) -> bool:
+    """Tell whether a module can be imported."""
+    return find_spec(module) is not None
+
+
+def check_installed(flag: str, module: str) -> None:
+    """Raise ValueError where a flag is given without the package that it needs."""
+    if not is_installed(module):
+        package, command = _PACKAGES[module]
+        raise ValueError(f"{flag}: needs the package {package}: {command}")

@@ -1,4 +1,4 @@
-"""The one table between errors and gRPC statuses; rpc.status_interceptor applies it to every method.
+"""The one table between errors and gRPC statuses; rpc.interceptors applies it to every method.
 
 Details are google.rpc messages in the `grpc-status-details-bin` trailer, ErrorInfo first on every one
 (https://google.aip.dev/193).

@@ -8,10 +8,10 @@ from pathlib import Path
 from broker.job_keys import JobKeys, new_job_key
 from broker.seal_kinds import SealError, SealKind
 from broker.seals import Seals
-from rpc.identity.development_ca import DevelopmentCa, write_private
-from rpc.identity.principal import Role
-from rpc.identity.signatures import Signer, Verifier
-from rpc.identity.tls import TlsFiles
+from rpc.principal import Role
+from rpc.tls import TlsFiles
+from tenancy.development_ca import DevelopmentCa, write_private
+from tenancy.signatures import Signer, Verifier
 
 HOSTS = ["127.0.0.1", "localhost"]
 CA = DevelopmentCa()

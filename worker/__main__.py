@@ -41,9 +41,9 @@ def _work(argv: list[str]) -> int:
 
     from broker.connection import RedisUnreachableError
     from rpc.server import PortInUse
-    from telemetry.audit.log import AuditFileError
     from telemetry.logging import environment_of, set_up_logging
     from telemetry.metrics import MetricsPortError
+    from tenancy.audit_log import AuditFileError
     from worker.io.app import run
     from worker.io.engine_client import EngineUnusableError
     from worker.io.settings import Settings

@@ -14,7 +14,7 @@ from clients.cli.options import JsonOption, read_seconds
 from clients.cli.terminal import CommandError, out, print_error, print_json, print_rows
 
 if TYPE_CHECKING:
-    from telemetry.audit.chain import Head
+    from tenancy.audit_log import Head
 
 app = typer.Typer(no_args_is_help=True, help="Check and read audit logs.")
 
@@ -39,7 +39,7 @@ def verify(
 
     [bold]loraplex audit verify audit.jsonl*[/]
     """
-    from telemetry.audit.chain import read, verify
+    from tenancy.audit_log import read, verify
 
     found = verify(read(files), _head(known))
     for fault in found.faults[:_FAULTS]:
@@ -71,7 +71,7 @@ def show(
 
 
 def _head(text: str) -> Head | None:
-    from telemetry.audit.chain import Head
+    from tenancy.audit_log import Head
 
     try:
         return Head.parse(text) if text else None
@@ -95,7 +95,7 @@ def _earliest(text: str) -> str:
 
 
 def _records(files: list[Path], tenant: str, earliest: str) -> Iterator[Mapping[str, Any]]:
-    from telemetry.audit.chain import read
+    from tenancy.audit_log import read
 
     for line in read(files):
         values = line.values

@@ -126,7 +126,7 @@ def bootstrap(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="New file, for the store's --bootstrap-key.")],
 ) -> None:
     """Make the first operator's key, for a store that has none. Start the store with `--bootstrap-key FILE`."""
-    from rpc.identity.api_keys import new_api_key
+    from tenancy.api_keys import new_api_key
 
     _check_new(file)
     key_id, text, _ = new_api_key()
@@ -192,8 +192,8 @@ def dev(
     [bold]loraplex certs dev ./certs --tenant acme[/]
     """
     from broker.job_keys import new_job_key
-    from rpc.identity.development_ca import DevelopmentCa, write_private
-    from rpc.identity.tenant_header import is_tenant
+    from tenancy.development_ca import DevelopmentCa, write_private
+    from tenancy.guard import is_tenant
 
     if (directory / "ca.pem").exists():
         raise CommandError(f"{directory / 'ca.pem'} exists already; name another directory")

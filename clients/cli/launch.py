@@ -21,7 +21,7 @@ from clients.cli.service import explain
 from clients.cli.terminal import Activity, CommandError, out, print_error, print_rows, printable
 from clients.cli.upload_tree import AdapterDirectory, AdapterTree, upload_tree
 from deploy.local.cluster import ClusterSettings, LaunchError, LocalCluster
-from rpc.optional_packages import check_installed
+from rpc.settings import check_installed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

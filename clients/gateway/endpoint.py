@@ -22,9 +22,9 @@ from clients.gateway.cluster import Cluster
 from clients.gateway.errors import HttpError, full, http_error
 from clients.gateway.exchange import BODIES_BYTES, Exchange
 from clients.gateway.settings import Settings
-from rpc.identity.tenant_header import is_loopback
 from rpc.shares import Shares
 from telemetry.metrics import LONG_S, Meters
+from tenancy.guard import is_loopback
 
 # Maximum length in characters of a header that an error shows.
 _SHOWN = 100

@@ -21,8 +21,8 @@ from clients.gateway.errors import HttpError
 from clients.gateway.exchange import BODY_BYTES, encode
 from clients.gateway.listener import Listener, Place, Places
 from clients.gateway.settings import Settings
-from files.watched import WatchedFiles
-from rpc.edge import raise_file_limit
+from files import WatchedFiles
+from rpc.server import raise_file_limit
 from rpc.settings import SettingsError
 
 log = logging.getLogger(__name__)

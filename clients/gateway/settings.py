@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rpc.identity.tenant_header import check_exposure, is_loopback
 from rpc.settings import setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
+from tenancy.guard import check_exposure, is_loopback
 
 _ROUTER, _STORE, _CA = "LORAPLEX_ADDRESS", "LORAPLEX_STORE_ADDRESS", "LORAPLEX_CA"
 

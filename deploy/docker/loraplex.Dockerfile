@@ -20,6 +20,7 @@ COPY grammars grammars
 COPY router router
 COPY rpc rpc
 COPY telemetry telemetry
+COPY tenancy tenancy
 COPY worker worker
 RUN PATH=/opt/build/bin:$PATH /opt/build/bin/pip wheel --no-deps --no-index --no-build-isolation --wheel-dir /wheels \
     ./clients/python . && \

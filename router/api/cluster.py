@@ -24,7 +24,7 @@ from router.dispatch.routed_job import RoutedJob
 from router.metrics import RouterMetrics
 from router.purge import CellPurge, purged_tenant
 from rpc.errors import InvalidField, NotFound, Unavailable
-from rpc.identity.principal import caller, calling_tenant
+from rpc.principal import caller, calling_tenant
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor_pool import Default
 
 from rpc.errors import CallError, Exhausted, InvalidField
-from rpc.identity.permissions import SGLANG_SERVICE
-from rpc.identity.principal import caller, calling_tenant
+from rpc.principal import caller, calling_tenant
 from rpc.receiving import RECEIVE_S, Receiving, current_call
 from rpc.server import MESSAGE_BYTES
 from rpc.shares import FairTurns, Shares
+from tenancy.permissions import SGLANG_SERVICE
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

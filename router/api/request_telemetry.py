@@ -16,7 +16,7 @@ from router.catalog.models import Models
 from router.metrics import RouterMetrics
 from router.request import Delta, EncodeRequest, Event, Finished, FinishReason, Request, Summary
 from rpc.errors import CallError
-from rpc.identity.principal import Principal, calling_tenant
+from rpc.principal import Principal, calling_tenant
 from rpc.status import CODES
 from telemetry.logging import fields
 from telemetry.tracing import Attributes, Spans, traceparent_in, traceparent_of
@@ -102,7 +102,7 @@ def answered_attributes(summary: Summary, reasons: list[str]) -> Attributes:
     }
 
 
-# Methods whose calls are counted as requests; the metrics of other calls are rpc/metrics.py's.
+# Methods whose calls are counted as requests; the metrics of other calls are rpc/interceptors.py's.
 COUNTED_METHODS = ("Generate", "Resume", "Score", "Embed", "Classify")
 
 R = TypeVar("R", Request, EncodeRequest)

@@ -38,7 +38,7 @@ from router.generation.scoring import ContinuationScore, Scoring
 from router.request import Message, Request, Stopping, Summary
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import InvalidField
-from rpc.identity.principal import calling_tenant
+from rpc.principal import calling_tenant
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -34,7 +34,7 @@ from router.catalog.manifest import Manifest
 from router.catalog.models import Models, ServedModel
 from router.dispatch.dispatcher import Dispatcher
 from rpc.errors import InvalidField, Mismatch, NotBuilt, Unavailable
-from rpc.identity.principal import caller, calling_tenant
+from rpc.principal import caller, calling_tenant
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -18,11 +18,11 @@ from broker.messages import AdapterRef
 from broker.pins import is_of_tenant
 from router.catalog.manifest import Manifest, RegisteredModel, read_manifest, registered_model
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
-from rpc.identity.api_keys import STALE_S
-from rpc.identity.principal import TENANT_KEY
-from rpc.identity.tls import LiveChannel, TlsFiles
+from rpc.principal import TENANT_KEY
 from rpc.server import channel_options
 from rpc.shares import FairTurns
+from rpc.tls import LiveChannel, TlsFiles
+from tenancy.api_keys import STALE_S
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from loraplex.admin.v1 import keys_pb2 as pb
 
 from router.catalog.store_client import StoreClient
 from rpc.errors import CallError
-from rpc.identity.api_keys import HashedKey, HashedSecret, KeyDirectory
-from rpc.identity.principal import Role
+from rpc.principal import Role
+from tenancy.api_keys import HashedKey, HashedSecret, KeyDirectory
 
 log = logging.getLogger(__name__)
 

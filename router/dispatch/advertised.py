@@ -12,7 +12,7 @@ import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
-from rpc.identity.tls import LiveChannel, TlsFiles
+from rpc.tls import LiveChannel, TlsFiles
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 
 from router.request import TokenLogprobs
 from rpc.errors import CallError
-from rpc.identity.principal import Principal
+from rpc.principal import Principal
 from rpc.status import to_error
 
 

@@ -19,12 +19,12 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import WorkerLink, is_long, read_frame
 from router.metrics import RouterMetrics
 from rpc.errors import CallError, InvalidField, PermissionDenied, Unauthenticated
-from rpc.identity.certificates import belongs
-from rpc.identity.guard import Refused
-from rpc.identity.principal import Principal, Role, caller
-from rpc.identity.signatures import Signer, welcome_parts
-from rpc.identity.tls import TlsFiles
+from rpc.principal import Principal, Role, caller
 from rpc.server import Server
+from rpc.tls import TlsFiles
+from tenancy.certificates import belongs
+from tenancy.guard import Refused
+from tenancy.signatures import Signer, welcome_parts
 
 log = logging.getLogger(__name__)
 

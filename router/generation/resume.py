@@ -30,7 +30,7 @@ from router.catalog.store_client import StoreClient
 from router.quotas.usage import calling_key
 from router.request import Received, Request
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
-from rpc.identity.api_keys import KeyDirectory
+from tenancy.api_keys import KeyDirectory
 
 log = logging.getLogger(__name__)
 

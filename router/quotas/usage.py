@@ -33,7 +33,7 @@ from broker.wrong_types import set_aside
 from router.metrics import RouterMetrics
 from router.quotas.usage_sender import UsageSender
 from rpc.errors import Unauthenticated
-from rpc.identity.principal import caller
+from rpc.principal import caller
 
 log = logging.getLogger(__name__)
 

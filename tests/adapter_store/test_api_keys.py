@@ -16,9 +16,9 @@ from loraplex.admin.v1 import keys_pb2_grpc
 from adapter_store.api_keys import ApiKey, ApiKeys
 from adapter_store.app import Store, StoreSettings
 from adapter_store.database import Database
-from rpc.identity.api_keys import hash_of, split_api_key
-from rpc.identity.principal import Role
+from rpc.principal import Role
 from rpc.server import channel_options
+from tenancy.api_keys import hash_of, split_api_key
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
 from adapter_store.open_calls import TenantCalls
-from rpc.identity.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
-from rpc.identity.guard import Guard
-from rpc.identity.permissions import Port
-from rpc.identity.principal import Role
+from rpc.principal import Role
 from rpc.server import Server
+from tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
+from tenancy.guard import Guard
+from tenancy.permissions import Port
 
 
 class Large(adapters_pb2_grpc.AdapterServiceServicer):

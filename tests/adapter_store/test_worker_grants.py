@@ -16,9 +16,8 @@ from adapter_store.app import Store, StoreSettings
 from artifacts.base_model import read_base_model
 from broker.messages import AdapterRef
 from clients.cli.models import registered
-from rpc.identity.principal import Role
-from rpc.identity.revision_grants import GRANT_S, RevisionGrantIssuer
-from rpc.identity.signatures import Signer
+from rpc.principal import Role
+from tenancy.signatures import GRANT_S, RevisionGrantIssuer, Signer
 from tests.credentials_files import tls_files
 from tests.worker.io.adapters.test_fetch import adapter
 from worker.io.adapters.disk import DiskTier

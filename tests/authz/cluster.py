@@ -13,9 +13,9 @@ import grpc
 
 from broker.job_keys import new_job_key
 from rpc.children.process import Process
-from rpc.identity.api_keys import new_api_key
-from rpc.identity.development_ca import DevelopmentCa, write_private
-from rpc.identity.permissions import REFLECTION_SERVICE, SGLANG_SERVICE
+from tenancy.api_keys import new_api_key
+from tenancy.development_ca import DevelopmentCa, write_private
+from tenancy.permissions import REFLECTION_SERVICE, SGLANG_SERVICE
 from tests.authz.cases import SERVERS
 from tests.authz.credentials import AUDIENCE, ISSUER, Credentials, Issuer, make_certificates, make_keys
 from tests.valkey_server import ValkeyServer

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from google.protobuf.duration_pb2 import Duration
 from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
 
-from rpc.identity.api_keys import KEY_ROLES, new_api_key
-from rpc.identity.development_ca import DevelopmentCa
-from rpc.identity.principal import TENANT_ROLES, Role
+from rpc.principal import TENANT_ROLES, Role
+from tenancy.api_keys import KEY_ROLES, new_api_key
+from tenancy.development_ca import DevelopmentCa
 
 TENANT, OTHER = "acme", "globex"
 ISSUER, AUDIENCE = "https://issuer.example", "loraplex"

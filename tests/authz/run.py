@@ -16,9 +16,9 @@ from loraplex.admin.v1 import accounts_pb2, grants_pb2, keys_pb2, plans_pb2, ten
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2
 
-from rpc.identity.permissions import REFLECTION_SERVICE, SGLANG_SERVICE
-from rpc.identity.principal import TENANT_KEY, Role
+from rpc.principal import TENANT_KEY, Role
 from rpc.status import DETAILS_KEY
+from tenancy.permissions import REFLECTION_SERVICE, SGLANG_SERVICE
 from tests.authz.cases import NAMING, OPTIONAL, OTHER, REASONS, TWO, Case
 from tests.authz.cluster import Cluster
 from tests.authz.credentials import OTHER as OTHER_TENANT

@@ -12,8 +12,8 @@ import grpc
 import pytest
 from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc
 
-from rpc.identity.permissions import PERMISSIONS
-from rpc.identity.principal import Role
+from rpc.principal import Role
+from tenancy.permissions import PERMISSIONS
 from tests.authz.cases import OPTIONAL, SERVERS, Case, all_cases
 from tests.authz.cluster import Cluster, running
 from tests.authz.run import Caller

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.connection import RedisUnreachableError, connect
-from rpc.identity.development_ca import DevelopmentCa, write_private
+from tenancy.development_ca import DevelopmentCa, write_private
 from tests.broker.test_connection import use
 
 

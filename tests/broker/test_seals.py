@@ -25,10 +25,9 @@ from broker.queue import JobQueue
 from broker.seal_kinds import JOB_S, SealKind
 from broker.seals import COMMAND_S, Seals
 from broker.terms import Placement
-from rpc.identity.development_ca import DevelopmentCa, write_private
-from rpc.identity.principal import Role
-from rpc.identity.revision_grants import GRANT_S, RevisionGrantVerifier, left_s
-from rpc.identity.signatures import Signer, Verifier
+from rpc.principal import Role
+from tenancy.development_ca import DevelopmentCa, write_private
+from tenancy.signatures import GRANT_S, RevisionGrantVerifier, Signer, Verifier, left_s
 from tests.broker.both_queues import make_job
 from tests.credentials_files import CA, RefusedSeals, job_keys, router_seals, tls_files, worker_seals
 
@@ -248,7 +247,7 @@ async def test_a_waiting_job_is_sealed_anew_until_it_is_claimed_or_replaced(cell
 
 
 async def test_keys_are_taken_into_use_without_a_restart(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("files.watched.LOOK_S", 0.0)
+    monkeypatch.setattr("files.LOOK_S", 0.0)
     path = cell.directory / "job.key"
     old, new = path.read_text(), new_job_key("new")
     for text in (old + new, new + old):

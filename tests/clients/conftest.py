@@ -20,8 +20,8 @@ from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from adapter_store.app import Store, StoreSettings
 from rpc.errors import CallError
-from rpc.identity.guard import open_guard
 from rpc.server import Server
+from tenancy.guard import open_guard
 
 HANG = "hang"
 # An entry of a script: an event to send, an error or a bare status to end with, an event to wait for, or HANG.

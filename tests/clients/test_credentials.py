@@ -24,14 +24,14 @@ from starlette.datastructures import Headers
 
 from clients.gateway.cluster import Cluster
 from clients.gateway.errors import HttpError
-from rpc.identity.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
-from rpc.identity.certificates import CertificateReader
-from rpc.identity.development_ca import DevelopmentCa
-from rpc.identity.guard import Guard
-from rpc.identity.permissions import Port
-from rpc.identity.principal import Role, calling_tenant
-from rpc.identity.tls import TlsFiles
+from rpc.principal import Role, calling_tenant
 from rpc.server import Server
+from rpc.tls import TlsFiles
+from tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
+from tenancy.certificates import CertificateReader
+from tenancy.development_ca import DevelopmentCa
+from tenancy.guard import Guard
+from tenancy.permissions import Port
 
 
 def test_the_environment_has_the_credentials_of_a_client_without_any(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from clients.cli.__main__ import app
-from rpc.identity.api_keys import split_api_key
+from tenancy.api_keys import split_api_key
 
 
 async def keys(store: str, *arguments: str) -> str:

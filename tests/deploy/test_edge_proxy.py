@@ -20,9 +20,9 @@ import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from rpc.identity.guard import open_guard
-from rpc.identity.tls import TlsFiles
 from rpc.server import Server
+from rpc.tls import TlsFiles
+from tenancy.guard import open_guard
 from tests.credentials_files import CA, write_tls_files
 from tests.rpc.raw_http2 import UnreadingClient
 

@@ -35,9 +35,9 @@ from artifacts.base_model import read_base_model
 from broker.job_keys import new_job_key
 from clients.cli.models import registered
 from rpc.children.process import Process
-from rpc.identity.api_keys import new_api_key
-from rpc.identity.development_ca import DevelopmentCa, write_private
-from telemetry.audit.chain import read, verify
+from tenancy.api_keys import new_api_key
+from tenancy.audit_log import read, verify
+from tenancy.development_ca import DevelopmentCa, write_private
 from tests.e2e.test_telemetry import collector
 from tests.router.quotas.test_usage_sender import Collector
 from tests.valkey_server import ValkeyServer

@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from rpc.identity.principal import TENANT_KEY
+from rpc.principal import TENANT_KEY
 from rpc.status import DETAILS_KEY
 from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Stopping

@@ -20,7 +20,7 @@ from artifacts.base_model import read_base_model
 from broker.keys import Keys
 from clients.cli.models import registered
 from rpc.children.process import Process
-from rpc.identity.tls import TlsFiles
+from rpc.tls import TlsFiles
 from tests.credentials_files import job_keys, tls_files, write_tls_files
 from tests.valkey_server import ValkeyServer
 

@@ -14,8 +14,8 @@ from broker.messages import AdapterRef, AdapterRequest
 from broker.queue import JobQueue
 from broker.seal_kinds import SealKind
 from broker.seals import Seals
-from rpc.identity.principal import Role
-from rpc.identity.signatures import Signer, Verifier
+from rpc.principal import Role
+from tenancy.signatures import Signer, Verifier
 from tests.credentials_files import job_keys
 from tests.forged.cluster import KEYS, OTHER, TENANT
 from tests.forged.stage import PROMPT, THIEF, TIMEOUT_S, Stage, incarnation_of

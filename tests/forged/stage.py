@@ -17,8 +17,8 @@ from redis.asyncio import Redis
 
 from artifacts.base_model import read_base_model
 from broker.messages import AdapterRef, Job, StoppingParams
-from rpc.identity.principal import TENANT_KEY
-from rpc.identity.tls import TlsFiles
+from rpc.principal import TENANT_KEY
+from rpc.tls import TlsFiles
 from tests.forged.cluster import KEYS, MODEL, OTHER, TENANT, Cluster
 
 THIEF = "loraplex://worker/thief"

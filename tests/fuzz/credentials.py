@@ -25,11 +25,9 @@ from broker.seals import Seals
 from broker.terms import Placement
 from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens
 from rpc.errors import CallError
-from rpc.identity.json_web_tokens import JwtReader
-from rpc.identity.principal import Role
-from rpc.identity.revision_grants import RevisionGrantIssuer, RevisionGrantVerifier, left_s
-from rpc.identity.signatures import SignatureError, Signer, Verifier
-from rpc.identity.signing_keys import SigningKeys
+from rpc.principal import Role
+from tenancy.json_web_tokens import JwtReader, SigningKeys
+from tenancy.signatures import RevisionGrantIssuer, RevisionGrantVerifier, SignatureError, Signer, Verifier, left_s
 from tests.credentials_files import job_keys, router_seals, tls_files
 from tests.fuzz.queue_payloads import ADAPTER, JOBS
 from tests.fuzz.target import Target

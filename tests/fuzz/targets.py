@@ -28,8 +28,8 @@ from router.api.open_calls import field_in_excess
 from router.api.sglang_messages import lark_of
 from router.text.chat_templates import Template
 from rpc.errors import CallError
-from rpc.identity.api_keys import bearer, split_api_key
-from rpc.identity.tenant_header import is_tenant
+from tenancy.api_keys import bearer, split_api_key
+from tenancy.guard import is_tenant
 from tests.fuzz.credentials import CREDENTIALS
 from tests.fuzz.queue_payloads import JOBS, PAYLOADS, read_job, read_payload
 from tests.fuzz.target import Target

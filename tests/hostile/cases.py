@@ -9,8 +9,8 @@ from loraplex.adapters.v1 import adapters_pb2 as store_pb
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from rpc.identity.permissions import PERMISSIONS
-from rpc.identity.principal import TENANT_KEY
+from rpc.principal import TENANT_KEY
+from tenancy.permissions import PERMISSIONS
 
 TENANT = "mallory"
 INFERENCE = "/loraplex.inference.v1.InferenceService/"

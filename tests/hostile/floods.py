@@ -16,7 +16,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 from loraplex_client import AsyncClient
 
-from rpc.identity.principal import TENANT_KEY
+from rpc.principal import TENANT_KEY
 from rpc.server import channel_options
 from tests.hostile.cases import TENANT
 

@@ -57,6 +57,6 @@ def test_only_an_engine_protocol_that_is_known_and_installed_is_served(monkeypat
         Settings(store="s", redis_url="r", engine_protocol="vllm")
     with pytest.raises(ValueError, match="--engine-tenant 'A B': not a tenant's name"):
         Settings(store="s", redis_url="r", engine_tenant="A B")
-    monkeypatch.setattr("rpc.optional_packages.find_spec", lambda module: None)
+    monkeypatch.setattr("rpc.settings.find_spec", lambda module: None)
     with pytest.raises(ValueError, match="--engine-protocol sglang: needs the package smg-grpc-proto"):
         Settings(store="s", redis_url="r", engine_protocol="sglang")

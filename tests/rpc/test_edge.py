@@ -13,10 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from rpc.edge import edge_options
-from rpc.identity.guard import open_guard
-from rpc.server import Server
+from rpc.server import Server, edge_options
 from rpc.status import DETAILS_KEY
+from tenancy.guard import open_guard
 
 
 class Held(inference_pb2_grpc.InferenceServiceServicer):

@@ -15,9 +15,9 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from router.api.open_calls import OpenCalls
-from rpc.identity.guard import open_guard
-from rpc.identity.principal import TENANT_KEY, calling_tenant
+from rpc.principal import TENANT_KEY, calling_tenant
 from rpc.server import Server
+from tenancy.guard import open_guard
 
 INFERENCE, STORE = "/loraplex.inference.v1.InferenceService/", "/loraplex.adapters.v1.AdapterService/"
 # A string of invalid UTF-8, a field cut short, a group that never ends, a length of 2^63, a bad wire type.

@@ -12,10 +12,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from rpc import receiving
-from rpc.identity.guard import Guard, open_guard
-from rpc.identity.permissions import Port
 from rpc.server import MESSAGE_BYTES, Server
 from rpc.shares import Shares
+from tenancy.guard import Guard, open_guard
+from tenancy.permissions import Port
 from tests.rpc.half_sent import HalfSent
 
 CHECK = "/grpc.health.v1.Health/Check"

@@ -15,9 +15,9 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from rpc import errors
-from rpc.identity.guard import open_guard
 from rpc.server import PortInUse, Server
 from rpc.status import CODES, DETAILS_KEY, to_error, to_status
+from tenancy.guard import open_guard
 
 CASES: list[tuple[errors.CallError, grpc.StatusCode, type[Any] | None]] = [
     (errors.InvalidField("sampling.top_p", "bad"), grpc.StatusCode.INVALID_ARGUMENT, details_pb2.BadRequest),

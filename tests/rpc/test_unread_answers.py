@@ -13,9 +13,9 @@ from loraplex.inference.v1 import inference_pb2_grpc
 
 from router.api.open_calls import OpenCalls
 from rpc.errors import Unauthenticated
-from rpc.identity.guard import open_guard
-from rpc.identity.running_calls import end_call
+from rpc.interceptors import end_call
 from rpc.server import Server
+from tenancy.guard import open_guard
 from tests.rpc.raw_http2 import DATA, HEADERS, UnreadingClient
 
 SERVICE = "/loraplex.inference.v1.InferenceService/"

@@ -8,8 +8,8 @@ from contextlib import aclosing
 
 from router.request import Message
 from rpc.errors import CallError, DeadlinePassed, Exhausted, Unauthenticated, Unavailable
-from rpc.identity.principal import CredentialKind, Principal, Role, set_caller
-from rpc.identity.running_calls import take_ending
+from rpc.interceptors import take_ending
+from rpc.principal import CredentialKind, Principal, Role, set_caller
 from tests.simulation.ledger import HELD
 from tests.simulation.loop import NODE
 from tests.simulation.network import Network

@@ -37,8 +37,8 @@ from router.quotas.usage import calling_key
 from router.request import EncodeRequest, Message, Received, Request, Summary
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import NotFound, Unavailable
-from rpc.identity.api_keys import HashedKey, KeyDirectory
-from rpc.identity.principal import Role
+from rpc.principal import Role
+from tenancy.api_keys import HashedKey, KeyDirectory
 from tests.simulation.channels import Registrar
 from tests.simulation.ledger import SimulatedCalls, SimulatedUsage
 from tests.simulation.loop import Node

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from artifacts.base_model import read_base_model
 from broker.startup import connect_once_up
-from rpc.audit.refused_callers import WINDOW_S, RefusedCallers
 from rpc.server import stop_signal, unless_stopped
-from telemetry.audit.log import AuditLog
 from telemetry.metrics import serve_metrics
 from telemetry.tracing import set_up_tracing
+from tenancy.audit_log import AuditLog
+from tenancy.auditor import WINDOW_S, RefusedCallers
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import DownloadTimeouts
 from worker.io.adapters.fetch import AdapterFetcher

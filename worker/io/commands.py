@@ -29,7 +29,7 @@ from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRef, AdapterRequest
 from broker.pins import concerns_tenant, is_unpinned_by
 from broker.queue import JobQueue
-from rpc.identity.tls import LiveChannel
+from rpc.tls import LiveChannel
 from worker.engine_api import Removal
 from worker.io.adapters.download import FetchFailedError
 from worker.io.adapters.fetch import AdapterFetcher, DiskPin, fetch_source

@@ -11,11 +11,11 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from broker.job_keys import JobKeys
 from broker.seal_kinds import SealError, SealKind
 from broker.seals import Seals
-from rpc.audit.refused_callers import RefusedCallers
-from rpc.identity.certificates import below, own_name
-from rpc.identity.principal import Role
-from rpc.identity.signatures import Signature, SignatureError, Verifier, welcome_parts
-from rpc.identity.tls import TlsFiles
+from rpc.principal import Role
+from rpc.tls import TlsFiles
+from tenancy.auditor import RefusedCallers
+from tenancy.certificates import below, own_name
+from tenancy.signatures import Signature, SignatureError, Verifier, welcome_parts
 from worker.io.metrics import WorkerMetrics
 from worker.io.relay.link_state import NotARouterError
 

@@ -9,8 +9,8 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from telemetry.audit.log import AuditCounts
 from telemetry.metrics import LONG_S, PREFIX, SHORT_S, TOKENS, BoundedNames, Meters
+from tenancy.audit_log import AuditCounts
 from worker.engine_api import EngineLimits, EngineStats
 
 

@@ -10,12 +10,12 @@ from artifacts.kv_shape import check_kv_cache_dtype
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from artifacts.quantization import check_device, parse_quantization
 from broker.job_keys import JOB_KEY_HELP
-from rpc.identity.principal import Role
-from rpc.identity.tls import KEY_HELP, TlsFiles, tls_of
+from rpc.principal import Role
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
-from telemetry.audit.log import FILE_HELP
+from rpc.tls import KEY_HELP, TlsFiles, tls_of
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
+from tenancy.audit_log import FILE_HELP
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -71,7 +71,7 @@ class Settings:
         check_logging(self.log_format, self.log_level)
         if (tls := self.tls_files()) is not None:
             from broker.job_keys import check_job_key
-            from rpc.identity.certificates import own_name
+            from tenancy.certificates import own_name
 
             own_name(tls, Role.WORKER)
             check_job_key(self.job_key)

@@ -15,8 +15,8 @@ from clients.gateway.app import serving
 from clients.gateway.endpoint import GatewayMetrics
 from clients.gateway.http_server import OwnCertificate
 from clients.gateway.settings import Settings
-from rpc.identity.development_ca import DevelopmentCa, write_private
 from rpc.settings import SettingsError
+from tenancy.development_ca import DevelopmentCa, write_private
 
 ASKED = b"GET /v1/nothing HTTP/1.1\r\nHost: localhost\r\n\r\n"
 

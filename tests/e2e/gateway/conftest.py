@@ -10,7 +10,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from rpc.optional_packages import is_installed
+from rpc.settings import is_installed
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
 from worker.engine.hash_engine import expected_ids
 from worker.engine_api import Sampling, Stopping

@@ -19,13 +19,13 @@ from bench.screenshots import NoBrowserError, find_browser
 from clients.gateway.app import serving
 from clients.gateway.endpoint import GatewayMetrics
 from clients.gateway.settings import Settings
-from rpc.identity.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
-from rpc.identity.development_ca import DevelopmentCa
-from rpc.identity.guard import Guard
-from rpc.identity.permissions import Port
-from rpc.identity.principal import Role
-from rpc.identity.tls import TlsFiles
+from rpc.principal import Role
 from rpc.server import Server
+from rpc.tls import TlsFiles
+from tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
+from tenancy.development_ca import DevelopmentCa
+from tenancy.guard import Guard
+from tenancy.permissions import Port
 from tests.e2e.conftest import TENANT, Cluster
 from tests.e2e.gateway.conftest import HEADERS, MESSAGES, PROMPT, expected
 

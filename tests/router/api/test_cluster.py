@@ -11,7 +11,7 @@ from loraplex.cluster.v1 import cluster_pb2 as pb
 from broker.messages import DeadJob
 from router.api.cluster import ClusterService
 from router.metrics import RouterMetrics
-from rpc.identity.principal import CredentialKind, Principal, Role, set_caller
+from rpc.principal import CredentialKind, Principal, Role, set_caller
 
 
 def routed(tenant: str) -> Any:

@@ -23,11 +23,11 @@ from loraplex.inference.v1 import inference_pb2_grpc
 
 from router.api.open_calls import FIELDS, LARGE_BYTES, OpenCalls
 from rpc.errors import CallError, InvalidField
-from rpc.identity.guard import open_guard
-from rpc.identity.permissions import SGLANG_SERVICE
-from rpc.identity.principal import TENANT_KEY
+from rpc.principal import TENANT_KEY
 from rpc.server import MESSAGE_BYTES, Server, channel_options
 from rpc.status import DETAILS_KEY
+from tenancy.guard import open_guard
+from tenancy.permissions import SGLANG_SERVICE
 
 # Maximum number of calls of one connection at a time: more than any test makes, as a router has more than it serves.
 STREAMS = 4_096

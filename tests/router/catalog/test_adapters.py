@@ -17,9 +17,9 @@ from router.catalog.manifest import Manifest
 from router.catalog.store_client import ResolvedAdapter, StoreClient
 from router.request import Request
 from rpc.errors import Mismatch, NotFound, Unavailable
-from rpc.identity.guard import open_guard
 from rpc.server import Server
 from rpc.shares import FairTurns
+from tenancy.guard import open_guard
 
 ORIGINAL = Manifest("tiny", "sha256:original", "llama", context_length=64, vocab_size=32, files={})
 QUANTIZED = replace(ORIGINAL, digest="sha256:quantized", original_digest=ORIGINAL.digest)

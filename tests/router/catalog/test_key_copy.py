@@ -17,8 +17,8 @@ from adapter_store.app import Store, StoreSettings
 from router.catalog.store_client import StoreClient
 from router.catalog.store_copies import KeyCopy
 from rpc.errors import Unavailable
-from rpc.identity.api_keys import ApiKeyReader, KeyDirectory
-from rpc.identity.principal import Role
+from rpc.principal import Role
+from tenancy.api_keys import ApiKeyReader, KeyDirectory
 
 
 @pytest.fixture

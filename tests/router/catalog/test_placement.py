@@ -18,7 +18,7 @@ from router.dispatch.worker_links import RelayReach
 from router.metrics import RouterMetrics
 from router.quotas.plans import Plans
 from router.settings import Settings
-from rpc.identity.principal import CredentialKind, Principal, Role, set_caller
+from rpc.principal import CredentialKind, Principal, Role, set_caller
 
 JOB = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1, request_id="j")
 

@@ -14,8 +14,8 @@ from router.dispatch import advertised
 from router.dispatch.advertised import AdvertisedAddressError, check_advertised
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
-from rpc.identity.guard import open_guard
 from rpc.server import Server
+from tenancy.guard import open_guard
 
 
 @asynccontextmanager

@@ -12,8 +12,8 @@ from loraplex.relay.v1 import relay_pb2_grpc
 
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import PaceLimits, RelayService
-from rpc.identity.guard import open_guard
 from rpc.server import Server
+from tenancy.guard import open_guard
 
 
 def test_the_interval_grows_with_the_links_between_its_bounds() -> None:

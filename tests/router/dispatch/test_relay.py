@@ -21,8 +21,8 @@ from router.dispatch.routed_job import RoutedJob
 from router.dispatch.worker_links import DispatchTiming
 from router.metrics import RouterMetrics
 from router.servers import RelayAccess
-from rpc.identity.guard import open_guard
 from rpc.server import Server
+from tenancy.guard import open_guard
 from tests.router.recording_link import dispatched
 from worker.engine_api import FinishKind, Output
 from worker.io.local_jobs import LocalChoice, LocalJobs

@@ -26,10 +26,10 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
 from router.servers import RelayAccess
 from rpc.errors import CallError
-from rpc.identity.development_ca import DevelopmentCa
-from rpc.identity.principal import Principal, Role
-from rpc.identity.signatures import Signature, SignatureError, Signer, Verifier, welcome_parts
-from rpc.identity.tls import TlsFiles
+from rpc.principal import Principal, Role
+from rpc.tls import TlsFiles
+from tenancy.development_ca import DevelopmentCa
+from tenancy.signatures import Signature, SignatureError, Signer, Verifier, welcome_parts
 from tests.credentials_files import CA, HOSTS, tls_files
 from tests.router.recording_link import KEYS, dispatched
 from tests.worker.io.relay.handlers import NoRequests
@@ -214,7 +214,7 @@ async def test_a_worker_sends_nothing_to_who_is_no_router(
 async def test_a_renewed_certificate_is_used_for_the_next_stream(
     redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("files.watched.LOOK_S", 0.0)
+    monkeypatch.setattr("files.LOOK_S", 0.0)
     own = tls_files(tmp_path, "loraplex://worker/gpu")
     async with linked(own) as (links, _), relaying(redis, tls_files(tmp_path, "loraplex://router/r")) as relay:
         links.follow([relay.address])

@@ -14,8 +14,8 @@ from broker.messages import AdapterRef
 from router.catalog.store_client import ResolvedAdapter
 from router.generation.resume import TOKEN_S, GivenKeys, ResumeEpochs, ResumeTokens, key_name
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
-from rpc.identity.api_keys import HashedKey, KeyDirectory
-from rpc.identity.principal import CredentialKind, Principal, Role, set_caller
+from rpc.principal import CredentialKind, Principal, Role, set_caller
+from tenancy.api_keys import HashedKey, KeyDirectory
 from tests.router.generation.test_resume import CLAIMS, KEY, PART, SET, as_before, same
 
 HASHED = HashedKey("0123456789abcdef", "acme", Role.TENANT_USER, frozenset(), None, False, ())

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from grammars.matching import compile_grammar, read_vocabulary
 from router.dispatch.link import WorkerFinish
-from router.generation.answer import ChoiceAnswer, UntoldText
+from router.generation.answer import ChoiceAnswer, ResumeFilter
 from router.generation.chat_format import call_grammar, chat_format
 from router.generation.chat_reader import ChatReader
 from router.request import Chat, ChatMessage, Delta, FinishReason, Tool, ToolMode
@@ -53,7 +53,7 @@ def test_every_call_of_a_random_model_parses(kind: str, family: str) -> None:
     for _ in range(3):
         ids, complete = random_ids(vocabulary.tokens, grammar, rng, end)
         stream = text.stream(prompt_ids, skip_special_tokens=True, marks=answer_format.marks)
-        answer = ChoiceAnswer(stream, (), 1, untold=UntoldText(None, ChatReader(answer_format)))
+        answer = ChoiceAnswer(stream, (), 1, resume_filter=ResumeFilter(None, ChatReader(answer_format)))
         found = [answer.push([token_id], None)[0] for token_id in ids[:-1]]
         last, finished = answer.push(ids[-1:], WorkerFinish.COMPLETE if complete else WorkerFinish.END)
         deltas = [delta for delta in (*found, last) if isinstance(delta, Delta)]

@@ -12,8 +12,8 @@ from artifacts.plans import Plan
 from broker.ledger import TokenLimits
 from broker.terms import NO_KEY, KeyTerms
 from router.quotas.plans import Plans
-from telemetry.audit.log import AuditCounts, AuditLog
 from telemetry.metrics import Meters
+from tenancy.audit_log import AuditCounts, AuditLog
 
 FILE = """
 [default]

@@ -18,9 +18,9 @@ from redis.asyncio import Redis
 from broker.keys import Keys
 from broker.messages import Job, StoppingParams
 from broker.queue import JobQueue
-from rpc.identity.guard import open_guard
 from rpc.server import Server, relay_options
 from telemetry.tracing import Spans
+from tenancy.guard import open_guard
 from worker.engine_api import EngineConfig
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.download import DownloadTimeouts

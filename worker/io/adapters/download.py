@@ -15,7 +15,7 @@ from loraplex.adapters.v1 import adapters_pb2_grpc
 
 from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
 from broker.messages import AdapterRef
-from rpc.identity.principal import TENANT_KEY, WORKER_GRANT_KEY
+from rpc.principal import TENANT_KEY, WORKER_GRANT_KEY
 from worker.engine_api import Failure, FailureCode, FailureReason
 
 # Maximum bytes of an adapter's configuration file, as the store has it.

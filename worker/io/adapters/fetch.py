@@ -25,8 +25,8 @@ from loraplex.adapters.v1 import adapters_pb2_grpc
 
 from artifacts.digests import weighted_digest
 from broker.messages import AdapterRef, AdapterRequest
-from rpc.identity.tls import LiveChannel, TlsFiles
 from rpc.server import channel_options
+from rpc.tls import LiveChannel, TlsFiles
 from worker.engine_api import AdapterPart, AdapterSource, Failure, FailureReason
 from worker.io.adapters.disk import DiskTier, NotReservedError
 from worker.io.adapters.disk_budget import Stored, TooLargeError

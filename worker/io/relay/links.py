@@ -29,8 +29,8 @@ import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
-from rpc.identity.tls import LiveChannel
 from rpc.server import relay_options
+from rpc.tls import LiveChannel
 from worker.engine_api import Removal
 from worker.io.local_jobs import LocalChoice, LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics

@@ -11,8 +11,8 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from broker.messages import Job, StoppingParams
-from rpc.identity.guard import open_guard
 from rpc.server import Server, relay_options
+from tenancy.guard import open_guard
 from tests.worker.io.relay.handlers import NoRequests
 from worker.io.local_jobs import LocalJobs
 from worker.io.relay.links import LinkSettings, RouterLinks

@@ -11,8 +11,8 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from broker.messages import Job, StoppingParams
-from rpc.identity.guard import open_guard
 from rpc.server import Server
+from tenancy.guard import open_guard
 from tests.worker.io.relay.handlers import AckHandler
 from worker.engine_api import FinishKind, Output
 from worker.io.local_jobs import LocalChoice, LocalJobs

@@ -1,1 +1,0 @@
-"""Records for the audit log: calls that change something, and callers that were refused."""

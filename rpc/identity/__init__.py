@@ -1,1 +1,0 @@
-"""Turns credentials into principals, and admits or refuses these by a table of permissions."""

@@ -1,0 +1,397 @@
+"""The interceptors of every server: statuses of errors, messages that cannot be read, counts and bounds of calls."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import grpc
+from google.protobuf.message import DecodeError
+from prometheus_client import Counter, Histogram
+
+from rpc.errors import CallError, Exhausted, Internal, InvalidField
+from rpc.receiving import current_call
+from rpc.status import CODES, abort
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+Method = Callable[..., Any]
+
+# Makers of handlers, by whether requests and whether responses are streams.
+_MAKERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+def wrapped(
+    handler: grpc.RpcMethodHandler[Any, Any],
+    wrap: Callable[[Method], Method],
+    request_deserializer: Callable[[bytes], Any] | None = None,
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return a handler of the same kind with a wrapped method, and perhaps another reader of its requests."""
+    method: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    make = _MAKERS[handler.request_streaming, handler.response_streaming]
+    return make(wrap(method), request_deserializer or handler.request_deserializer, handler.response_serializer)
+
+
+class CallGuard(grpc.aio.ServerInterceptor):
+    """Admits callers to the methods of a server; tenancy.guard has the one of every server with services."""
+
+    def check_declared(self, methods: Iterable[str]) -> None:
+        """Raise an error where it does not know who may call one of a server's methods."""
+        raise NotImplementedError
+
+
+# Reasons for which tasks of calls were cancelled; rpc.interceptors makes them their status. None: the call has
+# its answer.
+_ENDINGS: WeakKeyDictionary[asyncio.Task[Any], CallError | None] = WeakKeyDictionary()
+
+
+def end_call(task: asyncio.Task[Any], error: CallError) -> None:
+    """End the call that a task serves with an error, whatever it waits for, unless it has ended or is ending."""
+    if not task.done() and task not in _ENDINGS:
+        _ENDINGS[task] = error
+        task.cancel()
+
+
+def take_ending() -> CallError | None:
+    """Return why the current task was cancelled and let it go on; None where its client left or the server stops."""
+    task = asyncio.current_task()
+    error = None if task is None else _ENDINGS.pop(task, None)
+    if task is not None and error is not None:
+        task.uncancel()
+    return error
+
+
+async def let_finish() -> None:
+    """Let the call of the current task end as it is: it has its answer, which gRPC may still have to send."""
+    task = asyncio.current_task()
+    if task is None:
+        return
+    if _ENDINGS.get(task) is not None:  # it was cancelled in this moment, which the next await would raise
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        task.uncancel()
+    _ENDINGS[task] = None
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """End every call that raised with its status; an error outside the table is logged and becomes INTERNAL.
+
+    Put it before all other interceptors: it asks them for a method's handler once and keeps it.
+    """
+
+    def __init__(self) -> None:
+        self._guarded: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return the method's handler, guarded."""
+        name = handler_call_details.method
+        if name not in self._guarded:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            guard = self._guard_stream if handler.response_streaming else self._guard
+            self._guarded[name] = wrapped(handler, lambda inner: guard(inner, name))
+        return self._guarded[name]
+
+    def _guard(self, method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:
+        async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                answer = await method(request, context)
+                await let_finish()
+                return answer
+            except grpc.aio.AbortError:
+                raise
+            except asyncio.CancelledError:
+                if (ending := take_ending()) is None:
+                    raise
+                failure = ending
+            except Exception as error:
+                failure = _as_call_error(error, name)
+            return await abort(context, failure)
+
+        return guarded
+
+    def _guard_stream(self, method: Any, name: str) -> Callable[..., Awaitable[None]]:
+        """Guard a method that yields; its messages are written here.
+
+        gRPC writes what a generator yields outside of it: there the end of a credential would end the call of a client
+        that reads nothing without a status.
+        """
+
+        async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            answer = None
+            writes = _Writes(context)
+            try:
+                try:
+                    answer = method(request, context)
+                    async for response in answer:
+                        await writes.write(response)
+                    await let_finish()
+                    return
+                except grpc.aio.AbortError:
+                    raise
+                except asyncio.CancelledError:
+                    if (ending := take_ending()) is None:
+                        raise
+                    failure = ending
+                except Exception as error:
+                    failure = _as_call_error(error, name)
+                finally:
+                    if inspect.isasyncgen(answer):
+                        await answer.aclose()
+                await writes.end_first()
+                await abort(context, failure)
+            finally:
+                writes.close()
+
+        return guarded
+
+
+class _Writes:
+    """The messages of one stream, as gRPC writes them.
+
+    The first write ends before a status is sent, because gRPC notes after it that the call's metadata went with it; it
+    refuses a status with these metadata again, and the client would wait for ever.
+    """
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._context = context
+        self._first: asyncio.Future[None] | None = None
+
+    async def write(self, response: Any) -> None:
+        """Write a message; a call that is cancelled meanwhile leaves the first one to gRPC."""
+        if self._first is None:
+            self._first = asyncio.ensure_future(self._context.write(response))
+            self._first.add_done_callback(_retrieve)
+            await asyncio.shield(self._first)
+        else:
+            await self._context.write(response)
+
+    async def end_first(self) -> None:
+        """Wait until a status may follow."""
+        if self._first is not None:
+            await asyncio.wait([self._first])
+
+    def close(self) -> None:
+        """Give up the first write, which would keep the call."""
+        if self._first is not None:
+            self._first.cancel()
+
+
+def _retrieve(write: asyncio.Future[None]) -> None:
+    """Take the error of a write that nobody waits for any more: its client has left."""
+    if not write.cancelled():
+        write.exception()
+
+
+def _as_call_error(error: Exception, name: str) -> CallError:
+    """Return the error that ends the call, without its traceback.
+
+    gRPC keeps what `abort` raises with the call. With the frames of a traceback, which know the call, that would be a
+    cycle that holds the request's message until a garbage collection.
+    """
+    if not isinstance(error, CallError):
+        log.exception("%s failed", name, exc_info=error)
+        return Internal("internal error; the server's log says more")
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
+
+
+class UnreadableMessage:
+    """Bytes of a client that are no message of the method's type."""
+
+
+class ReadableMessages(grpc.aio.ServerInterceptor):
+    """Refuses messages that cannot be read. Put it behind all other interceptors: they see the call first."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wrap the method's handler and what reads its messages."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        wrap = _of_many if handler.request_streaming else _of_one
+        return wrapped(handler, wrap, _reader(handler.request_deserializer))
+
+
+def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except (DecodeError, ValueError):  # the Python implementation raises UnicodeDecodeError, a ValueError
+            return UnreadableMessage()
+
+    return read
+
+
+def _of_one(method: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(request: Any, context: Context) -> Any:
+        return method(_readable(request), context)
+
+    return checked
+
+
+def _of_many(method: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(requests: AsyncIterator[Any], context: Context) -> Any:
+        return method(_Stream(requests), context)
+
+    return checked
+
+
+class _Stream:
+    """A client's messages; no generator, so that a stream that is left has nothing to close."""
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = requests
+        self._next: Callable[[], Awaitable[Any]] | None = None
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._next is None:  # not before: a call may be refused before it reads
+            self._next = aiter(self._requests).__anext__
+        return _readable(await self._next())
+
+
+def _readable(request: Any) -> Any:
+    if isinstance(request, UnreadableMessage):
+        message = "the bytes are not this method's message; strings of a message are UTF-8"
+        raise InvalidField("request", message, reason="MESSAGE_UNREADABLE")
+    return request
+
+
+class CallMeter(grpc.aio.ServerInterceptor):
+    """Counts and times calls. A stream counts when it ends; methods in `passed` are counted elsewhere.
+
+    `ended` has the labels method and code, `seconds` method; see telemetry.metrics.Meters.rpc_calls.
+    """
+
+    def __init__(self, ended: Counter, seconds: Histogram, passed: Collection[str] = ()) -> None:
+        self._ended = ended
+        self._seconds = seconds
+        self._passed = frozenset(passed)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wrap the method's handler; calls of the health service are not counted."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method.rpartition("/")[2]
+        if handler is None or method in self._passed or handler_call_details.method.startswith("/grpc."):
+            return handler
+        wrap = self._many if handler.response_streaming else self._one
+        return wrapped(handler, lambda inner: wrap(inner, method))
+
+    def _one(self, method: Any, name: str) -> Callable[..., Awaitable[Any]]:
+        async def metered(request: Any, context: Any) -> Any:
+            began = time.monotonic()
+            try:
+                answer = await method(request, context)
+            except BaseException as error:
+                self._note(name, _code_of(error), began)
+                raise
+            self._note(name, "OK", began)
+            return answer
+
+        return metered
+
+    def _many(self, method: Any, name: str) -> Callable[..., AsyncIterator[Any]]:
+        async def metered(request: Any, context: Any) -> AsyncIterator[Any]:
+            began = time.monotonic()
+            try:
+                async for response in method(request, context):
+                    yield response
+            except BaseException as error:
+                self._note(name, _code_of(error), began)
+                raise
+            self._note(name, "OK", began)
+
+        return metered
+
+    def _note(self, name: str, code: str, began: float) -> None:
+        self._ended.labels(name, code).inc()
+        self._seconds.labels(name).observe(time.monotonic() - began)
+
+
+def _code_of(error: BaseException) -> str:
+    if isinstance(error, CallError):
+        return CODES[type(error)].name
+    if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        return "CANCELLED"
+    return "INTERNAL"
+
+
+# Mean time in seconds after which a refused client is to call again; each gets its own, so that they come spread out.
+_RETRY_S = 1.0
+
+
+class ConnectionCalls(grpc.aio.ServerInterceptor):
+    """Refuses calls beyond `limit` of a connection.
+
+    A call is open as long as its task: one whose client reads neither answer nor status counts until the client leaves.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._open: dict[str, int] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wrap the method's handler."""
+        handler = await continuation(handler_call_details)
+        return None if handler is None else wrapped(handler, self._counted)
+
+    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            self._enter(context.peer())
+            return method(request, context)
+
+        return counted
+
+    def _enter(self, peer: str) -> None:
+        """Count the current call until its end. Raises Exhausted."""
+        count = self._open.get(peer, 0)
+        if count >= self._limit:
+            raise Exhausted(
+                "connection/calls",
+                f"the connection has {count} calls open, which are as many as may be; use another connection too",
+                retry_after_s=random.uniform(0.5, 1.5) * _RETRY_S,
+                reason="CONNECTION_FULL",
+            )
+        self._open[peer] = count + 1
+        current_call().add_done_callback(partial(self._leave, peer))
+
+    def _leave(self, peer: str, _: Any) -> None:
+        left = self._open[peer] - 1
+        if left:
+            self._open[peer] = left
+        else:
+            del self._open[peer]

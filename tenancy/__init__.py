@@ -1,0 +1,1 @@
+"""Callers: how they prove who they are, what they may do, and what the audit log has of them."""

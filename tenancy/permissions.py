@@ -1,0 +1,251 @@
+"""Every RPC of the cluster, and who may call it where. docs/reference/permissions.md is made from this table.
+
+A method without a row does not start a server; a role that a row does not list for the port is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import groupby
+from pathlib import Path
+
+from rpc.principal import Role
+
+
+class Port(StrEnum):
+    """Kinds of ports that a process listens on. Without credentials one port of a router or store serves all but RELAY.
+
+    PUBLIC is for tenants, OPERATORS for operators and the parts of the cluster, RELAY for workers.
+    """
+
+    PUBLIC = "public"
+    OPERATORS = "operators"
+    RELAY = "relay"
+
+
+Roles = frozenset[Role]
+
+
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """The roles that may call a method, by port. A key or token that has scopes needs this `scope` among them.
+
+    `anybody`: no credential is asked for, at any port.
+    """
+
+    scope: str = ""
+    roles: Mapping[Port, Roles] = field(default_factory=dict)
+    anybody: bool = False
+
+    def allows(self, roles: Roles, ports: frozenset[Port]) -> bool:
+        """Tell whether one of the roles may call the method at one of the ports."""
+        return any(roles & allowed for port, allowed in self.roles.items() if port in ports)
+
+
+_USERS = frozenset({Role.TENANT_USER, Role.TENANT_ADMIN})
+_ADMINS = frozenset({Role.TENANT_ADMIN})
+_OPERATORS = frozenset({Role.OPERATOR})
+_WATCHERS = frozenset({Role.OPERATOR, Role.AUDITOR})
+_ROUTERS = frozenset({Role.ROUTER})
+_PARTS = frozenset({Role.ROUTER, Role.WORKER})
+
+GENERATE, TOKENIZE = "generate", "tokenize"
+ADAPTERS_READ, ADAPTERS_WRITE = "adapters.read", "adapters.write"
+JOBS_READ = "jobs.read"
+CLUSTER_READ, CLUSTER_WRITE = "cluster.read", "cluster.write"
+MODELS_READ, MODELS_WRITE = "models.read", "models.write"
+KEYS_READ, KEYS_WRITE = "keys.read", "keys.write"
+TENANTS_WRITE = "tenants.write"
+PLANS_READ, PLANS_WRITE = "plans.read", "plans.write"
+ACCOUNTS = "accounts"
+RELAY = "relay"
+
+# The service of the engine protocol (docs/reference/grpc.md), which a router serves if it is told to.
+SGLANG_SERVICE = "sglang.grpc.scheduler.SglangScheduler"
+REFLECTION_SERVICE = "grpc.reflection.v1alpha.ServerReflection"
+
+_GENERATE = Permission(GENERATE, {Port.PUBLIC: _USERS})
+_TOKENIZE = Permission(TOKENIZE, {Port.PUBLIC: _USERS})
+# Operators upload adapters too: those of all tenants, of the tenant `shared`.
+_READ_ADAPTERS = Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _OPERATORS})
+_WRITE_ADAPTERS = Permission(ADAPTERS_WRITE, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _OPERATORS})
+_READ_CLUSTER = Permission(CLUSTER_READ, {Port.OPERATORS: _WATCHERS})
+_WRITE_CLUSTER = Permission(CLUSTER_WRITE, {Port.OPERATORS: _OPERATORS})
+# A tenant sees its own jobs.
+_READ_JOBS = Permission(JOBS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _WATCHERS})
+_WRITE_TENANTS = Permission(TENANTS_WRITE, {Port.OPERATORS: _OPERATORS})
+_WRITE_KEYS = Permission(KEYS_WRITE, {Port.OPERATORS: _OPERATORS})
+_READ_PLANS = Permission(PLANS_READ, {Port.OPERATORS: _WATCHERS})
+_WRITE_PLANS = Permission(PLANS_WRITE, {Port.OPERATORS: _OPERATORS})
+_READ_MODELS = Permission(MODELS_READ, {Port.OPERATORS: _WATCHERS | _PARTS})
+
+
+def _of(service: str, rows: Mapping[str, Permission]) -> dict[str, Permission]:
+    return {f"/{service}/{method}": row for method, row in rows.items()}
+
+
+PERMISSIONS: Mapping[str, Permission] = {
+    **_of("grpc.health.v1.Health", dict.fromkeys(("Check", "Watch", "List"), Permission(anybody=True))),
+    **_of(
+        "loraplex.inference.v1.InferenceService",
+        {
+            "Generate": _GENERATE,
+            "Resume": _GENERATE,
+            "Score": _GENERATE,
+            "Embed": _GENERATE,
+            "Classify": _GENERATE,
+            "Tokenize": _TOKENIZE,
+            "CountTokens": _TOKENIZE,
+            "Detokenize": _TOKENIZE,
+            "ListModels": _TOKENIZE,
+        },
+    ),
+    **_of(
+        "loraplex.adapters.v1.AdapterService",
+        {
+            "UploadRevision": _WRITE_ADAPTERS,
+            "CertifyRevision": _WRITE_ADAPTERS,
+            "ValidateAdapter": _WRITE_ADAPTERS,
+            "SetAlias": _WRITE_ADAPTERS,
+            "DeleteAdapter": _WRITE_ADAPTERS,
+            "ListAdapters": _READ_ADAPTERS,
+            "ListRevisions": _READ_ADAPTERS,
+            "GetAdapter": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _OPERATORS | _ROUTERS}),
+            "DownloadRevision": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _PARTS}),
+            "RegisterBaseModel": Permission(MODELS_WRITE, {Port.OPERATORS: _OPERATORS}),
+            "GetBaseModel": _READ_MODELS,
+            "ListBaseModels": _READ_MODELS,
+            "DownloadBaseModel": _READ_MODELS,
+        },
+    ),
+    **_of(
+        "loraplex.cluster.v1.ClusterService",
+        {
+            "ListWorkers": _READ_CLUSTER,
+            "ListQueues": _READ_CLUSTER,
+            "GetTraffic": _READ_CLUSTER,
+            "ListJobs": _READ_JOBS,
+            "ListDeadJobs": _READ_JOBS,
+            "DrainWorker": _WRITE_CLUSTER,
+            "WarmAdapter": _WRITE_CLUSTER,
+            "PinAdapter": _WRITE_CLUSTER,
+            "UnpinAdapter": _WRITE_CLUSTER,
+            "PurgeTenant": _WRITE_TENANTS,
+        },
+    ),
+    **_of(
+        "loraplex.admin.v1.KeyService",
+        {
+            "CreateKey": _WRITE_KEYS,
+            "RotateKey": _WRITE_KEYS,
+            "RevokeKey": _WRITE_KEYS,
+            "ListKeys": Permission(KEYS_READ, {Port.OPERATORS: _WATCHERS}),
+            "ListKeyChanges": Permission(KEYS_READ, {Port.OPERATORS: _ROUTERS}),
+        },
+    ),
+    **_of(
+        "loraplex.admin.v1.PlanService",
+        {
+            "SetPlan": _WRITE_PLANS,
+            "DeletePlan": _WRITE_PLANS,
+            "GetPlan": _READ_PLANS,
+            "ListPlans": _READ_PLANS,
+            "ListPlanChanges": Permission(PLANS_READ, {Port.OPERATORS: _ROUTERS}),
+        },
+    ),
+    **_of(
+        "loraplex.admin.v1.AccountService",
+        dict.fromkeys(("SaveAccounts", "ListAccounts"), Permission(ACCOUNTS, {Port.OPERATORS: _ROUTERS})),
+    ),
+    **_of(
+        "loraplex.admin.v1.TenantService",
+        {
+            "PurgeTenant": _WRITE_TENANTS,
+            "ListGoneRevisions": Permission(ADAPTERS_READ, {Port.OPERATORS: frozenset({Role.WORKER})}),
+        },
+    ),
+    **_of(
+        "loraplex.admin.v1.GrantService",
+        {
+            "CreateGrant": _WRITE_ADAPTERS,
+            "DeleteGrant": _WRITE_ADAPTERS,
+            "ListGrants": Permission(ADAPTERS_READ, {Port.PUBLIC: _ADMINS, Port.OPERATORS: _OPERATORS}),
+        },
+    ),
+    **_of("loraplex.relay.v1.RelayService", {"Connect": Permission(RELAY, {Port.RELAY: frozenset({Role.WORKER})})}),
+    **_of(
+        SGLANG_SERVICE,
+        {
+            "Generate": _GENERATE,
+            "Embed": _GENERATE,
+            "Abort": _GENERATE,
+            "GetModelInfo": _TOKENIZE,
+            "GetServerInfo": _TOKENIZE,
+            "GetTokenizer": _TOKENIZE,
+            "HealthCheck": _TOKENIZE,
+            "ListLoadedLoRAAdapters": _READ_ADAPTERS,
+            "LoadLoRAAdapter": _WRITE_CLUSTER,
+            "UnloadLoRAAdapter": _WRITE_CLUSTER,
+            "GetLoads": _READ_CLUSTER,
+            "SubscribeKvEvents": _READ_CLUSTER,
+            "FlushCache": _WRITE_CLUSTER,
+            "StartProfile": _WRITE_CLUSTER,
+            "StopProfile": _WRITE_CLUSTER,
+        },
+    ),
+    **_of(REFLECTION_SERVICE, {"ServerReflectionInfo": Permission(CLUSTER_READ, {Port.OPERATORS: _OPERATORS})}),
+    # A router asks its own address, to find out whether it leads to itself.
+    **_of("loraplex.relay.v1.IdentityService", {"Identify": Permission(RELAY, {Port.RELAY: _PARTS})}),
+    **_of("loraplex.relay.v1.TenantDataService", {"ForgetTenant": Permission(RELAY, {Port.RELAY: _ROUTERS})}),
+}
+
+# The scopes that keys and tokens may be restricted to.
+SCOPES = frozenset(row.scope for row in PERMISSIONS.values() if row.scope)
+
+
+_HEAD = """# Permissions: who may call what
+
+This page lists every RPC of the cluster and the roles that may call it, by port. It is made from
+[tenancy/permissions.py](../../tenancy/permissions.py); a test compares the two. After a change of the table
+write the page again:
+
+    .venv/bin/python -m tenancy.permissions docs/reference/permissions.md
+
+- **Default deny.** A server with a method that has no row does not start. A role that a row does not list for the port
+  is refused with PERMISSION_DENIED.
+- **Ports.** `public` is for tenants, `operators` for operators and the parts of the cluster, `relay` for workers and
+  other routers.
+- **Workers** call DownloadRevision with a router's grant for the revision
+  ([adapter_store/service.py](../../adapter_store/service.py)).
+- **Scopes.** A key or token with scopes may call only the methods of these scopes, as far as its role may.
+- **Without credentials** (on loopback, or with `--insecure-tenants`) one port serves the first two columns, and every
+  caller has every role.
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    parts = [_HEAD]
+    for service, methods in groupby(PERMISSIONS.items(), key=lambda item: item[0].split("/")[1]):
+        parts.append(f"## {service.rpartition('.')[2]}\n")
+        parts.append(f"`{service}`\n")
+        parts.append("| RPC | scope | public port | operators' port | relay port |\n| --- | --- | --- | --- | --- |")
+        parts += [_row(name.rpartition("/")[2], row) for name, row in methods]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _row(name: str, row: Permission) -> str:
+    cells = [_cell(row, port) for port in Port]
+    return f"| {name} | {row.scope or '-'} | {' | '.join(cells)} |"
+
+
+def _cell(row: Permission, port: Port) -> str:
+    return "anybody" if row.anybody else ", ".join(sorted(row.roles.get(port, ()))) or "-"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")
