@@ -19,7 +19,7 @@ FLAG_HELP = (
     "int8, int8-zero-point, int4, int4-64, int4-128 or fp8 (CUDA); +embeddings: these too; empty: as the files are"
 )
 _EMBEDDINGS = "+embeddings"
-# Columns of a group of `int4`: with more the shipped model loses over 3% of perplexity: docs/guides/quantization.md.
+# Columns of a group of `int4`: with more the shipped model loses over 3% of perplexity: docs/results/quantization.md.
 _INT4_GROUP = 32
 # Bytes of a scale, and of a zero point.
 _SCALE_BYTES = 4

@@ -28,7 +28,7 @@ CLUSTER = Dashboard(
                     "Errors, by reason",
                     "loraplex_request_errors_total",
                     "reason",
-                    meaning="Each reason has a line in docs/guides/operating.md.",
+                    meaning="Each reason has a line in docs/reference/errors.md.",
                 ),
                 Panel(
                     "Tokens",

@@ -91,7 +91,7 @@ async def test_an_attempt_that_is_refused_leaves_nothing_of_the_one_before(both:
 
 
 async def test_an_operator_lifts_a_quarantine(both: BothQueues) -> None:
-    """Run the ZREM that docs/guides/operating.md gives: of the tenant, or of tenant, space and adapter."""
+    """Run the ZREM that docs/guides/faults.md gives: of the tenant, or of tenant, space and adapter."""
     await both.record_death("mallory", "sha256:a", "j1")
     assert await both.redis.zrem("lp:{tiny/main}:quarantine", "mallory sha256:a") == 1
     both.model.quarantine = type(both.model.quarantine)()

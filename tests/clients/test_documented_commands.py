@@ -1,4 +1,4 @@
-"""The documentation names commands, flags, files and headings that exist."""
+"""The documentation names commands, flags, files and headings that exist, and every reason of an error."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
 
 from clients.cli.__main__ import app
+from worker.engine_api import FailureReason
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("*/README.md"))]
@@ -80,3 +81,11 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), path
         assert not anchor or target.suffix != ".md" or anchor in headings(target), f"{path}#{anchor}"
+
+
+def test_every_reason_of_an_error_is_in_the_reference() -> None:
+    page = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
+    rooms = ("adapter_store", "broker", "router", "rpc", "tenancy")
+    code = "".join(path.read_text(encoding="utf-8") for room in rooms for path in (ROOT / room).rglob("*.py"))
+    reasons = {*re.findall(r"\breason ?= ?\"([A-Z_]+)\"", code), *get_args(FailureReason)}
+    assert {reason for reason in reasons if f"`{reason}`" not in page} == set()

@@ -100,7 +100,7 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
         for tenant in ("mallory", "trudy"):
             assert 0 < await quarantined(cluster, tenant) <= 60
         assert (await client.generate("harmless", max_new_tokens=2)).token_ids
-        # Lift the quarantine with the command of docs/guides/operating.md.
+        # Lift the quarantine with the command of docs/guides/faults.md.
         assert await cluster.redis.zrem("lp:{hash/main}:quarantine", "mallory ") == 1
         async with AsyncClient(cluster.local.router, "mallory") as mallory:
             assert (await mallory.generate("harmless", max_new_tokens=2)).token_ids
