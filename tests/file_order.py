@@ -16,9 +16,8 @@ TOGETHER = ("tests/e2e/answers/", "tests/e2e/gateway/")
 LONGEST = (
     "tests/bench/",
     "tests/chaos/",
-    "tests/e2e/test_examples.py",
+    "tests/e2e/test_shipped_model.py",
     "tests/e2e/gateway/",
-    "tests/e2e/test_model_cluster.py",
     "tests/worker/engine/test_lora_kernels.py",
     "tests/worker/engine/test_triton_attention.py",
     "tests/e2e/test_worker_loss.py",

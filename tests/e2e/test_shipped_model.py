@@ -1,10 +1,11 @@
-"""The documented experiments of examples/, with the shipped model and its adapters."""
+"""The whole path with the shipped model and its adapters in float32: exact answers, the experiments of examples/."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -13,6 +14,7 @@ from loraplex_client import Client
 
 from examples import raw_stub, structured
 from tests.e2e.conftest import TENANT, Cluster, running_cluster
+from tests.tiny_models import TinyModel
 
 pytestmark = pytest.mark.model
 EXAMPLES = Path(structured.__file__).parent
@@ -27,6 +29,54 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     directory = tmp_path_factory.mktemp("shipped") / "cluster"
     async with running_cluster(directory, str(EXAMPLES / "model"), ADAPTERS, worker_flags=FLAGS) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def oracle(one_thread: None) -> TinyModel:
+    """What transformers and peft answer with the model and its adapters, in float64."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    peft: Any = None
+    for name, path in ADAPTERS.items():
+        if peft is None:
+            model = auto.from_pretrained(EXAMPLES / "model", dtype=torch.float32)
+            peft = PeftModel.from_pretrained(model, path, adapter_name=name)
+        else:
+            peft.load_adapter(path, adapter_name=name)
+    return TinyModel(EXAMPLES / "model", ADAPTERS, peft.eval().double())
+
+
+def prompt(number: int) -> tuple[int, ...]:
+    """Uneven lengths, from 3 to 90 tokens."""
+    return tuple(3 + (number * 31 + at * 7) % 300 for at in range(3 + number * 29 % 88))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_requests_with_three_adapters_are_exact(
+    cluster: Cluster, eventually: Eventually, oracle: TinyModel
+) -> None:
+    """Token ids equal transformers' generate with peft's adapter, each request alone."""
+    names = (*ADAPTERS, None)
+    begun = asyncio.Semaphore(1)
+
+    async def ask(number: int) -> tuple[int, ...]:
+        await begun.acquire()  # each comes while the one before is decoding
+        stream = cluster.client.generate_stream(
+            token_ids=prompt(number), adapter_id=names[number % 4], max_new_tokens=10 + number * 3
+        )
+        ids = list((await anext(stream)).token_ids)
+        begun.release()
+        return (*ids, *[token async for piece in stream for token in piece.token_ids])
+
+    answers = await asyncio.gather(*(ask(number) for number in range(8)))
+    for number, answer in enumerate(answers):
+        assert answer == oracle.answer(prompt(number), 10 + number * 3, names[number % 4]), number
+    assert len({answer[:6] for answer in answers}) >= 7, "the answers are not diverse"
+    assert len({oracle.answer(prompt(4), 22, name) for name in names}) == 4, "the adapters do not matter"
+    await eventually(cluster.idle)
 
 
 @pytest.mark.asyncio(loop_scope="module")
