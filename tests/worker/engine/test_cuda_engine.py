@@ -63,7 +63,7 @@ def test_mixed_adapters_give_pefts_logits_and_tokens(tmp_path: Path) -> None:
 
     def requests(of: PeftOracle, chosen: slice) -> dict[str, tuple[str | None, NewSequence]]:
         every = enumerate(asked[chosen])
-        return {f"{i}: {name}": (name, of.request(f"{i}", prompt, 3, name)) for i, (name, prompt) in every}
+        return {f"{i}: {name}": (name, of.request(f"{i}", prompt, 2, name)) for i, (name, prompt) in every}
 
     def case(of: PeftOracle, chosen: slice, buffers: bool, **settings: Any) -> dict[str, Any]:
         wanted = {

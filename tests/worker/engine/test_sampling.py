@@ -94,7 +94,7 @@ def test_equal_scores_at_the_border_are_all_kept() -> None:
     assert set(drawn.nonzero()[:, 0].tolist()) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("limit", [{"top_k": 3000}, {"top_k": 200}, {"top_p": 0.9}, {"top_p": 0.02}])
+@pytest.mark.parametrize("limit", [{"top_k": 3000}, {"top_p": 0.02}])
 def test_limits_in_a_large_and_flat_vocabulary(limit: dict[str, float]) -> None:
     """Limits that the first look at the likeliest tokens suffices for, and others."""
     vocab = 5000

@@ -203,8 +203,7 @@ class Walk:
         assert self.cache.demand._waiting == self.cache.demand._parked == self.cache.demand._carried == {}
 
 
-@pytest.mark.parametrize("transfers", [False, True])
-@pytest.mark.parametrize("host_bytes", [0, 8, 20, 1000])
+@pytest.mark.parametrize(("host_bytes", "transfers"), [(0, False), (8, True), (20, False), (1000, True)])
 def test_random_operations(gated_loads: Any, host_bytes: int, transfers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demand, "PASSED_OVER_MOST", PASSED_OVER_MOST)
     seed = 11 + host_bytes

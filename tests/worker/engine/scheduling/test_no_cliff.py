@@ -42,7 +42,7 @@ def run(active: int, in_flight: int = IN_FLIGHT) -> Result:
 
 
 def test_throughput_bends_with_the_adapters_in_use() -> None:
-    results = {active: run(active) for active in (8, 16, 32, 48, 64, 128, 1000)}
+    results = {active: run(active) for active in (8, 16, 64, 128, 1000)}
     base = results[16]
     for active, result in results.items():
         # Rate if swaps cost the steps' time and nothing else: most of it is left.
