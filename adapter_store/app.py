@@ -28,9 +28,9 @@ from adapter_store.receive import Receiver
 from adapter_store.records import FitnessPolicy
 from adapter_store.service import AdapterService, WorkerGrants
 from adapter_store.storage import DataDirectory
-from artifacts.certificate import FitnessLimits
 from artifacts.plans import LOOK_S as PLANS_LOOK_S
 from artifacts.plans import PLANS_NAMED
+from artifacts.revision import FitnessLimits
 from rpc.errors import CallError
 from rpc.interceptors import CallMeter
 from rpc.principal import Principal

@@ -31,9 +31,9 @@ from adapter_store.records import (
     to_revision,
 )
 from adapter_store.storage import BlobReader, DataDirectory, Upload
-from artifacts.certificate import Figures
 from artifacts.names import AdapterName, Reference, RevisionName
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE, Figures
 from rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
 
 _COLUMNS = (

@@ -20,11 +20,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from adapter_store.records import Adapter, Base, FitnessCertificate, FitnessPolicy, NewRevision, Revision
+from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import TASKS, BaseModel, ModuleShape
-from artifacts.certificate import Figures
-from artifacts.digests import is_digest
-from artifacts.errors import ArtifactError, MismatchError
-from artifacts.names import SHARED, AdapterName, check_base_name, check_tenant, parse_adapter_name
+from artifacts.names import SHARED, AdapterName, check_base_name, check_tenant, is_digest, parse_adapter_name
+from artifacts.revision import Figures
 from rpc.errors import InvalidField, Mismatch, NotFound
 
 DEFAULT_SIZE = 100

@@ -20,10 +20,11 @@ from adapter_store.plans import StoreQuotas
 from adapter_store.records import Base, Blob, NewBase, NewRevision
 from adapter_store.storage import PIECE_BYTES, DataDirectory, Upload
 from adapter_store.validate import CONFIG_BYTES, Validated, validate_adapter
+from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import HASH_ARCHITECTURE, BaseModel
-from artifacts.errors import ArtifactError, MismatchError
 from artifacts.names import LIVE, AdapterName, RevisionName, check_alias
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE, revision_digest
 from rpc.children.pool import ChildDiedError, ChildPool
 from rpc.errors import CallError, DeadlinePassed, InvalidField
 from rpc.principal import caller

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from artifacts.base_model import BaseModel
-from artifacts.certificate import Figures, FitnessLimits
 from artifacts.names import AdapterName, RevisionName
+from artifacts.revision import Figures, FitnessLimits
 from rpc.errors import NotFound
 
 REVISIONS = "SELECT revisions.*, tenant, adapter, base_model FROM revisions JOIN adapters ON adapters.id = adapter_id "

@@ -36,14 +36,14 @@ from adapter_store.open_calls import TENANT_PIECE_BYTES
 from adapter_store.receive import Receiver
 from adapter_store.records import FitnessPolicy, NewRevision, Revision
 from adapter_store.storage import DISK_FULL, PIECE_BYTES, BlobReader, CorruptBlob
-from artifacts.digests import is_digest
 from artifacts.names import (
     check_alias,
+    is_digest,
     parse_adapter_name,
     parse_reference,
     parse_revision_name,
 )
-from artifacts.revision import CONFIG_FILE
+from artifacts.peft_config import CONFIG_FILE
 from rpc.errors import CallError, DataLoss, Exhausted, InvalidField, NotFound, PermissionDenied
 from rpc.principal import WORKER_GRANT_KEY, Role, caller, calling_tenant
 from rpc.shares import FairTurns

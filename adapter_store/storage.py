@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from adapter_store.records import Blob
-from artifacts.digests import PREFIX
+from artifacts.names import DIGEST_PREFIX
 from rpc.errors import Exhausted
 
 PIECE_BYTES = 1024 * 1024
@@ -83,7 +83,8 @@ class Upload:
         """Make the files durable; returns their digests and sizes. Raises Exhausted on a full disk."""
         with self._lock, _DiskErrors():
             self._finish_file()
-            return {name: Blob(PREFIX + self._hashes[name].hexdigest(), size) for name, size in self._sizes.items()}
+            sizes = self._sizes.items()
+            return {name: Blob(DIGEST_PREFIX + self._hashes[name].hexdigest(), size) for name, size in sizes}
 
     def rewrite(self, name: str, data: bytes) -> Blob:
         """Replace a file of a finished upload durably; returns its digest and size. Raises Exhausted on a full disk."""
@@ -95,7 +96,7 @@ class Upload:
                 file.flush()
                 os.fsync(file.fileno())
             self._hashes[name], self._sizes[name] = hashlib.sha256(data), len(data)
-            return Blob(PREFIX + self._hashes[name].hexdigest(), len(data))
+            return Blob(DIGEST_PREFIX + self._hashes[name].hexdigest(), len(data))
 
     def discard(self) -> None:
         """Delete the files that were not kept."""
@@ -141,7 +142,7 @@ class BlobReader:
             self._sha256.update(piece)
             self.remaining -= len(piece)
             cut = not piece and self.remaining
-            if cut or (not self.remaining and PREFIX + self._sha256.hexdigest() != self._blob.digest):
+            if cut or (not self.remaining and DIGEST_PREFIX + self._sha256.hexdigest() != self._blob.digest):
                 raise CorruptBlob(f"{self._blob.digest} does not have the bytes of its digest")
             return piece
 
@@ -176,7 +177,7 @@ class DataDirectory:
     def clean(self, referenced: set[str]) -> int:
         """Delete what a crash left: uploads, and blobs whose digest is not `referenced`. Returns how many."""
         left = [*self._uploads.iterdir()]
-        orphans = [path for path in self._blobs.iterdir() if PREFIX + path.name not in referenced]
+        orphans = [path for path in self._blobs.iterdir() if DIGEST_PREFIX + path.name not in referenced]
         for path in left:
             shutil.rmtree(path)
         for path in orphans:
@@ -210,7 +211,7 @@ class DataDirectory:
         self._path(digest).unlink(missing_ok=True)
 
     def _path(self, digest: str) -> Path:
-        return self._blobs / digest.removeprefix(PREFIX)
+        return self._blobs / digest.removeprefix(DIGEST_PREFIX)
 
 
 def _sync_directory(path: Path) -> None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import HASH_ARCHITECTURE, BaseModel, ModuleShape
-from artifacts.errors import ArtifactError, MismatchError
-from artifacts.heads import canonical_header, check_head, head_tensors, hidden_size
+from artifacts.checkpoint import ADAPTER_HEADER_BYTES, TensorInfo, read_header
+from artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
 from artifacts.json_object import parse_object
-from artifacts.peft_config import MAX_RANK, PeftConfig, parse_peft_config
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, revision_digest
-from artifacts.safetensors_header import ADAPTER_HEADER_BYTES, TensorInfo, read_header
+from artifacts.peft_config import CONFIG_FILE, MAX_RANK, PeftConfig, parse_peft_config
+from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, revision_digest
 from rpc.children.child import LAST, Json, serve
 
 # By dtype: an unsigned type of its size, and the bits of the exponent; infinities and NaNs alone have all of them set.

@@ -1,1 +1,16 @@
 """Formats that store, workers, routers and command line share: digests, names, manifests, PEFT fields. No torch."""
+
+from __future__ import annotations
+
+
+class ArtifactError(Exception):
+    """A broken or missing file, bad JSON, a bad name. `subject` is the file or field at fault."""
+
+    def __init__(self, subject: str, message: str) -> None:
+        super().__init__(f"{subject}: {message}")
+        self.subject = subject
+        self.message = message
+
+
+class MismatchError(ArtifactError):
+    """An artifact that is readable but not served: another base, shapes or rank, an unsupported PEFT field."""

@@ -7,20 +7,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from artifacts import ArtifactError
 from artifacts.base_modules import LinearWeight, linear_weights
 from artifacts.checkpoint import Checkpoint, read_checkpoint, read_small_file
-from artifacts.digests import sha256_json
 from artifacts.encoders import ENCODERS, EncoderFamily, check_encoder, encoder_weights, has_head, label_names
-from artifacts.errors import ArtifactError
-from artifacts.families import FAMILIES, HEAD, is_embedding, is_head, is_inner
+from artifacts.families import FAMILIES, HEAD, check_kv_cache_dtype, config_count, is_embedding, is_head, is_inner
 from artifacts.hash_model import is_hash_spec, parse_hash_model
 from artifacts.json_object import parse_object
-from artifacts.kv_shape import check_kv_cache_dtype, config_count
-from artifacts.names import check_base_name
-from artifacts.pooling import read_pooling
-from artifacts.quantization import Quantization, parse_quantization, quantized_digest
-from artifacts.quantized_checkpoint import StoredScheme, stored_scheme, stored_weights
+from artifacts.names import check_base_name, sha256_json
+from artifacts.quantization import (
+    Quantization,
+    StoredScheme,
+    parse_quantization,
+    quantized_digest,
+    stored_scheme,
+    stored_weights,
+)
 
+_MODULES = "modules.json"
+_POOLING = "1_Pooling/config.json"
+_MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
+# Modules of a sentence-transformers pipeline that are served. Normalize is no step here: a request asks for it.
+_STAGES = ("Transformer", "Pooling", "Normalize")
 HASH_ARCHITECTURE = "hash"
 HASH_LABELS = ("LABEL_0", "LABEL_1")
 TASKS = ("generate", "embed", "classify")
@@ -35,6 +43,25 @@ _SMALL_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+
+
+def read_pooling(directory: Path) -> str:
+    """Return "cls", "mean" or "last"; empty where the files do not say. Raises ArtifactError for another one."""
+    if (directory / _MODULES).is_file():
+        # The file is a list, which parse_object does not take alone.
+        stages = parse_object(b'{"stages": ' + read_small_file(directory / _MODULES) + b"}", _MODULES)["stages"]
+        kinds = [str(stage.get("type", "")).rpartition(".")[2] for stage in stages if isinstance(stage, dict)]
+        if unknown := [kind for kind in kinds if kind not in _STAGES]:
+            raise ArtifactError(_MODULES, f"{unknown[0]} is not served behind a model, only {', '.join(_STAGES)}")
+    if not (directory / _POOLING).is_file():
+        return ""
+    config = parse_object(read_small_file(directory / _POOLING), _POOLING)
+    chosen = [field for field, value in config.items() if field.startswith("pooling_mode_") and value]
+    if len(chosen) != 1 or chosen[0] not in _MODES:
+        raise ArtifactError(
+            _POOLING, f"{', '.join(chosen) or 'no pooling'} is not served, only one of {', '.join(_MODES)}"
+        )
+    return _MODES[chosen[0]]
 
 
 @dataclass(frozen=True, slots=True, order=True)

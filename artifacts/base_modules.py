@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from artifacts import ArtifactError
 from artifacts.checkpoint import Checkpoint
-from artifacts.errors import ArtifactError
-from artifacts.families import FAMILIES, HEAD, HEAD_WEIGHTS, Family, is_embedding, is_head
-from artifacts.kv_shape import config_count
-from artifacts.quantization import Quantization
-from artifacts.quantized_checkpoint import StoredWeight, stored_scheme, stored_weights
+from artifacts.families import FAMILIES, HEAD, HEAD_WEIGHTS, Family, config_count, is_embedding, is_head
+from artifacts.quantization import Quantization, StoredWeight, stored_scheme, stored_weights
 
 _POSITIONS = ("embed_positions", "wpe")
 _ROUTERS = ("gate", "router", "router.layer")

@@ -1,8 +1,14 @@
-"""Read a transformers checkpoint without torch: the headers of its safetensors files, and samples of its weights."""
+"""Read checkpoints without torch: the headers of safetensors files, and samples of a base model's weights.
+
+A header may be hostile: every bound is checked before it is used. A file (https://github.com/huggingface/safetensors)
+has 8 bytes little-endian header length, a JSON header, and the tensors' bytes, which must cover the rest of the file
+exactly, without holes or overlaps.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -10,10 +16,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from artifacts.json_object import parse_object
-from artifacts.safetensors_header import TensorInfo, read_header
 
+# Bytes of an element, by dtype.
+ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+}
+# Size of the header's length; maximum size of a header, which is read into memory; maximum dimensions of a tensor.
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 16 * 1024 * 1024
+# Maximum size of an adapter's header: some 25,000 tensors.
+ADAPTER_HEADER_BYTES = 4 * 1024 * 1024
+_MAX_DIMENSIONS = 8
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # Size in bytes of each of the three samples of a tensor.
@@ -22,6 +51,77 @@ _SAMPLE_BYTES = 4096
 # the cluster would import for them.
 _INTEGERS = {"I32": struct.Struct("<i"), "I64": struct.Struct("<q")}
 _SMALL_TENSOR_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor whose bytes are file[start:end], row-major, little-endian."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_header(path: str | Path, max_bytes: int = _MAX_HEADER_BYTES) -> dict[str, TensorInfo]:
+    """Return the file's tensors by name, in the order of their bytes. Raises ArtifactError with the file's name."""
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            prefix = file.read(_LENGTH_BYTES)
+            if len(prefix) < _LENGTH_BYTES:
+                raise ArtifactError(path.name, "is not a safetensors file: shorter than 8 bytes")
+            header_bytes = int.from_bytes(prefix, "little")
+            if header_bytes > min(max_bytes, file_bytes - _LENGTH_BYTES):
+                raise ArtifactError(
+                    path.name,
+                    f"is not a safetensors file: its header would be {header_bytes} bytes long, "
+                    f"the file has {file_bytes} and a header at most {max_bytes}",
+                )
+            text = file.read(header_bytes)
+    except OSError as error:
+        raise ArtifactError(path.name, f"cannot be read: {error.strerror}") from error
+    return _parse(path.name, text, data_start=_LENGTH_BYTES + header_bytes, file_bytes=file_bytes)
+
+
+def _parse(subject: str, text: bytes, data_start: int, file_bytes: int) -> dict[str, TensorInfo]:
+    if not text.startswith(b"{"):
+        raise ArtifactError(subject, "is not a safetensors file: its header is not a JSON object")
+    header = parse_object(text, subject)
+    header.pop("__metadata__", None)
+    tensors = {name: _tensor(subject, name, entry, data_start) for name, entry in header.items()}
+    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)))
+    position = data_start
+    for name, tensor in ordered.items():
+        if tensor.start != position:
+            raise ArtifactError(subject, f"tensor {name} leaves a hole or overlaps another")
+        position = tensor.end
+    if position != file_bytes:
+        what = "is cut short" if position > file_bytes else "has bytes that belong to no tensor"
+        raise ArtifactError(subject, f"{what}: {file_bytes} bytes, its header describes {position}")
+    return ordered
+
+
+def _tensor(subject: str, name: str, entry: Any, data_start: int) -> TensorInfo:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ArtifactError(subject, f"tensor {name} does not have exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ArtifactError(subject, f"tensor {name} has the unknown dtype {dtype!r}")
+    if not _sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise ArtifactError(subject, f"tensor {name} has a shape that is none")
+    if not _sizes(offsets) or len(offsets) != 2:
+        raise ArtifactError(subject, f"tensor {name} has data_offsets that are not two positions")
+    start, end = offsets
+    if end - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise ArtifactError(subject, f"tensor {name} has {end - start} bytes, which is not what {dtype} {shape} takes")
+    return TensorInfo(dtype, tuple(shape), data_start + start, data_start + end)
+
+
+def _sizes(value: Any) -> bool:
+    """Return whether a value is a list of whole numbers from 0 that a file can hold."""
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
-from artifacts.digests import sha256_json
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
+from artifacts.names import sha256_json
 
 _PREFIX = "hash:"
 # Minimum size of the vocabulary: 256 ids of bytes, and as many others.

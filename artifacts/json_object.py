@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, NoReturn
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 
 _MAX_DEPTH = 64
 

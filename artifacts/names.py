@@ -1,17 +1,23 @@
-"""Names of adapters, revisions, aliases and base models: how they are written, and what they may contain.
+"""Names of adapters, revisions, aliases and base models, and digests: how they are written, what they may contain.
 
 tenants/acme/adapters/support                       an adapter
 tenants/acme/adapters/support/revisions/sha256:...  one of its revisions
 support, support@canary, support@sha256:...         in a request: the tenant's own adapter, or the shared one
+sha256:...                                          a digest, with 64 lower-case hexadecimal digits
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from artifacts.digests import is_digest
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 
 # The tenant whose adapters every tenant may use.
 SHARED = "shared"
@@ -23,6 +29,10 @@ _BASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ADAPTER = re.compile(r"tenants/([^/]*)/adapters/([^/]*)")
 _REVISION = re.compile(r"(tenants/[^/]*/adapters/[^/]*)/revisions/([^/]*)")
 _PART_RULE = "1 to 63 lower-case letters, digits, '-', '_' and '.', beginning with a letter or digit"
+DIGEST_PREFIX = "sha256:"
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+# Size in bytes of the pieces in which a file is read.
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -121,3 +131,37 @@ def _check_part(subject: str, text: str) -> str:
     if not _PART.fullmatch(text):
         raise ArtifactError(subject, f"{text!r} is not allowed: {_PART_RULE}")
     return text
+
+
+def sha256_bytes(data: bytes) -> str:
+    """Return the digest of bytes."""
+    return DIGEST_PREFIX + hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: str | Path) -> str:
+    """Return the digest of a file's bytes. Raises OSError."""
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(_READ_BYTES):
+            sha256.update(piece)
+    return DIGEST_PREFIX + sha256.hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """Return the digest of a value's JSON: sorted keys, no spaces, ASCII. Raises ValueError on NaN and infinity."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return sha256_bytes(text.encode("ascii"))
+
+
+def weighted_digest(parts: Iterable[tuple[str, float]]) -> str:
+    """Return the digest of a weighted set of adapters: over its sorted (digest, weight) pairs.
+
+    Weights are rounded to 32 bits, as on the wire. Raises ValueError on NaN and infinity.
+    """
+    pairs = sorted([digest, array("f", [weight])[0]] for digest, weight in parts)
+    return sha256_json({"format": 1, "weighted": pairs})
+
+
+def is_digest(text: str) -> bool:
+    """Return whether the text is a digest."""
+    return _DIGEST.fullmatch(text) is not None

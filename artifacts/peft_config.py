@@ -1,22 +1,48 @@
 """Read peft's adapter_config.json: fields that are served, fields without effect here, and fields that are refused.
 
 A field that is not known to be harmless is refused by its name, so that no adapter is served wrongly.
+
+rank_pattern and alpha_pattern are values by patterns of module names. A pattern is a regular expression that matches a
+whole name, or its end after a dot; the first match counts (peft `utils/other.py:get_pattern_key`). Tenants write the
+expressions, and Python's engine backtracks: the store evaluates them once, in a child process that may be killed, and
+keeps names in their place. All others look names up.
+
+The field `loraplex_chat` has the chat settings of an adapter; a base model has it in tokenizer_config.json:
+
+    {"template": "{% for message in messages %}...", "system_prompt": "You are brief.", "tool_calls": "hermes"}
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from typing import Any
 
-from artifacts.certificate import PROMPTS_FIELD, parse_prompts
-from artifacts.chat_settings import CHAT_FIELD, parse_chat_settings
-from artifacts.errors import ArtifactError, MismatchError
+from artifacts import ArtifactError, MismatchError
 from artifacts.json_object import parse_object
-from artifacts.name_patterns import NamePatterns, parse_name_patterns
 
+# Maximum number of patterns, of those among them that are more than a name, and of a pattern's characters.
+_MAX_PATTERNS = 4096
+_MAX_EXPRESSIONS = 256
+_MAX_LENGTH = 256
+_NAME = re.compile(r"\^?(?:[A-Za-z0-9_-]|\\?\.)+\$?")
+_ALLOWED = re.compile(r"(?:[A-Za-z0-9_.^$()|*+?\[\]-]|\\[.dw_-])+")
+# Quantified groups and lookarounds: backtracking may take exponential time, and names do not need them.
+_REFUSED = re.compile(r"\)[*+?]|\(\?")
+CHAT_FIELD = "loraplex_chat"
+# Maximum bytes of each setting.
+_SETTING_BYTES = 256 * 1024
 CONFIG_FILE = "adapter_config.json"
+# Prompts that an adapter is measured with on a quantized base. The SDK puts them there from a file
+# `certificate_prompts.jsonl` beside it.
+PROMPTS_FIELD = "loraplex_certificate_prompts"
+# Maximum number of prompts that come with an adapter, and of a prompt's characters.
+_PROMPTS, _PROMPT_CHARACTERS = 64, 4096
+_SURROGATE = re.compile("[\ud800-\udfff]")
 # The names of an adapter's labels, by number as in transformers' config.json.
 LABELS_FIELD = "id2label"
 # Maximum bytes of all names of an adapter's labels.
@@ -45,7 +71,7 @@ _CHECKED = {
     PROMPTS_FIELD,
 }
 _TASKS = ("CAUSAL_LM", "SEQ_CLS", "FEATURE_EXTRACTION")
-# Modules of classification heads; their tensors are checked against the base's family (heads.py).
+# Modules of classification heads; their tensors are checked against the base's family (encoders.py).
 _HEADS = ("classifier", "score", "pooler", "head")
 # Fields of training and bookkeeping. The checkpoint's tensors say which modules are adapted; fan_in_fan_out tells how
 # the base stores its weight; each *_config belongs to an init that is refused or leaves the base model as it is.
@@ -74,6 +100,135 @@ WHY_REFUSED = {
     "use_qalora": "QALoRA pools its inputs; train plain LoRA",
     "velora_config": "VeLoRA is not known to leave a plain LoRA adapter; train without it",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class NamePatterns:
+    """Patterns and their values, in the order of the file. `field` is the one that they stand in."""
+
+    field: str
+    entries: tuple[tuple[str, float], ...]
+    # Place and value of each pattern, by the name that it is, without escapes; one of a whole name begins with ^.
+    # None: a pattern is more than a name.
+    _names: dict[str, tuple[int, float]] | None = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        names: dict[str, tuple[int, float]] = {}
+        for place, (pattern, value) in enumerate(self.entries):
+            names.setdefault(pattern.replace("\\", "").removesuffix("$"), (place, value))
+        plain = all(_NAME.fullmatch(pattern) for pattern, _ in self.entries)
+        object.__setattr__(self, "_names", names if plain else None)
+
+    @property
+    def has_expressions(self) -> bool:
+        """Tell whether a pattern is more than a name: `resolved` makes names of it."""
+        return self._names is None
+
+    def value_of(self, module: str, default: float) -> float:
+        """Return the value of the first pattern that names the module. Raises MismatchError beside expressions."""
+        if self._names is None:
+            raise MismatchError(self.field, "has regular expressions; push the adapter again")
+        tails = [module]
+        while dot := tails[-1].find(".") + 1:
+            tails.append(tails[-1][dot:])
+        found = [self._names[name] for name in (f"^{module}", *tails) if name in self._names]
+        return min(found)[1] if found else default
+
+    def resolved(self, modules: Collection[str], default: float) -> NamePatterns:
+        """Return patterns that are names and mean the same for these modules. Raises ArtifactError.
+
+        This evaluates what a tenant wrote, which may take minutes: call it where the process may be killed.
+        """
+        compiled = [(_compile(self.field, pattern), value) for pattern, value in self.entries]
+        values = {
+            module: next((value for pattern, value in compiled if pattern.match(module)), default) for module in modules
+        }
+        # Of a name and the end of another the longer one comes first.
+        ordered = sorted(values.items(), key=lambda item: (-len(item[0]), item[0]))
+        names = NamePatterns(self.field, tuple(item for item in ordered if item[1] != default))
+        if any(names.value_of(module, default) != value for module, value in values.items()):
+            return NamePatterns(self.field, tuple(ordered))
+        return names
+
+    @property
+    def anchored(self) -> bool:
+        """Tell whether a pattern matches at the begin of a name alone."""
+        return any("^" in pattern for pattern, _ in self.entries)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Return all values, in the order of the file."""
+        return tuple(value for _, value in self.entries)
+
+
+def parse_name_patterns(field: str, patterns: Mapping[str, Any]) -> NamePatterns:
+    """Read patterns whose values the caller has checked. Raises MismatchError."""
+    if len(patterns) > _MAX_PATTERNS:
+        raise MismatchError(field, f"has {len(patterns)} patterns; at most {_MAX_PATTERNS} are served")
+    if sum(not _NAME.fullmatch(pattern) for pattern in patterns) > _MAX_EXPRESSIONS:
+        raise MismatchError(field, f"has more than {_MAX_EXPRESSIONS} regular expressions; name the modules instead")
+    for pattern in patterns:
+        costly = len(re.findall(r"[*+?(]", pattern)) > 2
+        if len(pattern) > _MAX_LENGTH or costly or not _ALLOWED.fullmatch(pattern) or _REFUSED.search(pattern):
+            raise MismatchError(
+                field,
+                f"the pattern {_shown(pattern)!r} is too complex; "
+                "use module names, with two of '*', '+', '?', '(a|b)' at most",
+            )
+    return NamePatterns(field, tuple(patterns.items()))
+
+
+def _compile(field: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(rf"(.*\.)?({pattern})$")
+    except (re.error, RecursionError) as error:
+        raise ArtifactError(field, f"{_shown(pattern)!r} is not a regular expression: {error}") from error
+
+
+def _shown(pattern: str) -> str:
+    return pattern if len(pattern) <= 80 else pattern[:80] + "..."
+
+
+class ToolCallFormat(StrEnum):
+    """The text that a model writes to call a tool; NONE: calls are not looked for."""
+
+    HERMES = "hermes"
+    LLAMA3 = "llama3"
+    MISTRAL = "mistral"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """A Jinja template, a system prompt for chats without one, and the format of calls; empty: not set."""
+
+    template: str = ""
+    system_prompt: str = ""
+    tool_calls: str = ""
+
+
+def parse_chat_settings(value: Any) -> ChatSettings:
+    """Parse the field's value. Raises ArtifactError, MismatchError on a key or a format that is not served."""
+    if value is None:
+        return ChatSettings()
+    if not isinstance(value, dict):
+        raise ArtifactError(CHAT_FIELD, "is not a JSON object")
+    known = [field.name for field in fields(ChatSettings)]
+    for key, text in value.items():
+        if key not in known:
+            raise MismatchError(f"{CHAT_FIELD}.{key}"[:200], f"is none of {', '.join(known)}")
+        if not isinstance(text, str):
+            raise ArtifactError(f"{CHAT_FIELD}.{key}", "is not a text")
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            raise ArtifactError(f"{CHAT_FIELD}.{key}", "has half of a surrogate pair, which is no character") from None
+        if size > _SETTING_BYTES:
+            raise ArtifactError(f"{CHAT_FIELD}.{key}", f"is larger than {_SETTING_BYTES} bytes")
+    formats = [tool_format.value for tool_format in ToolCallFormat]
+    if value.get("tool_calls", "none") not in formats:
+        raise MismatchError(f"{CHAT_FIELD}.tool_calls", f"{value['tool_calls']!r} is none of {', '.join(formats)}")
+    return ChatSettings(**value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +327,20 @@ def _check_saved(modules: Any) -> None:
                 "modules_to_save",
                 f"{name!r} trained in full is not served, only classification heads ({', '.join(_HEADS)})",
             )
+
+
+def parse_prompts(value: Any) -> tuple[str, ...]:
+    """Parse the prompts that an adapter is certified with; None is none. Raises ArtifactError."""
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not 0 < len(value) <= _PROMPTS:
+        raise ArtifactError(PROMPTS_FIELD, f"is not a list of 1 to {_PROMPTS} prompts")
+    for index, prompt in enumerate(value):
+        if not isinstance(prompt, str) or not 0 < len(prompt) <= _PROMPT_CHARACTERS:
+            raise ArtifactError(f"{PROMPTS_FIELD}[{index}]", f"is not a text of 1 to {_PROMPT_CHARACTERS} characters")
+        if _SURROGATE.search(prompt):
+            raise ArtifactError(f"{PROMPTS_FIELD}[{index}]", "has half of a surrogate pair, which is no character")
+    return tuple(value)
 
 
 def _labels(names: Any) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from artifacts.kv_shape import INT8, KvShape
+from artifacts.families import INT8, KvShape
 from bench.models import QWEN2_04B
 from worker.engine.attention.cpu.plan import decode_plan
 from worker.engine.attention.kv_cache import KvCache

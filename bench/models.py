@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
 from transformers.utils.logging import disable_progress_bar
 
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE
 
 # The modules that adapters change in benchmarks: all linear layers of a decoder layer.
 ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -17,7 +17,7 @@ STRIKES_LIMIT = 2
 class AdapterRef:
     """An immutable revision of an adapter. `revision` is its full name, `weight_bytes` its safetensors' size.
 
-    A weighted set of revisions has `parts`: then `revision` is its digest (see artifacts.digests.weighted_digest), and
+    A weighted set of revisions has `parts`: then `revision` is its digest (see artifacts.names.weighted_digest), and
     rank and bytes are the sums over the parts.
     """
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from artifacts.json_object import parse_object
 from grammars import GrammarError
 from grammars.json_schema import JsonStyle, check_schema

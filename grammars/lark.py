@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from artifacts.json_object import parse_object
 from grammars import GrammarError
 from grammars.json_schema import JsonStyle, check_schema

@@ -20,7 +20,7 @@ from loraplex.relay.v1 import relay_pb2, relay_pb2_grpc
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from artifacts.names import SHARED, check_tenant
 from broker.connection import REDIS_DOWN
 from broker.pins import is_of_tenant

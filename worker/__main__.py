@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from rpc.settings import SettingsError, read_settings
 from worker import plan
 from worker.evaluate import evaluate

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Literal
 
 from artifacts.encode import Encode
-from artifacts.kv_shape import check_kv_cache_dtype
+from artifacts.families import check_kv_cache_dtype
 from artifacts.sampling import SamplingParams
 
 

@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from artifacts import ArtifactError
 from artifacts.base_model import read_base_model
-from artifacts.errors import ArtifactError
-from artifacts.kv_shape import FLAG_HELP as KV_CACHE_HELP
-from artifacts.kv_shape import check_kv_cache_dtype
+from artifacts.families import KV_CACHE_HELP, check_kv_cache_dtype
 from artifacts.quantization import parse_quantization
 from rpc.settings import read_settings, setting
 from worker.engine_api import ModelUnusableError

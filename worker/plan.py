@@ -13,14 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from artifacts import ArtifactError
 from artifacts.base_model import BaseModel, read_base_model
 from artifacts.base_modules import model_bytes, read_weights
 from artifacts.checkpoint import read_checkpoint
 from artifacts.encoders import ENCODERS, inner_weights
-from artifacts.errors import ArtifactError
-from artifacts.families import is_inner
-from artifacts.kv_shape import FLAG_HELP as KV_CACHE_HELP
-from artifacts.kv_shape import check_kv_cache_dtype, kv_shape
+from artifacts.families import KV_CACHE_HELP, check_kv_cache_dtype, is_inner, kv_shape
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from artifacts.quantization import parse_quantization
 from rpc.settings import setting

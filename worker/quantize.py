@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from artifacts.quantization import FLAG_HELP, parse_quantization
 from rpc.settings import read_settings, setting
 

@@ -217,7 +217,7 @@ def certify_revision(client: StoreClient, revision: Revision, scheme: str, model
     """Measure a revision on this machine, and keep its certificate in the store. Raises CommandError, LoraplexError."""
     from loraplex_client import FitnessCertificate
 
-    from artifacts.errors import ArtifactError
+    from artifacts import ArtifactError
     from artifacts.quantization import parse_quantization
     from clients.cli.models import read_model
 

@@ -247,7 +247,7 @@ def acl(  # one parameter a flag
 
     [bold]loraplex redis acl ./redis-users --model Qwen2-0.5B > users.acl[/]
     """
-    from artifacts.errors import ArtifactError
+    from artifacts import ArtifactError
     from artifacts.names import check_base_name
     from broker.acl import ROLES, acl_file
     from broker.user_passwords import read_passwords, rotated, write_passwords

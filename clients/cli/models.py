@@ -70,8 +70,8 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
 
 def read_model(path: str, name: str, quantize: str = "", kv_cache_dtype: str = "") -> artifacts.base_model.BaseModel:
     """Read the manifest of the model at `path`. Raises CommandError."""
+    from artifacts import ArtifactError
     from artifacts.base_model import read_base_model
-    from artifacts.errors import ArtifactError
     from artifacts.hash_model import is_hash_spec
 
     try:
@@ -86,7 +86,7 @@ def read_model(path: str, name: str, quantize: str = "", kv_cache_dtype: str = "
 
 def check_quantization(quantize: str, device: str) -> None:
     """Check that a device computes with a scheme. Raises CommandError."""
-    from artifacts.errors import ArtifactError
+    from artifacts import ArtifactError
     from artifacts.quantization import check_device, parse_quantization
 
     try:

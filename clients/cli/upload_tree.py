@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from artifacts.digests import sha256_file
-from artifacts.errors import ArtifactError
-from artifacts.names import SHARED, parse_adapter_name
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
+from artifacts import ArtifactError
+from artifacts.names import SHARED, parse_adapter_name, sha256_file
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE, revision_digest
 from clients.cli.options import STORE, StoreOption
 from clients.cli.service import explain
 from clients.cli.terminal import Activity, CommandError, out, print_error

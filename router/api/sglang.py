@@ -20,7 +20,7 @@ from smg_grpc_proto import sglang_scheduler_pb2 as engine
 from smg_grpc_proto import sglang_scheduler_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from artifacts.json_object import parse_object
 from artifacts.names import SHARED
 from broker.commands import Verb

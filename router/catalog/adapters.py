@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from artifacts.chat_settings import CHAT_FIELD, ChatSettings, parse_chat_settings
-from artifacts.digests import weighted_digest
+from artifacts import ArtifactError
 from artifacts.encoders import label_names
-from artifacts.errors import ArtifactError
 from artifacts.json_object import parse_object
-from artifacts.peft_config import LABELS_FIELD
-from artifacts.revision import CONFIG_FILE
+from artifacts.names import weighted_digest
+from artifacts.peft_config import CHAT_FIELD, CONFIG_FILE, LABELS_FIELD, ChatSettings, parse_chat_settings
 from broker.messages import AdapterRef, WeightedRef
 from broker.pins import is_of_tenant
 from router.catalog.manifest import Manifest

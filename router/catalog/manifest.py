@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from artifacts.json_object import parse_object
 
 _CONFIG = "config.json"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from redis.asyncio import Redis
 
-from artifacts.digests import sha256_bytes, sha256_json
+from artifacts.names import sha256_bytes, sha256_json
 from broker.connection import REDIS_DOWN
 from broker.keys import Keys
 from broker.liveness import Census, Liveness

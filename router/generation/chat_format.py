@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from artifacts.chat_settings import ToolCallFormat
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from artifacts.json_object import parse_object
+from artifacts.peft_config import ToolCallFormat
 from grammars import GrammarError
 from grammars.build import GRAMMAR_BYTES, HEADER
 from grammars.json_schema import JsonStyle, check_schema

@@ -17,7 +17,7 @@ import string
 from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass, field
 
-from artifacts.chat_settings import ToolCallFormat
+from artifacts.peft_config import ToolCallFormat
 from router.request import ToolCallDelta
 
 

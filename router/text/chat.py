@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from artifacts.chat_settings import CHAT_FIELD, ChatSettings, ToolCallFormat, parse_chat_settings
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
+from artifacts.peft_config import CHAT_FIELD, ChatSettings, ToolCallFormat, parse_chat_settings
 from router.request import Chat, ChatMessage, Tool, ToolCall
 from rpc.children.pool import CHILDREN, WALL_S, ChildDiedError, ChildPool
 from rpc.errors import InvalidField

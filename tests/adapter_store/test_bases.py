@@ -12,7 +12,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from artifacts.base_model import BaseModel, ModuleShape
-from artifacts.digests import sha256_bytes
+from artifacts.names import sha256_bytes
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client

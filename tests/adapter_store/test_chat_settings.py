@@ -12,7 +12,7 @@ import pytest
 
 from adapter_store.app import Store
 from artifacts.base_model import BaseModel
-from artifacts.chat_settings import ChatSettings
+from artifacts.peft_config import ChatSettings
 from broker.messages import AdapterRef
 from router.catalog.adapters import AdapterConfigs, AdapterSettings
 from router.catalog.store_client import StoreClient

@@ -14,7 +14,8 @@ from google.rpc.status_pb2 import Status
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from artifacts.base_model import BaseModel
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE
 from tests.small_disks import SmallDisk
 
 if TYPE_CHECKING:

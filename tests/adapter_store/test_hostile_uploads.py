@@ -18,7 +18,8 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from adapter_store.app import StoreSettings
 from adapter_store.open_calls import OpenUploads
 from artifacts.base_model import BaseModel, ModuleShape
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE
 from rpc.errors import CallError
 
 if TYPE_CHECKING:

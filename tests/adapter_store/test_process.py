@@ -22,7 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from artifacts.base_model import BaseModel
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client

@@ -17,8 +17,9 @@ from adapter_store.app import Store, StoreSettings
 from adapter_store.database import MIGRATIONS, Database
 from adapter_store.storage import DataDirectory, DataDirectoryError
 from artifacts.base_model import BaseModel
-from artifacts.digests import sha256_bytes
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts.names import sha256_bytes
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE
 from rpc.errors import Exhausted
 from rpc.server import PortInUse
 

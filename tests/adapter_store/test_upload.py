@@ -12,8 +12,9 @@ import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from artifacts.base_model import BaseModel
-from artifacts.digests import sha256_bytes
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
+from artifacts.names import sha256_bytes
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE, revision_digest
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from adapter_store.validate import Validated, validate_adapter
+from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import BaseModel
-from artifacts.errors import ArtifactError, MismatchError
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from artifacts.errors import MismatchError
+from artifacts import MismatchError
 from artifacts.peft_config import ACCEPTED, WHY_REFUSED, parse_peft_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "adapter-fields.md"

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import ModuleShape, read_base_model
-from artifacts.encoders import ENCODERS, with_prefix
-from artifacts.errors import ArtifactError, MismatchError
-from artifacts.heads import canonical_header, check_head, head_tensors
+from artifacts.checkpoint import TensorInfo
+from artifacts.encoders import ENCODERS, canonical_header, check_head, head_tensors, with_prefix
 from artifacts.peft_config import parse_peft_config
-from artifacts.safetensors_header import TensorInfo
 
 ROBERTA: dict[str, Any] = {
     "model_type": "roberta", "architectures": ["RobertaForSequenceClassification"], "max_position_embeddings": 20,

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from artifacts import ArtifactError
 from artifacts.base_model import read_base_model
-from artifacts.errors import ArtifactError
 from artifacts.hash_model import HashModel, is_hash_spec, parse_hash_model
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from artifacts.digests import is_digest, sha256_bytes
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
+from artifacts.checkpoint import TensorInfo
+from artifacts.names import is_digest, sha256_bytes
 from artifacts.revision import base_copies, lora_tensors, revision_digest
-from artifacts.safetensors_header import TensorInfo
 
 WEIGHTS = sha256_bytes(b"weights")
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from artifacts.peft_config import parse_peft_config
-from artifacts.resolve_patterns import with_names
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, lora_tensors
-from artifacts.safetensors_header import read_header
+from artifacts.checkpoint import read_header
+from artifacts.peft_config import CONFIG_FILE, parse_peft_config
+from artifacts.revision import WEIGHTS_FILE, lora_tensors
 
 pytestmark = pytest.mark.model
 SIZES = {
@@ -44,7 +43,7 @@ def test_ranks_and_scalings_are_those_that_peft_computes(tmp_path: Path) -> None
     # Saving sorts the patterns, and the first that matches counts: what peft reads again is the truth.
     model: Any = PeftModel.from_pretrained(tiny("llama"), str(tmp_path))
     shapes = lora_tensors(read_header(tmp_path / WEIGHTS_FILE))
-    ours = with_names(parse_peft_config((tmp_path / CONFIG_FILE).read_bytes()), shapes)
+    ours = parse_peft_config((tmp_path / CONFIG_FILE).read_bytes()).resolved(shapes)
     layers = {name: layer for name, layer in model.base_model.model.named_modules() if hasattr(layer, "lora_A")}
     assert set(shapes) == set(layers)
     for name, layer in layers.items():

@@ -19,7 +19,7 @@ import pytest
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from clients.cli.__main__ import main
 from clients.cli.adapters_top import AdapterNames
 from clients.cli.computations import ask_worker

@@ -13,13 +13,13 @@ from google.protobuf.message import DecodeError
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.queue.v1 import queue_pb2
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
+from artifacts.checkpoint import read_header
 from artifacts.json_object import parse_object
 from artifacts.names import parse_reference, parse_revision_name
 from artifacts.peft_config import parse_peft_config
-from artifacts.quantized_checkpoint import stored_scheme
+from artifacts.quantization import stored_scheme
 from artifacts.revision import lora_tensors
-from artifacts.safetensors_header import read_header
 from grammars import GrammarError
 from grammars.build import json_grammar, lark_grammar, regex_grammar
 from router.api.convert import count_received, read_received, read_request

@@ -17,7 +17,8 @@ import grpc
 from loraplex_client import AsyncStoreClient
 
 from artifacts.base_model import BaseModel, read_base_model
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE
 from clients.cli.models import registered
 from deploy.local.cluster import ClusterSettings, LocalCluster
 from rpc.server import channel_options

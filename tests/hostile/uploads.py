@@ -10,7 +10,8 @@ from typing import Any
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from artifacts.base_model import ModuleShape
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE
 from tests.hostile.cases import STORE, Case
 
 MODULES = tuple(

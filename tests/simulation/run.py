@@ -17,7 +17,8 @@ from unittest import mock
 import grpc
 
 from artifacts.base_model import read_base_model
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE
 from broker.liveness import Liveness
 from broker.messages import Job
 from broker.queue import JobQueue

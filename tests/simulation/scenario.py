@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import Random
 
-from artifacts.digests import sha256_json
 from artifacts.hash_model import parse_hash_model
+from artifacts.names import sha256_json
 from artifacts.sampling import SamplingParams
 from broker.messages import AdapterRef
 from broker.seal_kinds import JOB_S

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from worker import sizing
 from worker.plan import PlanSettings, as_lines, plan
 

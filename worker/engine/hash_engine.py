@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from artifacts.base_model import HASH_LABELS
 from artifacts.encode import Encode
 from artifacts.hash_model import VECTOR_SIZE, HashModel, parse_hash_model
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE
 from grammars.matching import compile_grammar, hash_vocabulary
 from grammars.prover import Prover
 from worker.engine.engine import Engine

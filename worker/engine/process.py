@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from artifacts import ArtifactError
 from artifacts.base_model import is_encoder
-from artifacts.errors import ArtifactError
 from artifacts.hash_model import is_hash_spec
 from telemetry.logging import logging_of, set_up_logging
 from worker.engine.engine import Engine

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from artifacts.checkpoint import read_small_file
-from artifacts.kv_shape import INT8
+from artifacts.families import INT8
 from grammars import GrammarError
 from grammars.matching import read_vocabulary, special_tokens
 from grammars.prover import Prover

@@ -18,8 +18,8 @@ import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
+from artifacts import MismatchError
 from artifacts.base_model import BaseModel
-from artifacts.errors import MismatchError
 from broker.connection import REDIS_DOWN
 from broker.liveness import BEAT_MS, Liveness
 from broker.terms import WORKER_TTL_MS

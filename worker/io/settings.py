@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from artifacts.kv_shape import FLAG_HELP as KV_CACHE_HELP
-from artifacts.kv_shape import check_kv_cache_dtype
+from artifacts.families import KV_CACHE_HELP, check_kv_cache_dtype
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from artifacts.quantization import check_device, parse_quantization
 from broker.job_keys import JOB_KEY_HELP

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from loraplex_client import FailedPreconditionError, Generation, InvalidRequestError, LoraplexError, NotFoundError
 
-from artifacts.digests import weighted_digest
+from artifacts.names import weighted_digest
 from tests.e2e.answers.conftest import MODEL
 from tests.e2e.conftest import Cluster
 from worker.engine.hash_engine import expected_ids

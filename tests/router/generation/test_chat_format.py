@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from artifacts.chat_settings import ToolCallFormat
+from artifacts.peft_config import ToolCallFormat
 from router.generation.chat_format import call_grammar, chat_format
 from router.generation.chat_reader import ChatFormat
 from router.request import Chat, ChatMessage, Tool, ToolMode

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from artifacts.chat_settings import ToolCallFormat
+from artifacts.peft_config import ToolCallFormat
 from router.dispatch.link import WorkerFinish
 from router.generation.answer import ChoiceAnswer, ResumeFilter
 from router.generation.chat_reader import ChatFormat, ChatReader

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from artifacts.chat_settings import ToolCallFormat
+from artifacts.peft_config import ToolCallFormat
 from grammars.matching import compile_grammar, proof_vocabulary
 from grammars.prove import prove
 from router.generation.chat_format import CallSyntax, tool_grammar

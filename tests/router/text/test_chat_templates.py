@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
-from artifacts.chat_settings import ChatSettings
+from artifacts.peft_config import ChatSettings
 from router.api.chat import read_chat
 from router.request import Chat, ChatMessage
 from router.text.chat import ChatTemplate, TemplateCall, TemplateRenderer

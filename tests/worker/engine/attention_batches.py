@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from artifacts.kv_shape import KvShape
+from artifacts.families import KvShape
 from worker.engine.attention.cpu.chunks import chunk_from_row
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall

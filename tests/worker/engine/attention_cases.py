@@ -15,7 +15,7 @@ import sys
 import torch
 from torch import Tensor
 
-from artifacts.kv_shape import KvShape
+from artifacts.families import KvShape
 from tests.worker.engine.attention_batches import Case, Numbers, cases, quantized
 from tests.worker.engine.interpreted import replace_language_once
 from worker.engine.attention.cuda.plan import TritonPlan, triton_plan

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from artifacts.checkpoint import read_header
 from artifacts.revision import WEIGHTS_FILE, base_copies
-from artifacts.safetensors_header import read_header
 from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
 
 VOCAB = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from worker.engine.lora.adapter_memory import TorchAdapterMemory, pack_adapter
 from worker.engine.lora.dora import Rescale
 from worker.engine.lora.weights import AdapterWeights, LoraPair

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts.digests import weighted_digest
-from artifacts.errors import MismatchError
+from artifacts import MismatchError
+from artifacts.names import weighted_digest
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
 from worker.engine.lora.weights import read_source
 from worker.engine.model.loader import load_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from artifacts.kv_shape import KvShape
+from artifacts.families import KvShape
 from tests.worker.engine.attention_batches import quantized
 from worker.engine.attention.cpu.codes import write_codes
 from worker.engine.attention.kv_cache import KvCache, fitting_blocks

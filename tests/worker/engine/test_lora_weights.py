@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE
 from worker.engine.lora.adapter_memory import pack_adapter
 from worker.engine.lora.weights import read_adapter
 

@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapter_store.validate import validate_adapter
+from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import read_base_model
-from artifacts.errors import ArtifactError, MismatchError
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, base_copies
-from artifacts.safetensors_header import read_header
+from artifacts.checkpoint import read_header
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE, base_copies
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
 from worker.engine.lora.weights import read_adapter
 from worker.engine.model.loader import load_model
@@ -114,12 +115,17 @@ TIED: dict[str, list[str]] = {
 
 @pytest.fixture(scope="module")
 def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PeftOracle]:
-    """Call with a model type: its model and adapters, made once."""
+    """Call with a model type: its model and adapters, made once, as the store keeps them."""
     made: dict[str, PeftOracle] = {}
 
     def oracle(model_type: str) -> PeftOracle:
         if model_type not in made:
-            made[model_type] = PeftOracle(model_type, tmp_path_factory.mktemp(model_type), CASES[model_type])
+            oracle = PeftOracle(model_type, tmp_path_factory.mktemp(model_type), CASES[model_type])
+            base = read_base_model(str(oracle.directory))
+            for directory in oracle.adapters.values():
+                if (config := validate_adapter(directory, base).config) is not None:
+                    (directory / CONFIG_FILE).write_bytes(config)
+            made[model_type] = oracle
         return made[model_type]
 
     return oracle
@@ -186,7 +192,6 @@ def test_every_adapter_changes_the_models_answer_and_every_tensor_is_consumed(
         of_dora = sum(pair.rescale is not None for pair in read.pairs.values())
         assert of_dora == ("DoRA" in name) * len(read.pairs)
         assert 2 * len(read.pairs) + of_dora + len(base_copies(header)) == len(header), name
-        validate_adapter(directory, read_base_model(str(oracle.directory)))
         changed = (oracle._logits(prompt, name) - plain).abs().max() / plain.abs().max()
         assert changed > 0.05, f"{name} changes the logits by {changed:.1e} only"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts.kv_shape import KvShape
+from artifacts.families import KvShape
 from tests.worker.engine.triton_runs import compiled_for_sm_90, result_of
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.attention.paged import LayerCall

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
+from artifacts import MismatchError
 from artifacts.base_model import BaseModel, read_base_model
-from artifacts.errors import MismatchError
 from worker.io.membership import wait_until_registered
 
 PLAIN = replace(read_base_model("hash:?"), name="tiny")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from artifacts.kv_shape import KvShape
+from artifacts.families import KvShape
 from worker.engine.device.cpu.workspace import Workspace
 
 # Share of the memory that is free after the weights are loaded. The rest is for activations, and on the CPU for the

@@ -14,11 +14,11 @@ import torch
 import transformers
 from torch import nn
 
+from artifacts import ArtifactError
 from artifacts.base_model import read_base_model
 from artifacts.base_modules import model_bytes
 from artifacts.checkpoint import read_checkpoint, read_small_file
 from artifacts.encoders import ENCODERS, EncoderFamily, inner_weights
-from artifacts.errors import ArtifactError
 from artifacts.families import is_embedding
 from artifacts.json_object import parse_object
 from artifacts.quantization import check_device, parse_quantization

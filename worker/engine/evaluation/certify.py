@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from artifacts.certificate import PROMPTS_FIELD, Figures, parse_prompts
+from artifacts import ArtifactError, MismatchError
 from artifacts.checkpoint import read_small_file
-from artifacts.errors import ArtifactError, MismatchError
 from artifacts.json_object import parse_object
-from artifacts.peft_config import CONFIG_FILE, parse_peft_config
+from artifacts.peft_config import CONFIG_FILE, PROMPTS_FIELD, parse_peft_config, parse_prompts
+from artifacts.revision import Figures
 from worker.engine.evaluation.differences import Differences
 from worker.engine.evaluation.logits import EvaluatedModel, Ids
 from worker.engine.evaluation.pair import ModelPair, TextCodec, load_pair

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 
 # Largest divergence, and largest loss of a token, in nats that count: those of a model that is broken are infinite.
 _WORST = 700.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from artifacts.kv_shape import INT8
+from artifacts.families import INT8
 from worker.engine.attention.kv_cache import KvCache
 from worker.engine.lora.adapter_memory import TorchAdapterMemory
 from worker.engine.lora.weights import read_source

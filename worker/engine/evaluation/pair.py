@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from artifacts import ArtifactError
 from artifacts.base_model import BaseModel, read_base_model
 from artifacts.checkpoint import read_small_file
-from artifacts.errors import ArtifactError
 from worker.engine.device.cores import step_threads
 from worker.engine.evaluation.logits import Ids
 from worker.engine.model.loader import LoadedModel, load_model

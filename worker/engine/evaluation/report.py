@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from artifacts import ArtifactError
 from artifacts.checkpoint import read_checkpoint
-from artifacts.errors import ArtifactError
 from worker.engine.evaluation.differences import Differences
 from worker.engine.evaluation.logits import EvaluatedModel, Ids
 from worker.engine.evaluation.pair import ModelPair, TextCodec, load_pair

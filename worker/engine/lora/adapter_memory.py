@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from artifacts.revision import WEIGHTS_FILE
 from worker.engine.lora.dora import Rescale
 from worker.engine.lora.weights import AdapterWeights, LoraPair

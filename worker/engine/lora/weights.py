@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from artifacts.errors import ArtifactError, MismatchError
+from artifacts import ArtifactError, MismatchError
+from artifacts.checkpoint import ADAPTER_HEADER_BYTES, read_header
+from artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
 from artifacts.families import is_embedding
-from artifacts.heads import canonical_header, check_head, head_tensors, hidden_size
-from artifacts.peft_config import PeftConfig, parse_peft_config
-from artifacts.resolve_patterns import with_names
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, tensor_names
-from artifacts.safetensors_header import ADAPTER_HEADER_BYTES, read_header
+from artifacts.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config
+from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, tensor_names
 from worker.engine.lora.base_layers import BaseLayers
 from worker.engine.lora.dora import Rescale, dora_rescale
 from worker.engine.lora.mapped import DTYPES, map_tensors
@@ -121,7 +120,6 @@ def read_adapter(
         head = head_tensors(header, architecture)
         shapes = lora_tensors(header, use_dora=config.use_dora, head=head.values())
         check_head(header, config, architecture, linears, base.hidden_size if base else hidden_size(linears))
-        config = with_names(config, shapes)
         if config.use_dora and base is None:
             raise MismatchError("use_dora", "DoRA cannot be read without the base model's weights")
         for name, info in header.items():

@@ -13,15 +13,13 @@ import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from artifacts import ArtifactError
 from artifacts.base_model import read_base_model
 from artifacts.base_modules import model_bytes, read_weights
-from artifacts.checkpoint import read_checkpoint, read_small_file
-from artifacts.errors import ArtifactError
+from artifacts.checkpoint import TensorInfo, read_checkpoint, read_small_file
+from artifacts.families import KvShape
 from artifacts.json_object import parse_object
-from artifacts.kv_shape import KvShape
-from artifacts.quantization import check_device, parse_quantization
-from artifacts.quantized_checkpoint import stored_scheme
-from artifacts.safetensors_header import TensorInfo
+from artifacts.quantization import check_device, parse_quantization, stored_scheme
 from worker.engine.attention import registered
 from worker.engine.attention.paged import AttentionContext
 from worker.engine.device.dtypes import dtype_name

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from artifacts.checkpoint import read_checkpoint
+from artifacts.encoders import hidden_size
 from artifacts.families import HEAD_WEIGHTS
-from artifacts.heads import hidden_size
 from worker.engine.lora.embedding import CpuEmbedding
 from worker.engine.lora.fused_linears import FusedPart
 from worker.engine.model.quantized_weights import QuantizedWeights

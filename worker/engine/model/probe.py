@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from artifacts.kv_shape import KvShape
+from artifacts.families import KvShape
 from worker.engine.attention.paged import AttentionContext, LayerCall
 from worker.engine_api import ModelUnusableError
 

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
+from artifacts import ArtifactError
 from artifacts.base_model import BaseModel, read_base_model
 from artifacts.base_modules import LinearWeight, read_weights
 from artifacts.checkpoint import Checkpoint, read_checkpoint
-from artifacts.errors import ArtifactError
 from artifacts.families import FAMILIES
 from artifacts.json_object import parse_object
 from artifacts.quantization import Quantization, parse_quantization

@@ -1,4 +1,4 @@
-"""Reads the quantized weights of checkpoints; artifacts/quantized_checkpoint.py describes the layouts, and checks them.
+"""Reads the quantized weights of checkpoints; artifacts/quantization.py describes the layouts, and checks them.
 
 compressed-tensors   words of int32 hold 4 or 8 columns of a row, the first one in the lowest bits; codes and zero
                      points have an offset of half their range
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from artifacts.checkpoint import Checkpoint
-from artifacts.quantized_checkpoint import Method, StoredWeight
+from artifacts.quantization import Method, StoredWeight
 from worker.engine.quantized.weight import QuantizedWeight, pack_codes
 
 # The place of output i of eight in an AWQ word.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from grammars import GrammarError
 from grammars.build import choices_grammar, grammar_digest
 from grammars.matching import Vocabulary, compile_grammar, plain_error

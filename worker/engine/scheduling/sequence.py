@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import IntEnum, auto
 from typing import Any
 
-from artifacts.errors import ArtifactError, MismatchError
+from artifacts import ArtifactError, MismatchError
 from worker.engine.scheduling.grammars import GrammarState
 from worker.engine_api import Failure, FailureCode, FinishKind, NewSequence, Output, TokenLogprobs
 

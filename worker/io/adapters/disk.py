@@ -21,8 +21,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from artifacts.errors import ArtifactError
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE
+from artifacts import ArtifactError
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE
 from worker.engine_api import Removal
 from worker.io.adapters.disk_budget import DiskBudget, DiskReservation, Stored
 

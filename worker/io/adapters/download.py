@@ -13,7 +13,8 @@ import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
-from artifacts.revision import CONFIG_FILE, WEIGHTS_FILE, revision_digest
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE, revision_digest
 from broker.messages import AdapterRef
 from rpc.principal import TENANT_KEY, WORKER_GRANT_KEY
 from worker.engine_api import Failure, FailureCode, FailureReason

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
-from artifacts.digests import weighted_digest
+from artifacts.names import weighted_digest
 from broker.messages import AdapterRef, AdapterRequest
 from rpc.server import channel_options
 from rpc.tls import LiveChannel, TlsFiles

@@ -86,8 +86,8 @@ def test_what_an_encoder_cannot_do_is_refused_in_one_line(
 def test_a_broken_head_is_refused_when_it_is_read(bert: EncoderOracle, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
+    from artifacts import MismatchError
     from artifacts.base_model import read_base_model
-    from artifacts.errors import MismatchError
     from worker.engine.lora.weights import read_adapter
 
     sizes = {one.name: (one.in_features, one.out_features) for one in read_base_model(str(bert.directory)).modules}

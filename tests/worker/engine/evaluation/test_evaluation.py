@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from artifacts import ArtifactError
 from artifacts.base_model import read_base_model
-from artifacts.certificate import PROMPTS_FIELD, FitnessLimits
-from artifacts.errors import ArtifactError
+from artifacts.peft_config import PROMPTS_FIELD
+from artifacts.revision import FitnessLimits
 from tests.cancelling_adapter import write_cancelling_adapter
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ import pytest
 
 from artifacts.base_model import read_base_model
 from artifacts.encode import Encode
-from artifacts.families import FAMILIES
-from artifacts.kv_shape import kv_shape
+from artifacts.families import FAMILIES, kv_shape
 from tests.worker.engine.model.tiny_families import (
     CRAMPED,
     LAST_ARRIVAL,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts.kv_shape import KvShape
+from artifacts.families import KvShape
 from worker.engine.device.memory import available_bytes
 from worker.engine.linear import packed
 from worker.engine.model import loader

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from artifacts import ArtifactError
 from artifacts.base_model import read_base_model
-from artifacts.errors import ArtifactError
 from tests.worker.engine.quantized import published_layouts as layouts
 from worker.engine.model.loader import load_model
 from worker.engine.quantized.weight import QuantizedLinear

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from artifacts.errors import ArtifactError
+from artifacts import ArtifactError
 from worker.io.adapters.disk import DiskTier, NotReservedError
 from worker.io.adapters.disk_budget import Stored, TooLargeError
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from artifacts.errors import ArtifactError
-from artifacts.kv_shape import KvShape, kv_shape
+from artifacts import ArtifactError
+from artifacts.families import KvShape, kv_shape
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
 # Fields that other families read.
