@@ -12,13 +12,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench.plots import BENCHMARKS_PAGE
 from bench.report import progress
 from bench.tables import rewrite
 
 NAMES = (
     "engine",
-    "lora_layer",
-    "adapters",
     "interference",
     "fairness",
     "relay",
@@ -30,9 +29,8 @@ NAMES = (
     "secured",
     "timing",
 )
-# Benchmarks that write their own page, docs/results/scaling.md, where they are asked to.
-_OTHERS = ("scaling", "calls", "fan_in")
-_PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks.md"
+# Benchmarks that write their tables themselves where they are asked to, and draw their plots.
+_OTHERS = ("lora_layer", "adapters", "scaling", "calls", "fan_in")
 
 
 def main() -> int:
@@ -51,7 +49,7 @@ def main() -> int:
             if subprocess.run([sys.executable, "-m", f"bench.{name}", *flags], check=False).returncode:
                 failed.append(name)
             elif not arguments.quick and name in NAMES:
-                _PAGE.write_text(rewrite(_PAGE.read_text(), json.loads(file.read_text())))
+                BENCHMARKS_PAGE.write_text(rewrite(BENCHMARKS_PAGE.read_text(), json.loads(file.read_text())))
     if failed:
         progress(f"failed: {', '.join(failed)}")
     return bool(failed)

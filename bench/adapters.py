@@ -25,7 +25,7 @@ from bench.isolated import Isolated
 from bench.limit import limit_s
 from bench.models import LLAMA_28M, ModelShape, save_adapter, save_model
 from bench.ours import ServedCluster
-from bench.plots import PLOTS, draw
+from bench.plots import BENCHMARKS_PAGE, PLOTS, draw
 from bench.report import Aim, Report, progress
 from bench.trace import Trace, random_request
 
@@ -94,8 +94,8 @@ Engine = Isolated[Any, Any]
 
 
 def main() -> None:
-    """Run the benchmark with the command line's arguments; a full run draws the plot."""
-    run_command("adapters", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
+    """Run the benchmark with the command line's arguments; `--write-docs` writes its table and draws the plot."""
+    run_command("adapters", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick), BENCHMARKS_PAGE)
 
 
 def measure(setup: Setup, quick: bool) -> Report:
@@ -119,8 +119,6 @@ def measure(setup: Setup, quick: bool) -> Report:
         with _isolated(setup, model, adapters, 4 * setup.slots) as engine:
             growth = engine.run(Swapping(setup.swaps, setup.warm_up_swaps, 6 * setup.slots))
         stored = _store_first_tokens(setup, model, adapters[: setup.lone_store])
-    if not quick:
-        draw(panels(setup.slots, first_tokens), PLOTS / "adapters.svg", columns=1)
     ceilings = meter.median()
     mean_rank = sum(RANKS) / len(RANKS)
     few, many = saturated[min(setup.counts)], saturated[max(setup.counts)]
@@ -153,6 +151,7 @@ def measure(setup: Setup, quick: bool) -> Report:
             "rss_growth_mb": growth,
         },
         aims=AIMS,
+        draw=lambda: draw(panels(setup.slots, first_tokens), PLOTS / "adapters.svg", columns=1),
     )
 
 

@@ -13,12 +13,12 @@ from bench.tables import rewrite
 def run_command(name: str, description: str, measure: Callable[[bool], Report], page: Path | None = None) -> Report:
     """Read the arguments, call `measure`, print the tables, write the JSON file; return the report.
 
-    With a `page` of the docs there is an argument to write its tables again.
+    With a `page` of the docs there is an argument to write its tables again, and to draw its plots.
     """
     parser = command_parser(name, description)
     if page is not None:
         parser.add_argument(
-            "--write-docs", action="store_true", help=f"write the figures into docs/results/{page.name}"
+            "--write-docs", action="store_true", help=f"write figures and plots into docs/results/{page.name}"
         )
     return run_parsed(parser, lambda arguments: measure(arguments.quick), page)
 
@@ -47,4 +47,6 @@ def run_parsed(
         report.write(arguments.json)
     if page is not None and arguments.write_docs:
         page.write_text(rewrite(page.read_text(), report.to_json()))
+        if report.draw is not None:
+            report.draw()
     return report

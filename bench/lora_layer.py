@@ -30,7 +30,7 @@ from bench.lora_methods import (
     Ours,
     PeftsWay,
 )
-from bench.plots import PLOTS, Panel, draw
+from bench.plots import BENCHMARKS_PAGE, PLOTS, Panel, draw
 from bench.report import Aim, Report, progress
 
 AIMS = {
@@ -93,15 +93,13 @@ class Point:
 
 
 def main() -> None:
-    """Run the benchmark with the command line's arguments; a full run draws the plot."""
-    run_command("lora_layer", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick))
+    """Run the benchmark with the command line's arguments; `--write-docs` writes its table and draws the plot."""
+    run_command("lora_layer", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick), BENCHMARKS_PAGE)
 
 
 def measure(setup: Setup, quick: bool) -> Report:
     """Measure all points and report them."""
     points = [point for width in setup.layers for point in _points(setup, width)]
-    if not quick:
-        draw(_panels(points), PLOTS / "lora_layer.svg")
     widest, most = max(setup.layers), max(setup.batches)
     hardest = next(point for point in points if (point.width, point.mix, point.rows) == (widest, _DISTINCT, most))
     return Report(
@@ -115,6 +113,7 @@ def measure(setup: Setup, quick: bool) -> Report:
             "vs_gathered_64": hardest.us["gathered"] / hardest.us[_OURS],
         },
         aims=AIMS,
+        draw=lambda: draw(_panels(points), PLOTS / "lora_layer.svg"),
     )
 
 

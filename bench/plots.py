@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PLOTS = Path(__file__).parents[1] / "docs" / "plots"
+_DOCS = Path(__file__).parents[1] / "docs"
+BENCHMARKS_PAGE, PLOTS = _DOCS / "results" / "benchmarks.md", _DOCS / "plots"
 
 # Size of a panel in inches.
 _WIDTH, _HEIGHT = 3.6, 2.8

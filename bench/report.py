@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -68,7 +68,10 @@ def describe_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Report:
-    """A benchmark's result. `rows` are flat and may differ in their keys; `aims` has a key for each of `ratios`."""
+    """A benchmark's result. `rows` are flat and may differ in their keys; `aims` has a key for each of `ratios`.
+
+    `draw` draws the plots of the docs.
+    """
 
     name: str
     command: str
@@ -79,10 +82,13 @@ class Report:
     aims: Mapping[str, Aim]
     machine: Mapping[str, Any] = field(default_factory=describe_machine)
     versions: Mapping[str, str] = field(default_factory=describe_versions)
+    draw: Callable[[], None] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        return asdict(self) | {"aims": {key: str(aim) for key, aim in self.aims.items()}}
+        values = asdict(self) | {"aims": {key: str(aim) for key, aim in self.aims.items()}}
+        del values["draw"]
+        return values
 
     def write(self, path: Path) -> None:
         """Write the JSON file atomically."""

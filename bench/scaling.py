@@ -2,8 +2,8 @@
 
 Clusters of up to 1,000 workers and 100,000 adapters run in virtual time and show how often a job's worker has its
 adapter, how long jobs wait, how service is shared, and how often workers claim. The cost of a claim is measured on a
-real Valkey and gives the number of workers that a cell serves. A full run draws the plots of
-docs/results/scaling.md; with --write-docs its figures go there too.
+real Valkey and gives the number of workers that a cell serves. With --write-docs its figures and plots go into
+docs/results/scaling.md.
 """
 
 from __future__ import annotations
@@ -113,8 +113,6 @@ def measure(setup: Setup, quick: bool) -> Report:
     costs = measure_costs(setup.calls)
     by_size = {run.scale.workers: run for run in sizes if run.name == _UNIFORM}
     share = {workers: _core_share(run, costs) for workers, run in by_size.items()}
-    if not quick:
-        _plot(sizes, loads, share)
     at_100 = {run.name: run for run in sizes if run.scale.workers == max(s for s in setup.workers if s <= 100)}
     quiet = [f"t{number}" for number in range(1, loud.scale.tenants)]
     largest = max(share)
@@ -140,6 +138,7 @@ def measure(setup: Setup, quick: bool) -> Report:
             "workers_of_one_cell": _CORE_SHARE / share[largest] * largest,
         },
         aims=AIMS,
+        draw=lambda: _plot(sizes, loads, share),
     )
 
 

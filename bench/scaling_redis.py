@@ -44,7 +44,9 @@ async def _measure(url: str, calls: int) -> dict[str, float]:
     queues = [JobQueue(redis, keys, limits=_LIMITS, worker_id=f"w{number}") for number in range(_CALLERS)]
     adapters = tuple(f"sha256:{number:064x}" for number in range(_ADAPTERS))
     placement = Placement(prefer=("w1", "w2", "w3"), load_tokens=10.0)
-    numbers = count(1)
+    numbers, beats = count(1), count(1)
+    # Jobs that were claimed one at a time: they run, and are charged.
+    running: list[str] = []
 
     async def enqueue(queue: JobQueue) -> None:
         await queue.enqueue(_job(next(numbers)), placement)
@@ -56,12 +58,15 @@ async def _measure(url: str, calls: int) -> dict[str, float]:
             claimed = await queue.claim(BASE, capacity)
             if len(claimed.jobs) != jobs:
                 raise RuntimeError(f"a claim of {rows} rows took {len(claimed.jobs)} jobs")
+            running.extend(job.job_id for job in claimed.jobs)
 
         return claim_rows
 
     async def charge(queue: JobQueue) -> None:
-        latest = next(numbers)
-        await queue.charge([UsageReport(f"j{latest - back}", 1, 10) for back in range(16)])
+        beat = next(beats)
+        await queue.charge(
+            [UsageReport(running[(16 * beat + job) % min(len(running), 1_000)], 1, 10 * beat) for job in range(16)]
+        )
 
     async def look(queue: JobQueue) -> None:
         latest = next(numbers)

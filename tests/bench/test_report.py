@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,11 +52,14 @@ def test_a_page_is_written_where_that_is_asked_for(
 ) -> None:
     page = tmp_path / "page.md"
     page.write_text(empty := "<!-- bench.engine -->\n<!-- end of bench.engine -->\n")
+    drawn: list[Path] = []
+    made = replace(report("engine"), draw=lambda: drawn.append(page))
     for flags, code in (([], None), (["--quick", "--write-docs"], 2), (["--write-docs"], None)):
-        assert page.read_text() == empty
+        assert (page.read_text(), drawn) == (empty, [])
         monkeypatch.setattr("sys.argv", ["bench", *flags])
         with pytest.raises(SystemExit) if code else nullcontext():
-            run_command("engine", "Something.", lambda quick: report("engine"), page)
+            run_command("engine", "Something.", lambda quick: made, page)
+    assert drawn == [page]
     assert "| ours | 1,234.5 |" in page.read_text()
 
 
