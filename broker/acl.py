@@ -69,7 +69,7 @@ ROLES: Mapping[str, Role] = {
         commands=("blpop", "hgetall"),
         keys=_of_model(
             *("job:*", "waiting", "queue:*", "again", "tenants", "idle", "floor", "uses", "totals", "charged"),
-            *("wake", "wake:*", "passed_on", "room:*", "suspects", "worker:*", "workers", "commands:*"),
+            *("wake", "wake:*", "passed_on", "rooms", "suspects", "worker:*", "workers", "commands:*"),
         ),
         read_keys=_of_model("routers", "quarantine", "arrivals", "news", "pins"),
     ),

@@ -7,7 +7,8 @@ lp:{MODEL/CELL}:queue:TENANT zset    the other jobs of a tenant, in the order of
                                      or priority, turn, arrival (broker/lua/include/key_turns.lua)
 lp:{MODEL/CELL}:queue:TENANT/keys
                              hash    jobs and bytes that wait of the tenant's API keys, and their turns
-lp:{MODEL/CELL}:uses         zset    tenants by their use of the queue at their last enqueue; it may have become less
+lp:{MODEL/CELL}:uses         zset    where the queue was full and is not half empty yet: tenants by their use of it at
+                                     their last enqueue; it may have become less
 lp:{MODEL/CELL}:job:ID       hash    a waiting job: body, attempt, and the facts that a claim needs; a displaced one
                                      has a mark instead, and expires
 lp:{MODEL/CELL}:arrivals     string  counter that numbers arrivals
@@ -19,7 +20,7 @@ lp:{MODEL/CELL}:totals       hash    bytes that wait and work by tenant, each of
                                      and their weights; of the cell the bytes of both in all, the counter that the
                                      next idle tenant begins with, and the work claimed in a ms while work waits
 lp:{MODEL/CELL}:charged      hash    what the tenants of claimed jobs have been charged, by job
-lp:{MODEL/CELL}:room:WORKER  string  free rows after a worker's last claim; expires
+lp:{MODEL/CELL}:rooms        hash    free rows after the last claim of each worker, and until when that is believed
 lp:{MODEL/CELL}:wake         list    wake-ups: an entry wakes one idle worker
 lp:{MODEL/CELL}:wake:WORKER  list    wake-ups of this worker
 lp:{MODEL/CELL}:passed_on    string  wake-ups that workers have passed on; expires

@@ -10,7 +10,7 @@
 local router, new_data_name = ARGV[2], ARGV[3]
 -- Types of the keys that all tenants share.
 local types = {waiting = 'zset', again = 'zset', uses = 'zset', tenants = 'zset', idle = 'zset', quarantine = 'zset',
-  routers = 'zset', totals = 'hash', charged = 'hash', suspects = 'hash', deaths = 'hash', pins = 'hash', workers = 'hash',
+  routers = 'zset', totals = 'hash', charged = 'hash', rooms = 'hash', suspects = 'hash', deaths = 'hash', pins = 'hash', workers = 'hash',
   news = 'list', wake = 'list', dead = 'list', arrivals = 'string', floor = 'string', passed_on = 'string', born = 'string'}
 
 set_aside_unless('hash', 'aside')

@@ -94,7 +94,7 @@ local deleted = gone_keys
 if waiting == 0 then deleted[#deleted + 1] = WAKE end
 if worker ~= '' then
   deleted[#deleted + 1] = WAKE .. ':' .. worker
-  redis.call('SET', PREFIX .. 'room:' .. worker, math.max(free_rows, 0), 'PX', FREE_ROWS_MS)
+  note_free_rows(worker, math.max(free_rows, 0))
 end
 if #deleted > 0 then redis.call('DEL', unpack(deleted)) end
 

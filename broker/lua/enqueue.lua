@@ -123,12 +123,11 @@ end
 
 -- Wake the first preferred worker with free rows, or else any.
 local function wake_for_job(has_begun)
-  local workers, rooms = {}, {}
-  for worker in string.gmatch(has_begun and '' or job.prefer, '[^\n]+') do
-    workers[#workers + 1], rooms[#rooms + 1] = worker, PREFIX .. 'room:' .. worker
-  end
-  for number, rows in ipairs(#rooms > 0 and redis.call('MGET', unpack(rooms)) or {}) do
-    if number_of(rows) > 0 then return wake_worker(workers[number]) end
+  local workers = {}
+  for worker in string.gmatch(has_begun and '' or job.prefer, '[^\n]+') do workers[#workers + 1] = worker end
+  local rooms = #workers > 0 and redis.call('HMGET', ROOMS, unpack(workers)) or {}
+  for number, room in ipairs(rooms) do
+    if free_rows_in(room) > 0 then return wake_worker(workers[number]) end
   end
   if redis.call('LPUSH', WAKE, 1) > WAKE_LIMIT then redis.call('LPOP', WAKE) end
 end
@@ -167,8 +166,12 @@ else
   job.place, kept_of_turn = place_of(arrival, tenant_jobs)
   local use = use_of(tenant_jobs + 1, of_tenant.bytes + job.size, job.weight, max)
   local answer = job.attempt == 1 and refusal(tenant_jobs, use)
-  if answer then return answer end
-  redis.call('ZADD', USES, exact(use), job.tenant)
+  if answer then
+    changes = {}
+    flush_counts() -- whether uses are kept
+    return answer
+  end
+  note_use(job.tenant, use, max)
 end
 -- In the order that include/waiting_jobs.lua gives.
 local facts = ARGV[6] .. cmsgpack.pack(job.place, job.size, job.work, job.queued, job.deadline)

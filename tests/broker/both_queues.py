@@ -195,7 +195,7 @@ class BothQueues:
     async def clear_free_rows(self, worker: str) -> None:
         """A worker has not claimed for long."""
         self.model.clear_free_rows(worker)
-        await self.redis.delete(f"{KEYS.prefix}room:{worker}")
+        await self.redis.hdel(KEYS.prefix + "rooms", worker)
 
     async def beat_router(self, router: str) -> None:
         """A router says that it lives."""

@@ -70,7 +70,8 @@ async def test_a_worker_that_is_gone_lapses_in_its_time_after_the_clock_went_bac
     await clock.advance(-600_000)
     await liveness.take_census("router")
     assert 0 < await redis.pttl(KEYS.worker("w-inc")) <= WORKER_TTL_MS
-    assert not await redis.exists(f"{KEYS.prefix}room:w")
+    await make_queue(redis).enqueue(make_job("j", "a", adapter="sha256:x"), Placement(prefer=("w",)))
+    assert [one.job_id for one in (await make_queue(redis, "other").claim("sha256:0", ROOMY)).jobs] == ["j"]
 
 
 @pytest.mark.parametrize("lapses", [False, True])
@@ -106,7 +107,7 @@ async def test_an_incarnation_that_ends_after_the_next_one_began_takes_no_room(
     await liveness.beat(worker("w"))
     await queue.claim("sha256:0", ROOMY)
     assert [state.incarnation for state in await liveness.live_workers()] == ["w-inc"]
-    assert await redis.get(f"{KEYS.prefix}room:w") == b"8"
+    assert await redis.hexists(KEYS.prefix + "rooms", "w")
 
 
 async def test_a_server_that_lost_its_data_is_another_one(redis: Redis, clock: Clock, liveness: Liveness) -> None:

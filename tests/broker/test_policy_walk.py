@@ -251,7 +251,7 @@ class Walk(RuleBasedStateMachine):
             "floor",
             "idle",
             "wake",
-            "room:",
+            "rooms",
             "routers",
             "born",
             "passed_on",

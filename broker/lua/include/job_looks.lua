@@ -10,7 +10,7 @@
 local free_rows_by_worker, router_alive = {}, {}
 local unlinked, is_unlinked = {}, {}
 local function has_free_rows(other)
-  free_rows_by_worker[other] = free_rows_by_worker[other] or free_rows_of(other)
+  free_rows_by_worker[other] = free_rows_by_worker[other] or free_rows_in(redis.call('HGET', ROOMS, other))
   return free_rows_by_worker[other] > 0
 end
 local function owner_lives(router)

@@ -4,7 +4,7 @@ local PREFIX = ARGV[1]
 
 local function add_names()
   NAMES[PREFIX] = {}
-  for name in string.gmatch('waiting again arrivals news tenants idle floor uses totals charged wake routers workers suspects quarantine deaths aside', '%a+') do
+  for name in string.gmatch('waiting again arrivals news tenants idle floor uses totals charged wake rooms routers workers suspects quarantine deaths aside', '%a+') do
     NAMES[PREFIX][name] = PREFIX .. name
   end
   return NAMES[PREFIX]
@@ -22,6 +22,7 @@ local USES = OF_CELL.uses
 local TOTALS = OF_CELL.totals
 local CHARGED = OF_CELL.charged
 local WAKE = OF_CELL.wake
+local ROOMS = OF_CELL.rooms
 local ROUTERS = OF_CELL.routers
 local WORKERS = OF_CELL.workers
 local SUSPECTS = OF_CELL.suspects

@@ -15,6 +15,31 @@ local function exceeded_limit(size, max)
   if cell.bytes + size > max.bytes then return 'bytes' end
 end
 
+-- Begin to keep the uses of all tenants, for as long as the queue is more than half full.
+local function keep_uses(max)
+  if cell.uses == 1 and redis.call('EXISTS', USES) == 1 then return end
+  redis.call('DEL', USES)
+  cell.uses = 1
+  for _, tenant in ipairs(redis.call('ZRANGE', TENANTS, 0, -1)) do
+    local jobs = redis.pcall('ZCARD', PREFIX .. 'queue:' .. tenant)
+    if type(jobs) == 'number' then
+      read_totals(tenant)
+      redis.call('ZADD', USES, exact(use_of(jobs, totals[tenant].bytes, totals[tenant].weight, max)), tenant)
+    end
+  end
+end
+
+-- Note the use of a tenant with another job.
+local function note_use(tenant, use, max)
+  if cell.uses == 0 then return end
+  if 2 * redis.call('ZCARD', WAITING) < max.jobs and 2 * cell.bytes < max.bytes then
+    redis.call('DEL', USES)
+    cell.uses = 0
+  else
+    redis.call('ZADD', USES, exact(use), tenant)
+  end
+end
+
 -- Displace other tenants' jobs until one of `size` bytes fits, whose tenant's use is then `use`. Their routers find the
 -- mark that a displaced job leaves. Returns the limit that is still exceeded. Its functions are made here, since each
 -- costs the server time where they are not needed.
@@ -29,7 +54,7 @@ local function displace(limit, size, use, max)
     local facts = hash_fields(PREFIX .. 'job:' .. id, 'facts')[1]
     local is_readable, _, _, _, _, _, _, weight = read_packed(checked_facts, facts)
     if not is_readable then return end
-    if not totals[tenant] then read_totals(tenant) end
+    read_totals(tenant)
     return use_of(redis.call('ZCARD', queue), totals[tenant].bytes, weight, max), id
   end
 
@@ -50,6 +75,7 @@ local function displace(limit, size, use, max)
     end
   end
 
+  keep_uses(max)
   for _ = 1, DISPLACED_PER_ENQUEUE do
     local _, id = highest_use()
     if not id then return limit end

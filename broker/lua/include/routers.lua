@@ -20,7 +20,7 @@ local function shorten_workers()
   local workers = redis.call('HGETALL', WORKERS)
   for i = 1, #workers, 2 do
     redis.call('PEXPIRE', PREFIX .. 'worker:' .. workers[i], WORKER_TTL_MS)
-    redis.call('DEL', PREFIX .. 'room:' .. workers[i + 1])
+    redis.call('HDEL', ROOMS, workers[i + 1])
   end
 end
 

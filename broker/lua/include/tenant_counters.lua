@@ -44,11 +44,11 @@ end
 local function deactivate_tenant(tenant, counter)
   counter = counter or number_of(redis.call('ZSCORE', TENANTS, tenant) or lowest_counter())
   redis.call('ZREM', TENANTS, tenant)
-  redis.call('ZREM', USES, tenant)
+  if not cell then read_totals(tenant) end
+  if cell.uses == 1 then redis.call('ZREM', USES, tenant) end
   local lowest = redis.call('ZRANGE', TENANTS, 0, 0, 'WITHSCORES')[2]
   if not lowest then
     redis.call('SET', FLOOR, exact(counter))
-    if not cell then read_totals(tenant) end
     cell.next_lift = 0
   elseif counter > number_of(lowest) then
     redis.call('ZADD', IDLE, exact(counter), tenant)

@@ -1,8 +1,8 @@
 -- Totals over the waiting jobs, a packed record for each tenant with jobs: bytes and work of its newcomers and of its jobs
 -- that have begun, its weight, and whether its newcomers have turns (see key_turns.lua). Work is in charged tokens, as
 -- though every answer had its full length. A record of the cell is beside them: the bytes of both kinds in all, the counter
--- that the next idle tenant is lifted to, and the claim rate (see claim_rate.lua). A script adds its changes up and writes
--- them once, with `flush_counts`. The bytes in all change as the tenants' do, and a tenant without a queue has no
+-- that the next idle tenant is lifted to, the claim rate (see claim_rate.lua), and whether USES is kept (queue_shares.lua).
+-- A script adds its changes up and writes them once, with `flush_counts`. The bytes in all change as the tenants' do, and a tenant without a queue has no
 -- newcomers, so that what a lost key has left behind goes with the last of them.
 --- @include "keys"
 --- @include "packed"
@@ -25,11 +25,11 @@ local function checked_totals(bytes, work, begun_bytes, begun_work, weight, turn
 end
 
 -- Return the cell's record. Raises an error on one that these scripts cannot have packed.
-local function checked_cell(bytes, begun_bytes, next_lift, rate_since, rate_work, rate)
+local function checked_cell(bytes, begun_bytes, next_lift, rate_since, rate_work, rate, uses)
   if bytes >= 0 and begun_bytes >= 0 and next_lift >= 0 and rate_since >= 0 and rate_work >= 0 and rate >= 0
-      and bytes + begun_bytes + next_lift + rate_since + rate_work + rate < math.huge then
+      and uses >= 0 and bytes + begun_bytes + next_lift + rate_since + rate_work + rate + uses < math.huge then
     return {bytes = bytes, begun_bytes = begun_bytes, next_lift = next_lift, rate_since = rate_since,
-      rate_work = rate_work, rate = rate}
+      rate_work = rate_work, rate = rate, uses = uses}
   end
   error('unreadable')
 end
@@ -42,7 +42,7 @@ local function read_totals(...)
     if packed then is_readable, record = read_packed(i == 1 and checked_cell or checked_totals, packed) end
     if i == 1 then
       record = is_readable and record
-        or {bytes = 0, begun_bytes = 0, next_lift = 0, rate_since = 0, rate_work = 0, rate = 0}
+        or {bytes = 0, begun_bytes = 0, next_lift = 0, rate_since = 0, rate_work = 0, rate = 0, uses = 0}
       cell = cell or record
     else
       record = is_readable and record
@@ -114,8 +114,9 @@ local function flush_counts()
       of.bytes, of.work, of.begun_bytes, of.begun_work, of.weight, of.turns)
   end
   changes = {}
+  cell.next_lift = cell.next_lift < math.huge and math.max(0, cell.next_lift) or 0
   write(CELL_FIELD, cell, cell.bytes + cell.begun_bytes + cell.next_lift + cell.rate_since == 0, cell.bytes,
-    cell.begun_bytes, cell.next_lift, cell.rate_since, cell.rate_work, cell.rate)
+    cell.begun_bytes, cell.next_lift, cell.rate_since, cell.rate_work, cell.rate, cell.uses)
   if #written > 0 then redis.call('HSET', TOTALS, unpack(written)) end
   if #gone > 0 then redis.call('HDEL', TOTALS, unpack(gone)) end
 end

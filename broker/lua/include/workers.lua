@@ -1,8 +1,24 @@
 -- Free rows that workers reported, and the lists that wake idle workers.
 --- @include "keys"
+--- @include "clock"
+--- @include "packed"
+
+-- Return the rows of a packed room. Raises an error on one that these scripts cannot have packed, or that is too old.
+local function checked_room(rows, until_ms)
+  if until_ms > now and rows < math.huge then return rows end
+  error('unreadable')
+end
 
 -- Return how many free rows a worker had after its last claim; 0 for a worker that has not claimed for FREE_ROWS_MS.
-local function free_rows_of(worker) return number_of(redis.pcall('GET', PREFIX .. 'room:' .. worker)) end
+local function free_rows_in(room)
+  if not room then return 0 end
+  local is_readable, rows = read_packed(checked_room, room)
+  return is_readable and rows or 0
+end
+
+local function note_free_rows(worker, rows)
+  redis.call('HSET', ROOMS, worker, cmsgpack.pack(rows, now + FREE_ROWS_MS))
+end
 
 -- Wake one idle worker, unless a wake-up is on its way already.
 local function wake_a_worker()
@@ -28,6 +44,7 @@ end
 
 -- Record that a worker takes no jobs now. A wake-up that was meant for this worker goes to another.
 local function clear_free_rows(worker)
-  redis.call('DEL', PREFIX .. 'room:' .. worker, WAKE .. ':' .. worker)
+  redis.call('HDEL', ROOMS, worker)
+  redis.call('DEL', WAKE .. ':' .. worker)
   if redis.call('ZCARD', WAITING) > 0 then wake_a_worker() end
 end
