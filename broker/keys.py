@@ -39,11 +39,11 @@ lp:{MODEL/CELL}:aside        hash    names and types of keys that had another ty
 lp:{MODEL/CELL}:aside:NAME   any     such a key; expires
 lp:{resume}:keys             list    keys of the resume tokens of all routers, the newest first; secret
 lp:{resume}:keys:aside       any     that list, if it had another type; expires. The ledger's keys have such names too
-lp:{ledger}:state            hash    epoch of the ledger's data, number of its last call (broker/ledger.py)
-lp:{ledger}:account:NAME     hash    charges of a tenant or API key in the running windows, and what is held; expires
-lp:{ledger}:of:ID            hash    a reservation, open or ended; expires once it has ended
+lp:{ledger}:state            string  time at which the ledger opens after a loss of data (broker/ledger.py)
+lp:{ledger}:account:NAME     string  charges of a tenant or API key in the running windows, and what is held; expires
+lp:{ledger}:of:ID            string  a reservation, open or ended; expires once it has ended
 lp:{ledger}:held:ROUTER      set     ids of a router's open reservations
-lp:{ledger}:routers          zset    routers with reservations, by the time at which others end these
+lp:{ledger}:routers          hash    number of each router's last call, and when others may end its reservations
 lp:{ledger}:usage            stream  charges whose usage events no router has written yet, where events are written
 """
 

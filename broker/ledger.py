@@ -1,28 +1,27 @@
 """The ledger: what tenants and API keys have used of their quotas, and reservations of what may still come.
 
-    reserve ──▶ open: renewed every second with what is used so far ──▶ settle: charged
-                  └──▶ its router has not renewed for HELD_MS: another one's renewal ends it, charged as last renewed
+    reserve ──▶ open: its router tells every second what is used so far ──▶ it tells the end: charged
+                  └──▶ its router has not renewed for HELD_MS: another one's renewal ends it, charged as last told
 
-An account is a tenant's, or that of an API key that has a plan. It counts what was charged in the running minute, day
-and month of UTC, by Redis's clock; these counts only grow. Open reservations hold more beside them, and both together
-stay within the limits. A request counts in the windows of its admission. A charge adds an event to a Redis stream in
-the same script, so the sums of events and accounts agree.
+An account, of a tenant or an API key with a plan, counts what was charged in the running minute, day and month. Open
+reservations hold more beside that, and both together stay within the limits. A charge adds an event to a Redis stream.
 
-Routers save the counts in the adapter store every second. Each state of the ledger has an epoch, and numbers its calls.
-A call that knows of another epoch, or of a later call, finds that Redis has lost data: the ledger is filled with the
-saved counts, and is closed for RECOVERY_MS until routers have told it their reservations and what they have not saved.
-docs/guides/quotas.md gives the bound of what is granted too much.
-
-All keys of the ledger share a hash tag, so that a quota is the same for all models and cells, and one call may reserve
-in several accounts and renew the reservations of any.
+The ledger numbers what each router tells. Where it has no number of a router, or a lower one than the router knows,
+Redis has lost data: the router fills it with the counts that the adapter store has, and with what it knows itself, and
+the ledger is closed for RECOVERY_MS, in which the others do the same. docs/guides/quotas.md has promises and bound.
+All keys share a hash tag, so that a quota is the same for all models, and one call may use several accounts.
 """
 
 from __future__ import annotations
 
+import secrets
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import OutOfMemoryError, ResponseError
 
@@ -34,15 +33,19 @@ from broker.wrong_types import set_aside
 
 _T = TypeVar("_T")
 
-# Maximum reservations, or accounts, in one call: a script stops the whole server while it runs.
-RESERVATIONS_AT_ONCE = 128
+# Maximum reservations, accounts or events in one call: a script stops the whole server while it runs.
+_AT_ONCE = 128
+# Time in seconds for which events of charges are kept, to add them again to a Redis that has lost them; routers write
+# them to their files within a second.
+_EVENTS_S = 10.0
 # Types of the keys that all tenants share.
-_SHARED = {"state": "hash", "routers": "zset", "usage": "stream"}
+_SHARED = {"state": "string", "routers": "hash", "usage": "stream"}
+# What the scripts count, in the order of TokenLimits.
+_COUNTS = ("streams", "requests", "input_tokens", "output_tokens", "day_tokens", "month_tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLimits:
-    """Maximum streams at once, and counts by minute, day and month, in the order of the scripts; None: no limit."""
+class TokenLimits(NamedTuple):
+    """Maximum streams at once, and counts by minute, day and month; None: no limit."""
 
     streams: int | None = None
     requests_per_minute: int | None = None
@@ -52,100 +55,98 @@ class TokenLimits:
     tokens_per_month: int | None = None
 
 
-# The limits by the names that the scripts have for them.
-_LIMITS = dict(
-    zip(("streams", "requests", "input", "output", "day_tokens", "month_tokens"), TokenLimits.__slots__, strict=True)
-)
+class Counts(msgspec.Struct, frozen=True, order=True):
+    """The charges of an account in its last windows, which have numbers by UTC, a month 12 x year + month - 1.
 
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """The charges of an account in its last windows, in the order of the scripts.
-
-    Windows have numbers by UTC, a month 12 x year + month - 1.
+    Charges only grow: of two states of an account the later one is the greater.
     """
 
     name: str
+    month: int = 0
+    month_tokens: int = 0
+    day: int = 0
+    day_tokens: int = 0
     minute: int = 0
     requests: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
-    day: int = 0
-    day_tokens: int = 0
-    month: int = 0
-    month_tokens: int = 0
 
 
-_NUMBERS = (
-    *("open", "minute", "day", "month", "requests", "held_input", "held_output", "streams", "used_input"),
-    *("used_output", "paid_input", "paid_output", "charges", "resumes", "sent"),
-)
-# The numbers with which a router holds a reservation again: what it holds first.
-_JOINED = (
-    *("requests", "held_input", "held_output", "streams", "minute", "day", "month", "used_input", "used_output"),
-    *("paid_input", "paid_output", "charges", "resumes", "sent"),
-)
+class Reservation(msgspec.Struct):
+    """A request's reservation at its router, in one account or more, separated by spaces.
 
-
-@dataclass(slots=True)
-class Reservation:
-    """A request's reservation at its router, in one account or more. `input` and `output` tokens are asked for.
-
-    `facts` are those of its usage event, for whoever ends it; empty: no event is written. `numbers` are the ledger's at
-    the grant; broker/lua/include/ledger.lua explains them. Tokens that are used count from the request's beginning.
+    `input` and `output` tokens are asked for, and held once it is granted. `facts` are those of its usage event, for
+    whoever ends it; empty: no event is written. broker/lua/include/ledger.lua explains the numbers. Tokens that are
+    used count from the request's beginning.
     """
 
     id: str
-    accounts: tuple[str, ...]
+    accounts: str
     input: int
     output: int
     facts: str = ""
-    numbers: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(_NUMBERS, 0))
+    # Name of the call that has it: its router and what sets it apart there.
+    holder: str = ""
+    open: bool = True
+    at_ms: int = 0
+    requests: int = 1
     # 0 once its call has ended, while it may still be resumed.
     streams: int = 1
     used_input: int = 0
     used_output: int = 0
-    # Tokens that the ledger knows of, by the last renewal.
-    renewed: tuple[int, int, int] = (0, 0, 1)
+    paid_input: int = 0
+    paid_output: int = 0
+    charges: int = 0
+    resumes: int = 0
+    sent: int = 0
+    # What the ledger was last told.
+    known_input: int = 0
+    known_output: int = 0
 
     def use(self, used_input: int, used_output: int) -> None:
         """Count what is used by now."""
         self.used_input, self.used_output = max(self.used_input, used_input), max(self.used_output, used_output)
 
     @property
-    def now(self) -> tuple[int, int, int]:
-        """Return what a renewal tells."""
-        return self.used_input, self.used_output, self.streams
+    def has_news(self) -> bool:
+        """Return whether more is used than the ledger knows."""
+        return self.used_input > self.known_input or self.used_output > self.known_output
 
 
 class QuotaReachedError(Exception):
     """A limit leaves no room; `wait_ms` is the time until there is some, None where there never is for this request."""
 
-    def __init__(self, account: str, limit: str, wait_ms: int | None) -> None:
-        super().__init__(limit)
-        self.account = account
-        self.limit = limit
-        self.wait_ms = wait_ms
+    def __init__(self, account: str, limit: str, wait_ms: float) -> None:
+        self.account, self.limit = account, TokenLimits._fields[_COUNTS.index(limit)]
+        super().__init__(self.limit)
+        self.wait_ms = int(wait_ms) if wait_ms < 2**53 else None
 
 
-class LedgerBehindError(Exception):
-    """The ledger has another `epoch`, 0 for none, than the router knows, or fewer calls: it has to be told first."""
+class LedgerUnreadyError(Exception):
+    """The ledger is closed for a while; else it lacks what this router knows, or has nothing (`is_empty`)."""
 
-    def __init__(self, epoch: int) -> None:
-        super().__init__(f"the ledger is of epoch {epoch}")
-        self.epoch = epoch
-
-
-class LedgerClosedError(Exception):
-    """The ledger has lost data, and is closed for `wait_ms` until routers have told what they know."""
-
-    def __init__(self, wait_ms: int) -> None:
-        super().__init__(f"the ledger is closed for {wait_ms} ms")
-        self.wait_ms = wait_ms
+    def __init__(self, closed_ms: float, *, is_empty: bool) -> None:
+        super().__init__("the ledger has lost data, or is new to this router")
+        self.closed_s, self.is_empty = closed_ms / 1e3, is_empty
 
 
 class LedgerFullError(Exception):
     """Redis has no memory for another reservation."""
+
+
+class _Answer(msgspec.Struct):
+    """The answer of each script."""
+
+    behind: bool = False
+    is_empty: bool = False
+    closed_ms: float = 0
+    refused: tuple[str, str, float] | None = None
+    reservation: Reservation | None = None
+    number: int = 0
+    ended: int = 0
+    moved: list[int] = []
+    accounts: list[Counts] = []
+    events: list[list[str]] = []
 
 
 @dataclass(slots=True)
@@ -162,54 +163,19 @@ class ReserveCall:
 SendReserve = Callable[[ReserveCall], Awaitable[None]]
 
 
-class LedgerCalls:
-    """Calls of the ledger's scripts on a server."""
-
-    def __init__(self, redis: Redis, scripts: Scripts = SCRIPTS) -> None:
-        self._redis = redis
-        self._scripts = scripts
-        self._batched: dict[str, BatchedScript] = {}
-
-    async def __call__(self, name: str, arguments: Sequence[Any], send: SendReserve | None = None) -> Any:
-        """Return a script's answer; `send` sends the call with another, where Redis is no cluster.
-
-        Raises an error of broker.connection.REDIS_DOWN.
-        """
-        try:
-            return await self._call(name, arguments, send)
-        except ResponseError as error:
-            if "WRONGTYPE" not in str(error):
-                raise
-        for key, wanted in _SHARED.items():
-            await set_aside(self._redis, LEDGER + key, wanted)
-        return await self._call(name, arguments, None)
-
-    async def _call(self, name: str, arguments: Sequence[Any], send: SendReserve | None) -> Any:
-        script = self._batched.get(name)
-        if script is None:
-            base, when_full = name.removesuffix("_when_full"), name.endswith("_when_full")
-            function = self._scripts.register(self._redis, base, when_full=when_full)
-            script = self._batched[name] = BatchedScript(self._redis, function, LEDGER + "state")
-        if send is None or isinstance(self._redis, RedisCluster):
-            return await script(arguments)
-        key = f"{LEDGER}of:{arguments[2]}"
-        call = ReserveCall(script.prepare((key,), arguments), key)
-        await send(call)
-        if isinstance(call.answer, Exception):
-            raise call.answer
-        return call.answer
-
-
 class Ledger:
-    """The ledger as one router, by its name, uses it. Errors of broker.connection.REDIS_DOWN pass through."""
+    """The ledger as one router uses it. Errors of broker.connection.REDIS_DOWN pass through."""
 
-    def __init__(self, calls: LedgerCalls, router: str) -> None:
-        self._calls = calls
-        self.router = router
-        # Epoch of the ledger that this router has told what it knows, and number of the last call that it knows of.
-        self.epoch, self._number = 0, 0
+    def __init__(self, redis: Redis, scripts: Scripts = SCRIPTS, router: str = "") -> None:
+        self._redis = redis
+        names = ("ledger_reserve", "ledger_reserve_when_full", "ledger_tell", "ledger_fill")
+        self._scripts = {name: BatchedScript(redis, scripts.register(redis, name), LEDGER + "state") for name in names}
+        self.router = router or secrets.token_hex(6)
+        # Number of the last call in which this router told something; 0: it has never used the ledger.
+        self.number = 0
         # Charges of accounts that calls of this router have changed, by name, until they are saved.
         self.unsaved: dict[str, Counts] = {}
+        self._events: deque[tuple[float, list[str]]] = deque()
 
     async def reserve(
         self,
@@ -217,99 +183,91 @@ class Ledger:
         received: int | None,
         limits: Mapping[str, TokenLimits],
         send: SendReserve | None = None,
-    ) -> None:
+    ) -> Reservation:
         """Reserve the tokens of a request, or go on with its reservation where it is resumed with `received` tokens.
 
-        Idempotent by id. `limits` are by account. `send` sends the call of a new request together with another; its
-        errors pass through. Raises QuotaReachedError, LedgerBehindError, LedgerClosedError or LedgerFullError.
+        Returns the reservation as the ledger has it. `limits` are by account. `send` sends the call of a new request
+        together with another; its errors pass through. Raises QuotaReachedError, LedgerUnreadyError or LedgerFullError.
         """
-        arguments: list[Any] = [wanted.id, self.router, wanted.facts, wanted.input, wanted.output]
-        arguments.append(-1 if received is None else received)
-        for name in wanted.accounts:
-            most = (getattr(limits[name], limit) for limit in TokenLimits.__slots__)
-            arguments += [name, *(-1 if one is None else one for one in most)]
-        try:
-            answer = await self._ask("ledger_reserve", arguments, send)
+        wanted.holder = wanted.holder or f"{self.router}:{secrets.token_hex(4)}"
+        bounds = [(name, *one) for name, most in limits.items() for one in zip(_COUNTS, most, strict=True)]
+        message = {
+            "reservation": wanted,
+            "received": -1 if received is None else received,
+            "limits": [one for one in bounds if one[2] is not None],
+        }
+        try:  # what has begun is not refused by a full Redis
+            name = "ledger_reserve" if received is None else "ledger_reserve_when_full"
+            answer = await self._ask(name, message, send)
         except OutOfMemoryError as error:
-            if received is None:
-                raise LedgerFullError("Redis is out of memory") from error
-            answer = await self._ask("ledger_reserve_when_full", arguments)
-        if answer[0] == b"refused":
-            account, limit, wait_ms = answer[3:6]
-            raise QuotaReachedError(account.decode(), _LIMITS[limit.decode()], None if wait_ms < 0 else wait_ms)
-        wanted.numbers = dict(zip(_NUMBERS, map(int, answer[3]), strict=True))
-        wanted.use(wanted.numbers["used_input"], wanted.numbers["used_output"])
-        wanted.renewed = wanted.now
+            raise LedgerFullError("Redis is out of memory") from error
+        if answer.refused is not None:
+            raise QuotaReachedError(*answer.refused)
+        assert answer.reservation is not None, "what is not refused is granted"
+        granted = answer.reservation
+        granted.known_input, granted.known_output = granted.used_input, granted.used_output
+        return granted
 
-    async def settle(self, ended: Reservation, router: str = "") -> list[bytes]:
-        """End a reservation, charged with what was used. Idempotent. Returns the fields of its event, if it has one.
+    async def tell(self, reservations: Sequence[Reservation], *, renews: bool = False) -> tuple[int, list[int]]:
+        """Tell what is used of this router's reservations, and which have ended, and renew all of them.
 
-        Raises LedgerBehindError or LedgerClosedError.
+        Idempotent. Returns how many reservations of routers that died were ended, and the places of those that other
+        calls have by now. Raises LedgerUnreadyError.
         """
-        numbers, (renewed_input, renewed_output, _) = ended.numbers, ended.renewed
-        arguments = [ended.id, router or self.router, ended.facts, ended.used_input, ended.used_output]
-        arguments += [" ".join(ended.accounts), numbers["minute"], numbers["day"], numbers["month"]]
-        answer = await self._ask("ledger_settle", [*arguments, renewed_input, renewed_output])
-        return list(answer[3]) if len(answer) > 3 else []
-
-    async def renew(self, changed: Sequence[Reservation]) -> tuple[int, list[str]]:
-        """Renew this router's reservations, and tell what is used of those that have changed.
-
-        Returns how many reservations of routers that died were ended, and the ids of those of this router that other
-        routers have by now. Raises LedgerBehindError or LedgerClosedError.
-        """
-        ended, moved = 0, list[str]()
-        for some in _chunks(changed):
-            told = [one.now for one in some]
-            first = [not one.renewed[0] and one.used_input for one in some]  # facts are known with the first token
-            arguments: list[Any] = [self.router]
-            for one, now, is_first in zip(some, told, first, strict=True):
-                arguments += [one.id, *now, one.facts if is_first else ""]
-            answer = await self._ask("ledger_renew", arguments)
-            for one, now in zip(some, told, strict=True):
-                one.renewed = now
-            ended, moved = ended + int(answer[3]), [*moved, *(one.decode() for one in answer[4])]
+        ended, moved = 0, list[int]()
+        for at, some in _chunks(reservations):
+            told = [(one.used_input, one.used_output) for one in some]
+            answer = await self._ask("ledger_tell", {"reservations": some, "renews": renews})
+            for one, known in zip(some, told, strict=True):
+                one.known_input, one.known_output = known
+            ended, moved = ended + answer.ended, [*moved, *(at + place for place in answer.moved)]
         return ended, moved
 
-    async def fill(self, counts: Sequence[Counts]) -> None:
-        """Fill accounts of a ledger that has lost data."""
-        for some in filter(None, _chunks(counts)):
-            await self._calls("ledger_fill", [getattr(one, name) for one in some for name in Counts.__slots__])
+    async def fill(self, saved: Iterable[Counts], reservations: Sequence[Reservation], closed_ms: int) -> None:
+        """Use the ledger from now on, with these accounts and reservations. One that has lost data is closed then."""
+        nothing: dict[str, Any] = {"begins": False, "closed_ms": closed_ms}
+        nothing |= {"accounts": (), "reservations": (), "events": ()}
+        for _, accounts in _chunks([*saved, *self.unsaved.values()]):
+            await self._ask("ledger_fill", {**nothing, "accounts": accounts})
+        for at, some in _chunks(reservations):
+            await self._ask("ledger_fill", {**nothing, "begins": at == 0, "reservations": some})
+        for _, events in _chunks([event for _, event in self._events]):
+            await self._ask("ledger_fill", {**nothing, "events": events})
 
-    async def join(self, closed_ms: int, reservations: Sequence[Reservation]) -> None:
-        """Use a filled ledger from now on, with these reservations; it is closed for so long if it has no epoch yet."""
-        stage = "first"
-        for some in _chunks(reservations):
-            arguments: list[Any] = [self.epoch, closed_ms, self.router, stage]
-            for one in some:
-                numbers = {**one.numbers, "used_input": one.used_input, "used_output": one.used_output}
-                numbers["streams"] = one.streams
-                arguments += [one.id, " ".join(one.accounts), one.facts, *(numbers[name] for name in _JOINED)]
-            epoch, number = await self._calls("ledger_join", arguments)
-            stage = "more"
-        self.epoch, self._number = int(epoch), int(number)
-
-    async def report(self, events: Sequence[Sequence[bytes]]) -> None:
-        """Add events again, which a ledger that has lost data may not have."""
-        for some in filter(None, _chunks(events)):
-            await self._calls("ledger_report", [part for event in some for part in event])
-
-    async def _ask(self, name: str, arguments: Sequence[Any], send: SendReserve | None = None) -> Sequence[Any]:
-        epoch = self.epoch
-        answer: Sequence[Any] = await self._calls(name, [epoch, self._number, *arguments], send)
-        if answer[0] == b"behind":
-            raise LedgerBehindError(int(answer[1]))
-        if answer[0] == b"closed":
-            raise LedgerClosedError(int(answer[1]))
-        if epoch == self.epoch:
-            self._number = max(self._number, int(answer[1]))
-        values = answer[2]
-        for at in range(0, len(values), len(Counts.__slots__)):
-            counts = Counts(values[at].decode(), *map(int, values[at + 1 : at + len(Counts.__slots__)]))
-            self.unsaved[counts.name] = counts
+    async def _ask(self, name: str, message: Mapping[str, Any], send: SendReserve | None = None) -> _Answer:
+        call = {"router": self.router, "number": self.number, **message}
+        answer = msgspec.msgpack.decode(await self._call(name, call, send), type=_Answer)
+        if answer.behind or answer.closed_ms:
+            raise LedgerUnreadyError(answer.closed_ms, is_empty=answer.is_empty)
+        self.number = max(self.number, answer.number)
+        for one in answer.accounts:
+            self.unsaved[one.name] = max(one, self.unsaved.get(one.name, one))
+        now = time.monotonic()
+        self._events.extend((now, event) for event in answer.events)
+        while self._events and self._events[0][0] < now - _EVENTS_S:
+            self._events.popleft()
         return answer
 
+    async def _call(self, name: str, message: Mapping[str, Any], send: SendReserve | None) -> Any:
+        """Return a script's answer; `send` sends the call with another, where Redis is no cluster."""
+        script, packed = self._scripts[name], msgspec.msgpack.encode(message)
+        try:
+            if send is None or isinstance(self._redis, RedisCluster):
+                return await script([packed])
+            key = f"{LEDGER}of:{message['reservation'].id}"
+            call = ReserveCall(script.prepare((key,), [packed]), key)
+            await send(call)
+            if isinstance(call.answer, Exception):
+                raise call.answer
+            return call.answer
+        except ResponseError as error:
+            if "WRONGTYPE" not in str(error):
+                raise
+        for key, wanted in _SHARED.items():
+            await set_aside(self._redis, LEDGER + key, wanted)
+        return await script([packed])
 
-def _chunks(items: Sequence[_T]) -> Iterable[Sequence[_T]]:
-    """Yield so many at a time, and none once where there are none."""
-    return (items[at : at + RESERVATIONS_AT_ONCE] for at in range(0, max(1, len(items)), RESERVATIONS_AT_ONCE))
+
+def _chunks(items: Sequence[_T]) -> Iterable[tuple[int, Sequence[_T]]]:
+    """Yield so many at a time, each with the place of its first, and none once where there are none."""
+    return ((at, items[at : at + _AT_ONCE]) for at in range(0, max(1, len(items)), _AT_ONCE))

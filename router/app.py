@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from artifacts.names import parse_revision_name
 from broker.connection import REDIS_DOWN
 from broker.eviction import EvictionWatch
-from broker.ledger import LedgerCalls
+from broker.ledger import Ledger
 from broker.startup import connect_once_up
 from broker.worker_state import WorkerPhase, WorkerState
 from router.api.cluster import ClusterService
@@ -176,7 +176,7 @@ def _records(
 def _quotas(settings: Settings, redis: Redis, plans: Plans, metrics: RouterMetrics, store: StoreClient) -> Quotas:
     path, url = settings.usage_file, settings.usage_url
     usage = UsageLog(redis, Path(path), metrics, url) if path else None
-    return Quotas(LedgerCalls(redis), plans, metrics, usage, store)
+    return Quotas(Ledger(redis), plans, metrics, usage, store)
 
 
 async def _run_until(stop: asyncio.Event, following: asyncio.Task[None]) -> None:

@@ -1,18 +1,33 @@
 #!lua flags=allow-oom
--- Fill accounts of a ledger that has lost data. A count is the higher of both, because it only grows in its window.
+-- Let a router use a ledger that is new to it, or has lost data: take over the charges of accounts and the events that it
+-- knows. A count is the higher of both, because it only grows in its window. With `begins`, which comes last but for
+-- further reservations, hold those that the router has, and no others.
 --- @include "ledger"
 
-for first = 1, #ARGV, #COUNTS + 1 do
-  local account, told = account_of(ARGV[first]), {}
-  for i, field in ipairs(COUNTS) do told[field] = tonumber(ARGV[first + i]) end
-  local function higher(window, ...)
-    for _, field in ipairs({...}) do
-      if told[window] >= account[window] then account[field] = math.max(account[field], told[field]) end
+for _, saved in ipairs(message.accounts) do
+  local account = account_of(saved.name)
+  for field, window in pairs(COUNTS) do
+    if saved[field] and saved[window] >= account[window] then account[field] = math.max(account[field], saved[field]) end
+  end
+end
+if message.begins then
+  -- A ledger that has lost data is closed for a while, in which all routers find that out.
+  if not opens_at or number and opens_at <= now then redis.call('SET', STATE, now + message.closed_ms) end
+  count_call(now + HELD_MS)
+  for _, id in ipairs(redis.call('SMEMBERS', held_by(message.router))) do
+    local r = reservation_of(id)
+    if r.open and held_by(r.holder) == held_by(message.router) then
+      release(r)
+      redis.call('DEL', LEDGER .. 'of:' .. id)
     end
   end
-  higher('minute', 'requests', 'input', 'output')
-  higher('day', 'day_tokens')
-  higher('month', 'month_tokens')
+  redis.call('DEL', held_by(message.router))
 end
-write_accounts()
-return 'filled'
+for _, told in ipairs(message.reservations) do
+  local r = record_of(told)
+  r.open = r.open or r == told
+  write(r)
+end
+events = message.events
+reply({})
+return cmsgpack.pack({number = tonumber(number or 0)})

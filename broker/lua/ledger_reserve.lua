@@ -1,101 +1,63 @@
 #!lua
--- Reserve tokens for a request in its accounts, or go on with its reservation where it is resumed. Answers {'granted',
--- number of the call, counts of charged accounts, the reservation's NUMBERS}, {'refused', number, counts, account, limit,
--- ms until there is room, or -1: never}, or as why_wait.
+-- Reserve tokens for a request in its accounts, or go on with its reservation where it is resumed. Answers with the
+-- reservation; or with what refuses it, and changes nothing.
 --- @include "ledger"
 
-local epoch, seen, id, router, facts = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
--- `received`: output tokens that the client of a resumed request has; -1: a new request.
-local input, output, received = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
--- The limits in the order of broker/ledger.py, by what they limit.
-local LIMITS = {'streams', 'requests', 'input', 'output', 'day_tokens', 'month_tokens'}
-local names, limits = {}, {}
-for i = 9, #ARGV, 7 do
-  names[#names + 1] = ARGV[i]
-  limits[ARGV[i]] = {}
-  for place, limit in ipairs(LIMITS) do limits[ARGV[i]][limit] = tonumber(ARGV[i + place]) end
-end
-local waits, number = why_wait(epoch, seen)
+local waits = why_wait()
 if waits then return waits end
+-- `received`: output tokens that the client of a resumed request has; -1: a new request.
+local asked, received = message.reservation, message.received
+local r, is_known = reservation_of(asked.id)
+-- The same call again, or one that has ended before this server got to it.
+if is_known and (received < 0 or r.holder == asked.holder) then return reply({reservation = r}) end
 
-local function granted(r)
-  if r.open == 1 then write_reservation(id, r) end
-  local numbers = {}
-  for i, field in ipairs(NUMBERS) do numbers[i] = r[field] end
-  return {'granted', number, write_accounts(), numbers}
-end
-
-local r, listed = read_reservation(id), table.concat(names, ' ')
-if r and received < 0 then -- the same call again, or one that has ended before this server got to it
-  if r.open == 1 then
-    redis.call('SREM', LEDGER .. 'held:' .. r.router, id)
-    r.router = router
-  end
-  return granted(r)
-end
--- `input` and `output` become what is held from now on. Of an open reservation that is resumed `held_input` and
--- `held_output` tokens are held already, in the windows that it has.
-local is_known, was_open, requests, held_input, held_output, place = r ~= nil, false, 1, 0, 0, 1
 if is_known then
-  was_open = r.open == 1 and r.accounts == listed
   r.used_output = math.max(r.used_output, received)
-  if r.used_output > 0 then r.used_input = r.paid_input + r.held_input end -- its prompt was computed
-  if was_open then
-    r.facts = facts
-    held_input = r.held_input - (r.used_input - r.paid_input)
-    held_output, place = r.held_output - (r.used_output - r.paid_output), 1 - r.streams
-  end
-  end_reservation(id, r)
-  requests, input = r.requests, r.resumes >= FREE_RESUMES and input > 0 and input + received or held_input
-  if r.resumes >= FREE_RESUMES then requests = 1 end
-  -- Tokens that its client has not got are made again, and charged again.
-  r.sent, r.used_output, r.paid_output = math.max(r.sent, r.used_output), received, received
-else
-  r = new_reservation(router, listed, facts)
-  if received >= 0 then -- nothing is known of it any more: what its client has is a prompt, and is computed again
-    r.used_output, r.paid_output, r.sent = received, received, received
-    r.charges = now -- its events have ids that no earlier ones have
-    input = input > 0 and input + received or 0
-  end
+  if r.used_output > 0 then r.used_input = r.paid_input + r.input end -- its prompt was computed
+  if r.open and r.accounts == asked.accounts then r.facts = asked.facts end
+elseif received >= 0 then -- forgotten; its events have ids that no earlier ones have
+  r.used_output, r.paid_output, r.charges = received, received, now
 end
-if received >= 0 then output, r.resumes = math.max(0, output - received), r.resumes + 1 end
+local owed_input, owed_output = math.max(0, r.used_input - r.paid_input), math.max(0, r.used_output - r.paid_output)
+-- What it needs from now on, and what it holds already. One that counts as another has what its client has as input.
+local is_another = received >= 0 and (not is_known or r.resumes >= FREE_RESUMES)
+local is_first = r.charges == 0 and owed_input + owed_output == 0
+local input, output = math.max(0, asked.input - r.paid_input - owed_input), math.max(0, asked.output - math.max(0, received))
+if is_another then input = asked.input > 0 and asked.input + received or 0 end
+local needs = amounts_of((is_another or is_first) and 1 or 0, input, output, 1)
+local holds = amounts_of(r.requests, r.input - owed_input, r.output - owed_output, r.streams)
 
--- The refusal whose room comes last.
-local limit_account, limit, wait_ms = nil, nil, 0
-local function refuse(name, field, ms)
-  if ms > wait_ms and wait_ms >= 0 or ms < 0 then limit_account, limit, wait_ms = name, field, ms end
+-- Return the time in ms until a window ends.
+local function left_ms(window)
+  local day_ms = DAY_MS - now % DAY_MS
+  if window == 'ever' then return STREAM_RETRY_MS end
+  if window == 'minute' then return MINUTE_MS - now % MINUTE_MS end
+  while window == 'month' and windows_of(now + day_ms).month == windows_of(now).month do day_ms = day_ms + DAY_MS end
+  return day_ms
 end
 
-local function check(name, account, field, amount, window_ms)
-  local most = limits[name][field]
-  if most < 0 or amount == 0 or account[field] + account['held_' .. field] + amount <= most then return end
-  refuse(name, field, amount > most and -1 or window_ms)
-end
-
--- Return the time in ms until the current month ends.
-local function to_next_month(account)
-  local day = account.day + 1
-  while month_of(day) == account.month do day = day + 1 end
-  return day * DAY_MS - now
-end
-
-local more_input, more_output = math.max(0, input - held_input), math.max(0, output - held_output)
-for _, name in ipairs(names) do
-  local account = account_of(name)
-  local minute_ms = (account.minute + 1) * MINUTE_MS - now
-  check(name, account, 'requests', requests, minute_ms)
-  check(name, account, 'input', more_input, minute_ms)
-  check(name, account, 'output', more_output, minute_ms)
-  check(name, account, 'day_tokens', more_input + more_output, (account.day + 1) * DAY_MS - now)
-  check(name, account, 'month_tokens', more_input + more_output, to_next_month(account))
+local NEVER_MS = 2 ^ 53
+local refused = {'', '', 0} -- the refusal whose room comes last: account, limit, time until there is room
+for _, limit in ipairs(message.limits) do
+  local name, field, most = unpack(limit)
+  local account, own = account_of(name), 0
+  if string.find(' ' .. r.accounts .. ' ', ' ' .. name .. ' ', 1, true) then own = holds[field] end
   -- A request that is resumed in time has its former place, or one of as many again.
-  local most = limits[name].streams * (was_open and 2 or 1)
-  if most >= 0 and place == 1 and account.streams >= most then
-    refuse(name, 'streams', most == 0 and -1 or STREAM_RETRY_MS)
+  local room = (r.open and field == 'streams' and 2 * most or most) - account[field] - account['held_' .. field]
+  if needs[field] > math.max(0, own) and needs[field] - own > room then
+    local wait_ms = needs[field] > most and NEVER_MS or left_ms(COUNTS[field])
+    if wait_ms > refused[3] then refused = {name, field, wait_ms} end
   end
-  if not was_open then r.minute, r.day, r.month = account.minute, account.day, account.month end
 end
-if limit then return {'refused', number, is_known and write_accounts() or {}, limit_account, limit, wait_ms} end
-r.router, r.accounts, r.facts, r.open, r.requests = router, listed, facts, 1, 0
-hold_more(r, requests, input, output, 1)
-return granted(r)
+if refused[3] > 0 then return cmsgpack.pack({refused = refused}) end
+
+local at_ms = r.open and r.at_ms or now
+if is_known then settle(r) end
+-- Tokens that its client has not got are made again, and charged again.
+r.sent = math.max(r.sent, r.used_output)
+if received >= 0 then r.used_output, r.paid_output, r.resumes = received, received, r.resumes + 1 end
+r.at_ms, r.holder, r.accounts, r.facts, r.open = at_ms, asked.holder, asked.accounts, asked.facts, true
+r.requests, r.input, r.output, r.streams = needs.requests, input, output, 1
+add(r, 'held_', r.requests, input, output, 1)
+write(r)
+return reply({reservation = r})

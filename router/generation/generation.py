@@ -25,8 +25,7 @@ from router.generation.admission import Admission
 from router.generation.answer import Answer
 from router.generation.resume import ResumeClaims, ResumeTokens, Resumption
 from router.generation.runs import Run, Runs
-from router.quotas.quotas import Quotas
-from router.quotas.session import Grant
+from router.quotas.quotas import Grant, Quotas
 from router.quotas.usage import Facts
 from router.request import Message, Received, Request
 from router.text.prompt_encoder import PromptEncoder

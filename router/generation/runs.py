@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from router.dispatch.routed_job import RoutedJob
 from router.generation.admission import Admitted
 from router.generation.resume import Began, ResumeClaims, Resumption
-from router.quotas.session import Grant
+from router.quotas.quotas import Grant
 from router.request import Request, Summary, WeightedAdapter
 from rpc.errors import AlreadyExists
 
@@ -77,7 +77,7 @@ class Run:
             began=self.began,
             resumes=self.resumes,
             rendered_at_s=self.rendered_at_s,
-            reservation=self.grant.id if self.grant else "",
+            reservation=self.grant.reservation.id if self.grant else "",
             epochs=self.resumption.claims.epochs if self.resumption else (),
         )
 

@@ -20,7 +20,7 @@ from router.catalog.models import Models, ServedModel
 from router.generation.admission import Admission
 from router.generation.encoding import run_some_at_once
 from router.generation.generation import Generation
-from router.quotas.session import Grant
+from router.quotas.quotas import Grant
 from router.request import PromptLogprobs, PromptOptions, Request, Stopping, Summary, WeightedAdapter
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import Internal, InvalidField

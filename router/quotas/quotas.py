@@ -1,7 +1,10 @@
-"""Reserves tokens for the calls of one router.
+"""Reserves tokens for the calls of one router, and tells the ledger what they use.
 
 admitted ──reserve──▶ Grant ──settle──▶ the account keeps what was used
-                        └── renewed every second, with what is used so far
+                        └── told every second what is used so far
+
+What the ledger is to know goes there in rounds, one at a time. A round that finds that Redis has lost data fills the
+ledger with what the router and the adapter store know; see broker/ledger.py and docs/guides/quotas.md.
 """
 
 from __future__ import annotations
@@ -10,29 +13,111 @@ import asyncio
 import logging
 import random
 import secrets
-from dataclasses import replace
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import msgspec
+from loraplex.admin.v1 import accounts_pb2 as pb
 
 from broker.connection import REDIS_DOWN
 from broker.keys import is_key_account
 from broker.ledger import (
+    Counts,
     Ledger,
-    LedgerCalls,
     LedgerFullError,
+    LedgerUnreadyError,
     QuotaReachedError,
     Reservation,
     SendReserve,
     TokenLimits,
 )
 from broker.messages import Job
+from broker.terms import RECOVERY_MS
 from router.catalog.store_client import StoreClient
 from router.dispatch.outbox import queue_full
+from router.dispatch.routed_job import RoutedJob
 from router.metrics import RouterMetrics
 from router.quotas.plans import Owner, Plans
-from router.quotas.session import Grant, LedgerSession
 from router.quotas.usage import NO_FACTS, Facts, UsageLog, calling_key
-from rpc.errors import Exhausted, Unavailable
+from rpc.errors import Aborted, CallError, Exhausted, Unavailable
 
 log = logging.getLogger(__name__)
+
+# Interval in seconds between renewals, and between saves.
+RENEW_S = 1.0
+# Time in seconds for which the reservation of a call that ended before its answer is held, so that it may be resumed.
+LINGER_S = 5.0
+# Timeout in seconds for the settling that the last message of a call waits for.
+FINISH_S = 0.5
+# Maximum number of tries of one reservation or round, while the ledger is filled and opened.
+_TRIES = 4
+# Interval in seconds between tries while a router stops.
+_DRAIN_RETRY_S = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """The reservation of a call: of one job, or of all jobs of a call of Score, Embed or Classify."""
+
+    reservation: Reservation
+    quotas: Quotas
+    # Output tokens that the client of a resumed request had.
+    received: int = 0
+    jobs: list[RoutedJob] = field(default_factory=list)
+    # Counts the output tokens that the client got, from the request's first one; None: the call has no stream, and is
+    # made again where its router dies.
+    delivered: Callable[[], int] | None = None
+    # Facts for the usage event; None: events are not written.
+    facts: Facts | None = None
+    began_at: float = field(default_factory=time.monotonic)
+    # Done once the ledger knows the end.
+    end: asyncio.Future[None] | None = None
+
+    def settle(self) -> asyncio.Future[None]:
+        """End it in the background; the answer is done once the ledger knows. Further ends do nothing."""
+        if self.end is None:
+            self.end = asyncio.get_running_loop().create_future()
+            self.quotas.settle(self)
+        return self.end
+
+    def leave(self) -> asyncio.Future[None]:
+        """End it in LINGER_S, unless the request is resumed; its place among the streams is free at once."""
+        if self.end is None:
+            self.end = asyncio.get_running_loop().create_future()
+            self.quotas.leave(self)
+        return self.end
+
+    async def finish(self) -> None:
+        """Settle before the client gets the last message, so that it knows of no token that is not charged.
+
+        A Redis that does not answer delays nobody for long: then the reservation is settled later.
+        """
+        await asyncio.wait({self.settle()}, timeout=FINISH_S)
+
+    def count(self, *, ended: bool = False) -> Reservation:
+        """Return the reservation with what is used of it by now, as it would stand if this router died."""
+        if ended or self.delivered is not None:
+            computed = [one for one in self.jobs if one.first_token_at is not None or (ended and _is_given_up(one))]
+            prompts = sum(len(routed.job.prompt_ids) for routed in computed) + self.received
+            used_input = self.reservation.paid_input + (min(prompts, self.reservation.input) if computed else 0)
+            self.reservation.use(used_input, self.delivered() if self.delivered else 0)
+            self.reservation.facts = self._encoded_facts()
+        return self.reservation
+
+    def _encoded_facts(self) -> str:
+        if self.facts is None:
+            return ""
+        facts = self.facts.of_job(self.jobs[0].job) if self.jobs else self.facts
+        # A resumed request has those of its beginning.
+        cached = facts.cached_tokens or sum(routed.cached_tokens for routed in self.jobs)
+        seconds = time.monotonic() - self.began_at
+        return msgspec.structs.replace(facts, cached_tokens=cached, seconds=round(seconds, 4)).encode()
+
+
+def _is_given_up(routed: RoutedJob) -> bool:
+    """Return whether a job's client left while a worker computed its prompt, which is charged then."""
+    return routed.claimed_at is not None and routed.failure is None and routed.reader.error is None
 
 
 class Quotas:
@@ -40,16 +125,25 @@ class Quotas:
 
     def __init__(
         self,
-        calls: LedgerCalls,
+        ledger: Ledger,
         plans: Plans,
         metrics: RouterMetrics | None = None,
         usage: UsageLog | None = None,
         store: StoreClient | None = None,
     ) -> None:
+        self.ledger = ledger
         self._plans = plans
         self._metrics = metrics or RouterMetrics()
         self._usage = usage
-        self.session = LedgerSession(Ledger(calls, secrets.token_hex(6)), self._metrics, store)
+        self._store = store
+        # Those that the ledger has, and those of which it is to be told at once.
+        self._grants: set[Grant] = set()
+        self._urgent: set[Grant] = set()
+        self._telling = asyncio.Lock()
+        # The round that has not begun yet, and whether it renews.
+        self._next_round: asyncio.Task[Exception | None] | None = None
+        self._renews = False
+        self._last_logged = ""
 
     def apply_plan(self, job: Job) -> Job:
         """Return a new job within the plans of its tenant and the calling key. Raises Exhausted where it can't be."""
@@ -82,7 +176,7 @@ class Quotas:
         """Reserve tokens of prompts and answers for a call; None for a call without limits.
 
         `facts`: those known by now, for the usage event. `resumed`: the reservation's id and the tokens that the client
-        has. `send` sends the call with another; see LedgerCalls. Raises Exhausted or Unavailable.
+        has. `send` sends the call with another; see Ledger.reserve. Raises Exhausted or Unavailable.
         """
         owners = {owner.account: owner for owner in reversed(self._plans.owners(tenant, calling_key()))}
         limits = {name: one for name in owners if (one := self._plans.limits_of(name)) is not None}
@@ -94,12 +188,12 @@ class Quotas:
         reservation_id, received = resumed or ("", None)
         encoded = known.encode() if known is not None else ""
         wanted = Reservation(
-            reservation_id or secrets.token_hex(8), tuple(limits), prompt_tokens, output_tokens, encoded
+            reservation_id or secrets.token_hex(8), " ".join(limits), prompt_tokens, output_tokens, encoded
         )
-        grant = Grant(wanted, self.session, received or 0, facts=known)
+        grant = Grant(wanted, self, received or 0, facts=known)
         try:
             with self._metrics.reserve_time.time():
-                await self.session.reserve(grant, received, limits, send)
+                await self._reserve(grant, received, limits, send)
         except QuotaReachedError as error:
             self._count_refusal(owners[error.account], error.limit)
             raise _quota_reached(owners[error.account].name, error, limits[error.account]) from error
@@ -114,22 +208,141 @@ class Quotas:
             raise
         return grant
 
+    async def _reserve(
+        self, grant: Grant, received: int | None, limits: Mapping[str, TokenLimits], send: SendReserve | None
+    ) -> None:
+        while grant not in self._grants:
+            try:
+                grant.reservation = await self.ledger.reserve(grant.reservation, received, limits, send)
+                self._grants.add(grant)
+            except LedgerUnreadyError:
+                if error := await asyncio.shield(self._round()):
+                    raise error from None
+
+    def settle(self, grant: Grant) -> None:
+        """Tell the ledger of a grant's end, until it has answered."""
+        grant.count(ended=True).open = False
+        self._tell_soon(grant)
+
+    def leave(self, grant: Grant) -> None:
+        """Tell the ledger that a grant's call has ended, and later its end."""
+        grant.count(ended=True).streams = 0
+        self._tell_soon(grant)
+        asyncio.get_running_loop().call_later(LINGER_S, self.settle, grant)
+
+    def _tell_soon(self, grant: Grant) -> None:
+        self._grants.add(grant)
+        self._urgent.add(grant)
+        self._round()
+
+    def _round(self) -> asyncio.Task[Exception | None]:
+        """Return the next round, which begins once the one that is under way has ended."""
+        if self._next_round is None:
+            self._next_round = asyncio.create_task(self._tell())
+        return self._next_round
+
+    async def _tell(self) -> Exception | None:
+        """Tell the ledger what it does not know. Returns what keeps it from that: an error of Redis or of the store."""
+        async with self._telling:
+            self._next_round, renews, self._renews = None, self._renews, False
+            for _ in range(_TRIES):
+                try:
+                    await self._tell_news(renews)
+                    return None
+                except LedgerUnreadyError as error:
+                    unready = error
+                except REDIS_DOWN as error:
+                    return error
+                try:
+                    await (asyncio.sleep(unready.closed_s) if unready.closed_s else self._fill(unready.is_empty))
+                except (*REDIS_DOWN, CallError) as error:
+                    return error
+        return Unavailable("the ledger of quotas lost data again and again", reason="LEDGER_BEHIND")
+
+    async def _tell_news(self, renews: bool) -> None:
+        urgent, self._urgent = self._urgent, set()
+        running = {grant for grant in self._grants if grant.end is None} if renews else ()
+        told = [*urgent, *(grant for grant in running if grant.count().has_news)]
+        ended = [grant for grant in urgent if not grant.reservation.open]
+        try:
+            expired, moved = await self.ledger.tell([grant.reservation for grant in told], renews=renews)
+        except BaseException:
+            self._urgent |= urgent
+            raise
+        self._metrics.reservations_expired.inc(expired)
+        for routed in (routed for place in moved for routed in told[place].jobs):
+            routed.end_reader(Aborted("another router goes on with the request", reason="TAKEN_OVER"))
+        for grant in ended:
+            self._grants.discard(grant)
+            if grant.end is not None and not grant.end.done():
+                grant.end.set_result(None)
+
+    async def _fill(self, is_empty: bool) -> None:
+        """Tell a ledger that has lost data, or is new to this router, what this router and the store know."""
+        has_lost, saved = self.ledger.number != 0, list(self.ledger.unsaved.values())
+        if (has_lost or is_empty) and self._store is not None:
+            # The store may be read before what is unsaved now is saved.
+            saved += [msgspec.convert(one, Counts, from_attributes=True) for one in await self._store.accounts()]
+        closed_ms = RECOVERY_MS if saved or has_lost else 0
+        await self.ledger.fill(saved, [grant.count() for grant in self._grants], closed_ms)
+        if has_lost:
+            self._metrics.ledger_refills.inc()
+            log.warning("Redis lost data of the ledger; it was filled with %d accounts", len(saved))
+
+    async def renew(self) -> None:
+        """Renew the reservations, with what is used of them by now, and end calls whose request another router has."""
+        self._renews = True
+        if error := await asyncio.shield(self._round()):
+            self._log(f"the ledger of quotas waits: {error!r}")
+
+    def _log(self, message: str) -> None:
+        if message != self._last_logged:
+            log.warning(message)
+        self._last_logged = message
+
+    async def save(self) -> None:
+        """Save the accounts that calls of this router have changed; a store that does not answer gets them later."""
+        unsaved = dict(self.ledger.unsaved)
+        if self._store is None or not unsaved:
+            return
+        try:
+            await self._store.save_accounts([pb.Account(**msgspec.structs.asdict(one)) for one in unsaved.values()])
+        except CallError as error:
+            self._log(f"accounts of quotas wait to be saved: {error.message}")
+            return
+        for name, counts in unsaved.items():
+            if self.ledger.unsaved.get(name) is counts:
+                del self.ledger.unsaved[name]
+
     async def forget_tenant(self) -> None:
         """Write the usage events that wait."""
         if self._usage is not None:
             await self._usage.write()
 
     async def follow(self) -> None:
-        """Renew the reservations every second, and follow plans and usage; never returns."""
+        """Renew and save every second, while quotas or usage are kept, and follow plans and usage; never returns."""
+
+        async def every_second(work: Callable[[], Awaitable[None]]) -> None:
+            while True:
+                if self._plans.has_limits or self._usage is not None:
+                    await work()
+                await asyncio.sleep(RENEW_S)
+
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._plans.follow())
-            tasks.create_task(self.session.follow(lambda: self._plans.has_limits or self._usage is not None))
+            tasks.create_task(every_second(self.renew))
+            tasks.create_task(every_second(self.save))
             if self._usage is not None:
                 tasks.create_task(self._usage.follow())
 
     async def drain(self, timeout_s: float) -> None:
-        """Settle what has ended, up to a timeout, and write the usage events that wait."""
-        await self.session.drain(timeout_s)
+        """Settle what has ended, save, and write the usage events; other routers end later what is not settled then."""
+        until = time.monotonic() + timeout_s
+        await self.renew()
+        while self._urgent and time.monotonic() < until:
+            await asyncio.sleep(_DRAIN_RETRY_S)
+            await self.renew()
+        await self.save()
         if self._usage is not None:
             await self._usage.close(timeout_s)
 

@@ -10,6 +10,7 @@ claimed by another. So none is missing, and one that is written twice has the sa
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import logging
@@ -43,9 +44,6 @@ WRITE_S = 0.2
 CLAIM_S, CLAIM_MS = 1.0, 2_000
 # Maximum events of a write.
 EVENTS_AT_ONCE = 500
-# Timeout in seconds for another router that writes to the same file, and interval in seconds between looks at it: one
-# that stands still just then must hold up nobody.
-_LOCK_S, _LOCK_RETRY_S = 1.0, 0.005
 SOURCE, TYPE = "/loraplex/ledger", "loraplex.usage.v1"
 # The stream; the consumer group of all routers, and the name that they share in it.
 _STREAM, _GROUP, _CONSUMER = LEDGER + "usage", "files", "routers"
@@ -114,8 +112,8 @@ class UsageLog:
         async with self._writing:
             try:
                 while entries := await self._read():
+                    events = [event_of(fields) for _, fields in entries]
                     try:
-                        events = [event_of(fields) for _, fields in entries]
                         await asyncio.to_thread(_append, self._path, events)
                     except OSError as error:
                         log.error("usage events wait: --usage-file %s: %s", self._path, error.strerror)
@@ -124,10 +122,7 @@ class UsageLog:
                     ids = [entry_id for entry_id, _ in entries]
                     await self._redis.xack(_STREAM, _GROUP, *ids)
                     await self._redis.xdel(_STREAM, *ids)
-            except (
-                *REDIS_DOWN,
-                ResponseError,
-            ) as error:  # what was read is claimed later, and written with the same ids
+            except REDIS_DOWN as error:  # what was read is claimed later, and written with the same ids
                 log.warning("usage events wait: Redis: %s", error)
                 return False
         return True
@@ -135,23 +130,20 @@ class UsageLog:
     async def _read(self) -> list[Entry]:
         """Return new events, and from time to time those that a router has read and not written."""
         try:
-            return await self._next()
+            if time.monotonic() - self._claimed_at > CLAIM_S:
+                claimed: Any = await self._redis.xautoclaim(_STREAM, _GROUP, _CONSUMER, CLAIM_MS, count=EVENTS_AT_ONCE)
+                if claimed[1]:
+                    return list(claimed[1])
+                self._claimed_at = time.monotonic()
+            found: Any = await self._redis.xreadgroup(_GROUP, _CONSUMER, {_STREAM: ">"}, count=EVENTS_AT_ONCE)
         except ResponseError as error:
             if "WRONGTYPE" in str(error):
                 await set_aside(self._redis, _STREAM, "stream")
             elif "NOGROUP" not in str(error):
                 raise
-        with suppress(ResponseError):  # another router has made it
-            await self._redis.xgroup_create(_STREAM, _GROUP, "0", mkstream=True)
-        return await self._next()
-
-    async def _next(self) -> list[Entry]:
-        if time.monotonic() - self._claimed_at > CLAIM_S:
-            claimed: Any = await self._redis.xautoclaim(_STREAM, _GROUP, _CONSUMER, CLAIM_MS, count=EVENTS_AT_ONCE)
-            if claimed[1]:
-                return list(claimed[1])
-            self._claimed_at = time.monotonic()
-        found: Any = await self._redis.xreadgroup(_GROUP, _CONSUMER, {_STREAM: ">"}, count=EVENTS_AT_ONCE)
+            with suppress(ResponseError):  # another router has made it
+                await self._redis.xgroup_create(_STREAM, _GROUP, "0", mkstream=True)
+            return await self._read()
         streams = found.items() if isinstance(found, dict) else found or ()
         return [entry for _, entries in streams for entry in entries]
 
@@ -185,43 +177,25 @@ def event_of(fields: dict[bytes, bytes]) -> dict[str, Any]:
         "time": datetime.fromtimestamp(number(b"at_ms") / 1e3, UTC).isoformat(timespec="milliseconds"),
         "datacontenttype": "application/json",
         "data": {
-            "tenant": facts.tenant,
-            "key": facts.key,
-            "request_id": facts.request_id,
-            "model": facts.model,
-            "adapter_revision": facts.adapter_revision,
+            **msgspec.structs.asdict(facts),
             "input_tokens": number(b"input"),
             "cached_tokens": min(facts.cached_tokens, number(b"input")),
             "output_tokens": number(b"output"),
-            "seconds": facts.seconds,
         },
     }
 
 
-def _lock(file: int) -> None:
-    """Wait until no other router appends, for a limited time: a line that is being written seems torn."""
-    until = time.monotonic() + _LOCK_S
-    while time.monotonic() < until:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            time.sleep(_LOCK_RETRY_S)
-
-
 def _append(path: Path, events: Sequence[dict[str, Any]]) -> None:
     """Append lines and wait until the disk has them. The file is opened each time, so that it may be moved away."""
-    if not events:
-        return
+    lines = "".join(json.dumps(event, separators=(",", ":")) + "\n" for event in events).encode()
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        _lock(file)
+        fcntl.flock(file, fcntl.LOCK_EX)  # a line that another router is writing seems torn
         size = os.fstat(file).st_size
-        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"  # its last writer died within a line
-        lines = "".join(json.dumps(event, separators=(",", ":")) + "\n" for event in events)
-        data = (b"\n" if torn else b"") + lines.encode()
-        while data:
-            data = data[os.write(file, data) :]
+        if size and os.pread(file, 1, size - 1) != b"\n":  # its last writer died within a line
+            lines = b"\n" + lines
+        if os.write(file, lines) < len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(file)
     finally:
         os.close(file)

@@ -14,7 +14,7 @@ from broker.commands import DRAIN
 from broker.connection import connect
 from broker.functions import FunctionsMissingError
 from broker.keys import LEDGER, RESUME_KEYS, Keys
-from broker.ledger import Ledger, LedgerCalls, Reservation, TokenLimits
+from broker.ledger import Ledger, Reservation, TokenLimits
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, AdapterRequest, Capacity
 from broker.queue import JobQueue
@@ -78,17 +78,18 @@ async def test_a_router_and_a_worker_do_all_their_work(redis: Redis, valkey_url:
 
 
 async def use_ledger(redis: Redis) -> None:
-    ledger, usage = Ledger(LedgerCalls(redis), "router"), LEDGER + "usage"
-    await ledger.join(0, [])
-    reservation = Reservation("r", ("acme",), 4, 8, "{}")
-    await ledger.reserve(reservation, None, {"acme": TokenLimits(streams=1)})
+    ledger, usage = Ledger(redis), LEDGER + "usage"
+    await ledger.fill([], [], 0)
+    limits = {"acme": TokenLimits(streams=1)}
+    reservation = await ledger.reserve(Reservation("r", "acme", 4, 8, "{}"), None, limits)
     reservation.use(4, 1)
-    await ledger.renew([reservation])
-    assert await ledger.settle(reservation)
-    await ledger.fill(list(ledger.unsaved.values()))
+    await ledger.tell([reservation], renews=True)
+    reservation.open = False
+    await ledger.tell([reservation])
+    await ledger.fill(list(ledger.unsaved.values()), [], 0)
     await redis.xgroup_create(usage, "files", "0", mkstream=True)
     found: Any = await redis.xreadgroup("files", "routers", {usage: ">"})
-    ((_, ((entry, _),)),) = found
+    ((_, ((entry, _), *_)),) = found
     await redis.xautoclaim(usage, "files", "routers", 0)
     await redis.xack(usage, "files", entry)
     await redis.xdel(usage, entry)
@@ -130,7 +131,7 @@ async def test_what_a_worker_may_not(redis: Redis, valkey_url: str) -> None:
         url = valkey_url.replace("unix://", f"unix://worker:{PASSWORD}@")
         attempts: list[tuple[Any, ...]] = [
             ("LRANGE", RESUME_KEYS, 0, -1),
-            ("HGETALL", LEDGER + "account:acme"),
+            ("GET", LEDGER + "account:acme"),
             ("XRANGE", LEDGER + "usage", "-", "+"),
             ("HGETALL", other.prefix + "job:1"),
             ("ZADD", other.waiting, 1, "1"),

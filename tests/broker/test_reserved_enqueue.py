@@ -10,9 +10,8 @@ from redis.asyncio import Redis
 from broker.keys import LEDGER
 from broker.ledger import (
     Ledger,
-    LedgerBehindError,
-    LedgerCalls,
     LedgerFullError,
+    LedgerUnreadyError,
     QuotaReachedError,
     Reservation,
     ReserveCall,
@@ -30,7 +29,7 @@ class Router:
     """Reserves and enqueues; `error` is what the last enqueue raised."""
 
     def __init__(self, redis: Redis, limits: QueueLimits | None = None) -> None:
-        self.queue, self.ledger = JobQueue(redis, KEYS, limits=limits), Ledger(LedgerCalls(redis), "router-a")
+        self.queue, self.ledger = JobQueue(redis, KEYS, limits=limits), Ledger(redis, router="router-a")
         self.error: Exception | None = None
 
     async def reserve(self, limits: TokenLimits) -> Reservation:
@@ -42,26 +41,24 @@ class Router:
             except (UnreservedError, QueueFullError) as error:
                 self.error = error
 
-        reservation = Reservation("r", ("acme",), 10, 50)
-        await self.ledger.reserve(reservation, None, {"acme": limits}, send)
-        return reservation
+        return await self.ledger.reserve(Reservation("r", "acme", 10, 50), None, {"acme": limits}, send)
 
 
 async def test_a_job_and_its_reservation_go_in_one_round_trip(redis: Redis) -> None:
     router = Router(redis)
-    await router.ledger.join(0, [])  # loads the functions
+    await router.ledger.fill([], [], 0)  # loads the functions
     before = await round_trips(redis)
     reservation = await router.reserve(ROOMY)
     assert await round_trips(redis) - before == 2  # this question is the other
-    assert (reservation.numbers["held_input"], reservation.numbers["held_output"]) == (10, 50)
+    assert (reservation.input, reservation.output, reservation.resumes) == (10, 50, 0)
     assert await router.queue.count_waiting() == 1
 
 
 async def test_a_job_whose_reservation_is_refused_is_not_queued(redis: Redis) -> None:
     router = Router(redis)
-    with pytest.raises(LedgerBehindError):
+    with pytest.raises(LedgerUnreadyError):
         await router.reserve(ROOMY)
-    await router.ledger.join(0, [])
+    await router.ledger.fill([], [], 0)
     with pytest.raises(QuotaReachedError, match="tokens_per_day"):
         await router.reserve(NARROW)
     assert isinstance(router.error, UnreservedError)
@@ -71,7 +68,7 @@ async def test_a_job_whose_reservation_is_refused_is_not_queued(redis: Redis) ->
 
 async def test_a_reservation_is_granted_though_its_job_is_refused(redis: Redis) -> None:
     router = Router(redis, replace(QueueLimits(), jobs=0))
-    await router.ledger.join(0, [])
+    await router.ledger.fill([], [], 0)
     await router.reserve(ROOMY)
     assert isinstance(router.error, QueueFullError)
     assert await redis.scard(LEDGER + "held:router-a") == 1
@@ -79,7 +76,7 @@ async def test_a_reservation_is_granted_though_its_job_is_refused(redis: Redis) 
 
 async def test_a_server_that_has_lost_its_functions_gets_both_calls_again(redis: Redis) -> None:
     router = Router(redis)
-    await router.ledger.join(0, [])
+    await router.ledger.fill([], [], 0)
     await redis.function_flush()
     await router.reserve(ROOMY)
     assert await router.queue.count_waiting() == 1
@@ -87,7 +84,7 @@ async def test_a_server_that_has_lost_its_functions_gets_both_calls_again(redis:
 
 async def test_a_full_server_refuses_the_reservation_first(redis: Redis) -> None:
     router = Router(redis)
-    await router.ledger.join(0, [])
+    await router.ledger.fill([], [], 0)
     await router.reserve(ROOMY)
     await redis.config_set("maxmemory", 1)
     try:

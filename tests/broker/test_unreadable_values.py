@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from broker.ledger import Ledger, LedgerCalls, Reservation, TokenLimits
+from broker.ledger import Ledger, Reservation, TokenLimits
 from broker.liveness import Liveness
 from broker.messages import AdapterRef
 from broker.quarantine import QuarantinedError
@@ -23,7 +23,7 @@ LIMITS = TokenLimits(streams=9)
 # Texts that are no number, no packed value, or one that compares with nothing.
 _TEXTS = (b"", b"?", b"nan", b"1e999", b"\xff" * 40)
 # Kinds of keys with packed values; jobs whose fields are changed, and the one whose facts are changed one by one.
-_PACKED = ("charged", "suspects", "deaths", "totals")
+_PACKED = ("charged", "suspects", "deaths", "totals", "of", "account")
 _CHANGED_JOBS, _CHANGED_FULLY = ("a1", "c1"), ("a1", b"facts")
 # Returns what comes of a packed text when one of its values is of another type, no number, negative, or left out.
 _VARIANTS = """
@@ -94,25 +94,24 @@ async def _others_go_on(redis: Redis, spoilt: str) -> None:
 
 
 async def _reserve(redis: Redis) -> None:
-    ledger = Ledger(LedgerCalls(redis), "router")
-    await ledger.join(0, [])
+    ledger = Ledger(redis, router="router")
+    await ledger.fill([], [], 0)
     for number in (1, 2):
-        one = Reservation(f"x{number}", ("acme",), 3, 9, "{}")
-        await ledger.reserve(one, None, {"acme": LIMITS})
-    await ledger.renew([one])
+        one = await ledger.reserve(Reservation(f"x{number}", "acme", 3, 9, "{}"), None, {"acme": LIMITS})
     one.use(1, 2)
-    await ledger.settle(one)
+    one.open = False
+    await ledger.tell([one], renews=True)
 
 
 async def _ledger_goes_on(redis: Redis, spoilt: str) -> None:
-    ledger = Ledger(LedgerCalls(redis), "router")
-    await ledger.join(0, [])
-    one, known = Reservation("x3", ("other",), 1, 1, "{}"), Reservation("x1", ("acme",), 3, 9, "{}")
-    await ledger.reserve(one, None, {"other": LIMITS})
+    ledger = Ledger(redis)
+    await ledger.fill([], [], 0)
+    one = await ledger.reserve(Reservation("x3", "other", 1, 1, "{}"), None, {"other": LIMITS})
+    known = await ledger.reserve(Reservation("x1", "acme", 3, 9, "{}"), 1, {"acme": LIMITS})
     for settled in (one, known):
         settled.use(0, 1)
-        await ledger.renew([settled])
-        await ledger.settle(settled)
+        settled.open = False
+        await ledger.tell([settled], renews=True)
 
 
 async def _faults(redis: Redis, key: Any) -> list[Fault]:

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.keys import LEDGER, RESUME_KEYS
-from broker.ledger import Ledger, LedgerCalls, Reservation, TokenLimits
+from broker.ledger import Ledger, Reservation, TokenLimits
 from broker.queue import JobQueue, QueueFullError
 from broker.resume_keys import StoredResumeKeys
 from broker.terms import LOOKS_PER_CHECK, QueueLimits, QueueState
@@ -22,19 +22,20 @@ async def _resume_keys(redis: Redis) -> list[str]:
 
 
 async def _charged(redis: Redis) -> list[str]:
-    ledger, one = Ledger(LedgerCalls(redis), "router"), Reservation("r", ("acme",), 1, 1, "{}")
-    await ledger.join(0, [])
-    await ledger.reserve(one, None, {"acme": TokenLimits()})
-    await ledger.renew([one])
+    ledger = Ledger(redis)
+    await ledger.fill([], [], 0)
+    one = await ledger.reserve(Reservation("r", "acme", 1, 1, "{}"), None, {"acme": TokenLimits()})
     one.use(1, 1)
-    return [(await ledger.settle(one))[1].decode()]
+    one.open = False
+    await ledger.tell([one], renews=True)
+    return [counts.name for counts in ledger.unsaved.values()]
 
 
 @pytest.mark.parametrize(
     ("key", "use", "found"),
     [
         (RESUME_KEYS, _resume_keys, ["made"]),
-        *((LEDGER + name, _charged, ["r:0"]) for name in ("state", "routers", "usage", "account:acme")),
+        *((LEDGER + name, _charged, ["acme"]) for name in ("state", "routers", "usage", "account:acme")),
     ],
 )
 async def test_a_key_of_another_type_is_set_aside(

@@ -20,12 +20,13 @@ from typing import Any
 from redis.asyncio import Redis
 
 from broker.keys import LEDGER, is_key_account
-from broker.ledger import Ledger, LedgerCalls, Reservation, TokenLimits
+from broker.ledger import Ledger, Reservation, TokenLimits
 from broker.terms import HELD_MS
 from router.catalog.store_client import StoreClient
-from router.metrics import RouterMetrics
-from router.quotas.session import LINGER_S, RENEW_S, LedgerSession
+from router.quotas.plans import Plans
+from router.quotas.quotas import LINGER_S, RENEW_S, Quotas
 from router.quotas.usage import Facts
+from tests.accounts import account_of
 from tests.chaos.history import Account, Charged, Fault, Idle, Observation, Quota, Request, Revision
 from tests.chaos.oracle import prompt_tokens
 from tests.chaos.plan import IN_FLIGHT, TENANTS, Kind, Plan
@@ -94,20 +95,21 @@ def callers(plan: Plan, number: int, revisions: Sequence[Revision]) -> Sequence[
 
 async def use_quotas(quotas: Iterable[Quota], redis: Redis, store: str) -> None:
     """Charge what was used before the run, as a router that has stopped since."""
-    ledger, client = Ledger(LedgerCalls(redis), "earlier"), StoreClient(store)
+    ledger, client = Ledger(redis), StoreClient(store)
 
     async def charge(quota: Quota) -> None:
         facts = Facts(quota.tenant, request_id="earlier").encode()
-        reservation = Reservation(f"of-{quota.tenant}", (quota.tenant,), quota.used, 0, facts)
-        await ledger.reserve(reservation, None, {quota.tenant: TokenLimits()})
+        wanted = Reservation(f"of-{quota.tenant}", quota.tenant, quota.used, 0, facts)
+        reservation = await ledger.reserve(wanted, None, {quota.tenant: TokenLimits()})
         reservation.use(quota.used, 0)
-        await ledger.settle(reservation)
+        reservation.open = False
+        await ledger.tell([reservation])
 
-    session = LedgerSession(ledger, RouterMetrics(), client)
+    earlier = Quotas(ledger, Plans(), store=client)
     try:
-        await session.renew()
+        await earlier.renew()
         await asyncio.gather(*(charge(quota) for quota in quotas if quota.used))
-        await session.save()
+        await earlier.save()
     finally:
         await client.close()
 
@@ -121,7 +123,7 @@ async def read_ledger(redis: Redis, usage: Iterable[Path]) -> list[Charged | Acc
     for key in sorted(keys):
         name = key.decode().removeprefix(f"{LEDGER}account:")
         if not is_key_account(name):
-            accounts.append(Account(name, int(await redis.hget(key, "month_tokens") or 0)))
+            accounts.append(Account(name, (await account_of(redis, name))["month_tokens"]))
     return [*read_events(usage), *accounts]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from broker.ledger import LedgerCalls
+from broker.ledger import Ledger
 from broker.queue import JobQueue
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
@@ -27,4 +27,4 @@ def dispatcher(queue: JobQueue) -> Dispatcher:
 @pytest.fixture
 def quotas(redis: Redis) -> Quotas:
     """Quotas without a plan: nobody has a limit."""
-    return Quotas(LedgerCalls(redis), Plans())
+    return Quotas(Ledger(redis), Plans())

@@ -7,9 +7,9 @@ from dataclasses import replace
 from random import Random
 
 from broker.keys import key_account
-from broker.terms import RECOVERY_MS
+from broker.terms import HELD_MS, RECOVERY_MS
 from router.quotas.plans import Plans
-from router.quotas.session import RENEW_S
+from router.quotas.quotas import RENEW_S
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.loop import Node
 from tests.simulation.redis import SimulatedRedis
@@ -86,6 +86,7 @@ class Charges:
             most = limits.tokens_per_day
             assert most is not None, "each account has this limit"
             untold, bound = sum(self._untold(story, account) for story in own), self._bound(account)
+            untold += self._stopped(account)
             if got > most + untold + bound:
                 wrong.append(f"{account} got {got} tokens, its quota is {most}")
             charged = self._redis.data.ledger.look(account, self._redis.now_ms).get("day_tokens", 0)
@@ -105,6 +106,16 @@ class Charges:
             return 0
         since_s = max(self._redis.told_s.get((held.router, held.id), 0.0), self._reported_until(held.router))
         return sum(tokens for sent_at, tokens in story.sent if sent_at >= since_s)
+
+    def _stopped(self, account: str) -> int:
+        """Return what routers had reserved that stood still until others ended their reservations."""
+        stops = {f"router-{fault.router}": fault for fault in self._faults if fault.kind is Kind.ROUTER_HANG}
+        return sum(
+            amount
+            for of, ms, amount, router in self._redis.granted
+            if of == account and router in stops and stops[router].length_s > HELD_MS / 1e3 - _REPORT_S
+            if ms <= self._redis.ms_of(stops[router].at_s)
+        )
 
     def _reported_until(self, router: Node) -> float:
         """Return the time up to which a router that died must have reported what it sent: a second before its death.

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest.mock import Mock
 
 import msgspec
 from lupa.lua51 import LuaRuntime, lua_type  # type: ignore[import-untyped]  # has no types
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.keys import LEDGER, key_account
-from broker.ledger import SendReserve
+from broker.ledger import Ledger, SendReserve
 from broker.scripts import SCRIPTS
 from broker.terms import HELD_MS
 from router.quotas.usage import WRITE_S, Facts
@@ -37,16 +38,24 @@ def _interpreter() -> tuple[LuaRuntime, dict[str, Any]]:
     def register(function: Any) -> None:
         functions[function["function_name"]] = function["callback"]
 
+    def pack(value: Any) -> str:
+        return msgspec.msgpack.encode(_to_python(value)).decode("latin-1")
+
+    def unpack(packed: str) -> Any:
+        return lua.table_from(msgspec.msgpack.decode(packed.encode("latin-1")), recursive=True)
+
     lua.globals().redis = lua.table(register_function=register, call=call, pcall=call)
+    lua.globals().cmsgpack = lua.table(pack=pack, unpack=unpack)
     lua.execute(library.text.partition("\n")[2])
     return lua, {name.removeprefix(library.name + "_"): function for name, function in functions.items()}
 
 
-def _from_lua(value: Any) -> Any:
-    """Return an answer as a client of Redis gets it."""
-    if lua_type(value) == "table":
-        return [_from_lua(one) for one in value.values()]
-    return value.encode("latin-1") if isinstance(value, str) else int(value)
+def _to_python(value: Any) -> Any:
+    """Return a table as a list or a dictionary."""
+    if lua_type(value) != "table":
+        return value
+    items = {key: _to_python(one) for key, one in value.items()}
+    return list(items.values()) if all(isinstance(key, int) for key in items) else items
 
 
 @dataclass
@@ -59,7 +68,7 @@ class _Server:
     keys: dict[str, Any] = field(default_factory=dict)
     ends_ms: dict[str, int] = field(default_factory=dict)
 
-    def run(self, name: str, arguments: Sequence[Any], now_ms: int) -> Any:
+    def run(self, name: str, message: Mapping[str, Any], now_ms: int) -> bytes:
         """Call a function of the library."""
         lua, functions = _interpreter()
         self.now_ms = now_ms
@@ -67,8 +76,9 @@ class _Server:
             self.keys.pop(key, None)
             del self.ends_ms[key]
         _Server.running = self
-        texts = [str(one) if not isinstance(one, bytes) else one.decode("latin-1") for one in arguments]
-        return _from_lua(functions[name](lua.table(), lua.table_from(texts)))
+        packed = msgspec.msgpack.encode(message).decode("latin-1")
+        answer: str = functions[name](lua.table(), lua.table_from([packed]))
+        return answer.encode("latin-1")
 
     def call(self, command: str, key: str = "", *arguments: Any) -> Any:
         """Carry out a command of a script."""
@@ -81,9 +91,24 @@ class _Server:
     def _time(self, _: str) -> list[str]:
         return [str(self.now_ms // 1_000), str(self.now_ms % 1_000 * 1_000)]
 
-    def _hmget(self, key: str, *fields: str) -> list[Any]:
-        found = self.keys.get(key, {})
-        return [found.get(name, False) for name in fields]
+    def _get(self, key: str) -> Any:
+        return self.keys.get(key, False)
+
+    def _set(self, key: str, value: str, *px: str) -> str:
+        self.keys[key] = value
+        self.ends_ms.pop(key, None)
+        if px:
+            self.ends_ms[key] = self.now_ms + int(px[1])
+        return "OK"
+
+    def _hget(self, key: str, name: str) -> Any:
+        return self.keys.get(key, {}).get(name, False)
+
+    def _hgetall(self, key: str) -> list[str]:
+        return [text for item in self.keys.get(key, {}).items() for text in item]
+
+    def _hdel(self, key: str, name: str) -> int:
+        return int(self.keys.get(key, {}).pop(name, None) is not None)
 
     def _hset(self, key: str, *values: str) -> int:
         self.keys.setdefault(key, {}).update(zip(values[::2], values[1::2], strict=True))
@@ -91,13 +116,6 @@ class _Server:
 
     def _del(self, *keys: str) -> int:
         return len([self.keys.pop(key, None) for key in keys])
-
-    def _pexpire(self, key: str, ms: str) -> int:
-        self.ends_ms[key] = self.now_ms + int(ms)
-        return 1
-
-    def _persist(self, key: str) -> int:
-        return int(self.ends_ms.pop(key, None) is not None)
 
     def _sadd(self, key: str, *members: str) -> int:
         self.keys.setdefault(key, {}).update(dict.fromkeys(members))
@@ -115,22 +133,6 @@ class _Server:
     def _scard(self, key: str) -> int:
         return len(self.keys.get(key, ()))
 
-    def _zadd(self, key: str, score: str, member: str) -> int:
-        self.keys.setdefault(key, {})[member] = float(score)
-        return 1
-
-    _zrem = _srem
-
-    def _sorted(self, key: str) -> list[tuple[float, str]]:
-        return sorted((score, member) for member, score in self.keys.get(key, {}).items())
-
-    def _zrange(self, key: str, first: str, last: str, with_scores: str) -> list[str]:
-        assert (first, last, with_scores) == ("-1", "-1", "WITHSCORES")
-        return [text for score, member in self._sorted(key)[-1:] for text in (member, f"{score:.0f}")]
-
-    def _zrangebyscore(self, key: str, lowest: str, highest: str) -> list[str]:
-        return [member for score, member in self._sorted(key) if float(lowest) <= score <= float(highest)]
-
     def _xadd(self, key: str, *entry: str) -> str:
         self.keys.setdefault(key, []).append(entry[1:])
         return str(len(self.keys[key]))
@@ -145,11 +147,13 @@ class LuaLedger(_Server):
 
     def look(self, account: str, now_ms: int) -> dict[str, int]:
         """Return the numbers of an account, once reservations of routers that died have ended."""
-        state = self.keys.get(LEDGER + "state", {})
+        nobody = {"router": "nobody", "number": 0, "reservations": []}
+        self.run("ledger_fill", {**nobody, "begins": True, "closed_ms": 0, "accounts": [], "events": []}, now_ms)
         for part in range(1, 13):
-            arguments = [state.get("epoch", 0), 0, "nobody's"]
-            self.run("ledger_renew", arguments, now_ms + part * HELD_MS // 4)
-        return {name: int(value) for name, value in self.keys.get(f"{LEDGER}account:{account}", {}).items()}
+            self.run("ledger_tell", {**nobody, "renews": True}, now_ms + part * HELD_MS // 4)
+        packed = self.keys.get(f"{LEDGER}account:{account}")
+        counts: dict[str, int] = msgspec.msgpack.decode(packed.encode("latin-1")) if packed else {}
+        return counts
 
     def take_events(self) -> list[tuple[str, int, frozenset[str]]]:
         """Remove the events of the stream; return their ids, their tokens and the accounts that they are of."""
@@ -204,30 +208,33 @@ class Held:
 HELD: ContextVar[dict[str, Held] | None] = ContextVar("HELD", default=None)
 
 
-class SimulatedCalls:
-    """Stands in for broker.ledger.LedgerCalls."""
+class SimulatedLedger(Ledger):
+    """A ledger whose scripts a simulated server carries out."""
 
     def __init__(self, redis: SimulatedRedis) -> None:
-        self._redis = redis
+        self._simulated = redis
+        super().__init__(Mock())
 
-    async def __call__(self, name: str, arguments: Sequence[Any], send: SendReserve | None = None) -> Any:
-        """See LedgerCalls."""
-        redis, held, router = self._redis, HELD.get(), NODE.get()
+    async def _call(self, name: str, message: Mapping[str, Any], send: SendReserve | None) -> Any:
+        redis, held, router = self._simulated, HELD.get(), NODE.get()
         counted_at = asyncio.get_running_loop().time()
+        message = msgspec.to_builtins(message)
 
-        def run() -> Any:
-            answer = redis.data.ledger.run(name, arguments, redis.now_ms)
-            if answer[0] in (b"behind", b"closed") or router is None:
-                return answer
-            if name == "ledger_reserve" and answer[0] == b"granted":
-                for account in arguments[7 + 1 :: 7]:
-                    redis.granted.append((account, redis.now_ms, sum(answer[3][5:7]), router.name))
+        def run() -> bytes:
+            packed = redis.data.ledger.run(name, message, redis.now_ms)
+            answer = msgspec.msgpack.decode(packed)
+            if "behind" in answer or "closed_ms" in answer or "refused" in answer or router is None:
+                return packed
+            if granted := answer.get("reservation"):
+                for account in granted["accounts"].split():
+                    redis.granted.append((account, redis.now_ms, granted["input"] + granted["output"], router.name))
                     if held is not None:
-                        held[account] = Held(arguments[2], router)
-            ids = {"ledger_reserve": arguments[2:3], "ledger_settle": arguments[2:3], "ledger_renew": arguments[3::5]}
-            for told in ids.get(name, ()):
-                redis.told_s[router, told] = max(redis.told_s.get((router, told), 0.0), counted_at)
-            return answer
+                        held[account] = Held(granted["id"], router)
+            told = [message["reservation"]] if granted else message["reservations"]
+            for one in told if name != "ledger_fill" else ():
+                key = router, one["id"]
+                redis.told_s[key] = max(redis.told_s.get(key, 0.0), counted_at)
+            return packed
 
         if send is None:
             return await redis.call(run)

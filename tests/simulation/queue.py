@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import cast
 
+import msgspec
+
 from bench.queue_model.decisions import Refusal
 from broker.claim_memory import ClaimMemory, ClaimPlan
 from broker.claims import begin_apart
@@ -74,7 +76,7 @@ class SimulatedQueue:
     def _enqueue(self, job: Job, placement: Placement, reserve: SimulatedReserve | None) -> Refusal | None:
         if reserve is not None:
             reserve.answer = reserve.reserve()
-            if reserve.answer[0] != b"granted":
+            if "reservation" not in msgspec.msgpack.decode(reserve.answer):
                 raise UnreservedError
         data = self._redis.data
         refusal = data.queue.enqueue(job, placement, self._redis.now_ms)

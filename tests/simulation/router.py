@@ -40,7 +40,7 @@ from rpc.errors import NotFound, Unavailable
 from rpc.principal import Role
 from tenancy.api_keys import HashedKey, KeyDirectory
 from tests.simulation.channels import Registrar
-from tests.simulation.ledger import SimulatedCalls, SimulatedUsage
+from tests.simulation.ledger import SimulatedLedger, SimulatedUsage
 from tests.simulation.loop import Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
@@ -207,10 +207,9 @@ class SimulatedRouter:
         configs = AdapterConfigs(self._store)
         admission = Admission(self.models, self._store, configs, self.name, self.reach, encoder, proofs)
         self.plans = Plans(self._quotas)
-        calls: Any = SimulatedCalls(self._redis)
         accounts: Any = self._store
         usage: Any = SimulatedUsage(self._redis) if self.plans.has_limits else None
-        quotas = self.quotas = Quotas(calls, self.plans, usage=usage, store=accounts)
+        quotas = self.quotas = Quotas(SimulatedLedger(self._redis), self.plans, usage=usage, store=accounts)
         self.tenant_data = RouterData(self.dispatcher, self._store, configs, encoder, proofs, quotas)
         self.generation = Generation(admission, self.dispatcher, tokens, quotas, encoder)
         self._scoring = Scoring(self.generation, admission, self.models, encoder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,8 +57,11 @@ def test_requests_that_routers_leave_are_charged_once() -> None:
 
 
 def test_accounts_that_nobody_puts_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fill_nothing(ledger: Ledger, counts: Sequence[Counts]) -> None:
-        pass
+    fill = Ledger.fill
+
+    async def fill_nothing(ledger: Ledger, saved: Sequence[Counts], *rest: Any) -> None:
+        ledger.unsaved.clear()
+        await fill(ledger, [], *rest)
 
     monkeypatch.setattr(Ledger, "fill", fill_nothing)
     size = asked_tokens(plan(0, 0.0, 20))
@@ -69,10 +72,10 @@ def test_accounts_that_nobody_puts_back_are_found(monkeypatch: pytest.MonkeyPatc
 def test_requests_that_are_charged_again_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     reserve = Ledger.reserve
 
-    async def as_a_new_one(ledger: Ledger, wanted: Reservation, received: object, *rest: Any) -> None:
+    async def as_a_new_one(ledger: Ledger, wanted: Reservation, received: object, *rest: Any) -> Reservation:
         if received is not None:
             wanted.id = f"{wanted.id} again"
-        await reserve(ledger, wanted, None, *rest)
+        return await reserve(ledger, wanted, None, *rest)
 
     monkeypatch.setattr(Ledger, "reserve", as_a_new_one)
     wrong = run(100_000, 32, 8.0, 40, KILLS, "k").wrong
@@ -84,10 +87,10 @@ def test_a_score_that_its_router_charged_and_did_not_deliver_may_be_charged_agai
 ) -> None:
     run, settled_s = LuaLedger.run, list[float]()
 
-    def noted(ledger: LuaLedger, name: str, *arguments: Any) -> object:
-        if name == "ledger_settle":
+    def noted(ledger: LuaLedger, name: str, message: Mapping[str, Any], now_ms: int) -> bytes:
+        if name == "ledger_tell" and any(not one["open"] for one in message["reservations"]):
             settled_s.append(asyncio.get_running_loop().time())
-        return run(ledger, name, *arguments)
+        return run(ledger, name, message, now_ms)
 
     monkeypatch.setattr(LuaLedger, "run", noted)
     scores = replace(plan(0, 1.0, 1), scores=expected_scores(MODEL, (0,), [(1, 2)]))
@@ -142,5 +145,5 @@ def test_tokens_of_a_dead_router_are_uncharged_for_its_last_second_and_an_outage
     outcome = leavers(4.0, *faults)
     assert outcome.ends == {End.LATE: 8}
     assert not outcome.wrong, str(outcome)
-    monkeypatch.setattr("router.quotas.session.RENEW_S", 5.0)  # the router tells the ledger less often than it must
+    monkeypatch.setattr("router.quotas.quotas.RENEW_S", 5.0)  # the router tells the ledger less often than it must
     assert [line for line in leavers(4.0, *faults).wrong if "was charged" in line]

@@ -17,7 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from broker.batched_script import BatchedScript
 from broker.functions import PreparedCall
 from broker.keys import LEDGER
-from broker.ledger import LedgerCalls
+from broker.ledger import Ledger
 from broker.quarantine import QuarantinedError
 from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
 from broker.terms import Placement
@@ -28,6 +28,7 @@ from router.generation.generation import Generation
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from rpc.errors import CallError, Exhausted
+from tests.accounts import account_of
 from tests.credentials_files import router_seals
 from tests.router.generation.test_generation import REQUEST, TOKENS, Admission, call
 from tests.router.recording_link import KEYS
@@ -60,7 +61,7 @@ class Router:
         self.dispatcher = Dispatcher(
             lambda model: self.queue, lambda job: Placement(), timing=DispatchTiming(late_enqueue_s=0.4)
         )
-        self.quotas = Quotas(LedgerCalls(redis), Plans(directory / "plans.toml"))
+        self.quotas = Quotas(Ledger(redis), Plans(directory / "plans.toml"))
         admission: Any = Admission()
         self.generation = Generation(admission, self.dispatcher, TOKENS, self.quotas, admission)
 
@@ -77,9 +78,11 @@ async def until(condition: Any) -> None:
 
 
 async def nothing_is_left(router: Router, redis: Redis) -> bool:
-    counts = await redis.hmget(LEDGER + "account:acme", "day_tokens", "held_day_tokens")
+    account = await account_of(redis, "acme")
     held = await redis.keys(LEDGER + "held:*")
-    return not await router.queue.count_waiting() and not any(int(count or 0) for count in counts) and not held
+    return (
+        not held and not await router.queue.count_waiting() and not account["day_tokens"] + account["held_day_tokens"]
+    )
 
 
 @pytest.mark.parametrize("answered", [False, True])

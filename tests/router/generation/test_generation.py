@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -23,8 +22,7 @@ from router.dispatch.routed_job import READ_TOKENS, JobState
 from router.generation.admission import Admitted
 from router.generation.generation import Generation
 from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens, Resumption
-from router.quotas.quotas import Quotas
-from router.quotas.session import Grant
+from router.quotas.quotas import Grant, Quotas
 from router.request import Delta, Message, Received, Request, Summary
 from router.text.prompt_encoder import SHORT_IDS
 from router.text.text import HashText
@@ -133,7 +131,7 @@ async def test_a_call_that_takes_over_gets_everything_from_the_first_token(
 async def test_a_part_that_is_taken_over_is_charged_to_the_later_call_alone(
     generation: Generation, dispatcher: Dispatcher, queue: JobQueue, leaves: bool
 ) -> None:
-    grants = [Grant(Reservation("r", ("acme",), 9, 0, numbers=Counter(held_input=9)), Mock()) for _ in range(2)]
+    grants = [Grant(Reservation("r", "acme", 9, 0), Mock()) for _ in range(2)]
     first = asyncio.create_task(ids_of(generation.run(REQUEST, None, part_of=grants[0])))
     await claim(queue)
     (routed,) = dispatcher.jobs
@@ -334,7 +332,7 @@ async def test_a_drain_leaves_the_reservations_of_those_who_can_resume(
     ends = Mock()
 
     async def reserve(*_: Any, **__: Any) -> Grant:
-        return Grant(Reservation("r", ("acme",), 0, 0), ends)
+        return Grant(Reservation("r", "acme", 0, 0), ends)
 
     monkeypatch.setattr(quotas, "reserve", reserve)
     running = generation.run(REQUEST, None, Resumption(CLAIMS) if resumed else None)

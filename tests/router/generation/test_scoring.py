@@ -13,7 +13,7 @@ import pytest
 
 from broker.ledger import Reservation
 from router.generation.scoring import AT_ONCE, Scoring
-from router.quotas.session import Grant
+from router.quotas.quotas import Grant
 from router.request import Message, PromptLogprobs, Request, Summary, TokenLogprobs
 from router.text.prompt_encoder import PromptEncoder
 from router.text.tokenizer_text import TokenizerText
@@ -36,7 +36,7 @@ class Answers:
     @asynccontextmanager
     async def reserved(self, tenant: str, request_id: str, prompt_tokens: int) -> AsyncGenerator[Grant]:
         self.reserved_tokens.append(prompt_tokens)
-        yield Grant(Reservation("r", (tenant,), prompt_tokens, 0), Mock())
+        yield Grant(Reservation("r", tenant, prompt_tokens, 0), Mock())
 
     async def run(self, request: Request, deadline_s: float | None, part_of: Grant) -> AsyncGenerator[Message]:
         assert isinstance(request.prompt, tuple)

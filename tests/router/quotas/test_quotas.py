@@ -14,13 +14,13 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.keys import LEDGER
-from broker.ledger import LedgerCalls
+from broker.ledger import Ledger
 from broker.scripts import Scripts
 from router.dispatch.routed_job import RoutedJob
 from router.quotas.plans import Plans
-from router.quotas.quotas import Quotas
-from router.quotas.session import Grant
+from router.quotas.quotas import Grant, Quotas
 from rpc.errors import Aborted, Exhausted, Unavailable
+from tests.accounts import account_of
 from tests.router.recording_link import RecordingLink, frame, job
 
 # A ledger that has lost data is closed for a moment, not for seconds.
@@ -56,13 +56,13 @@ def store() -> Store:
 @pytest.fixture
 def new(redis: Redis, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> New:
     """Make the quotas of a router; the tenant acme has the limits given."""
-    monkeypatch.setattr("router.quotas.session.RECOVERY_MS", 20)
+    monkeypatch.setattr("router.quotas.quotas.RECOVERY_MS", 20)
 
     def make(table: str = "tenants.acme", **limits: int) -> Quotas:
         path = tmp_path / "plans.toml"
         path.write_text(f"[{table}]\n" + "".join(f"{name} = {most}\n" for name, most in limits.items()))
         accounts: Any = store
-        return Quotas(LedgerCalls(redis, SCRIPTS), Plans(path), store=accounts)
+        return Quotas(Ledger(redis, SCRIPTS), Plans(path), store=accounts)
 
     return make
 
@@ -75,14 +75,13 @@ async def granted(quotas: Quotas, *amounts: int, resumed: tuple[str, int] | None
 
 async def day_tokens(redis: Redis, name: str = "acme") -> int:
     """Return what an account has of a day, held or charged."""
-    return sum(
-        int(count or 0) for count in await redis.hmget(f"{LEDGER}account:{name}", "day_tokens", "held_day_tokens")
-    )
+    account = await account_of(redis, name)
+    return account["day_tokens"] + account["held_day_tokens"]
 
 
 async def held_by(redis: Redis, quotas: Quotas) -> set[str]:
     """Return the ids of a router's open reservations."""
-    found: Any = await redis.smembers(f"{LEDGER}held:{quotas.session.ledger.router}")
+    found: Any = await redis.smembers(f"{LEDGER}held:{quotas.ledger.router}")
     return {one.decode() for one in found}
 
 
@@ -126,18 +125,16 @@ async def test_what_a_request_used_stays_and_the_rest_comes_back(new: New, redis
     await quotas.drain(5.0)
     # The one that was left may be resumed: it is still reserved.
     assert await day_tokens(redis) == 62 + 102
-    assert await held_by(redis, quotas) == {left.id}
+    assert await held_by(redis, quotas) == {left.reservation.id}
 
 
 async def test_a_request_that_nobody_resumes_ends_after_a_while(
     new: New, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.quotas.session.LINGER_S", 0.01)
+    monkeypatch.setattr("router.quotas.quotas.LINGER_S", 0.01)
     quotas = new(tokens_per_day=1_000)
     begun(left := await granted(quotas, 2, 100), 5)
-    left.leave()
-    while quotas.session._lingering:
-        await asyncio.wait(quotas.session._lingering)
+    await asyncio.wait_for(left.leave(), 5.0)
     assert await day_tokens(redis) == 7
 
 
@@ -145,7 +142,7 @@ async def test_a_resumed_request_is_charged_once_though_both_routers_settle(new:
     first, second = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
     grant = await granted(first, 2, 100)
     begun(grant, 30)
-    resumed = await granted(second, 2, 100, resumed=(grant.id, 20))
+    resumed = await granted(second, 2, 100, resumed=(grant.reservation.id, 20))
     grant.leave()
     await first.drain(5.0)
     begun(resumed, 100)
@@ -158,9 +155,10 @@ async def test_a_request_resumed_at_its_own_router_is_charged_once(new: New, red
     quotas = new(tokens_per_day=1_000)
     begun(grant := await granted(quotas, 2, 100), 30)
     grant.leave()
-    begun(resumed := await granted(quotas, 2, 100, resumed=(grant.id, 30)), 100)
-    await asyncio.wait_for(quotas.session._settle(grant), 5.0)  # as the first call's end does after a while
-    assert await held_by(redis, quotas) == {grant.id}
+    begun(resumed := await granted(quotas, 2, 100, resumed=(grant.reservation.id, 30)), 100)
+    quotas.settle(grant)  # as the first call's end does after a while
+    await quotas.drain(5.0)
+    assert await held_by(redis, quotas) == {grant.reservation.id}
     resumed.settle()
     await quotas.drain(5.0)
     assert await day_tokens(redis) == 102
@@ -169,14 +167,14 @@ async def test_a_request_resumed_at_its_own_router_is_charged_once(new: New, red
 async def test_a_call_whose_request_another_router_has_ends(new: New, redis: Redis) -> None:
     first, second = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
     begun(grant := await granted(first, 2, 100), 30)
-    elsewhere = await granted(second, 2, 100, resumed=(grant.id, 30))
-    await first.session.renew()
+    elsewhere = await granted(second, 2, 100, resumed=(grant.reservation.id, 30))
+    await first.renew()
     (routed,) = grant.jobs
     with pytest.raises(Aborted):
         await routed.arrivals(routed.reader)
-    back = await granted(first, 2, 100, resumed=(grant.id, 30))
+    back = await granted(first, 2, 100, resumed=(grant.reservation.id, 30))
     begun(back, 30)
-    await first.session.renew()
+    await first.renew()
     assert back.jobs[0].reader.error is None
     for one in (grant, elsewhere, back):
         one.settle()
@@ -191,7 +189,7 @@ async def test_a_redis_that_lost_its_data_gets_the_accounts_and_reservations_bac
         await done.settle()
     begun(running := await granted(first, 2, 300), 10)
     await redis.flushdb()
-    await asyncio.gather(first.session.renew(), second.session.renew())
+    await asyncio.gather(first.renew(), second.renew())
     with pytest.raises(Exhausted):
         await second.reserve("acme", 2, 300)
     running.settle()
@@ -223,22 +221,22 @@ async def test_what_a_router_saves_while_a_wiped_redis_is_filled_is_not_lost(
     grant = await granted(other, 2, 100)
     begun(grant, 60)
     await grant.settle()
-    await first.session.renew()
+    await first.renew()
     await redis.flushdb()
-    await first.session.renew()  # fills it from the store, which has nothing yet
+    await first.renew()  # fills it from the store, which has nothing yet
     read = store.accounts
 
     async def read_then_save() -> object:
         accounts = await read()
-        await other.session.save()
+        await other.save()
         return accounts
 
     if within:
         monkeypatch.setattr(store, "accounts", read_then_save)
     else:
-        await other.session.save()
-    await other.session.renew()
-    assert not other.session.ledger.unsaved
+        await other.save()
+    await other.renew()
+    assert not other.ledger.unsaved
     assert await day_tokens(redis) == 62
 
 
@@ -247,25 +245,25 @@ async def test_accounts_that_the_store_did_not_take_are_saved_later(new: New, st
     begun(done := await granted(quotas, 2, 100), 60)
     await done.settle()
     store.error = Unavailable("the store does not answer")
-    await quotas.session.save()
+    await quotas.save()
     assert not store.kept
     store.error = None
-    await quotas.session.save()
+    await quotas.save()
     assert store.kept["acme"].day_tokens == 62
-    assert not quotas.session.ledger.unsaved
+    assert not quotas.ledger.unsaved
 
 
 async def test_an_end_is_settled_once_redis_is_back(new: New, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     quotas = new(tokens_per_day=1_000)
     begun(grant := await granted(quotas, 2, 100), 60)
-    ledger, away = quotas.session.ledger, asyncio.Event()
+    ledger, away = quotas.ledger, asyncio.Event()
 
-    async def refuse(*arguments: Any) -> None:
+    async def refuse(*arguments: Any, **options: Any) -> None:
         away.set()
         raise RedisConnectionError("away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ledger, "settle", refuse)
+        patch.setattr(ledger, "tell", refuse)
         patch.setattr(ledger, "reserve", refuse)
         grant.settle()
         await away.wait()
@@ -308,7 +306,7 @@ def with_key(redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Q
     path = tmp_path / "plans.toml"
     path.write_text(KEY_PLANS)
     monkeypatch.setattr("router.quotas.quotas.calling_key", lambda: "k1")
-    return Quotas(LedgerCalls(redis, SCRIPTS), Plans(path))
+    return Quotas(Ledger(redis, SCRIPTS), Plans(path))
 
 
 async def test_a_call_is_reserved_and_settled_in_both_accounts(with_key: Quotas, redis: Redis) -> None:
@@ -323,7 +321,7 @@ async def test_a_call_is_reserved_and_settled_in_both_accounts(with_key: Quotas,
 
 
 async def test_what_the_tenant_has_no_room_for_leaves_the_keys_account_alone(with_key: Quotas, redis: Redis) -> None:
-    other = Quotas(LedgerCalls(redis, SCRIPTS), with_key._plans)
+    other = Quotas(Ledger(redis, SCRIPTS), with_key._plans)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("router.quotas.quotas.calling_key", lambda: "k2")
         await granted(other, 100, 100)
@@ -338,9 +336,9 @@ async def test_what_the_tenant_has_no_room_for_leaves_the_keys_account_alone(wit
 async def test_a_failed_reservation_leaves_nothing_in_either_account(
     with_key: Quotas, redis: Redis, monkeypatch: pytest.MonkeyPatch, error: BaseException, *, carried_out: bool
 ) -> None:
-    ledger = with_key.session.ledger
+    ledger = with_key.ledger
     reserve = ledger.reserve
-    await ledger.join(0, [])
+    await ledger.fill([], [], 0)
 
     async def fail(*arguments: Any) -> None:
         if carried_out:
@@ -353,7 +351,7 @@ async def test_a_failed_reservation_leaves_nothing_in_either_account(
     await with_key.drain(5.0)
     assert [await day_tokens(redis, name) for name in ("acme", "keys/k1")] == [0, 0]
     assert not await held_by(redis, with_key)
-    assert not with_key.session._grants
+    assert not with_key._grants
 
 
 async def test_a_request_resumed_with_another_key_is_charged_once_to_each(
@@ -361,9 +359,9 @@ async def test_a_request_resumed_with_another_key_is_charged_once_to_each(
 ) -> None:
     begun(grant := await granted(with_key, 2, 100), 30)
     grant.leave()
-    await with_key.session.renew()
+    await with_key.renew()
     monkeypatch.setattr("router.quotas.quotas.calling_key", lambda: "")
-    begun(resumed := await granted(with_key, 2, 100, resumed=(grant.id, 30)), 100)
+    begun(resumed := await granted(with_key, 2, 100, resumed=(grant.reservation.id, 30)), 100)
     resumed.settle()
     await with_key.drain(5.0)
     assert [await day_tokens(redis, name) for name in ("acme", "keys/k1")] == [102, 32]

@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.keys import LEDGER
-from broker.ledger import LedgerCalls
+from broker.ledger import Ledger
 from broker.scripts import Scripts
 from router.metrics import RouterMetrics
 from router.quotas import usage
@@ -33,11 +33,11 @@ def new(redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> New:
     """Make the quotas of a router with a usage file of its own; events that wait are claimed at once."""
     monkeypatch.setattr(usage, "CLAIM_MS", 0)
     monkeypatch.setattr(usage, "CLAIM_S", 0.0)
-    monkeypatch.setattr("router.quotas.session.RECOVERY_MS", 0)
+    monkeypatch.setattr("router.quotas.quotas.RECOVERY_MS", 0)
 
     def make(name: str) -> tuple[Quotas, UsageLog]:
         events = UsageLog(redis, tmp_path / name, RouterMetrics())
-        return Quotas(LedgerCalls(redis, AT_ONCE), Plans(), usage=events), events
+        return Quotas(Ledger(redis, AT_ONCE), Plans(), usage=events), events
 
     return make
 
@@ -54,7 +54,7 @@ async def test_an_event_has_what_its_tenant_was_charged(new: New, tmp_path: Path
     await quotas.drain(5.0)
     (event,) = events(tmp_path)
     assert {"specversion": "1.0", "type": "loraplex.usage.v1", "subject": "tenants/acme"}.items() <= event.items()
-    assert event["id"] == f"{grant.id}:0"
+    assert event["id"] == f"{grant.reservation.id}:0"
     expected = {"tenant": "acme", "request_id": "j", "model": "tiny", "input_tokens": 2, "output_tokens": 60}
     assert expected.items() <= event["data"].items()
     assert await redis.xlen(LEDGER + "usage") == 0
@@ -74,7 +74,7 @@ async def test_a_request_whose_client_had_all_of_it_keeps_its_facts(new: New, tm
     (first, _), (second, _) = new("router-a"), new("router-b")
     begun(grant := await granted(first, 2, 100), 60)
     facts = Facts(cached_tokens=1).of_job(job())
-    resumed = await second.reserve("acme", 2, 100, facts=facts, resumed=(grant.id, 60))
+    resumed = await second.reserve("acme", 2, 100, facts=facts, resumed=(grant.reservation.id, 60))
     assert resumed is not None
     resumed.settle()
     await second.drain(5.0)
@@ -87,15 +87,15 @@ async def test_another_router_writes_the_events_of_a_dead_one(new: New, tmp_path
     first, read = new("router-a")
     begun(settled := await granted(first, 2, 100), 60)
     begun(running := await granted(first, 2, 100), 7)
-    await first.session.renew()
+    await first.renew()
     await settled.settle()
     assert await read._read()  # and dies before it has written
     second, log = new("router-b")
     await granted(second, 2, 100)
-    await second.session.renew()
+    await second.renew()
     await log.write()
     charged = {event["id"]: event["data"]["output_tokens"] for event in events(tmp_path)}
-    assert charged == {f"{settled.id}:0": 60, f"{running.id}:0": 7}
+    assert charged == {f"{settled.reservation.id}:0": 60, f"{running.reservation.id}:0": 7}
     assert await redis.xlen(LEDGER + "usage") == 0
 
 
@@ -104,9 +104,9 @@ async def test_a_redis_that_lost_its_data_gets_the_last_events_again(new: New, t
     begun(settled := await granted(quotas, 2, 100), 60)
     await settled.settle()
     await redis.flushdb()
-    await quotas.session.renew()
+    await quotas.renew()
     await log.write()
-    assert [event["id"] for event in events(tmp_path)] == [f"{settled.id}:0"]
+    assert [event["id"] for event in events(tmp_path)] == [f"{settled.reservation.id}:0"]
 
 
 async def test_a_full_disk_and_a_torn_line_lose_nothing(new: New, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ async def test_a_full_disk_and_a_torn_line_lose_nothing(new: New, tmp_path: Path
     assert await log.write()
     torn, whole = (tmp_path / "router-a").read_text().splitlines()
     assert torn == '{"specver'
-    assert json.loads(whole)["id"] == f"{grant.id}:0"
+    assert json.loads(whole)["id"] == f"{grant.reservation.id}:0"
 
 
 def test_routers_that_append_to_one_file_leave_no_empty_lines(tmp_path: Path) -> None:
