@@ -120,8 +120,8 @@ class UsageLog:
                         return False
                     self._metrics.usage_events.inc(len(events))
                     ids = [entry_id for entry_id, _ in entries]
+                    await self._redis.xdel(_STREAM, *ids)  # first: nobody reads again what is acknowledged
                     await self._redis.xack(_STREAM, _GROUP, *ids)
-                    await self._redis.xdel(_STREAM, *ids)
             except REDIS_DOWN as error:  # what was read is claimed later, and written with the same ids
                 log.warning("usage events wait: Redis: %s", error)
                 return False

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.keys import LEDGER
 from broker.ledger import Ledger
@@ -96,6 +97,32 @@ async def test_another_router_writes_the_events_of_a_dead_one(new: New, tmp_path
     await log.write()
     charged = {event["id"]: event["data"]["output_tokens"] for event in events(tmp_path)}
     assert charged == {f"{settled.reservation.id}:0": 60, f"{running.reservation.id}:0": 7}
+    assert await redis.xlen(LEDGER + "usage") == 0
+
+
+async def test_a_router_that_dies_before_it_has_told_all_of_a_write_leaves_nothing_in_the_stream(
+    new: New, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (quotas, log), (_, other) = new("router-a"), new("router-b")
+    begun(grant := await granted(quotas, 2, 100), 60)
+    await grant.settle()
+    commands = list[str]()
+
+    def dies_after_the_first(name: str) -> Callable[..., object]:
+        command = getattr(redis, name)
+
+        def call(*arguments: Any) -> object:
+            commands.append(name)
+            if len(commands) == 2:
+                raise RedisConnectionError("the process has ended")
+            return command(*arguments)
+
+        return call
+
+    for name in ("xack", "xdel"):
+        monkeypatch.setattr(redis, name, dies_after_the_first(name))
+    assert not await log.write()
+    assert await other.write()
     assert await redis.xlen(LEDGER + "usage") == 0
 
 
