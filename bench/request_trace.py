@@ -46,7 +46,7 @@ with Client(sys.argv[1], {TENANT!r}) as client:
 
 @dataclass(frozen=True)
 class Process:
-    """What one process ran for the request: calls by `file:function`, and where each form was seen first."""
+    """Keeps what one process ran for the request: calls by `file:function`, and where each form was seen first."""
 
     name: str
     calls: Mapping[str, int]

@@ -221,7 +221,12 @@ class UnreadableMessage:
 
 
 class ReadableMessages(grpc.aio.ServerInterceptor):
-    """Refuses messages that cannot be read. Put it behind all other interceptors: they see the call first."""
+    """Refuses bytes that are no message with INVALID_ARGUMENT. Put it behind all other interceptors.
+
+    gRPC itself answers UNKNOWN, logs a traceback, and does so before anybody has looked at the caller's credential.
+    Here such bytes, for example invalid UTF-8 in a string, become an UnreadableMessage, which is refused where
+    a method's own message would reach it.
+    """
 
     async def intercept_service(
         self,
@@ -351,8 +356,10 @@ _RETRY_S = 1.0
 
 
 class ConnectionCalls(grpc.aio.ServerInterceptor):
-    """Refuses calls beyond `limit` of a connection.
+    """Refuses calls beyond `limit` of a connection, with a reason.
 
+    gRPC bounds a connection's streams too (rpc.server). What is beyond that bound ends with UNAVAILABLE and without
+    a reason, so that bound is the larger one.
     A call is open as long as its task: one whose client reads neither answer nor status counts until the client leaves.
     """
 

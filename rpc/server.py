@@ -74,7 +74,11 @@ _RETRY_S = 10.0
 
 
 class BoundedHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
-    """grpc.health.v1.Health."""
+    """grpc.health.v1.Health, with a bound of the streams of it that anybody may open.
+
+    gRPC's own package has one too. There a change of the health waits for each client that watches it, and one that
+    reads nothing holds up the start, the drain and the end of the process.
+    """
 
     def __init__(self, watches: int = WATCHES) -> None:
         self._watches = Shares(watches)

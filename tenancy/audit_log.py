@@ -1,10 +1,16 @@
-"""The chain of an audit log: each record is a line of JSON that has the SHA-256 of the line before it.
+"""A process's audit log, and the chain of its records: a thread appends them in batches that end with an fsync.
 
     {"previous":"0000...","number":1,"time":"2026-11-22T15:00:28.120Z","process":"store","event":"started",...}
     {"previous":"<SHA-256 of the line above>","number":2,...}
 
-So a record that is altered, removed, added or moved is found by the record after it, unless all later ones were
-written anew as well. That needs a record of before (`Head`) which was kept elsewhere.
+Each record is a line of JSON that has the SHA-256 of the line before it. So a record that is altered, removed, added or
+moved is found by the record after it, unless all later ones were written anew as well. That needs a record of before
+(`Head`) which was kept elsewhere.
+
+    FILE               the newest records
+    FILE.000000000001  a full file before it, named by its first record; the chain goes on from file to file
+
+A line that a crash has cut is taken out at the next start, and the chain goes on with a record of that.
 """
 
 from __future__ import annotations

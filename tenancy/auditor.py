@@ -1,4 +1,4 @@
-"""The methods that the audit log has, and which fields of their messages: never a secret, a prompt or an answer."""
+"""The auditor of a process's servers: which calls the audit log has, and which callers were refused."""
 
 from __future__ import annotations
 

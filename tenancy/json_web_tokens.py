@@ -1,4 +1,9 @@
-"""The public keys that sign tokens: a JWKS in a file or at a URL, read again when it changes."""
+"""JSON Web Tokens as credentials: an issuer and an audience that the settings pin, and keys from a JWKS.
+
+Claims: `exp`, `iss` and `aud` must be there. `tenant` is the tenant; `roles`, a list, has roles that API keys may have
+too (tenant-user where it is missing). Entries of `scope` that begin with `loraplex:` restrict it to these scopes. The
+JWKS is in a file or at a URL, and read again when it changes.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _LOOKS = 64
 
 
 class _Recorder:
-    """What has run, by window. An object is a form of the request when one of its fields has a mark.
+    """Keeps what has run, by window. An object is a form of the request when one of its fields has a mark.
 
     Marks are the request's seed, its prompt's text and ids, and ids of its answer.
     """

@@ -1,4 +1,8 @@
-"""The tokenizer of a base model as one zip, which gateways read; the files are those of the model's manifest."""
+"""SglangScheduler: the engine protocol's calls as requests of this router, through the parts of its own service.
+
+An adapter is known by its name in the store, such as support, support@canary or tenants/acme/adapters/support: that is
+its lora_name, its lora_id and its lora_path. So every router knows it, and no file of this machine is read.
+"""
 
 from __future__ import annotations
 

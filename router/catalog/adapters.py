@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -24,7 +23,7 @@ from rpc.errors import InvalidField, Mismatch
 
 log = logging.getLogger(__name__)
 
-# Maximum characters of the settings that are kept, and maximum number of adapters; those used last stay.
+# Maximum characters of the settings that are kept, and maximum number of adapters; beyond them all are read anew.
 _KEPT_CHARACTERS = 32 * 1024 * 1024
 _KEPT = 10_000
 
@@ -49,7 +48,7 @@ class AdapterConfigs:
     def __init__(self, store: StoreClient) -> None:
         self._store = store
         # By digest, with the name of the revision that they were read of.
-        self._kept: OrderedDict[str, tuple[str, AdapterSettings]] = OrderedDict()
+        self._kept: dict[str, tuple[str, AdapterSettings]] = {}
         self._characters = 0
         # By tenant and digest: a configuration has up to a megabyte.
         self._reading = SharedCalls[AdapterSettings]()
@@ -60,16 +59,17 @@ class AdapterConfigs:
             return AdapterSettings()
         if adapter.digest not in self._kept:
             return await self._reading.run((tenant, adapter.digest), lambda: self._ask(tenant, adapter))
-        self._kept.move_to_end(adapter.digest)
         return self._kept[adapter.digest][1]
 
     async def _ask(self, tenant: str, adapter: AdapterRef) -> AdapterSettings:
         config = await self._store.config_of(tenant, adapter.revision)
         settings = await asyncio.to_thread(_read, config)
         if adapter.digest not in self._kept:
+            if len(self._kept) >= _KEPT or self._characters + settings.characters > _KEPT_CHARACTERS:
+                self._kept.clear()
+                self._characters = 0
             self._kept[adapter.digest] = adapter.revision, settings
             self._characters += settings.characters
-            self._drop_oldest()
         return settings
 
     def forget_tenant(self, tenant: str) -> int:
@@ -78,11 +78,6 @@ class AdapterConfigs:
         for digest in gone:
             self._characters -= self._kept.pop(digest)[1].characters
         return len(gone)
-
-    def _drop_oldest(self) -> None:
-        while len(self._kept) > _KEPT or self._characters > _KEPT_CHARACTERS:
-            _, (_, dropped) = self._kept.popitem(last=False)
-            self._characters -= dropped.characters
 
 
 def _read(config: bytes) -> AdapterSettings:

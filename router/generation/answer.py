@@ -1,4 +1,10 @@
-"""The prompt's text in front of each answer, for requests that ask for it, and the text that a client has already."""
+"""Turns a worker's token ids into the events that a client gets: text as it becomes whole, stop strings, the end.
+
+        ids ──▶ text pieces ──▶ pending while they may begin a stop string ──▶ deltas
+
+A token that lies wholly in a stop string is neither delivered nor counted; one that reaches into it is delivered, its
+text cut where the stop string begins. A request may keep stop strings: then their tokens are delivered as all others.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ import msgspec
 from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRef
 from broker.resume_keys import StoredResumeKeys
-from router.catalog.store_client import StoreClient
+from router.catalog.store_client import SharedCalls, StoreClient
 from router.quotas.usage import calling_key
 from router.request import Received, Request
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
@@ -116,7 +116,7 @@ class SharedKeys(GivenKeys):
         # All shared keys that tokens were accepted of, newest first.
         self._used: list[str] = []
         self._looked_at = self._settled_at = clock()
-        self._looking: asyncio.Task[None] | None = None
+        self._looks = SharedCalls[None]()
         # True after a failed look.
         self._away = False
 
@@ -138,13 +138,7 @@ class SharedKeys(GivenKeys):
 
     async def look(self) -> None:
         """Take over the keys in Redis; calls at the same time share a look."""
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
-            self._looking.add_done_callback(self._looked)
-        await asyncio.shield(self._looking)
-
-    def _looked(self, _: asyncio.Task[None]) -> None:
-        self._looking = None
+        await self._looks.run(None, self._look)
 
     async def _look(self) -> None:
         await asyncio.sleep(self._looked_at + UNKNOWN_LOOK_S - self._clock() if self._used else 0.0)

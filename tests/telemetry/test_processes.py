@@ -12,8 +12,16 @@ from collections.abc import Iterator
 import pytest
 
 from telemetry.logging import environment_of, fields, logging_of, set_up_logging
-from telemetry.metrics import NO_METRICS, OTHER, BoundedNames, Meters, MetricsPortError, serve_metrics
-from telemetry.pooled_server import THREADS, QuietHandler
+from telemetry.metrics import (
+    NO_METRICS,
+    OTHER,
+    THREADS,
+    BoundedNames,
+    Meters,
+    MetricsPortError,
+    QuietHandler,
+    serve_metrics,
+)
 from telemetry.tracing import Spans, asked_for, set_up_tracing, traceparent_in, traceparent_of
 
 
