@@ -76,7 +76,7 @@ class Settings(AccessSettings):
         "further resume keys whose tokens are accepted, with commas between them: former ones, or the next one", ""
     )
     engine_protocol: str = setting(
-        "a protocol for gateways that is served beside Loraplex's own: sglang (docs/reference/grpc.md); empty: none", ""
+        "a protocol for gateways that is served too: sglang (docs/reference/engine-protocol.md); empty: none", ""
     )
     engine_tenant: str = setting(
         "the tenant of its calls that name none, as gateways' do; with credentials these alone say it", DEFAULT_TENANT

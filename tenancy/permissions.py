@@ -63,7 +63,7 @@ PLANS_READ, PLANS_WRITE = "plans.read", "plans.write"
 ACCOUNTS = "accounts"
 RELAY = "relay"
 
-# The service of the engine protocol (docs/reference/grpc.md), which a router serves if it is told to.
+# The service of the engine protocol (docs/reference/engine-protocol.md), which a router serves if it is told to.
 SGLANG_SERVICE = "sglang.grpc.scheduler.SglangScheduler"
 REFLECTION_SERVICE = "grpc.reflection.v1alpha.ServerReflection"
 
