@@ -179,10 +179,11 @@ class Crowd:
         number = next(self._numbers)
         request = self._request(number, sort)
         began, ids, ends, code, reason = self._arena.driver.now, list[int](), 0, "OK", ""
+        stream = client.for_caller(request.revision.tenant).generate_stream(
+            request.prompt, model=sort.model, max_new_tokens=request.max_tokens, ignore_eos=True, timeout_s=CALL_S
+        )
         try:
-            async for piece in client.for_caller(request.revision.tenant).generate_stream(
-                request.prompt, model=sort.model, max_new_tokens=request.max_tokens, ignore_eos=True, timeout_s=CALL_S
-            ):
+            async for piece in stream:
                 ids += piece.token_ids
                 ends += piece.finished is not None
         except LoraplexError as error:
@@ -190,7 +191,7 @@ class Crowd:
         self.calls.append(
             CrowdCall(
                 *(self._planned.number, request, sort.specs, "", began, self._arena.driver.now, code, reason, None),
-                *(tuple(ids), ends, False, True),
+                *(tuple(ids), ends, False, True, bool(stream._recovery._token)),  # the SDK shows the token to nobody
             )
         )
 

@@ -175,6 +175,8 @@ class CrowdCall(msgspec.Struct, frozen=True, tag=True):
     may_break: bool = False
     # True: the SDK made it, which hides the fault.
     must_end: bool = False
+    # True: it came with a resume token, so the cluster had admitted it.
+    admitted: bool = False
 
 
 class Fault(msgspec.Struct, tag=True):

@@ -58,7 +58,7 @@ def check_crowd(verdict: Verdict, calls: Iterable[CrowdCall], doors: Doors, *, o
             verdict.refusals[f"{call.code} {call.reason or 'without a reason'}"] += 1
         problem = _problem(call, broken=doors.broken(call.began, call.ended, call.router))
         # A call that was not admitted yet may find the queue full of calls that the other router has handed back.
-        is_refused = call.code != "OK" and call.reason != "QUEUE_FULL"
+        is_refused = call.code != "OK" and (call.admitted or call.reason != "QUEUE_FULL")
         if call.must_end and is_refused and not problem and not overlap:
             problem = f"were made through the SDK and ended with {call.code} {call.reason}"
         if problem:

@@ -120,3 +120,10 @@ def test_a_stream_that_a_fault_of_others_breaks_is_found() -> None:
     fault = Fault(0, Kind.BURST.value, "the routers", 0.5, 1.5, [0], proof="it was")
     lines: list[Line] = [Begun(MODEL, 1, 1, {Kind.BURST.value: 1}), forged(), fault, Left(0, 0, [])]
     assert check(lines).findings == ["request 0: fault 0 (burst) broke its call"]
+
+
+def test_a_call_of_the_sdk_finds_a_full_queue_only_before_it_is_admitted() -> None:
+    ended = changed(REFUSED, router="", must_end=True)
+    kind = Kind.ROUTER_RESTART.value
+    assert verdict_of(ended, kind=kind, victim="router-1").holds
+    assert not verdict_of(changed(ended, admitted=True), kind=kind, victim="router-1").holds
