@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 # Files whose change makes `setup` install and generate again.
 INPUTS := pyproject.toml constraints.txt clients/python/pyproject.toml clients/python/hatch_build.py \
 	$(shell find protos -name '*.proto')
-ROOMS := adapter_store artifacts bench broker clients deploy examples files grammars router rpc telemetry tenancy tests worker
+ROOMS := adapter_store artifacts bench broker clients deploy examples files grammars options router rpc telemetry tenancy tests worker
 
 # Variables of `make run`.
 MODEL ?= examples/model

@@ -9,12 +9,12 @@ import uvloop
 
 from adapter_store.app import BootstrapKeyError, StoreSettings, serve
 from adapter_store.storage import DataDirectoryError
-from artifacts.plans import PlansError
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
 from telemetry.logging import set_up_logging
 from telemetry.metrics import MetricsPortError
 from tenancy.audit_log import AuditFileError
+from tenancy.plans import PlansError
 
 # Errors that waiting cannot fix: the message says in one line what to do.
 STOPPING = (

@@ -28,8 +28,6 @@ from adapter_store.receive import Receiver
 from adapter_store.records import FitnessPolicy
 from adapter_store.service import AdapterService, WorkerGrants
 from adapter_store.storage import DataDirectory
-from artifacts.plans import LOOK_S as PLANS_LOOK_S
-from artifacts.plans import PLANS_NAMED
 from artifacts.revision import FitnessLimits
 from rpc.errors import CallError
 from rpc.interceptors import CallMeter
@@ -43,6 +41,8 @@ from tenancy.api_keys import KeyDirectory
 from tenancy.audit_log import FILE_HELP, AuditLog
 from tenancy.auditor import Auditor
 from tenancy.permissions import Port
+from tenancy.plans import LOOK_S as PLANS_LOOK_S
+from tenancy.plans import PLANS_NAMED
 
 # Answers to requests for an adapter whose certificate breaks the limits: an error, or a warning in the log.
 REFUSE, WARN = "refuse", "warn"

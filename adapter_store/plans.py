@@ -26,9 +26,9 @@ from adapter_store.convert import check_key_id, decode_token, encode_token, page
 from adapter_store.database import Database
 from adapter_store.metrics import StoreMetrics
 from artifacts.names import SHARED, check_tenant
-from artifacts.plans import DEFAULT, FIELDS, UNLIMITED, Plan, PlanFieldError, Plans, PlansFile, make_plan, plan_name
 from rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
 from rpc.principal import caller
+from tenancy.plans import DEFAULT, FIELDS, UNLIMITED, Plan, PlanFieldError, Plans, PlansFile, make_plan, plan_name
 
 log = logging.getLogger(__name__)
 

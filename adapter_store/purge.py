@@ -20,9 +20,9 @@ from adapter_store.database import Database
 from adapter_store.plans import StoredPlans
 from adapter_store.storage import DataDirectory
 from artifacts.names import SHARED, check_tenant
-from artifacts.plans import plan_name
 from rpc.errors import InvalidField
 from rpc.principal import caller
+from tenancy.plans import plan_name
 
 # Queries for the names of a tenant's grants, deleted revisions, revisions and adapters.
 _NAMES = (

@@ -1,4 +1,4 @@
-"""Formats that store, workers, routers and command line share: digests, names, manifests, PEFT fields. No torch."""
+"""Adapters and base models as the store keeps them: names, digests, files, manifests, and what is served. No torch."""
 
 from __future__ import annotations
 

@@ -11,10 +11,9 @@ from google.protobuf.message import DecodeError
 from loraplex.inference.v1 import inference_pb2
 from loraplex.queue.v1 import queue_pb2
 
-from artifacts.encode import Encode, Pooling, Task
-from artifacts.sampling import SamplingParams
 from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, StoppingParams, WeightedRef
 from broker.worker_state import AdapterTiers, WorkerPhase, WorkerState
+from options import Encode, Pooling, SamplingParams, Task
 
 # Number of ids that are converted at once: between two such pieces a thread gives way to the event loop.
 _PIECE = 4_096

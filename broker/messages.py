@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from artifacts.encode import Encode
-from artifacts.sampling import SamplingParams
+from options import Encode, SamplingParams
 
 # Number of strikes, engines that died with the job newly in their batch, from which on a job begins apart from all jobs
 # that have none, and from which on it runs alone and ends with the next. So only the first engine has other jobs.

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from artifacts.encode import Encode
+from options import Encode
 from worker.engine.encoder.build import build_encoder
 from worker.engine.encoder.engine import EncoderEngine
 from worker.engine_api import EngineConfig, NewSequence, Stopping

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import uvloop
 
-from artifacts.plans import PlansError
 from broker.connection import RedisUnreachableError
 from router.dispatch.advertised import AdvertisedAddressError
 from router.settings import Settings
@@ -19,6 +18,7 @@ from rpc.settings import SettingsError, read_settings
 from telemetry.logging import set_up_logging
 from telemetry.metrics import MetricsPortError
 from tenancy.audit_log import AuditFileError
+from tenancy.plans import PlansError
 
 # Number of new objects after which Python looks for garbage among them, and of such looks until one among older ones.
 # A call makes hundreds of objects that live as long as it does: by default the looks took an eighth of a burst's time.

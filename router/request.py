@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from artifacts.encode import Pooling, Task
-from artifacts.sampling import SamplingParams
+from options import Pooling, SamplingParams, Task
 
 
 @dataclass(frozen=True, slots=True)

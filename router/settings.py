@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from artifacts.plans import WEIGHTS, is_weight
 from broker.job_keys import JOB_KEY_HELP
 from broker.terms import QueueLimits
 from router.generation.resume import KEY_CHARACTERS
@@ -21,6 +20,7 @@ from telemetry.metrics import PORT_HELP
 from tenancy.access import AccessSettings
 from tenancy.audit_log import FILE_HELP
 from tenancy.guard import is_loopback, is_tenant
+from tenancy.plans import WEIGHTS, is_weight
 
 # The engine protocol that is served, and the tenant of its calls that name none: that of the command.
 SGLANG, DEFAULT_TENANT = "sglang", "default"

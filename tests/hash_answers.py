@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from artifacts.encode import Encode, Pooling, Task
 from artifacts.hash_model import parse_hash_model
+from options import Encode, Pooling, Task
 from worker.engine.hash_engine import expected_prompt_logprobs, expected_tokens, expected_vector, matching_after
 from worker.engine_api import Sampling, Stopping, TokenLogprobs
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Literal
 
-from artifacts.encode import Encode
 from artifacts.families import check_kv_cache_dtype
-from artifacts.sampling import SamplingParams
+from options import Encode, SamplingParams
 
 
 class ModelUnusableError(Exception):

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from artifacts.plans import FIELDS, REAL_FIELDS, PlansError, PlansFile
 from clients.cli.options import ROUTER, STORE, JsonOption, StoreOption
 from clients.cli.service import Service, cluster_service
 from clients.cli.terminal import CommandError, out, print_json, print_rows
+from tenancy.plans import FIELDS, REAL_FIELDS, PlansError, PlansFile
 
 if TYPE_CHECKING:
     from loraplex.admin.v1 import plans_pb2

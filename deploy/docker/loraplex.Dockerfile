@@ -17,6 +17,7 @@ COPY clients clients
 COPY deploy deploy
 COPY files files
 COPY grammars grammars
+COPY options options
 COPY router router
 COPY rpc rpc
 COPY telemetry telemetry

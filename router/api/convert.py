@@ -10,12 +10,12 @@ from functools import lru_cache
 
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from artifacts.sampling import LOGIT_BIASES, RANGES, OutOfRangeError, SamplingParams, check_sampling
 from broker.codec import read_ids
 from broker.terms import PRIORITY_LIMIT
 from grammars import GrammarError
 from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
 from grammars.json_schema import JsonStyle
+from options import LOGIT_BIASES, RANGES, OutOfRangeError, SamplingParams, check_sampling
 from router.api.chat import read_chat
 from router.catalog.models import Models, ServedModel
 from router.request import (

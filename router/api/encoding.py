@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from artifacts.encode import Pooling, Task
 from broker.terms import PRIORITY_LIMIT
+from options import Pooling, Task
 from router.api.convert import read_adapters, read_request_id
 from router.catalog.adapters import Classifier
 from router.generation.encoding import Vector

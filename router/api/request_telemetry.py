@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
 
-from artifacts.encode import Task
+from options import Task
 from router.catalog.models import Models
 from router.metrics import RouterMetrics
 from router.request import Delta, EncodeRequest, Event, Finished, FinishReason, Request, Summary

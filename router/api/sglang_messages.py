@@ -15,7 +15,7 @@ from typing import Any
 from loraplex.inference.v1 import inference_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2 as engine
 
-from artifacts.sampling import LOGIT_BIASES
+from options import LOGIT_BIASES
 from router.api.convert import STOP_STRINGS, STOP_TOKEN_IDS, check_count, read_spec
 from router.api.encoding import read_embed
 from router.catalog.models import Models

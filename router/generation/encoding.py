@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from artifacts.encode import Encode
 from broker.messages import AdapterRef, Job, StoppingParams
+from options import Encode
 from router.catalog.adapters import AdapterConfigs, Classifier, check_rank, find_classifier, resolve_adapters
 from router.catalog.manifest import Manifest
 from router.catalog.models import Models

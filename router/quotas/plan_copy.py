@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from loraplex.admin.v1 import plans_pb2 as pb
 
-from artifacts.plans import FIELDS, WEIGHTS, Plan, is_weight
 from router.catalog.store_client import StoreClient
 from router.catalog.store_copies import StoreChanges
+from tenancy.plans import FIELDS, WEIGHTS, Plan, is_weight
 
 log = logging.getLogger(__name__)
 

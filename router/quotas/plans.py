@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.plans import DEFAULT, LOOK_S, PLANS_NAMED, UNLIMITED, Plan, PlansFile, plan_name
 from broker.keys import is_key_account, key_account
 from broker.ledger import TokenLimits
 from broker.terms import NO_KEY, KeyTerms
 from router.quotas.plan_copy import PlanCopy
 from rpc.errors import Unavailable
+from tenancy.plans import DEFAULT, LOOK_S, PLANS_NAMED, UNLIMITED, Plan, PlansFile, plan_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from loraplex.admin.v1 import plans_pb2_grpc
 from adapter_store.app import Store, StoreSettings
 from adapter_store.plans import StoredPlans
 from artifacts.base_model import BaseModel
-from artifacts.plans import Plan
 from rpc.errors import CallError, Exhausted
 from rpc.shares import Shares
+from tenancy.plans import Plan
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
 BYTES = sum(map(len, FILES.values()))

@@ -14,8 +14,6 @@ from google.protobuf.message import DecodeError
 from loraplex.queue.v1 import queue_pb2
 from redis.asyncio import Redis
 
-from artifacts.encode import Encode, Pooling, Task
-from artifacts.sampling import SamplingParams
 from broker import claims
 from broker.codec import MAX_ANSWERS, decode_job, encode_job
 from broker.messages import (
@@ -26,6 +24,7 @@ from broker.messages import (
 )
 from broker.queue import JobQueue
 from broker.terms import QueueState, UsageReport
+from options import Encode, Pooling, SamplingParams, Task
 from tests.broker.queued_jobs import KEYS, ROOMY, claim, job
 
 

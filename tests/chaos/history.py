@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from artifacts.encode import Pooling, Task
+from options import Pooling, Task
 from tests.hash_answers import Logprobs
 
 

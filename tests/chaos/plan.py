@@ -11,8 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from artifacts.encode import Pooling, Task
-from artifacts.sampling import RANGES, SamplingParams
+from options import RANGES, Pooling, SamplingParams, Task
 from tests.chaos.history import Pair, Request, Revision, Texts
 from tests.chaos.oracle import truth
 from tests.hash_answers import text_of

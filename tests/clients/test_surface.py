@@ -11,7 +11,7 @@ import pytest
 
 ROOMS = {
     *("adapter_store", "artifacts", "bench", "broker", "clients", "deploy", "files", "grammars"),
-    *("router", "rpc", "telemetry", "worker"),
+    *("options", "router", "rpc", "telemetry", "tenancy", "worker"),
 }
 SHIPPED = {"loraplex.inference", "loraplex.adapters"}
 

@@ -20,7 +20,7 @@ import pytest_asyncio
 from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex_client import AsyncGenerationStream, Generation
 
-from artifacts.encode import Encode
+from options import Encode
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
 from worker.engine.hash_engine import expected_ids, expected_vector
 from worker.engine_api import Sampling, Stopping

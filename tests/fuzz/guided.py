@@ -15,7 +15,18 @@ from google.protobuf.message import Message
 
 from tests.fuzz.mutations import changed_message
 
-ROOMS = ["artifacts", "broker", "grammars", "jinja2", "router", "rpc", "worker.io", "worker.engine.scheduling"]
+ROOMS = [
+    "artifacts",
+    "broker",
+    "grammars",
+    "jinja2",
+    "options",
+    "router",
+    "rpc",
+    "tenancy",
+    "worker.io",
+    "worker.engine.scheduling",
+]
 
 
 def main() -> None:

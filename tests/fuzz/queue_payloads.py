@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from google.protobuf.message import DecodeError
 
-from artifacts.encode import Encode
 from broker.codec import (
     decode_adapter_request,
     decode_dead_job,
@@ -17,6 +16,7 @@ from broker.codec import (
 from broker.commands import Command, Verb, decode_command, encode_command
 from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, StoppingParams
 from broker.worker_state import WorkerPhase, WorkerState
+from options import Encode
 from worker.engine.scheduling.validate import check_sequence
 from worker.engine_api import EngineLimits, SequenceRefusedError
 from worker.io.local_jobs import LocalJobs, sequence_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from artifacts.sampling import RANGES, SamplingParams
+from options import RANGES, SamplingParams
 from router.request import PromptOptions, Request
 from tests.hash_answers import Asked, expected_answers, text_of
 from tests.hash_formats import FORMATS, GRAMMARS

@@ -8,10 +8,10 @@ from random import Random
 
 from artifacts.hash_model import parse_hash_model
 from artifacts.names import sha256_json
-from artifacts.sampling import SamplingParams
 from broker.messages import AdapterRef
 from broker.seal_kinds import JOB_S
 from broker.terms import QueueLimits
+from options import SamplingParams
 from router.request import Request, Stopping
 from tests.hash_answers import expected_answers, expected_scores
 from tests.simulation.acts import draw_acts

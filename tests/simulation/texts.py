@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 
-from artifacts.encode import Pooling, Task
 from broker.messages import AdapterRef
+from options import Pooling, Task
 from router.generation.encoding import Vector
 from router.request import EncodeInput, EncodeRequest, Request, Summary, TextPair
 from tests.hash_answers import expected_vector_of

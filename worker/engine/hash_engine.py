@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from artifacts.base_model import HASH_LABELS
-from artifacts.encode import Encode
 from artifacts.hash_model import VECTOR_SIZE, HashModel, parse_hash_model
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
 from grammars.matching import compile_grammar, hash_vocabulary
 from grammars.prover import Prover
+from options import Encode
 from worker.engine.engine import Engine
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.grammars import GrammarState, GrammarThread

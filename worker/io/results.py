@@ -14,11 +14,11 @@ from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from artifacts.encode import Encode
 from broker.connection import REDIS_DOWN
 from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import UsageReport
+from options import Encode
 from telemetry.logging import fields
 from telemetry.tracing import Attributes, Spans
 from worker.engine_api import EngineStats, Failure, NewSequence, Output, Stopping

@@ -9,7 +9,7 @@ from typing import Any
 import loraplex_client as lx
 import pytest
 
-from artifacts.encode import Encode
+from options import Encode
 from tests.e2e.answers.conftest import MODEL, Eventually
 from tests.e2e.conftest import Cluster
 from worker.engine.hash_engine import expected_vector

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from artifacts.encode import Encode
+from options import Encode
 from tests.e2e.conftest import TENANT, Cluster
 from tests.e2e.gateway.conftest import MODEL, Eventually
 from worker.engine.hash_engine import expected_ids, expected_vector

@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from artifacts.encode import Encode
+from options import Encode
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import MESSAGES, MODEL, PROMPT, Eventually, expected
 from worker.engine.hash_engine import expected_vector

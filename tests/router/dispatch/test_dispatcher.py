@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from artifacts.encode import Encode
 from broker.queue import JobQueue
 from broker.terms import Placement
+from options import Encode
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import Frame, WorkerFinish
 from router.dispatch.worker_links import DispatchTiming

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from adapter_store.app import Store, StoreSettings
-from artifacts.plans import Plan
 from broker.ledger import TokenLimits
 from router.catalog.store_client import StoreClient
 from router.quotas.plan_copy import PlanCopy
 from router.quotas.plans import Plans
 from rpc.errors import Unavailable
+from tenancy.plans import Plan
 
 
 @pytest.fixture

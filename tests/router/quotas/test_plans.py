@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from artifacts.plans import Plan
 from broker.ledger import TokenLimits
 from broker.terms import NO_KEY, KeyTerms
 from router.quotas.plans import Plans
 from telemetry.metrics import Meters
 from tenancy.audit_log import AuditCounts, AuditLog
+from tenancy.plans import Plan
 
 FILE = """
 [default]

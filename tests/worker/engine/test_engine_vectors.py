@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts.encode import Encode
+from options import Encode
 from tests.worker.engine.encoder.encoder_oracle import scatter
 from tests.worker.engine.model.tiny_families import CRAMPED, make_config, make_model
 from worker.engine_api import AdapterSource, FinishKind, NewSequence, SequenceRefusedError, Stopping

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from artifacts.encode import Encode
+from options import Encode
 from worker.engine.hash_engine import HashEngine, expected_ids, expected_vector
 from worker.engine_api import (
     AdapterSource,

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from artifacts.encode import Encode
 from broker.keys import Keys
 from broker.messages import Capacity, Job, StoppingParams
 from broker.queue import JobQueue
 from broker.terms import OUTPUT_WEIGHT
+from options import Encode
 from worker.engine_api import FinishKind, Output
 from worker.io.local_jobs import LocalJobs
 from worker.io.results import UsageLog

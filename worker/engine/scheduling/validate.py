@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from artifacts.encode import Encode
-from artifacts.sampling import OutOfRangeError, check_sampling
 from grammars.build import GRAMMAR_BYTES
+from options import Encode, OutOfRangeError, check_sampling
 from worker.engine_api import AdapterSource, EngineLimits, NewSequence, Sampling, SequenceRefusedError, Stopping
 
 MAX_STOP_TOKEN_IDS = 64

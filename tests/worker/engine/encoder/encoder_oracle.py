@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from artifacts.encode import Encode
+from options import Encode
 from worker.engine_api import AdapterSource, NewSequence, Stopping
 
 VOCAB = 60

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts.encode import Encode
+from options import Encode
 from tests.worker.engine.encoder.encoder_oracle import EncoderOracle, make_oracle, texts, vectors_of
 from worker.engine.encoder.attention import Text, TextAttention
 from worker.engine_api import AdapterSource, EngineConfig, FinishKind, NewSequence, SequenceRefusedError, Stopping

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from artifacts.encode import Encode
+from options import Encode
 from worker.engine.encoder.scheduler import EncoderScheduler
 from worker.engine_api import AdapterSource, EngineLimits, Failure, FinishKind, NewSequence, Stopping
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from artifacts.base_model import read_base_model
-from artifacts.encode import Encode
 from artifacts.families import FAMILIES, kv_shape
+from options import Encode
 from tests.worker.engine.model.tiny_families import (
     CRAMPED,
     LAST_ARRIVAL,

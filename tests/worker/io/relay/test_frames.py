@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from loraplex.relay.v1 import relay_pb2 as pb
 
-from artifacts.encode import Encode
 from broker.messages import Job, StoppingParams
+from options import Encode
 from router.dispatch.link import read_frame
 from worker.engine_api import FinishKind, Output, TokenLogprobs
 from worker.io.local_jobs import LocalChoice, LocalJobs, sequence_of

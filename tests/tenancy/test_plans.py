@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from artifacts.plans import FIELDS, PlansError, PlansFile
+from tenancy.plans import FIELDS, PlansError, PlansFile
 
 
 @pytest.fixture

@@ -1,14 +1,17 @@
-"""Sampling parameters: the fields of a request, their neutral values and the ranges that every room checks.
+"""Options of a request that router, queue and engine take alike: how to sample, or which vector to encode a text to.
 
-The public message (`loraplex.inference.v1.Sampling`), the queue and the engine name the fields alike, so a new field
-is declared here once and read by name everywhere else.
+The public message (`loraplex.inference.v1.Sampling`), the queue and the engine name the fields of sampling alike, so a
+new field is declared here once and read by name everywhere else.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
+Task = Literal["embed", "classify"]
+# Pooling of hidden states; empty: the model's own. "cls" is the first token's hidden state, "last" the last token's.
+Pooling = Literal["", "cls", "mean", "last"]
 # Maximum number of token ids whose logits a request may change, and the largest change of one.
 LOGIT_BIASES = 300
 LOGIT_BIAS_LIMIT = 100.0
@@ -79,3 +82,17 @@ def check_sampling(params: SamplingParams) -> None:
         if not -LOGIT_BIAS_LIMIT <= bias <= LOGIT_BIAS_LIMIT:
             limit = f"{LOGIT_BIAS_LIMIT:g}"
             raise OutOfRangeError("logit_bias", f"{bias:g} for id {token_id} is not between -{limit} and {limit}")
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """The vector that a sequence asks for instead of an answer.
+
+    "embed": the pooled hidden state of the last layer; "classify": the logits of the classifier's labels, which has its
+    own pooling.
+    """
+
+    task: Task
+    pooling: Pooling = ""
+    # Number of tokens at the prompt's end that are the second text of a pair (token type 1); the others have type 0.
+    pair_tokens: int = 0
