@@ -31,7 +31,7 @@ from bench.command import run_command
 from bench.local_cluster import process_ids, serving_cluster
 from bench.processor_time import children_of, processor_s
 from bench.report import Aim, Report, progress
-from deploy.local.cluster import ClusterSettings
+from deploy.local import ClusterSettings
 from rpc.principal import TENANT_KEY
 from rpc.server import channel_options
 from rpc.status import DETAILS_KEY

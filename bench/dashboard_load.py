@@ -17,7 +17,7 @@ from loraplex_client import AsyncStoreClient
 
 from bench.local_cluster import serving_cluster
 from clients.cli.upload_tree import find_adapters
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local import ClusterSettings, LocalCluster
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"
 # Fewer slots than the examples have adapters, so that some are evicted; few rows, so that jobs wait.

@@ -27,9 +27,8 @@ from bench.report import progress
 from bench.screenshots import NoBrowserError, find_browser
 from clients.loadtest.charts import Axis, Series, line_chart
 from clients.loadtest.plots import draw_svg, with_own_ids
-from deploy.monitoring.charts import BYTES, COUNT, PER_SECOND, SECONDS, SHARE
 from deploy.monitoring.dashboards import path_of
-from deploy.monitoring.panels import DASHBOARDS
+from deploy.monitoring.panels import BYTES, COUNT, DASHBOARDS, PER_SECOND, SECONDS, SHARE
 
 # Seconds under load.
 _SECONDS, _QUICK_SECONDS = 180.0, 40.0

@@ -14,7 +14,7 @@ from loraplex_client import AsyncStoreClient
 
 from artifacts.base_model import read_base_model
 from clients.cli.models import registered
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local import ClusterSettings, LocalCluster
 from rpc.children.process import Process
 
 # Seconds that a program of others gets to end by itself.

@@ -15,7 +15,7 @@ from loraplex_client import AsyncClient, AsyncStoreClient, Piece
 from bench.local_cluster import serving_cluster
 from bench.rounds import Timed
 from bench.workload import Request
-from deploy.local.cluster import ClusterSettings
+from deploy.local import ClusterSettings
 
 TENANT = "bench"
 

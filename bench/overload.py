@@ -29,7 +29,7 @@ from bench.overload_accounts import Accounts, Count
 from bench.overload_load import Load, Sample, Setup, fair_share, within_share
 from bench.processor_time import processor_s
 from bench.report import Aim, Report, progress
-from deploy.local.cluster import ClusterSettings
+from deploy.local import ClusterSettings
 from rpc.server import channel_options
 
 AIMS = {

@@ -37,7 +37,7 @@ from clients.cli.options import TENANT
 from clients.cli.upload_tree import find_adapters
 from clients.loadtest.charts import Axis, Series, line_chart
 from clients.loadtest.plots import draw_svg, svg_file
-from deploy.local.cluster import ClusterSettings
+from deploy.local import ClusterSettings
 
 _ROOT = Path(__file__).parents[1]
 PLOTS = _ROOT / "docs" / "plots"

@@ -25,7 +25,7 @@ from loraplex_client import AsyncClient, LoraplexError, ResourceExhaustedError
 from bench.command import run_command
 from bench.local_cluster import serving_cluster
 from bench.report import Aim, Report, progress
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local import ClusterSettings, LocalCluster
 
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
 PROMPT = tuple(range(16))

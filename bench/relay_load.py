@@ -14,7 +14,7 @@ from typing import Any
 from loraplex_client import AsyncClient
 
 from bench.processor_time import processor_s
-from deploy.local.cluster import ClusterSettings
+from deploy.local import ClusterSettings
 
 PROMPT = tuple(range(32))
 # Tokens of a KV cache block.

@@ -24,7 +24,7 @@ from typing import Any
 from loraplex_client import AsyncClient, AsyncStoreClient
 
 from bench.local_cluster import serving_cluster
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local import ClusterSettings, LocalCluster
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted({path.parent.name for path in ROOT.glob("*/__init__.py")} - {"bench", "tests", "examples"})

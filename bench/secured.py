@@ -23,7 +23,7 @@ from bench.local_cluster import process_ids, serving_cluster
 from bench.relay_load import PROMPT, Flow, Load, Setup, cluster_settings
 from bench.report import Aim, Report, progress
 from bench.secured_cluster import TENANT, SecuredCluster
-from deploy.local.cluster import ClusterSettings
+from deploy.local import ClusterSettings
 
 AIMS = {"ttft_more_ms": Aim(at_most=1.0), "tokens_per_s_of_plain": Aim(at_least=0.9)}
 # Processes of a cluster whose processor time is measured.

@@ -13,7 +13,7 @@ from loraplex_client import AsyncStoreClient, Tls
 from artifacts.base_model import read_base_model
 from broker.job_keys import new_job_key
 from clients.cli.models import registered
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local import ClusterSettings, LocalCluster
 from rpc.server import channel_options
 from tenancy.api_keys import new_api_key
 from tenancy.development_ca import DevelopmentCa, write_private

@@ -28,7 +28,7 @@ from loraplex_client import AsyncStoreClient
 from bench.command import run_command
 from bench.local_cluster import serving_cluster
 from bench.report import Aim, Report, progress
-from deploy.local.cluster import ClusterSettings
+from deploy.local import ClusterSettings
 
 MODEL = "hash:?vocab=32000&seed=1&step_ms=4"
 PROMPT_TOKENS = 1_536

@@ -5,19 +5,29 @@ The processes themselves list their flags and variables, so that no list here ca
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from deploy.commands import find_usage, read_invocation, split_script
 from deploy.dockerfile import dockerfile_problems, is_pinned
 
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+_VARIABLE = re.compile(r"LORAPLEX_[A-Z_]+")
+_ASSIGNMENT = re.compile(r"\w+=")
+_SHELL_WORDS = frozenset({"set", "for", "do", "done", "if", "then", "fi", "["})
+_HELP_TIMEOUT_S = 120
 # Compose's keys that our services use; some versions of compose silently ignore a misspelt key.
 _SERVICE_KEYS = frozenset(
     {"build", "command", "depends_on", "environment", "expose", "healthcheck", "image", "init"}
@@ -35,7 +45,96 @@ _OWN_HOSTS = ("localhost", "127.0.0.1")
 
 
 @dataclass(frozen=True)
-class Service:
+class CommandUsage:
+    """Flags of a command, and its LORAPLEX_* variables; one that ends in _ is a prefix of flags' names."""
+
+    flags: frozenset[str]
+    variables: frozenset[str]
+    has_subcommands: bool
+
+    def knows_variable(self, name: str) -> bool:
+        """Return whether the command reads this environment variable."""
+        prefixed = (prefix for prefix in self.variables if prefix.endswith("_") and name.startswith(prefix))
+        named = ("--" + name.removeprefix(prefix).lower().replace("_", "-") for prefix in prefixed)
+        return name in self.variables or any(flag in self.flags for flag in named)
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """A command of the project with its arguments: a module that python runs, or a console script."""
+
+    shown: str
+    module: str
+    arguments: tuple[str, ...]
+
+
+def split_script(text: str) -> Iterator[list[str]]:
+    """Return the commands of a plain shell script with one command a line, without the shell's own."""
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        if words and words[0] not in _SHELL_WORDS and not _ASSIGNMENT.match(words[0]):
+            yield words
+
+
+def read_invocation(words: Sequence[str], root: Path) -> Invocation | str:
+    """Return the project's command in `words`, or a description of the problem with it."""
+    if not words:
+        return "an empty command"
+    if words[0] in ("python", "python3"):
+        if len(words) < 3 or words[1] != "-m":
+            return f"{shlex.join(words)}: not `python -m MODULE ...`"
+        if not _is_module(words[2]):
+            return f"python -m {words[2]}: no such module"
+        return Invocation(f"python -m {words[2]}", words[2], tuple(words[3:]))
+    scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
+    if words[0] not in scripts:
+        return f"{words[0]}: not a command of this project"
+    return Invocation(words[0], scripts[words[0]].partition(":")[0].removesuffix(".__main__"), tuple(words[1:]))
+
+
+def _is_module(name: str) -> bool:
+    try:
+        spec = find_spec(name)
+        return spec is not None and (
+            spec.submodule_search_locations is None or find_spec(f"{name}.__main__") is not None
+        )
+    except ModuleNotFoundError:
+        return False
+
+
+def find_usage(invocation: Invocation) -> tuple[str, CommandUsage | None]:
+    """Return the command with its subcommands, and the innermost one's usage; None if a subcommand does not exist."""
+    shown, subcommands = invocation.shown, list[str]()
+    usage = _ask(invocation.module, ())
+    for word in invocation.arguments:
+        if usage is None or not usage.has_subcommands:
+            break
+        shown, subcommands = f"{shown} {word}", [*subcommands, word]
+        usage = _ask(invocation.module, tuple(subcommands))
+    return shown, usage
+
+
+@cache
+def _ask(module: str, subcommands: tuple[str, ...]) -> CommandUsage | None:
+    environ = {**os.environ, "COLUMNS": "400", "NO_COLOR": "1", "TERM": "dumb"}
+    asked = subprocess.run(
+        [sys.executable, "-m", module, *subcommands, "--help"],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=_HELP_TIMEOUT_S,
+        check=False,
+    )
+    if asked.returncode != 0:
+        return None
+    has_subcommands = "COMMAND [ARGS]" in asked.stdout  # Typer's usage line for a group of commands.
+    return CommandUsage(
+        frozenset(_FLAG.findall(asked.stdout)), frozenset(_VARIABLE.findall(asked.stdout)), has_subcommands
+    )
+
+
+@dataclass(frozen=True)
+class ComposeService:
     """A service of the compose file, with ${VARIABLE:-default} replaced by the defaults."""
 
     name: str
@@ -76,7 +175,7 @@ def check(root: Path) -> list[str]:
     try:
         text, undefined = _interpolate(path.read_text())
         document = yaml.safe_load(text)
-        services = {name: Service(name, body, root) for name, body in document["services"].items()}
+        services = {name: ComposeService(name, body, root) for name, body in document["services"].items()}
     except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
         return [f"compose.yaml: can't be read as services: {' '.join(str(error).split())}"]
     problems = [f"compose.yaml: variable {name} has no default" for name in undefined]
@@ -97,7 +196,9 @@ def _interpolate(text: str) -> tuple[str, list[str]]:
     return _INTERPOLATED.sub(lambda match: match.group(2) or "", text), undefined
 
 
-def _shape_problems(service: Service, services: Mapping[str, Service], volumes: Mapping[str, Any]) -> Iterator[str]:
+def _shape_problems(
+    service: ComposeService, services: Mapping[str, ComposeService], volumes: Mapping[str, Any]
+) -> Iterator[str]:
     body = service.body
     yield from (f"unknown key {key}" for key in sorted(set(body) - _SERVICE_KEYS))
     yield from (f"{key} is not {value}" for key, value in _CONFINED.items() if body.get(key) != value)
@@ -117,7 +218,7 @@ def _shape_problems(service: Service, services: Mapping[str, Service], volumes: 
             yield f"volume {source} is not declared"
 
 
-def _build_problems(service: Service) -> Iterator[str]:
+def _build_problems(service: ComposeService) -> Iterator[str]:
     build = service.body.get("build")
     if build is None:
         return
@@ -129,7 +230,7 @@ def _build_problems(service: Service) -> Iterator[str]:
     yield from dockerfile_problems(dockerfile, context, build.get("args", {}))
 
 
-def _command_problems(service: Service) -> Iterator[str]:
+def _command_problems(service: ComposeService) -> Iterator[str]:
     if "build" not in service.body:  # The commands of other projects' images are not checked.
         return
     if not service.commands:
@@ -150,7 +251,7 @@ def _command_problems(service: Service) -> Iterator[str]:
     yield from (f"variable {name} is known to no command of it" for name in sorted(variables))
 
 
-def _address_problems(service: Service, services: Mapping[str, Service]) -> Iterator[str]:
+def _address_problems(service: ComposeService, services: Mapping[str, ComposeService]) -> Iterator[str]:
     """Check that each HOST:PORT names a service that listens there, and each published port is listened on."""
     values = [word for command in service.commands for word in command]
     values += [str(value) for value in dict(service.body.get("environment", {})).values()]
@@ -166,7 +267,7 @@ def _address_problems(service: Service, services: Mapping[str, Service]) -> Iter
             yield f"publishes port {port}, which it does not listen on"
 
 
-def _path_problems(service: Service) -> Iterator[str]:
+def _path_problems(service: ComposeService) -> Iterator[str]:
     """Check that mounted files of this host exist, and the command's paths below a mount too."""
     for source, _ in service.mounts:
         if source.startswith(".") and not (service.root / source).exists():

@@ -5,7 +5,7 @@
 
 Each record is a line of JSON that has the SHA-256 of the line before it. So a record that is altered, removed, added or
 moved is found by the record after it, unless all later ones were written anew as well. That needs a record of before
-(`Head`) which was kept elsewhere.
+(`ChainHead`) which was kept elsewhere.
 
     FILE               the newest records
     FILE.000000000001  a full file before it, named by its first record; the chain goes on from file to file
@@ -39,7 +39,7 @@ NOTHING = "0" * 64
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ChainHead:
     """A record by its number and the SHA-256 of its line."""
 
     number: int
@@ -49,7 +49,7 @@ class Head:
         return f"{self.number}:{self.sha256}"
 
     @classmethod
-    def parse(cls, text: str) -> Head:
+    def parse(cls, text: str) -> ChainHead:
         """Read what `str` has written. Raises ValueError."""
         number, _, sha256 = text.partition(":")
         if not number.isdecimal() or len(sha256) != len(NOTHING) or set(sha256) - set("0123456789abcdef"):
@@ -57,7 +57,7 @@ class Head:
         return cls(int(number), sha256)
 
 
-BEGINNING = Head(0, NOTHING)
+BEGINNING = ChainHead(0, NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class Line:
     whole: bool = True
 
     @property
-    def head(self) -> Head:
+    def head(self) -> ChainHead:
         """Return the line as a head; the number of a line that is no record is 0."""
-        return Head(self.values["number"] if self.values else 0, self.sha256)
+        return ChainHead(self.values["number"] if self.values else 0, self.sha256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +93,15 @@ class Verified:
     """The result of a look at a whole log: its records' count, its last one, and what is wrong."""
 
     records: int
-    head: Head
+    head: ChainHead
     faults: Sequence[Fault]
 
 
-def encode(after: Head, record: Mapping[str, Any]) -> tuple[bytes, Head]:
+def encode(after: ChainHead, record: Mapping[str, Any]) -> tuple[bytes, ChainHead]:
     """Return the line of the record that follows `after`, and itself as the head. ASCII without control characters."""
     numbered = {"previous": after.sha256, "number": after.number + 1, **record}
     line = json.dumps(numbered, separators=(",", ":"), default=str).replace("\x7f", "\\u007f").encode()
-    return line + b"\n", Head(after.number + 1, hashlib.sha256(line).hexdigest())
+    return line + b"\n", ChainHead(after.number + 1, hashlib.sha256(line).hexdigest())
 
 
 def parse(line: bytes) -> Mapping[str, Any] | None:
@@ -135,7 +135,7 @@ def read(paths: Iterable[Path]) -> Iterator[Line]:
         yield from lines_of(path)
 
 
-def verify(lines: Iterable[Line], known: Head | None = None) -> Verified:
+def verify(lines: Iterable[Line], known: ChainHead | None = None) -> Verified:
     """Check a log from its first record, or from the one after `known`, whose record may also be among the lines."""
     faults: list[Fault] = []
     records, before, last = 0, BEGINNING, None
@@ -143,7 +143,7 @@ def verify(lines: Iterable[Line], known: Head | None = None) -> Verified:
     for line, following in _with_following(lines):
         if line.values is None or not line.whole:
             faults.append(Fault(line.path, line.number, "is cut" if not line.whole else "is not a record"))
-            before, last = Head(before.number + 1, line.sha256), line
+            before, last = ChainHead(before.number + 1, line.sha256), line
             continue
         records += 1
         number, previous = line.values["number"], line.values["previous"]
@@ -393,7 +393,7 @@ def _opened(path: Path) -> int:
     return file
 
 
-def _head_of(path: Path, lines: bytes) -> Head:
+def _head_of(path: Path, lines: bytes) -> ChainHead:
     """Return the last of these lines as the head. Raises AuditFileError where it is no record."""
     last = lines.rpartition(b"\n")[2]
     if not last:
@@ -401,7 +401,7 @@ def _head_of(path: Path, lines: bytes) -> Head:
     values = parse(last)
     if values is None:
         raise AuditFileError(f"--audit {path}: its last line is no record of an audit log; move the file away")
-    return Head(values["number"], hashlib.sha256(last).hexdigest())
+    return ChainHead(values["number"], hashlib.sha256(last).hexdigest())
 
 
 def _check_torn(path: Path, torn: bytes) -> None:

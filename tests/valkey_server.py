@@ -12,7 +12,7 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from broker.connection import connect
-from deploy.local import valkey
+from deploy import valkey
 from rpc.children.process import Process
 
 

@@ -14,7 +14,7 @@ from clients.cli.options import JsonOption, read_seconds
 from clients.cli.terminal import CommandError, out, print_error, print_json, print_rows
 
 if TYPE_CHECKING:
-    from tenancy.audit_log import Head
+    from tenancy.audit_log import ChainHead
 
 app = typer.Typer(no_args_is_help=True, help="Check and read audit logs.")
 
@@ -70,11 +70,11 @@ def show(
     print_rows(("number", "time", "process", "event", "caller", "tenant", "result", "details"), map(_row, records))
 
 
-def _head(text: str) -> Head | None:
-    from tenancy.audit_log import Head
+def _head(text: str) -> ChainHead | None:
+    from tenancy.audit_log import ChainHead
 
     try:
-        return Head.parse(text) if text else None
+        return ChainHead.parse(text) if text else None
     except ValueError as error:
         raise CommandError(f"--known: {error}") from error
 

@@ -20,7 +20,8 @@ from clients.cli.models import registered
 from clients.cli.service import explain
 from clients.cli.terminal import Activity, CommandError, out, print_error, print_rows, printable
 from clients.cli.upload_tree import AdapterDirectory, AdapterTree, upload_tree
-from deploy.local.cluster import ClusterSettings, LaunchError, LocalCluster
+from deploy.local import ClusterSettings, LocalCluster
+from rpc.children.process import LaunchError
 from rpc.settings import check_installed
 
 if TYPE_CHECKING:

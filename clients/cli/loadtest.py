@@ -17,7 +17,7 @@ from clients.cli.terminal import CommandError
 
 if TYPE_CHECKING:
     from clients.loadtest.fleet import Target
-    from clients.loadtest.plan import Plan
+    from clients.loadtest.plan import LoadPlan
     from clients.loadtest.runs import Done
 
 T = TypeVar("T")
@@ -182,7 +182,7 @@ def _read(flag: str, parse: Callable[[str], T], text: str) -> T:
         raise CommandError(f"{flag}: {error}") from error
 
 
-def _run(plan: Plan, router: str, url: str, out: Path) -> Done:
+def _run(plan: LoadPlan, router: str, url: str, out: Path) -> Done:
     """Run the test against the HTTP server at `url`, or else against the router. Raises PlanError, OSError.
 
     Makes the report's directory first: a test whose report cannot be written is not worth its time.
@@ -233,7 +233,7 @@ def build_plan(
     arrivals: dict[str, Any] | None,
     sweep: Sequence[float],
     tenant: str,
-) -> Plan:
+) -> LoadPlan:
     """Return the file's plan, overridden by the flags."""
     from clients.loadtest.plan_file import load_toml, read_plan
 

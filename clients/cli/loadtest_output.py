@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from clients.loadtest.conditions import Condition
-    from clients.loadtest.plan import Plan
+    from clients.loadtest.plan import LoadPlan
     from clients.loadtest.runs import Done
 
 _WAITING = "waiting for the generator processes"
@@ -125,7 +125,9 @@ def _recent(parts: Sequence[Sequence[float]]) -> str:
     return f"{middle:.1f} {high:.1f}"
 
 
-def finish(plan: Plan, router: str, done: Done, conditions: Sequence[Condition], out: Path, *, as_json: bool) -> None:
+def finish(
+    plan: LoadPlan, router: str, done: Done, conditions: Sequence[Condition], out: Path, *, as_json: bool
+) -> None:
     """Write and print the report. Exits with 1 if a condition holds, a run had no success, or the test ended early."""
     from clients.loadtest.report import PAGE_NAME, whole_report, write
 

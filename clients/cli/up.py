@@ -99,7 +99,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     from clients.cli.models import check_quantization, read_model
     from clients.cli.tenants import check_plans
     from clients.cli.upload_tree import AdapterTree, find_adapters
-    from deploy.local.cluster import ClusterSettings
+    from deploy.local import ClusterSettings
 
     for variable in CREDENTIAL_VARIABLES:  # of another cluster: this one has none
         os.environ.pop(variable, None)

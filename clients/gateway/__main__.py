@@ -11,7 +11,7 @@ import uvloop
 from loraplex_client import InvalidRequestError
 from loraplex_client.credentials import CERT_KEY_VARIABLE, CERT_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE
 
-from clients.gateway.settings import Settings
+from clients.gateway.settings import GatewaySettings
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
 from telemetry.logging import set_up_logging
@@ -21,7 +21,7 @@ from telemetry.metrics import MetricsPortError
 def main(argv: Sequence[str], command: str = "python -m clients.gateway") -> int:
     """Run until a signal stops the gateway; returns 2 when it can't start."""
     try:
-        settings = read_settings(Settings, "gateway", argv, os.environ, command=command)
+        settings = read_settings(GatewaySettings, "gateway", argv, os.environ, command=command)
         os.umask(0o077)  # what it writes is for its own user
         # The gateway's own credential would be that of every request without one.
         for variable in (KEY_VARIABLE, KEY_FILE_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE):

@@ -82,7 +82,7 @@ def usage_of(usage: Usage) -> dict[str, int]:
 
 
 @dataclass
-class Conversation:
+class ChatBuilder:
     """The messages of a chat, and the place in the request that each comes from."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -94,9 +94,9 @@ class Conversation:
         self.origins.append(origin)
 
 
-def conversation(request: Mapping[str, Any]) -> Conversation:
+def conversation(request: Mapping[str, Any]) -> ChatBuilder:
     """Return a request's chat. Raises HttpError on a block that is not served."""
-    made = Conversation()
+    made = ChatBuilder()
     if request.get("system"):
         made.add("system", role="system", content=_text("system", request["system"]))
     for index, message in enumerate(request["messages"]):
@@ -110,7 +110,7 @@ def conversation(request: Mapping[str, Any]) -> Conversation:
     return made
 
 
-def _add_user(made: Conversation, at: str, blocks: list[Mapping[str, Any]]) -> None:
+def _add_user(made: ChatBuilder, at: str, blocks: list[Mapping[str, Any]]) -> None:
     """Add the results of calls, each as a message, and then the rest."""
     rest = []
     for index, block in enumerate(blocks):

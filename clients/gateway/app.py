@@ -13,11 +13,11 @@ from clients.gateway.anthropic_api import PROTOCOL as ANTHROPIC
 from clients.gateway.anthropic_api import count_tokens, messages
 from clients.gateway.cluster import Cluster
 from clients.gateway.endpoint import (
-    Endpoint,
     Gateway,
     GatewayMetrics,
     Handler,
     HttpCall,
+    HttpEndpoint,
     OpenRequests,
     Protocol,
     own_names,
@@ -29,7 +29,7 @@ from clients.gateway.openai_api import PROTOCOL as OPENAI
 from clients.gateway.openai_api import embeddings, get_model, list_models
 from clients.gateway.openai_completions import chat_completions, completions
 from clients.gateway.page import cluster_state, page, page_file
-from clients.gateway.settings import Settings
+from clients.gateway.settings import GatewaySettings
 from clients.gateway.tgi_api import PROTOCOL as TGI
 from clients.gateway.tgi_api import generate, generate_either, generate_stream, info, tokenize
 from rpc.server import stop_signal
@@ -91,15 +91,15 @@ def application(gateway: Gateway, requests_limit: int) -> Router:
     """Return the ASGI application."""
     running = OpenRequests(requests_limit)
     routes: Sequence[BaseRoute] = [
-        Route(path, Endpoint(path, protocol, handlers, gateway, running))
+        Route(path, HttpEndpoint(path, protocol, handlers, gateway, running))
         for path, (protocol, handlers) in PATHS.items()
     ]
-    other = Endpoint("other", OPENAI, dict.fromkeys(_METHODS, unknown_path), gateway, running)
+    other = HttpEndpoint("other", OPENAI, dict.fromkeys(_METHODS, unknown_path), gateway, running)
     return Router(routes, default=other, redirect_slashes=False)
 
 
 @asynccontextmanager
-async def serving(settings: Settings, metrics: GatewayMetrics) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
+async def serving(settings: GatewaySettings, metrics: GatewayMetrics) -> AsyncIterator[tuple[str, asyncio.Task[None]]]:
     """Serve while the context is open; yields the address, and a task that ends if the server does.
 
     At the end running answers get their time. Raises PortInUse or SettingsError before it serves.
@@ -121,7 +121,7 @@ async def serving(settings: Settings, metrics: GatewayMetrics) -> AsyncIterator[
             await cluster.close()
 
 
-async def run(settings: Settings) -> None:
+async def run(settings: GatewaySettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises PortInUse, SettingsError or MetricsPortError before it serves."""
     stop, metrics = stop_signal(), GatewayMetrics()
     metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)

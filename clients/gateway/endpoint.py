@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from clients.gateway.cluster import Cluster
 from clients.gateway.errors import HttpError, full, http_error
 from clients.gateway.exchange import BODIES_BYTES, Exchange
-from clients.gateway.settings import Settings
+from clients.gateway.settings import GatewaySettings
 from rpc.shares import Shares
 from telemetry.metrics import LONG_S, Meters
 from tenancy.guard import is_loopback
@@ -34,7 +34,7 @@ TRACEPARENT = "traceparent"
 _propagator = TraceContextTextMapPropagator()
 
 
-def own_names(settings: Settings) -> OwnNames | None:
+def own_names(settings: GatewaySettings) -> OwnNames | None:
     """Return the names of a gateway; None where any is served: callers prove who they are, or may be anywhere."""
     names = [name.strip().lower() for name in settings.host_names.split(",") if name.strip()]
     if settings.ca or not (names or is_loopback(settings.host)):
@@ -184,7 +184,7 @@ def _counted(shares: Shares, name: str) -> Iterator[None]:
         shares.give(name)
 
 
-class Endpoint:
+class HttpEndpoint:
     """ASGI application of one path; `handlers` by HTTP method. A client that leaves cancels its handler."""
 
     def __init__(

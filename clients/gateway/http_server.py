@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from clients.gateway.errors import HttpError
 from clients.gateway.exchange import BODY_BYTES, encode
 from clients.gateway.listener import Listener, Place, Places
-from clients.gateway.settings import Settings
+from clients.gateway.settings import GatewaySettings
 from files import WatchedFiles
 from rpc.server import raise_file_limit
 from rpc.settings import SettingsError
@@ -81,7 +81,7 @@ class OwnCertificate:
         return context
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """A connection within the limits."""
 
     # Set by `http_server`, in a subclass.
@@ -230,7 +230,7 @@ class HttpServer(uvicorn.Server):
 
 
 def http_server(
-    app: ASGIApp, settings: Settings, on_error: Callable[[HttpError], object], gauge: Gauge, closed: Counter
+    app: ASGIApp, settings: GatewaySettings, on_error: Callable[[HttpError], object], gauge: Gauge, closed: Counter
 ) -> HttpServer:
     """Return the server of an application; `on_error` shapes the errors of requests that cannot be read.
 
@@ -245,7 +245,7 @@ def http_server(
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # what clients do is counted, not logged
     config = Config(
         cast(Any, app),
-        http=type("LimitedConnection", (Connection,), values),
+        http=type("LimitedConnection", (HttpConnection,), values),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -30,7 +30,7 @@ from clients.gateway.openai_api import (
 _PROMPTS = 64
 
 
-class TokenTexts:
+class LogprobTexts:
     """Texts of the tokens of an answer by `model`."""
 
     def __init__(self, call: HttpCall, model: str) -> None:
@@ -81,7 +81,7 @@ async def chat_completions(call: HttpCall) -> None:
     options, with_usage = chat_options(request), wants_usage(request)
     named = await call.cluster.named(call.caller, request["model"])
     request_id = secrets.token_hex(12)
-    texts = TokenTexts(call, named.get("model", "")) if "logprobs" in options else None
+    texts = LogprobTexts(call, named.get("model", "")) if "logprobs" in options else None
     stream = call.caller.chat_stream(
         request["messages"], request_id=request_id, timeout_s=call.timeout_s, **named, **options
     )
@@ -94,7 +94,7 @@ async def chat_completions(call: HttpCall) -> None:
             await call.exchange.answer(head | await _completion(call.finished(await stream.result()), texts))
 
 
-async def _completion(whole: Generation, texts: TokenTexts | None) -> dict[str, Any]:
+async def _completion(whole: Generation, texts: LogprobTexts | None) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -128,7 +128,7 @@ class _ChatChunks:
     """A stream of chunks, made of a stream of pieces; `n` is the number of its choices."""
 
     def __init__(
-        self, call: HttpCall, head: dict[str, Any], texts: TokenTexts | None, n: int, *, with_usage: bool
+        self, call: HttpCall, head: dict[str, Any], texts: LogprobTexts | None, n: int, *, with_usage: bool
     ) -> None:
         self._call = call
         # Chunks without token counts say so, where the last one has them.
@@ -215,7 +215,7 @@ async def completions(call: HttpCall) -> None:
     named = await call.cluster.named(call.caller, request["model"])
     request_id = secrets.token_hex(12)
     head = head_of("text_completion", "cmpl", request_id, request["model"])
-    texts = None if options["logprobs"] is None else TokenTexts(call, named.get("model", ""))
+    texts = None if options["logprobs"] is None else LogprobTexts(call, named.get("model", ""))
     async with AsyncExitStack() as stack:
         streams = [
             await stack.enter_async_context(
@@ -256,7 +256,7 @@ async def _results(streams: Sequence[AsyncGenerationStream]) -> list[Generation]
     return list(await asyncio.gather(*(stream.result() for stream in streams)))
 
 
-async def _choice(index: int, choice: Choice, texts: TokenTexts | None) -> dict[str, Any]:
+async def _choice(index: int, choice: Choice, texts: LogprobTexts | None) -> dict[str, Any]:
     return {
         "index": index,
         "text": choice.text,
@@ -277,7 +277,7 @@ class _CompletionChunks:
     """A stream of chunks, made of streams of pieces, one of each prompt."""
 
     def __init__(
-        self, call: HttpCall, head: dict[str, Any], texts: TokenTexts | None, n: int, *, with_usage: bool
+        self, call: HttpCall, head: dict[str, Any], texts: LogprobTexts | None, n: int, *, with_usage: bool
     ) -> None:
         self._call = call
         # Chunks without token counts say so, where the last one has them.

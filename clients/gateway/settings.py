@@ -13,7 +13,7 @@ _ROUTER, _STORE, _CA = "LORAPLEX_ADDRESS", "LORAPLEX_STORE_ADDRESS", "LORAPLEX_C
 
 
 @dataclass(frozen=True)
-class Settings:
+class GatewaySettings:
     """Serves the HTTP protocols of OpenAI, Anthropic, and LoRAX and TGI, as a client of routers."""
 
     router: str = setting(

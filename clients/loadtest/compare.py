@@ -9,7 +9,7 @@ from typing import Any
 
 from clients.loadtest.arrivals import Extent
 from clients.loadtest.decoding import PlanError
-from clients.loadtest.plan import Plan, Tenant, describe
+from clients.loadtest.plan import LoadPlan, Tenant, describe
 
 # Maximum number of names or prompts that a setting lists; of more it has the number and a digest.
 _LISTED = 5
@@ -24,7 +24,7 @@ _HIGHER = {"requests_per_s", "tokens_per_s", "texts_per_s", "goodput_per_s"}
 _RUN_TO_RUN_SHARE = 0.05
 
 
-def settings_of(plan: Plan, router: str) -> dict[str, str]:
+def settings_of(plan: LoadPlan, router: str) -> dict[str, str]:
     """Return the settings of a test, by name."""
     sweep = f", swept over {', '.join(f'{value:g}' for value in plan.sweep)}" if plan.sweep else ""
     found = {

@@ -22,7 +22,7 @@ from typing import Any, Self, TypeAlias
 
 from clients.loadtest.generator import Generator, Progress, Share
 from clients.loadtest.http_target import HttpTarget
-from clients.loadtest.plan import Plan
+from clients.loadtest.plan import LoadPlan
 from clients.loadtest.sender import EncodeSender, GrpcSender, Sender
 from clients.loadtest.workload import Workload
 
@@ -37,7 +37,7 @@ class GeneratorDiedError(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadRun:
     """The processes' results of a run. `interrupted` by Ctrl-C."""
 
     shares: tuple[Share, ...]
@@ -53,7 +53,7 @@ Target: TypeAlias = str | HttpTarget
 class _Part:
     """A process's part of a run: `part` is its number and the number of processes."""
 
-    plan: Plan
+    plan: LoadPlan
     target: Target
     pool: Sequence[int]
     part: tuple[int, int]
@@ -101,7 +101,7 @@ class Fleet:
                 process.kill()
                 process.join()
 
-    def run(self, plan: Plan, on_progress: Callable[[Sequence[Progress]], None]) -> Run:
+    def run(self, plan: LoadPlan, on_progress: Callable[[Sequence[Progress]], None]) -> LoadRun:
         """Run a plan to its end or to Ctrl-C. `on_progress` gets () until all are ready. Raises GeneratorDiedError."""
         for pipe in self._pipes:
             self._send(pipe, plan)
@@ -126,7 +126,7 @@ class Fleet:
                 for number, pipe in enumerate(self._pipes):
                     if number not in shares:
                         self._send(pipe, "stop")
-        return Run(tuple(share for _, share in sorted(shares.items())), started_unix_s, interrupted)
+        return LoadRun(tuple(share for _, share in sorted(shares.items())), started_unix_s, interrupted)
 
     def _collect(self, shares: dict[int, Share], latest: dict[int, Progress]) -> None:
         waiting = [pipe for number, pipe in enumerate(self._pipes) if number not in shares]
@@ -173,7 +173,7 @@ async def _serve_runs(pipe: Connection, target: Target, pool: Sequence[int], par
     # A thread, because add_reader would make the pipe non-blocking for sending too.
     threading.Thread(target=_read, args=(pipe, loop, inbox), daemon=True).start()
     while (message := await inbox.get()) is not None:
-        if isinstance(message, Plan):  # Anything else is a stop that arrived after the run.
+        if isinstance(message, LoadPlan):  # Anything else is a stop that arrived after the run.
             await _run(pipe, inbox, _Part(message, target, pool, part))
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from clients.loadtest.arrivals import Closed, Open, arrival_times
-from clients.loadtest.plan import Plan
+from clients.loadtest.plan import LoadPlan
 from clients.loadtest.samples import STOPPED, Outcome, Recorder, Samples
-from clients.loadtest.sender import Call, Failure, Sender
-from clients.loadtest.workload import Request, Workload
+from clients.loadtest.sender import Call, RequestFailure, Sender
+from clients.loadtest.workload import LoadRequest, Workload
 
 # Timeout in seconds of a run in which every request fails to connect.
 GIVE_UP_S = 5.0
@@ -58,7 +58,7 @@ class Share:
 class Generator:
     """Runs share `number` of `count` of a plan."""
 
-    def __init__(self, plan: Plan, workload: Workload, sender: Sender, number: int, count: int) -> None:
+    def __init__(self, plan: LoadPlan, workload: Workload, sender: Sender, number: int, count: int) -> None:
         self._plan = plan
         self._workload = workload
         self._sender = sender
@@ -172,7 +172,7 @@ class Generator:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _begin(self, request: Request, intended_s: float) -> Outcome:
+    def _begin(self, request: LoadRequest, intended_s: float) -> Outcome:
         self._sent += 1
         adapter = -1 if request.adapter is None else request.adapter
         # Timers have a resolution of a millisecond: a request may be sent early, and then it is due early.
@@ -180,7 +180,7 @@ class Generator:
         self._running[request.index] = outcome
         return outcome
 
-    async def _one(self, call: Call, outcome: Outcome) -> Failure | None:
+    async def _one(self, call: Call, outcome: Outcome) -> RequestFailure | None:
         outcome.sent_s = self._sender.now_s()
         try:
             error = await self._sender.send(call, outcome)
@@ -198,7 +198,7 @@ class Generator:
             self._recent_ttft_s.append(outcome.first_s - outcome.intended_s)
             self._recent_gap_s.extend(outcome.gaps_s)
 
-    def _watch(self, outcome: Outcome, error: Failure | None) -> None:
+    def _watch(self, outcome: Outcome, error: RequestFailure | None) -> None:
         """Stop the run when nothing has answered, not even with a refusal, for the timeout."""
         if error is None or not error.unreachable or outcome.messages:
             self._unreachable_since_s = float("nan")

@@ -14,10 +14,10 @@ import httpx2
 import msgspec
 
 from clients.loadtest.http_target import HttpTarget, error_text, headers_of, tls_of
-from clients.loadtest.plan import Plan
+from clients.loadtest.plan import LoadPlan
 from clients.loadtest.samples import LEFT, Outcome
-from clients.loadtest.sender import Call, Failure, Sender
-from clients.loadtest.workload import Request, Workload
+from clients.loadtest.sender import Call, RequestFailure, Sender
+from clients.loadtest.workload import LoadRequest, Workload
 
 # Statuses after which a later request may succeed.
 _REFUSALS = (429, 503)
@@ -52,7 +52,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 class _FailedError(Exception):
     """An answer that is an error."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: RequestFailure) -> None:
         super().__init__(failure.message)
         self.failure = failure
 
@@ -60,7 +60,7 @@ class _FailedError(Exception):
 class HttpSender(Sender):
     """Sends a workload's requests to one HTTP server."""
 
-    def __init__(self, target: HttpTarget, workload: Workload, pool: Sequence[int], plan: Plan) -> None:
+    def __init__(self, target: HttpTarget, workload: Workload, pool: Sequence[int], plan: LoadPlan) -> None:
         super().__init__(workload, pool, plan)
         self._target = target
         self._headers = [{"content-type": "application/json", **headers_of(tenant.name)} for tenant in workload.tenants]
@@ -80,7 +80,7 @@ class HttpSender(Sender):
         """See Sender."""
         await self._http.aclose()
 
-    def prepare(self, request: Request) -> Call:
+    def prepare(self, request: LoadRequest) -> Call:
         """See Sender."""
         prompt: str | list[int] | None = request.prompt
         if prompt is None:
@@ -92,20 +92,20 @@ class HttpSender(Sender):
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         return partial(self._complete, request, msgspec.json.encode(body))
 
-    def failure_of(self, error: Exception) -> Failure | None:
+    def failure_of(self, error: Exception) -> RequestFailure | None:
         """See Sender."""
         match error:
             case _FailedError():
                 return error.failure
             case TimeoutError():
-                return Failure("TIMEOUT", "no whole answer within the request's time")
+                return RequestFailure("TIMEOUT", "no whole answer within the request's time")
             case httpx2.ConnectError() | httpx2.ConnectTimeout():
-                return Failure("UNREACHABLE", str(error) or "no connection", refused=True, unreachable=True)
+                return RequestFailure("UNREACHABLE", str(error) or "no connection", refused=True, unreachable=True)
             case httpx2.HTTPError() | msgspec.MsgspecError():
-                return Failure("BROKEN_ANSWER", f"{type(error).__name__}: {error}")
+                return RequestFailure("BROKEN_ANSWER", f"{type(error).__name__}: {error}")
         return None
 
-    async def _complete(self, request: Request, body: bytes, outcome: Outcome) -> None:
+    async def _complete(self, request: LoadRequest, body: bytes, outcome: Outcome) -> None:
         async with (
             asyncio.timeout(request.deadline_s or self._timeout_s),
             self._http.stream("POST", "/v1/completions", content=body, headers=self._headers[request.tenant]) as answer,
@@ -119,12 +119,12 @@ class HttpSender(Sender):
                 if request.cancel_after is not None and outcome.tokens >= request.cancel_after:
                     outcome.status = LEFT
                     return
-        raise _FailedError(Failure("BROKEN_ANSWER", "the stream ended without [DONE]"))
+        raise _FailedError(RequestFailure("BROKEN_ANSWER", "the stream ended without [DONE]"))
 
     def _read(self, chunk: _Chunk, outcome: Outcome) -> None:
         if bytes(chunk.error) not in (b"", b"null"):
             code, message = error_text(bytes(chunk.error))
-            raise _FailedError(Failure(f"ERROR_IN_STREAM: {code}".rstrip(": "), message))
+            raise _FailedError(RequestFailure(f"ERROR_IN_STREAM: {code}".rstrip(": "), message))
         if any(choice.text for choice in chunk.choices):
             self._note(outcome, 1)
         if chunk.usage is not None:
@@ -138,7 +138,7 @@ async def _refusal(answer: httpx2.Response) -> _FailedError:
     code, message = error_text(await answer.aread())
     after = answer.headers.get("retry-after", "")
     return _FailedError(
-        Failure(
+        RequestFailure(
             f"HTTP {answer.status_code}: {code}".rstrip(": "),
             message,
             refused=answer.status_code in _REFUSALS,

@@ -14,7 +14,7 @@ from loraplex_client.endpoint import DEFAULT_TENANT, TENANT_KEY
 from loraplex_client.errors import InvalidRequestError
 
 from clients.loadtest.decoding import PlanError
-from clients.loadtest.plan import Plan
+from clients.loadtest.plan import LoadPlan
 from clients.loadtest.workload import WORDS
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def tls_of(url: str) -> ssl.SSLContext | bool:
     return context
 
 
-def find_target(plan: Plan, url: str) -> tuple[HttpTarget, tuple[int, ...]]:
+def find_target(plan: LoadPlan, url: str) -> tuple[HttpTarget, tuple[int, ...]]:
     """Ask a server what it takes; returns it with the pool that prompts are drawn from.
 
     Raises PlanError where it does not answer, or refuses the plainest request.
@@ -97,7 +97,7 @@ def find_target(plan: Plan, url: str) -> tuple[HttpTarget, tuple[int, ...]]:
         raise PlanError(f"no server answers at {url} ({error or type(error).__name__})") from error
 
 
-def _ask(client: httpx2.Client, plan: Plan, url: str) -> tuple[HttpTarget, tuple[int, ...]]:
+def _ask(client: httpx2.Client, plan: LoadPlan, url: str) -> tuple[HttpTarget, tuple[int, ...]]:
     model = plan.model or _first_model(client)
     ids, words = _ids(client, model), tuple(WORDS.split())
     pools = [((), ids)] if ids else []

@@ -69,7 +69,7 @@ class TraceRow(Decoded, frozen=True):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """A load test: one run, or one for each value of `sweep` (a concurrency or a rate)."""
 
     name: str
@@ -87,7 +87,7 @@ class Plan:
     task: Task = "generate"
     texts: int = 1
 
-    def points(self) -> list[tuple[str, Plan]]:
+    def points(self) -> list[tuple[str, LoadPlan]]:
         """Return the runs, each with its label and as a plan without a sweep."""
         if not self.sweep:
             return [(describe(self.arrivals), self)]

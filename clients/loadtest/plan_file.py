@@ -27,7 +27,7 @@ from clients.loadtest.decoding import (
     read_text,
 )
 from clients.loadtest.draws import BASE_ONLY, AdapterTable, Fixed, Lengths, Listed, LogNormal, Uniform
-from clients.loadtest.plan import PROCESSES, TOKENS, Cancel, Deadline, Plan, Task, Tenant, TraceRow
+from clients.loadtest.plan import PROCESSES, TOKENS, Cancel, Deadline, LoadPlan, Task, Tenant, TraceRow
 
 T = TypeVar("T")
 # A list that is not empty.
@@ -176,7 +176,7 @@ def load_toml(path: Path) -> dict[str, Any]:
         raise PlanError(f"{path}: not TOML: {error}") from error
 
 
-def read_plan(values: Mapping[str, Any], source: str, directory: Path, *, tenant: str = "default") -> Plan:
+def read_plan(values: Mapping[str, Any], source: str, directory: Path, *, tenant: str = "default") -> LoadPlan:
     """Return the plan in the `values` of a file; file names in it are relative to `directory`.
 
     `tenant` names the only tenant of a file that lists none. Raises PlanError naming `source` and the key.
@@ -192,7 +192,7 @@ def read_plan(values: Mapping[str, Any], source: str, directory: Path, *, tenant
     extent = Extent(file.requests, file.duration_s, file.warm_up_requests or 0, file.warm_up_s or 0.0)
     common = _tenant(file, Tenant(tenant, adapters=BASE_ONLY, prompt_tokens=TOKENS, answer_tokens=TOKENS), directory)
     tenants = [_tenant(table, common, directory) for table in file.tenants] or [common]
-    return Plan(
+    return LoadPlan(
         file.name,
         arrivals,
         extent,

@@ -19,7 +19,7 @@ import numpy as np
 
 from clients.loadtest.compare import settings_of
 from clients.loadtest.decoding import PlanError
-from clients.loadtest.plan import Plan, Tenant
+from clients.loadtest.plan import LoadPlan, Tenant
 from clients.loadtest.plots import ReportPlots, javascript, report_plots, style_sheet, svg_file, with_own_ids
 from clients.loadtest.samples import COLUMNS, Samples
 from clients.loadtest.workload import Workload
@@ -47,7 +47,7 @@ MAX_ADAPTERS = 50
 Row = tuple[str, ...]
 
 
-def whole_report(plan: Plan, router: str, command: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def whole_report(plan: LoadPlan, router: str, command: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Build the report of all runs."""
     return {
         "format": FORMAT,
@@ -66,7 +66,7 @@ def whole_report(plan: Plan, router: str, command: str, runs: Sequence[Mapping[s
     }
 
 
-def write(directory: Path, report: Mapping[str, Any], samples: Sequence[tuple[str, Samples]], plan: Plan) -> None:
+def write(directory: Path, report: Mapping[str, Any], samples: Sequence[tuple[str, Samples]], plan: LoadPlan) -> None:
     """Write the files into `directory`, creating it; each file is replaced atomically. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     plots = report_plots(report["runs"])
@@ -100,7 +100,7 @@ def _place(path: Path, content: str) -> None:
     staging.replace(path)
 
 
-def _write_csv(writer: Any, parts: Sequence[tuple[str, Samples]], plan: Plan) -> None:
+def _write_csv(writer: Any, parts: Sequence[tuple[str, Samples]], plan: LoadPlan) -> None:
     """Write a line for each request: numbers, empty cells for missing ones, names of tenants, adapters and statuses."""
     adapters = Workload(plan).adapters
     writer.writerow(("run", *COLUMNS))

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from loraplex_client import Client
 
-from clients.loadtest.fleet import Fleet, Run, Target
+from clients.loadtest.fleet import Fleet, LoadRun, Target
 from clients.loadtest.generator import Progress, Share
-from clients.loadtest.plan import Plan
+from clients.loadtest.plan import LoadPlan
 from clients.loadtest.samples import Samples, merge
 from clients.loadtest.statistics import loop_kind, measured, spread, summarise
 from clients.loadtest.workload import WORDS, Workload
@@ -42,7 +42,7 @@ class Done:
     samples: tuple[tuple[str, Samples], ...]
 
 
-def prompt_pool(plan: Plan, router: str) -> tuple[int, ...]:
+def prompt_pool(plan: LoadPlan, router: str) -> tuple[int, ...]:
     """Ask the router for token ids to build prompts from, which also checks that it answers.
 
     Raises LoraplexError, also for a bad tenant name.
@@ -54,7 +54,7 @@ def prompt_pool(plan: Plan, router: str) -> tuple[int, ...]:
 
 
 def run_all(
-    plan: Plan,
+    plan: LoadPlan,
     target: Target,
     pool: Sequence[int],
     on_progress: Callable[[str, Sequence[Progress]], None],
@@ -76,7 +76,7 @@ def run_all(
     return Done(tuple(runs), tuple(samples))
 
 
-def run_report(label: str, plan: Plan, run: Run) -> tuple[dict[str, Any], Samples]:
+def run_report(label: str, plan: LoadPlan, run: LoadRun) -> tuple[dict[str, Any], Samples]:
     """Build the report of a run; returns it with its samples."""
     samples = merge(share.samples for share in run.shares)
     adapters = [(plan.tenants[number].name, name) for number, name in Workload(plan).adapters]
@@ -108,7 +108,7 @@ def run_report(label: str, plan: Plan, run: Run) -> tuple[dict[str, Any], Sample
     }, samples
 
 
-def _sweep_value(plan: Plan) -> float | None:
+def _sweep_value(plan: LoadPlan) -> float | None:
     """Return the value that a sweep varies: the concurrency or the rate."""
     arrivals = plan.arrivals
     return getattr(arrivals, "concurrency", None) or getattr(arrivals, "rate_per_s", None)

@@ -12,9 +12,9 @@ from functools import partial
 
 import loraplex_client as lx
 
-from clients.loadtest.plan import Plan
+from clients.loadtest.plan import LoadPlan
 from clients.loadtest.samples import LEFT, STOPPED, Outcome
-from clients.loadtest.workload import Request, Workload
+from clients.loadtest.workload import LoadRequest, Workload
 
 # Sends a request and fills in its outcome.
 Call = Callable[[Outcome], Awaitable[None]]
@@ -36,7 +36,7 @@ _STATUSES: dict[type[lx.LoraplexError], str] = {
 
 
 @dataclass(frozen=True)
-class Failure:
+class RequestFailure:
     """The error that ended a request. `status` is the protocol's own; `refused` says that a later one may succeed."""
 
     status: str
@@ -50,7 +50,7 @@ class Failure:
 class Sender(ABC):
     """Sends a workload's requests; `start_s` is the run's start on the monotonic clock."""
 
-    def __init__(self, workload: Workload, pool: Sequence[int], plan: Plan) -> None:
+    def __init__(self, workload: Workload, pool: Sequence[int], plan: LoadPlan) -> None:
         self._workload = workload
         self._pool = pool
         self._timeout_s = plan.timeout_s
@@ -65,18 +65,18 @@ class Sender(ABC):
         """Close the connections."""
 
     @abstractmethod
-    def prepare(self, request: Request) -> Call:
+    def prepare(self, request: LoadRequest) -> Call:
         """Build the call that sends a request and reads its answer, before it is due."""
 
     @abstractmethod
-    def failure_of(self, error: Exception) -> Failure | None:
+    def failure_of(self, error: Exception) -> RequestFailure | None:
         """Return the failure that an exception of a call stands for; None for a defect of the load test."""
 
     def now_s(self) -> float:
         """Return the seconds since the start."""
         return time.monotonic() - self.start_s
 
-    async def send(self, call: Call, outcome: Outcome) -> Failure | None:
+    async def send(self, call: Call, outcome: Outcome) -> RequestFailure | None:
         """Make a call and fill in `outcome` until it ends. Returns the failure that ended it, if any."""
         try:
             await call(outcome)
@@ -115,7 +115,7 @@ def status_of(error: lx.LoraplexError) -> str:
 class GrpcSender(Sender):
     """Sends a workload's requests to one router, or to several."""
 
-    def __init__(self, router: str, workload: Workload, pool: Sequence[int], plan: Plan) -> None:
+    def __init__(self, router: str, workload: Workload, pool: Sequence[int], plan: LoadPlan) -> None:
         super().__init__(workload, pool, plan)
         # Few attempts: a lost stream moves to another router at once, and a dead cluster gives errors soon.
         self._clients = [lx.AsyncClient(router, tenant.name, resume_attempts=3) for tenant in workload.tenants]
@@ -130,11 +130,11 @@ class GrpcSender(Sender):
         """See Sender."""
         await asyncio.gather(*(client.close() for client in self._clients))
 
-    def failure_of(self, error: Exception) -> Failure | None:
+    def failure_of(self, error: Exception) -> RequestFailure | None:
         """See Sender."""
         if not isinstance(error, lx.LoraplexError):
             return None
-        return Failure(
+        return RequestFailure(
             status_of(error),
             error.message,
             refused=isinstance(error, lx.UnavailableError | lx.ResourceExhaustedError),
@@ -142,7 +142,7 @@ class GrpcSender(Sender):
             unreachable=isinstance(error, lx.UnavailableError) and not error.reason,
         )
 
-    def prepare(self, request: Request) -> Call:
+    def prepare(self, request: LoadRequest) -> Call:
         """See Sender."""
         options = lx.GenerateOptions(
             max_tokens=request.answer_tokens,
@@ -154,7 +154,7 @@ class GrpcSender(Sender):
             options["token_ids"] = self._workload.prompt_ids(request, self._pool)
         return partial(self._generate, request, options)
 
-    async def _generate(self, request: Request, options: lx.GenerateOptions, outcome: Outcome) -> None:
+    async def _generate(self, request: LoadRequest, options: lx.GenerateOptions, outcome: Outcome) -> None:
         timeout_s = request.deadline_s or self._timeout_s
         async with self._clients[request.tenant].generate_stream(
             request.prompt, timeout_s=timeout_s, **options
@@ -181,12 +181,12 @@ def _note_whole(outcome: Outcome, whole: lx.Generation) -> None:
 class EncodeSender(GrpcSender):
     """Sends a workload's calls. The answer is one message, which comes with the last text's vector."""
 
-    def __init__(self, router: str, workload: Workload, pool: Sequence[int], plan: Plan) -> None:
+    def __init__(self, router: str, workload: Workload, pool: Sequence[int], plan: LoadPlan) -> None:
         super().__init__(router, workload, pool, plan)
         self._task = plan.task
         self._texts = plan.texts
 
-    def prepare(self, request: Request) -> Call:
+    def prepare(self, request: LoadRequest) -> Call:
         """Build what sends a call and reads its answer, before it is due."""
         texts = self._workload.texts(request, self._pool, self._texts)
         options = lx.EncodeOptions(
@@ -196,7 +196,7 @@ class EncodeSender(GrpcSender):
         return partial(self._encode, request, texts, options)
 
     async def _encode(
-        self, request: Request, texts: Sequence[str | list[int]], options: lx.EncodeOptions, outcome: Outcome
+        self, request: LoadRequest, texts: Sequence[str | list[int]], options: lx.EncodeOptions, outcome: Outcome
     ) -> None:
         client, timeout_s = self._clients[request.tenant], request.deadline_s or self._timeout_s
         found: lx.Embeddings | lx.Classifications

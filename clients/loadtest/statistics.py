@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from clients.loadtest.arrivals import Closed
-from clients.loadtest.plan import Plan
+from clients.loadtest.plan import LoadPlan
 from clients.loadtest.samples import LEFT, OK, Column, Mask, Samples
 
 # Bounds of the histograms: 10 us to 1,000 s, eight to each power of ten.
@@ -136,7 +136,7 @@ def message_times(samples: Samples) -> Column:
     return np.concatenate([samples.column("first_s")[begun], later])
 
 
-def streams(samples: Samples, adapters: list[tuple[str, str]], plan: Plan, limit: int = 32) -> list[dict[str, Any]]:
+def streams(samples: Samples, adapters: list[tuple[str, str]], plan: LoadPlan, limit: int = 32) -> list[dict[str, Any]]:
     """Return the message times of the first requests, for a plot of concurrent streams."""
     ends = np.cumsum(samples.gap_counts())
     rows = []
@@ -194,7 +194,7 @@ class Measured:
             "adapter": adapter[whole & (samples.column("adapter") >= 0) & ~np.isnan(adapter)],
         }
 
-    def good(self, plan: Plan) -> Mask:
+    def good(self, plan: LoadPlan) -> Mask:
         """Return a mask of the requests that ended well and met every SLO of their tenant."""
         samples = self.samples
         first, intended = samples.column("first_s"), samples.column("intended_s")
@@ -212,7 +212,7 @@ class Measured:
         return good
 
 
-def measured(plan: Plan, samples: Samples) -> Measured:
+def measured(plan: LoadPlan, samples: Samples) -> Measured:
     """Return a run without its warm-up."""
     extent = plan.extent
     warm = (samples.column("index") < extent.warm_up_requests) | (samples.column("intended_s") < extent.warm_up_s)
@@ -222,7 +222,7 @@ def measured(plan: Plan, samples: Samples) -> Measured:
     return Measured(rest, float(rest.column("intended_s").min()), float(rest.column("end_s").max()))
 
 
-def figures(plan: Plan, run: Measured) -> dict[str, Any]:
+def figures(plan: LoadPlan, run: Measured) -> dict[str, Any]:
     """Compute rates per second of the elapsed time, shares of the requests, and sums."""
     samples, count = run.samples, len(run.samples)
     ok, left = samples.with_status(OK), samples.with_status(LEFT)
@@ -253,7 +253,7 @@ def figures(plan: Plan, run: Measured) -> dict[str, Any]:
     }
 
 
-def intervals(plan: Plan, run: Measured) -> dict[str, Interval]:
+def intervals(plan: LoadPlan, run: Measured) -> dict[str, Interval]:
     """Compute the confidence intervals of the values that `compare` judges."""
     samples, times = run.samples, run.times()
     ok, left, cold = samples.with_status(OK), samples.with_status(LEFT), samples.column("adapter_s") > COLD_S
@@ -290,7 +290,7 @@ def messages(samples: Samples) -> dict[str, str]:
     return {status: samples.first_errors[status][1] for status in statuses(samples) if status in samples.first_errors}
 
 
-def by_tenant(plan: Plan, run: Measured) -> list[dict[str, Any]]:
+def by_tenant(plan: LoadPlan, run: Measured) -> list[dict[str, Any]]:
     """Compute each tenant's figures and times, and its shares of requests and tokens."""
     tenant, tokens = run.samples.column("tenant"), run.samples.column("tokens")
     rows = []
@@ -310,7 +310,7 @@ def by_tenant(plan: Plan, run: Measured) -> list[dict[str, Any]]:
     return rows
 
 
-def by_adapter(adapters: list[tuple[str, str]], plan: Plan, run: Measured) -> list[dict[str, Any]]:
+def by_adapter(adapters: list[tuple[str, str]], plan: LoadPlan, run: Measured) -> list[dict[str, Any]]:
     """Compute figures of each (tenant, adapter), the most requested first; the base model is adapter None."""
     samples = run.samples
     order = np.argsort(samples.column("adapter"), kind="stable")
@@ -334,7 +334,7 @@ def by_adapter(adapters: list[tuple[str, str]], plan: Plan, run: Measured) -> li
     return sorted(rows, key=lambda row: -row["requests"])
 
 
-def loop_kind(plan: Plan) -> str:
+def loop_kind(plan: LoadPlan) -> str:
     """Return `open` or `closed`."""
     return "closed" if isinstance(plan.arrivals, Closed) else "open"
 
@@ -343,7 +343,7 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def summarise(plan: Plan, samples: Samples, adapters: list[tuple[str, str]]) -> Mapping[str, Any]:
+def summarise(plan: LoadPlan, samples: Samples, adapters: list[tuple[str, str]]) -> Mapping[str, Any]:
     """Compute all figures of a run's requests, as JSON values."""
     run = measured(plan, samples)
     times = run.times()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clients.loadtest.draws import BASE, Whole
-from clients.loadtest.plan import Plan, TraceRow
+from clients.loadtest.plan import LoadPlan, TraceRow
 
 # Text whose token ids prompts are built from, so that the ids exist in any model's vocabulary.
 WORDS = (
@@ -22,7 +22,7 @@ _BLOCK = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class LoadRequest:
     """A request. `tenant` and `adapter` are indices into the workload's lists; `adapter` None is the base model.
 
     A request has either a `prompt` or a number of `prompt_tokens`.
@@ -41,7 +41,7 @@ class Request:
 class Workload:
     """Draws requests in blocks, each with a generator of its own, so that every process draws the same n-th request."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: LoadPlan) -> None:
         self.tenants = plan.tenants
         self._seed = plan.seed
         self._trace = plan.trace
@@ -60,22 +60,22 @@ class Workload:
         self.adapters = [key for key in dict.fromkeys(self.adapters) if key[1] != BASE]
         self._adapter_numbers = {key: number for number, key in enumerate(self.adapters)}
         self._block_number = -1
-        self._block: Sequence[Request] = ()
+        self._block: Sequence[LoadRequest] = ()
 
-    def request(self, index: int) -> Request:
+    def request(self, index: int) -> LoadRequest:
         """Return request number `index`, from 0; of a trace, the one in that row."""
         number, offset = divmod(index, _BLOCK)
         if number != self._block_number:
             self._block_number, self._block = number, self._draw(number)
         return self._block[offset]
 
-    def prompt_ids(self, request: Request, pool: Sequence[int]) -> list[int]:
+    def prompt_ids(self, request: LoadRequest, pool: Sequence[int]) -> list[int]:
         """Draw a prompt's ids from `pool`, differently for each request, so that no two prompts share a prefix."""
         rng = np.random.default_rng([self._seed, 3, request.index])
         picked: list[int] = np.asarray(pool)[rng.integers(0, len(pool), request.prompt_tokens)].tolist()
         return picked
 
-    def texts(self, request: Request, pool: Sequence[int], count: int) -> list[str | list[int]]:
+    def texts(self, request: LoadRequest, pool: Sequence[int], count: int) -> list[str | list[int]]:
         """Draw the texts of a call: of the tenant's prompts if it has any, else ids as those of a prompt."""
         rng = np.random.default_rng([self._seed, 4, request.index])
         if prompts := self.tenants[request.tenant].prompts:
@@ -83,17 +83,17 @@ class Workload:
         ids = np.asarray(pool)[rng.integers(0, len(pool), (count, request.prompt_tokens))]
         return list(ids.tolist())
 
-    def _draw(self, block: int) -> list[Request]:
+    def _draw(self, block: int) -> list[LoadRequest]:
         rng = np.random.default_rng([self._seed, 2, block])
         tenants = rng.choice(len(self.tenants), size=_BLOCK, p=self._weights)
         if self._trace:
             return self._from_trace(block, tenants, rng)
-        requests: list[Request] = []
+        requests: list[LoadRequest] = []
         for number in range(len(self.tenants)):
             requests += self._draw_of(number, np.flatnonzero(tenants == number) + block * _BLOCK, rng)
         return sorted(requests, key=lambda request: request.index)
 
-    def _from_trace(self, block: int, drawn_tenants: Whole, rng: np.random.Generator) -> list[Request]:
+    def _from_trace(self, block: int, drawn_tenants: Whole, rng: np.random.Generator) -> list[LoadRequest]:
         found = []
         for offset, row in enumerate(self._trace[block * _BLOCK : (block + 1) * _BLOCK]):
             number = int(drawn_tenants[offset]) if row.tenant is None else self._numbers[row.tenant]
@@ -101,7 +101,7 @@ class Workload:
             found.append(self._as_traced(drawn, row))
         return found
 
-    def _draw_of(self, number: int, rows: npt.NDArray[np.int64], rng: np.random.Generator) -> list[Request]:
+    def _draw_of(self, number: int, rows: npt.NDArray[np.int64], rng: np.random.Generator) -> list[LoadRequest]:
         """Draw the requests with these numbers, all of one tenant."""
         tenant, count = self.tenants[number], len(rows)
         adapters = tenant.adapters.draw(rng, count)
@@ -111,7 +111,7 @@ class Workload:
         hurried, leaving = rng.random(count), rng.random(count)
         cancels = tenant.cancel.after_tokens.draw(rng, count) if tenant.cancel else np.zeros(count, np.int64)
         return [
-            Request(
+            LoadRequest(
                 index=int(rows[at]),
                 tenant=number,
                 adapter=self._adapter_numbers.get((number, tenant.adapters.names[adapters[at]])),
@@ -124,12 +124,12 @@ class Workload:
             for at in range(count)
         ]
 
-    def _as_traced(self, drawn: Request, row: TraceRow) -> Request:
+    def _as_traced(self, drawn: LoadRequest, row: TraceRow) -> LoadRequest:
         adapter = drawn.adapter
         if row.adapter is not None:
             adapter = self._adapter_numbers.get((drawn.tenant, row.adapter))
         prompt = drawn.prompt if row.prompt_tokens is None else None
-        return Request(
+        return LoadRequest(
             index=drawn.index,
             tenant=drawn.tenant,
             adapter=adapter,

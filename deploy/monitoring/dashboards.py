@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deploy.monitoring.charts import Dashboard, Panel
-from deploy.monitoring.panels import DASHBOARDS
+from deploy.monitoring.panels import DASHBOARDS, Dashboard, Panel
 
 FOLDER = Path(__file__).parent / "grafana" / "dashboards"
 # Grafana's grid has 24 columns: three charts beside each other.

@@ -17,7 +17,7 @@ from broker.liveness import Liveness
 from broker.messages import Capacity
 from broker.queue import JobQueue
 from broker.startup import connect_once_up
-from deploy.local import valkey
+from deploy import valkey
 from rpc.children.process import Process
 from tests.broker.both_queues import BASE, make_job
 from tests.valkey_cluster import ValkeyCluster, free_port

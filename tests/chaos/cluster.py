@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from artifacts.base_model import read_base_model
 from clients.cli.models import registered
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local import ClusterSettings, LocalCluster
 from tests.chaos.history import Left, Revision
 from tests.chaos.links import Link
 from tests.chaos.plan import ADAPTERS, MODEL, MODEL_NAME, TENANTS

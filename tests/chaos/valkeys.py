@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from broker.connection import connect
-from deploy.local import valkey
+from deploy import valkey
 from rpc.children.process import Process
 from tests.chaos.links import Link
 

@@ -18,7 +18,7 @@ from clients.cli.terminal import CommandError
 from clients.loadtest.arrivals import Closed, Extent
 from clients.loadtest.decoding import PlanError
 from clients.loadtest.http_target import find_target
-from clients.loadtest.plan import Plan, Tenant
+from clients.loadtest.plan import LoadPlan, Tenant
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_router_given_as_a_store(server: Any) -> None:
 
 
 def test_a_router_given_as_an_http_server(server: Any) -> None:
-    plan = Plan("test", Closed(1), Extent(requests=1), (Tenant("acme"),))
+    plan = LoadPlan("test", Closed(1), Extent(requests=1), (Tenant("acme"),))
     with pytest.raises(PlanError, match=r"is not an HTTP server's address .*--router"):
         find_target(plan, f"http://{server.address}")
 

@@ -14,7 +14,7 @@ import pytest
 from loraplex.inference.v1 import inference_pb2
 from loraplex_client.options import generate_request
 from loraplex_client.recovery import Recovery
-from loraplex_client.retries import RESUME_PATIENCE_S, RetryBudget, Rotation, Tries, read_addresses
+from loraplex_client.retries import RESUME_PATIENCE_S, AddressRotation, RetryBudget, Tries, read_addresses
 
 from rpc import errors
 
@@ -163,7 +163,7 @@ def recovery(
     attempts: int = 3,
     clock: Callable[[], float] = time.monotonic,
 ) -> Recovery:
-    rotation = Rotation(read_addresses(addresses))
+    rotation = AddressRotation(read_addresses(addresses))
     tries = Tries(rotation, RetryBudget(), timeout_s, attempts, uniform=lambda least, most: most, clock=clock)
     return Recovery(generate_request("hello", {}), tries)
 
@@ -222,7 +222,7 @@ def test_a_request_that_routers_hand_back_waits_elsewhere_and_pays_nothing() -> 
     budget = RetryBudget(lambda: now[0])
     while budget.spend():
         pass
-    tries = Tries(Rotation(["a:1", "b:1"]), budget, None, uniform=lambda least, most: most, clock=lambda: now[0])
+    tries = Tries(AddressRotation(["a:1", "b:1"]), budget, None, uniform=lambda least, most: most, clock=lambda: now[0])
     stream = Recovery(generate_request("hello", {}), tries)
     handed_back = lx.UnavailableError("stops", reason="ROUTER_DRAINING", retry_after_s=0.0)
     meanwhile = [
@@ -313,7 +313,7 @@ def test_without_a_token_nothing_is_resumed() -> None:
 
 
 def test_an_address_that_failed_is_left_out_for_a_while() -> None:
-    rotation = Rotation(["a", "b", "c"])
+    rotation = AddressRotation(["a", "b", "c"])
     assert [rotation.pick() for _ in range(4)] == ["a", "b", "c", "a"]
     rotation.failed("b")
     assert [rotation.pick() for _ in range(3)] == ["c", "a", "c"]

@@ -13,7 +13,7 @@ import pytest
 from loraplex.inference.v1 import inference_pb2
 from loraplex_client import retries
 from loraplex_client.calls import Call as ServerCall
-from loraplex_client.retries import CALL_TRIES, RETRY_S, RetryBudget, Rotation, Tries
+from loraplex_client.retries import CALL_TRIES, RETRY_S, AddressRotation, RetryBudget, Tries
 
 from rpc import errors
 from tests.chaos.links import Link
@@ -36,7 +36,7 @@ class Clock:
 
 def tries_of(addresses: str, clock: Clock, budget: RetryBudget | None = None, timeout_s: float | None = None) -> Tries:
     uniform = random.Random(5).uniform
-    return Tries(Rotation(addresses), budget or RetryBudget(clock), timeout_s, uniform=uniform, clock=clock)
+    return Tries(AddressRotation(addresses), budget or RetryBudget(clock), timeout_s, uniform=uniform, clock=clock)
 
 
 def make(tries: Tries, clock: Clock, error: lx.LoraplexError, takes_s: float = 0.0) -> list[str]:
@@ -67,7 +67,7 @@ def test_the_worst_case_of_a_call(addresses: str, retry_after_s: float | None, t
 def test_the_server_s_word_is_obeyed_with_jitter() -> None:
     pauses = set()
     for seed in range(5):
-        tries = Tries(Rotation("ab"), RetryBudget(), None, uniform=random.Random(seed).uniform)
+        tries = Tries(AddressRotation("ab"), RetryBudget(), None, uniform=random.Random(seed).uniform)
         tries.begin()
         pauses.add(tries.failed(lx.UnavailableError("gone", retry_after_s=1.0)))
     assert min(pauses) >= 1.0

@@ -18,7 +18,7 @@ from clients.cli.launch import LaunchPlan, _fill
 from clients.cli.models import registered
 from clients.cli.terminal import Activity, CommandError
 from clients.cli.upload_tree import AdapterTree
-from deploy.local.cluster_settings import ClusterSettings
+from deploy.local import ClusterSettings
 
 MODEL = read_base_model("hash:", "tiny")
 

@@ -17,7 +17,8 @@ from loraplex_client import AsyncClient, AsyncStoreClient
 
 from artifacts.base_model import read_base_model
 from clients.cli.models import registered
-from deploy.local.cluster import ClusterSettings, LaunchError, LocalCluster
+from deploy.local import ClusterSettings, LocalCluster
+from rpc.children.process import LaunchError
 
 Leftovers = Callable[[], list[str]]
 
@@ -170,7 +171,7 @@ async def test_a_stop_that_is_cancelled_kills_what_is_left(leftovers: Leftovers)
 
 LAUNCHER = f"""
 import asyncio
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local import ClusterSettings, LocalCluster
 
 async def main():
     async with LocalCluster(ClusterSettings(model={MODEL!r}, port=0, store_port=0)) as cluster:

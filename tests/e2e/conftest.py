@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from artifacts.base_model import read_base_model
 from broker.connection import connect
 from clients.cli.models import registered
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local import ClusterSettings, LocalCluster
 from tests.broker.role_clients import refused
 from tests.faulty_store import FaultyStore
 

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from clients.loadtest.plan_file import load_toml, read_plan
-from clients.loadtest.workload import Request, Workload
+from clients.loadtest.workload import LoadRequest, Workload
 from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -77,7 +77,7 @@ def rows_of(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def expected_status(workload: Workload, request: Request) -> str:
+def expected_status(workload: Workload, request: LoadRequest) -> str:
     if request.adapter is not None and workload.adapters[request.adapter][1] == "nobody":
         return "NOT_FOUND"
     return "OK" if request.cancel_after is None else "CANCELLED_BY_CLIENT"

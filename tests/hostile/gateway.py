@@ -18,7 +18,7 @@ from loraplex.inference.v1 import inference_pb2_grpc
 
 from clients.gateway.app import serving
 from clients.gateway.endpoint import GatewayMetrics
-from clients.gateway.settings import Settings
+from clients.gateway.settings import GatewaySettings
 from rpc.principal import Role
 from rpc.server import Server
 from rpc.tls import TlsFiles
@@ -136,7 +136,7 @@ async def attacked(directory: Path, requests_limit: int) -> AsyncIterator[Attack
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(_Endless(), server.services)  # type: ignore[abstract]
     port = server.bind("127.0.0.1", 0, TlsFiles(*files).server_credentials(client_certificates=False))
     await server.start()
-    settings = Settings(
+    settings = GatewaySettings(
         f"127.0.0.1:{port}",
         ca=str(files[2]),
         port=0,

@@ -20,7 +20,7 @@ from artifacts.base_model import BaseModel, read_base_model
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
 from clients.cli.models import registered
-from deploy.local.cluster import ClusterSettings, LocalCluster
+from deploy.local import ClusterSettings, LocalCluster
 from rpc.server import channel_options
 from tests.hostile.cases import ADMIN, STORE, TENANT, Case
 from tests.hostile.specs import TEMPLATES

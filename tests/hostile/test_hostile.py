@@ -11,7 +11,7 @@ import grpc
 import pytest
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from deploy.local.cluster import LocalCluster
+from deploy.local import LocalCluster
 from rpc.server import channel_options
 from tests.hostile import floods
 from tests.hostile.gateway import FLOODS, quiet_beside_floods

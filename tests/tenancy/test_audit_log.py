@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from telemetry.metrics import Meters
-from tenancy.audit_log import BEGINNING, AuditCounts, AuditFileError, AuditLog, Head, Verified, lines_of, read, verify
+from tenancy.audit_log import (
+    BEGINNING,
+    AuditCounts,
+    AuditFileError,
+    AuditLog,
+    ChainHead,
+    Verified,
+    lines_of,
+    read,
+    verify,
+)
 
 
 def audit_log(path: Path, **options: int) -> AuditLog:
@@ -28,7 +38,7 @@ def write(path: Path, *names: str) -> None:
     log.close()
 
 
-def check(*paths: Path, known: Head | None = None) -> Verified:
+def check(*paths: Path, known: ChainHead | None = None) -> Verified:
     """Verify files."""
     return verify(read(paths), known)
 
@@ -91,7 +101,7 @@ def test_a_known_head_shows_that_the_end_is_missing_or_another(path: Path) -> No
     assert verify([], BEGINNING).faults == []
     write(path, "c")
     assert [fault.number for fault in check(path, known=known).faults] == [4]
-    assert Head.parse(str(known)) == known
+    assert ChainHead.parse(str(known)) == known
 
 
 def test_a_log_may_be_checked_from_a_known_record_on(path: Path, tmp_path: Path) -> None:
@@ -101,7 +111,7 @@ def test_a_log_may_be_checked_from_a_known_record_on(path: Path, tmp_path: Path)
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[2:]))
     assert check(path, known=known).faults == []
     assert check(path, known=known).head == whole
-    assert check(path, known=Head(known.number, "1" * 64)).faults
+    assert check(path, known=ChainHead(known.number, "1" * 64)).faults
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from loraplex.adapters.v1 import adapters_pb2
 
-from loraplex_client.calls import Call, Script, Upload, pages
+from loraplex_client.calls import Call, Script, UploadRequests, pages
 from loraplex_client.errors import DataLossError, InvalidRequestError
 from loraplex_client.resources import (
     Adapter,
@@ -54,7 +54,7 @@ def push(directory: Path, header: adapters_pb2.UploadHeader, progress: Progress 
     Raises InvalidRequestError if `directory` has none, or a line of the prompts is none.
     """
     config, weights = read_config(directory), directory / WEIGHTS_FILE
-    response = yield Call("UploadRevision", Upload(_upload_requests(header, config, weights, progress)))
+    response = yield Call("UploadRevision", UploadRequests(_upload_requests(header, config, weights, progress)))
     return Pushed(adapter_of(response.adapter), revision_of(response.revision), response.created)
 
 
@@ -130,7 +130,7 @@ def register_model(model: BaseModel, files: Mapping[str, bytes], replace: bool) 
     for name, content in sorted(files.items()):
         sha256 = f"sha256:{hashlib.sha256(content).hexdigest()}"
         header.model.files.add(name=name, size=len(content), sha256=sha256)
-    response = yield Call("RegisterBaseModel", Upload(_register_requests(header, files)))
+    response = yield Call("RegisterBaseModel", UploadRequests(_register_requests(header, files)))
     return model_of(response.model)
 
 

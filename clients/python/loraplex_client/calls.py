@@ -16,7 +16,7 @@ from loraplex_client.options import GenerateOptions, generate_request
 R = TypeVar("R")
 
 
-class Upload(Iterator[Any]):
+class UploadRequests(Iterator[Any]):
     """The requests of a client stream, made while they are sent. Keeps their error, which gRPC does not report."""
 
     def __init__(self, requests: Iterator[Any]) -> None:
@@ -36,7 +36,7 @@ class Upload(Iterator[Any]):
 
 @dataclass(frozen=True)
 class Call:
-    """An RPC. `request` is a message or an Upload; `take` is called with each message of a streamed answer."""
+    """An RPC. `request` is a message or UploadRequests; `take` is called with each message of a streamed answer."""
 
     method: str
     request: Any
@@ -45,7 +45,7 @@ class Call:
     @property
     def failure(self) -> Exception | None:
         """Return the error that our side raised while sending the request, if any."""
-        return self.request.failure if isinstance(self.request, Upload) else None
+        return self.request.failure if isinstance(self.request, UploadRequests) else None
 
     @property
     def may_repeat(self) -> bool:
@@ -55,7 +55,7 @@ class Call:
         a method that makes a secret, which would be lost.
         """
         once = self.method.startswith(("Delete", "Create", "Rotate"))
-        return not isinstance(self.request, Upload) and self.take is None and not once
+        return not isinstance(self.request, UploadRequests) and self.take is None and not once
 
 
 Script: TypeAlias = Generator[Call, Any, R]

@@ -24,7 +24,7 @@ from loraplex_client.errors import (
     is_broken,
 )
 from loraplex_client.recovery import Attempt, Recovery
-from loraplex_client.retries import RESUME_ATTEMPTS, RetryBudget, Rotation, Tries, read_addresses
+from loraplex_client.retries import RESUME_ATTEMPTS, AddressRotation, RetryBudget, Tries, read_addresses
 
 Metadata = tuple[tuple[str, str], ...]
 # Keepalive notices within 5 s that a router is cut off, and its streams go on at another. Servers must accept the
@@ -135,7 +135,7 @@ class Endpoint:
         resume_attempts: int = RESUME_ATTEMPTS,
         credentials: Credentials | None = None,
     ) -> None:
-        self._rotation = Rotation(read_addresses(address))
+        self._rotation = AddressRotation(read_addresses(address))
         self._budget = RetryBudget()
         self._timeout_s = timeout_s
         self._resume_attempts = resume_attempts

@@ -57,7 +57,7 @@ def read_addresses(given: str | Sequence[str]) -> tuple[str, ...]:
     return addresses
 
 
-class Rotation:
+class AddressRotation:
     """The order in which addresses are called. Threads may share it."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
@@ -122,7 +122,7 @@ class Tries:
 
     def __init__(
         self,
-        rotation: Rotation,
+        rotation: AddressRotation,
         budget: RetryBudget,
         timeout_s: float | None,
         resume_attempts: int = RESUME_ATTEMPTS,

@@ -13,7 +13,7 @@ from loraplex_client import UnavailableError
 from loraplex_client.endpoint import trace_metadata
 from starlette.datastructures import Headers
 
-from clients.gateway.endpoint import Endpoint, Gateway, GatewayMetrics, HttpCall, OpenRequests, trace_of
+from clients.gateway.endpoint import Gateway, GatewayMetrics, HttpCall, HttpEndpoint, OpenRequests, trace_of
 from clients.gateway.errors import HttpError
 from clients.gateway.openai_api import PROTOCOL
 from rpc.shares import Shares
@@ -40,7 +40,7 @@ class Client:
         self.open = ExitStack()
         for _ in range(running):
             self.open.enter_context(requests.running("Bearer loud"))
-        self._endpoint = Endpoint("/x", PROTOCOL, {"POST": handler}, Gateway(cluster, self.metrics), requests)
+        self._endpoint = HttpEndpoint("/x", PROTOCOL, {"POST": handler}, Gateway(cluster, self.metrics), requests)
         self._asked = False
 
     async def ask(self, headers: tuple[tuple[bytes, bytes], ...] = (), address: str = "::1") -> tuple[int, str]:

@@ -12,16 +12,18 @@ from starlette.types import Message
 
 from clients.gateway.app import application
 from clients.gateway.endpoint import Gateway, GatewayMetrics, own_names
-from clients.gateway.settings import Settings
+from clients.gateway.settings import GatewaySettings
 
-ON_LOOPBACK = Settings(port=0, host_names="loraplex.test, Gateway")
-IN_A_CONTAINER = Settings(host="0.0.0.0", insecure_tenants=True, host_names="gateway")
-ANYWHERE = Settings(host="0.0.0.0", insecure_tenants=True)
-WITH_CREDENTIALS = Settings(ca="ca.pem")
+ON_LOOPBACK = GatewaySettings(port=0, host_names="loraplex.test, Gateway")
+IN_A_CONTAINER = GatewaySettings(host="0.0.0.0", insecure_tenants=True, host_names="gateway")
+ANYWHERE = GatewaySettings(host="0.0.0.0", insecure_tenants=True)
+WITH_CREDENTIALS = GatewaySettings(ca="ca.pem")
 MESSAGE = "host: 'evil.test' is no name of this gateway; if it should be, start it with --host-names"
 
 
-async def answer(settings: Settings, *hosts: str, origin: str = "", path: str = "/v1/nothing") -> tuple[int, Any]:
+async def answer(
+    settings: GatewaySettings, *hosts: str, origin: str = "", path: str = "/v1/nothing"
+) -> tuple[int, Any]:
     """Return status and body of the answer to a request with these headers."""
     cluster: Any = AsyncMock()
     app = application(Gateway(cluster, GatewayMetrics(), own_names(settings)), 8)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clients.gateway.settings import Settings
+from clients.gateway.settings import GatewaySettings
 
 
 @pytest.mark.parametrize(
@@ -26,10 +26,10 @@ from clients.gateway.settings import Settings
 )
 def test_what_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings(**given)
+        GatewaySettings(**given)
 
 
 def test_what_is_taken() -> None:
-    Settings(host="0.0.0.0", insecure_tenants=True, host_names="a.test, localhost,fd00::1")
-    Settings(host="0.0.0.0", ca="ca.pem", insecure_http=True)
-    Settings(host="0.0.0.0", ca="ca.pem", tls_cert="a.pem", tls_key="a.key")
+    GatewaySettings(host="0.0.0.0", insecure_tenants=True, host_names="a.test, localhost,fd00::1")
+    GatewaySettings(host="0.0.0.0", ca="ca.pem", insecure_http=True)
+    GatewaySettings(host="0.0.0.0", ca="ca.pem", tls_cert="a.pem", tls_key="a.key")

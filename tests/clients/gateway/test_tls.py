@@ -14,7 +14,7 @@ import pytest
 from clients.gateway.app import serving
 from clients.gateway.endpoint import GatewayMetrics
 from clients.gateway.http_server import OwnCertificate
-from clients.gateway.settings import Settings
+from clients.gateway.settings import GatewaySettings
 from rpc.settings import SettingsError
 from tenancy.development_ca import DevelopmentCa, write_private
 
@@ -53,7 +53,7 @@ async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 async def test_a_new_certificate_is_shown_to_new_connections(tmp_path: Path) -> None:
     first, second = DevelopmentCa(), DevelopmentCa()
     cert, key = write(tmp_path, first)
-    settings = Settings("127.0.0.1:1", port=0, tls_cert=cert, tls_key=key)
+    settings = GatewaySettings("127.0.0.1:1", port=0, tls_cert=cert, tls_key=key)
     async with serving(settings, GatewayMetrics()) as (address, _), connection(address, first) as former:
         assert await answered(*former) == b"HTTP/1.1 404 Not Found"
         write_private(Path(key), second.issue("loraplex://tenant/none")[1])  # the certificate follows
@@ -71,7 +71,7 @@ async def test_a_new_certificate_is_shown_to_new_connections(tmp_path: Path) -> 
 async def test_connections_count_before_their_handshake_ends(tmp_path: Path) -> None:
     ca, metrics = DevelopmentCa(), GatewayMetrics()
     cert, key = write(tmp_path, ca)
-    settings = Settings("127.0.0.1:1", port=0, tls_cert=cert, tls_key=key, connections_limit=4)
+    settings = GatewaySettings("127.0.0.1:1", port=0, tls_cert=cert, tls_key=key, connections_limit=4)
     async with serving(settings, metrics) as (address, _):
         host, _, port = address.rpartition(":")
         # A host may have two of four connections: its third one closes its first.

@@ -17,19 +17,19 @@ from clients.loadtest.arrivals import Extent, Poisson
 from clients.loadtest.compare import compare, differing, too_much_worse
 from clients.loadtest.decoding import PlanError
 from clients.loadtest.draws import Fixed, Listed, LogNormal, Uniform, power_law
-from clients.loadtest.fleet import Run
+from clients.loadtest.fleet import LoadRun
 from clients.loadtest.generator import Share
-from clients.loadtest.plan import Cancel, Deadline, Plan, Tenant
+from clients.loadtest.plan import Cancel, Deadline, LoadPlan, Tenant
 from clients.loadtest.report import whole_report
 from clients.loadtest.runs import run_report
 from clients.loadtest.samples import OK, Outcome, Recorder
 from clients.loadtest.statistics import UNKNOWN, percentile_interval, rate_interval, share_interval
 
-PLAN = Plan("test", Poisson(20.0), Extent(600), (Tenant("acme"),))
+PLAN = LoadPlan("test", Poisson(20.0), Extent(600), (Tenant("acme"),))
 
 
 def report(
-    seed: int, *, slower: float = 1.0, failing: float = 0.0, plan: Plan = PLAN, count: int = 600
+    seed: int, *, slower: float = 1.0, failing: float = 0.0, plan: LoadPlan = PLAN, count: int = 600
 ) -> dict[str, Any]:
     """Build the report of requests with random times, of which some come in slow spells."""
     rng = np.random.default_rng(seed)
@@ -47,7 +47,7 @@ def report(
             )
         )  # fmt: skip
     share = Share(recorder.samples(), 0.5, 30.0, array("d", [0.001]), 0, float("nan"))
-    run, _ = run_report("Poisson, 20/s", plan, Run((share,), 1.7e9, interrupted=False))
+    run, _ = run_report("Poisson, 20/s", plan, LoadRun((share,), 1.7e9, interrupted=False))
     # JSON and back, which is how reports come from files.
     whole: dict[str, Any] = json.loads(json.dumps(whole_report(plan, "127.0.0.1:1", "loraplex loadtest", [run])))
     return whole
@@ -106,14 +106,14 @@ def test_settings_that_differ_are_named() -> None:
     names = tuple(f"adapter-{number}" for number in range(1000))
     many = Tenant("acme", adapters=power_law(names, 1.0), prompts=("x" * 1000,))
     a = report(1)
-    b = report(1, plan=Plan("other name", Poisson(10.0), Extent(600), (tenant,)))
+    b = report(1, plan=LoadPlan("other name", Poisson(10.0), Extent(600), (tenant,)))
     found = {name: (before, after) for name, before, after in differing(a, b)}
     assert found == {
         "arrivals": ("Poisson, 20/s", "Poisson, 10/s"),
         "acme: adapters": ("base=1", "a=1, b=0.5"),
         "acme: prompt tokens": ("64", "32"),
     }
-    c = report(1, plan=Plan("test", Poisson(20.0), Extent(600), (many, Tenant("globex"))))
+    c = report(1, plan=LoadPlan("test", Poisson(20.0), Extent(600), (many, Tenant("globex"))))
     lengths = {name: len(after) for name, _, after in differing(a, c)}
     assert {"acme: adapters", "acme: prompts", "globex: weight"} <= set(lengths)
     assert max(lengths.values()) < 60
@@ -129,7 +129,7 @@ def test_settings_are_written_in_words() -> None:
         cancel=Cancel(0.1, Fixed(4)),
     )
     listed = Tenant("globex", prompt_tokens=Listed((3, 9, 3)), cancel=Cancel(1.0, Listed((2,))))
-    whole = report(1, plan=Plan("test", Poisson(20.0), Extent(600), (tenant, listed)))
+    whole = report(1, plan=LoadPlan("test", Poisson(20.0), Extent(600), (tenant, listed)))
     found = {name: value for name, value in whole["settings"].items() if ": " in name}
     assert found["acme: prompt tokens"] == "log-normal, median 200, sigma 0.7, from 1 to 900"
     assert found["acme: answer tokens"] == "uniform, from 8 to 24"

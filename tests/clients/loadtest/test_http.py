@@ -16,9 +16,9 @@ from clients.loadtest.decoding import PlanError
 from clients.loadtest.draws import Fixed, power_law
 from clients.loadtest.http_sender import HttpSender
 from clients.loadtest.http_target import HttpTarget, check_url, find_target
-from clients.loadtest.plan import Cancel, Plan, Tenant
+from clients.loadtest.plan import Cancel, LoadPlan, Tenant
 from clients.loadtest.samples import LEFT, OK, Outcome
-from clients.loadtest.sender import Failure
+from clients.loadtest.sender import RequestFailure
 from clients.loadtest.workload import Workload
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 2}}
@@ -84,12 +84,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plain]:
         plain.shutdown()
 
 
-def plan_of(**changes: Any) -> Plan:
+def plan_of(**changes: Any) -> LoadPlan:
     tenant = Tenant("acme", adapters=power_law(("support",), 1.0), prompt_tokens=Fixed(5), **changes)
-    return Plan("test", Constant(1.0), Extent(4), (tenant,))
+    return LoadPlan("test", Constant(1.0), Extent(4), (tenant,))
 
 
-async def send(server: Plain, *events: object, plan: Plan | None = None) -> tuple[Outcome, Failure | None]:
+async def send(server: Plain, *events: object, plan: LoadPlan | None = None) -> tuple[Outcome, RequestFailure | None]:
     """Send a request, which is answered by these events."""
     server.events = [event if isinstance(event, str) else json.dumps(event) for event in events]
     plan = plan or plan_of()

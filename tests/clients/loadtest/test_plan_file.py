@@ -10,13 +10,13 @@ from clients.loadtest.arrivals import Closed, Constant, Extent, Gamma, Poisson, 
 from clients.loadtest.conditions import parse_condition, parse_slo
 from clients.loadtest.decoding import PlanError
 from clients.loadtest.draws import Fixed, Listed, LogNormal, Popularity, Uniform
-from clients.loadtest.plan import Plan
+from clients.loadtest.plan import LoadPlan
 from clients.loadtest.plan_file import load_toml, read_plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "loadtest"
 
 
-def read(directory: Path, text: str) -> Plan:
+def read(directory: Path, text: str) -> LoadPlan:
     file = directory / "test.toml"
     file.write_text(text)
     return read_plan(load_toml(file), "test.toml", directory)

@@ -18,9 +18,9 @@ from clients.loadtest.arrivals import Closed, Extent
 from clients.loadtest.charts import MAX_TICKS, Axis, Stream, timetable
 from clients.loadtest.decoding import PlanError
 from clients.loadtest.draws import power_law
-from clients.loadtest.fleet import Run
+from clients.loadtest.fleet import LoadRun
 from clients.loadtest.generator import Share
-from clients.loadtest.plan import Plan, Tenant
+from clients.loadtest.plan import LoadPlan, Tenant
 from clients.loadtest.plots import javascript, report_plots
 from clients.loadtest.report import milliseconds, read_report, render_page, whole_report, write
 from clients.loadtest.runs import run_report, warnings
@@ -29,7 +29,7 @@ from clients.loadtest.statistics import spread
 
 SVG = "http://www.w3.org/2000/svg"
 NASTY = "<script>alert('&')</script>"
-PLAN = Plan(
+PLAN = LoadPlan(
     NASTY,
     Closed(2),
     Extent(40),
@@ -38,7 +38,7 @@ PLAN = Plan(
 )
 
 
-def point(plan: Plan, label: str, slower: float = 1.0) -> tuple[dict[str, Any], Samples]:
+def point(plan: LoadPlan, label: str, slower: float = 1.0) -> tuple[dict[str, Any], Samples]:
     recorder = Recorder()
     for index in range(40):
         begin, gap = index * 0.1, 0.01 * slower * (1 + index % 3)
@@ -50,7 +50,7 @@ def point(plan: Plan, label: str, slower: float = 1.0) -> tuple[dict[str, Any], 
             )
         )  # fmt: skip
     share = Share(recorder.samples(), 0.5, 4.0, array("d", [0.001] * 9), 0, float("nan"))
-    return run_report(label, plan, Run((share,), 1.7e9, interrupted=False))
+    return run_report(label, plan, LoadRun((share,), 1.7e9, interrupted=False))
 
 
 @pytest.fixture(scope="module")

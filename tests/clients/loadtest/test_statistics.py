@@ -11,11 +11,11 @@ import pytest
 
 from clients.loadtest.arrivals import Constant, Extent
 from clients.loadtest.conditions import parse_slo
-from clients.loadtest.plan import Plan, Tenant
+from clients.loadtest.plan import LoadPlan, Tenant
 from clients.loadtest.samples import LEFT, OK, Outcome, Recorder, Samples, merge
 from clients.loadtest.statistics import histogram, measured, message_times, spread, summarise
 
-PLAN = Plan("test", Constant(1.0), Extent(10), (Tenant("acme"), Tenant("globex")))
+PLAN = LoadPlan("test", Constant(1.0), Extent(10), (Tenant("acme"), Tenant("globex")))
 
 
 def answered(index: int, intended_s: float, **changes: Any) -> Outcome:

@@ -9,15 +9,15 @@ import pytest
 
 from clients.loadtest.arrivals import Closed, Extent
 from clients.loadtest.draws import Fixed, Lengths, Listed, LogNormal, Popularity, Uniform, power_law
-from clients.loadtest.plan import Cancel, Deadline, Plan, Tenant, TraceRow
+from clients.loadtest.plan import Cancel, Deadline, LoadPlan, Tenant, TraceRow
 from clients.loadtest.workload import Workload
 
 RNG_SEED = 11
 COUNT = 20_000
 
 
-def plan(*tenants: Tenant, seed: int = 1, trace: tuple[TraceRow, ...] = ()) -> Plan:
-    return Plan("test", Closed(1), Extent(1), tenants or (Tenant("acme"),), trace=trace, seed=seed)
+def plan(*tenants: Tenant, seed: int = 1, trace: tuple[TraceRow, ...] = ()) -> LoadPlan:
+    return LoadPlan("test", Closed(1), Extent(1), tenants or (Tenant("acme"),), trace=trace, seed=seed)
 
 
 @pytest.mark.parametrize(

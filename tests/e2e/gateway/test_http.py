@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from clients.gateway.app import serving
 from clients.gateway.endpoint import GatewayMetrics
-from clients.gateway.settings import Settings
+from clients.gateway.settings import GatewaySettings
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import Eventually
 
@@ -86,7 +86,7 @@ async def test_requests_that_are_none(cluster: Cluster, parts: tuple[bytes, ...]
 @pytest_asyncio.fixture(loop_scope="package")
 async def limited(cluster: Cluster) -> AsyncIterator[str]:
     """A gateway of this process with small limits."""
-    settings = Settings(cluster.local.router, port=0, client_stall_s=0.5, connections_limit=3, drain_s=1.0)
+    settings = GatewaySettings(cluster.local.router, port=0, client_stall_s=0.5, connections_limit=3, drain_s=1.0)
     async with serving(settings, GatewayMetrics()) as (address, _):
         yield address
 
@@ -135,7 +135,7 @@ async def is_served(address: str) -> bool:
 
 
 async def test_a_gateway_that_stops_tells_the_answers_that_it_cuts(cluster: Cluster, eventually: Eventually) -> None:
-    settings = Settings(cluster.local.router, port=0, drain_s=1.0)
+    settings = GatewaySettings(cluster.local.router, port=0, drain_s=1.0)
     async with serving(settings, GatewayMetrics()) as (address, _):
         reader, writer = await connect(address)
         body = LONG.replace(b'"n":16', b'"n":1')

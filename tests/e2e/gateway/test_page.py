@@ -18,7 +18,7 @@ from bench.devtools import Page, browser_page
 from bench.screenshots import NoBrowserError, find_browser
 from clients.gateway.app import serving
 from clients.gateway.endpoint import GatewayMetrics
-from clients.gateway.settings import Settings
+from clients.gateway.settings import GatewaySettings
 from rpc.principal import Role
 from rpc.server import Server
 from rpc.tls import TlsFiles
@@ -91,7 +91,7 @@ def _requests(state: dict[str, object]) -> int:
 
 async def test_a_silent_router_is_named_and_silent_routers_are_an_error(cluster: Cluster) -> None:
     for routers, status in ((f"{cluster.local.router},127.0.0.1:1", 200), ("127.0.0.1:1", 503)):
-        async with serving(Settings(routers, port=0), GatewayMetrics()) as (address, _), Http() as http:
+        async with serving(GatewaySettings(routers, port=0), GatewayMetrics()) as (address, _), Http() as http:
             answer = await http.get(f"http://{address}/cluster/state")
         assert answer.status_code == status
         errors = [router["error"] for router in answer.json().get("routers", ()) if "error" in router]
@@ -180,7 +180,7 @@ class OneWorker(cluster_pb2_grpc.ClusterServiceServicer):
 
 
 @pytest_asyncio.fixture(loop_scope="package")
-async def guarded(tmp_path: Path) -> AsyncIterator[tuple[str, Settings, OneWorker]]:
+async def guarded(tmp_path: Path) -> AsyncIterator[tuple[str, GatewaySettings, OneWorker]]:
     """An operator's key, the settings of a gateway before routers that check credentials, and the service of both."""
     ca, directory = DevelopmentCa(), KeyDirectory()
     key_id, text, sha256 = new_api_key()
@@ -194,12 +194,12 @@ async def guarded(tmp_path: Path) -> AsyncIterator[tuple[str, Settings, OneWorke
     port = server.bind("127.0.0.1", 0, tls.server_credentials(client_certificates=False))
     await server.start()
     operated = f"127.0.0.1:{port},localhost:{port}"
-    yield text, Settings(f"127.0.0.1:{port}", ca=str(files[2]), port=0, operator_router=operated), service
+    yield text, GatewaySettings(f"127.0.0.1:{port}", ca=str(files[2]), port=0, operator_router=operated), service
     await server.stop(0)
 
 
 async def test_routers_with_credentials_show_the_cluster_to_an_operator_s_key(
-    guarded: tuple[str, Settings, OneWorker],
+    guarded: tuple[str, GatewaySettings, OneWorker],
 ) -> None:
     key, settings, service = guarded
     async with serving(settings, GatewayMetrics()) as (address, _), Http(base_url=f"http://{address}") as http:
@@ -220,7 +220,7 @@ def _bearer(key: str) -> dict[str, str]:
 
 
 async def test_the_page_asks_for_keys_and_keeps_them_to_itself(
-    page: Page, guarded: tuple[str, Settings, OneWorker]
+    page: Page, guarded: tuple[str, GatewaySettings, OneWorker]
 ) -> None:
     key, settings, _ = guarded
     async with serving(settings, GatewayMetrics()) as (address, _):

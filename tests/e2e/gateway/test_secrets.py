@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 
 from clients.gateway.app import serving
 from clients.gateway.endpoint import GatewayMetrics
-from clients.gateway.settings import Settings
+from clients.gateway.settings import GatewaySettings
 from tests.e2e.conftest import TENANT, Cluster
 
 PROMPT, ANSWER, KEY = "Zq7promptVx3kW9pJ", "Zq7answerLm4tR8sH", "lpx_0123456789abcdef_Zq7keyDn2cK6vB"
@@ -35,7 +35,7 @@ async def test_no_secret_is_logged_or_counted(cluster: Cluster, caplog: pytest.L
         caplog.set_level(logging.WARNING, own)
     metrics = GatewayMetrics()
     async with (
-        serving(Settings(cluster.local.router, port=0), metrics) as (address, _),
+        serving(GatewaySettings(cluster.local.router, port=0), metrics) as (address, _),
         httpx2.AsyncClient(base_url=f"http://{address}", headers=HEADERS, timeout=30.0) as client,
     ):
         for path, body, status in TOLD:

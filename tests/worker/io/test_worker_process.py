@@ -24,7 +24,7 @@ from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.worker_state import WorkerState
 from clients.cli.models import registered
-from deploy.local import valkey
+from deploy import valkey
 
 MODEL = "hash:?vocab=600&seed=3&step_ms=5"
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -1,1 +1,0 @@
-"""The one-machine launcher: embedded Valkey, store, routers and workers as child processes."""
