@@ -13,9 +13,8 @@ import torch
 
 from artifacts.families import INT8, KvShape
 from bench.models import QWEN2_04B
-from worker.engine.attention.cpu.plan import decode_plan
-from worker.engine.attention.kv_cache import KvCache
-from worker.engine.attention.paged import AttentionStep, LayerCall
+from worker.engine.attention.cpu import decode_plan
+from worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
 
 _ROWS, _TOKENS, _BLOCK_SIZE, _ROUNDS = 8, 1500, 16, 15
 

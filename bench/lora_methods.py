@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear
 
-from worker.engine.lora.cpu.layers import CpuLayers
+from worker.engine.lora.cpu import CpuLayers
 from worker.engine.lora.weights import AdapterWeights, LoraPair
 
 DTYPE = torch.bfloat16

@@ -18,7 +18,7 @@ from bench.rounds import Timed
 from bench.workload import Request
 from worker.engine.linear.choice import Choice
 from worker.engine.linear.layouts import Layout, float_layouts
-from worker.engine.model import cpu_layouts
+from worker.engine.model import loader
 
 # Bytes that are read to measure the memory's bandwidth: far more than a cache holds.
 _READ_BYTES = 512 * 2**20
@@ -73,7 +73,7 @@ def decoding(
     if layout is None:
         return closing(DecodingEngine(model, (), rows, dtype=dtype, quantize=quantize, kv_blocks=_KV_BLOCKS))
     chosen = next(one for one in LAYOUTS if one.name == layout)
-    with patch.object(cpu_layouts, "measured", lambda _, own, computes: _forced(chosen, own, computes)):
+    with patch.object(loader, "measured", lambda _, own, computes: _forced(chosen, own, computes)):
         return closing(DecodingEngine(model, (), rows, dtype=chosen.dtype, quantize=quantize, kv_blocks=_KV_BLOCKS))
 
 

@@ -30,8 +30,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from options import Encode
-from worker.engine.encoder.build import build_encoder
-from worker.engine.encoder.engine import EncoderEngine
+from worker.engine.encoder.engine import EncoderEngine, build_encoder
 from worker.engine_api import EngineConfig, NewSequence, Stopping
 from worker.plan import PlanSettings, plan
 

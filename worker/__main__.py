@@ -11,8 +11,7 @@ import sys
 from artifacts import ArtifactError
 from rpc.settings import SettingsError, read_settings
 from worker import plan
-from worker.evaluate import evaluate
-from worker.quantize import quantize
+from worker.quantization import evaluate, quantize
 
 # Interval in seconds after which a thread that reads a large job gives way to the event loop; Python's own is 5 ms,
 # which each turn of the loop would wait.

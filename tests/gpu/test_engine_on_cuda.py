@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
-from worker.engine.model.cuda_graphs import DecodeGraphs
+from worker.engine.model.runner import DecodeGraphs
 from worker.engine.torch_engine import TorchEngine, build_engine
 from worker.engine_api import EngineConfig, NewSequence, Output
 

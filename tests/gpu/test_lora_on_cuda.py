@@ -27,7 +27,7 @@ def test_kernels_compute_what_a_loop_computes() -> None:
 
 
 def test_one_graph_serves_every_mix_and_every_adapter_that_comes_later() -> None:
-    from worker.engine.lora.cuda.lora import CudaLora
+    from worker.engine.lora.cuda import CudaLora
 
     cuda = torch.device("cuda")
     torch.manual_seed(1)

@@ -180,7 +180,7 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine[Any]:
     # Torch is imported only where it is used: it takes seconds and hundreds of megabytes.
     if is_encoder(config.model):
         with without_gc():
-            from worker.engine.encoder.build import build_encoder
+            from worker.engine.encoder.engine import build_encoder
 
         def on_progress() -> None:
             end.send(Stepped([], encoder.stats()))

@@ -18,18 +18,20 @@ from artifacts.families import INT8
 from grammars import GrammarError
 from grammars.matching import read_vocabulary, special_tokens
 from grammars.prover import Prover
-from worker.engine.attention.kv_cache import KvCache, fitting_blocks
-from worker.engine.device.cores import keep_to_one_core, step_threads
-from worker.engine.device.memory import available_bytes, host_adapter_bytes
-from worker.engine.device.out_of_memory import is_out_of_memory
+from worker.engine.attention.paged import KvCache, fitting_blocks
+from worker.engine.device import (
+    available_bytes,
+    host_adapter_bytes,
+    is_out_of_memory,
+    keep_to_one_core,
+    step_threads,
+)
 from worker.engine.engine import Engine
-from worker.engine.lora.adapter_layers import AdapterLayers
-from worker.engine.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
+from worker.engine.lora.adapter_memory import AdapterLayers, PackedAdapter, TorchAdapterMemory
+from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.lora.weights import AdapterWeights, read_source
-from worker.engine.model.cpu_layouts import choose_layouts, lay_out
 from worker.engine.model.encoding import Encoding
-from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.model.model_layers import ModelLayers
+from worker.engine.model.loader import LoadedModel, choose_layouts, lay_out, load_model
 from worker.engine.model.runner import Runner
 from worker.engine.sampling.step import InFlight
 from worker.engine.scheduling.adapter_cache import AdapterCache
@@ -162,12 +164,12 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
     if device.type == "cpu":
         lay_out(loaded)
         from worker.engine.decoder.recognition import use_kernels  # numba is there only where the CPU computes
-        from worker.engine.lora.cpu.layers import CpuLayers
+        from worker.engine.lora.cpu import CpuLayers
 
         layers = CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends)
         use_kernels(module, loaded.attention, dtype, loaded.context_length)
         return layers
-    from worker.engine.lora.cuda.layers import CudaLayers  # Triton is there only with CUDA
+    from worker.engine.lora.cuda import CudaLayers  # Triton is there only with CUDA
 
     # Triton launches on the thread's current device.
     torch.cuda.set_device(device)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from artifacts.families import KvShape
-from worker.engine.attention.cpu.chunks import chunk_from_row
-from worker.engine.attention.kv_cache import KvCache
-from worker.engine.attention.paged import LayerCall
+from worker.engine.attention.cpu import chunk_from_row
+from worker.engine.attention.paged import KvCache, LayerCall
 from worker.engine.scheduling.sequence import Batch, Row, Sequence
 from worker.engine_api import NewSequence
 

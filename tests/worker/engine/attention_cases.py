@@ -18,9 +18,8 @@ from torch import Tensor
 from artifacts.families import KvShape
 from tests.worker.engine.attention_batches import Case, Numbers, cases, quantized
 from tests.worker.engine.interpreted import replace_language_once
-from worker.engine.attention.cuda.plan import TritonPlan, triton_plan
-from worker.engine.attention.kv_cache import KvCache
-from worker.engine.attention.paged import LayerCall
+from worker.engine.attention.cuda import TritonPlan, triton_plan
+from worker.engine.attention.paged import KvCache, LayerCall
 from worker.engine.scheduling.sequence import Batch
 
 

@@ -17,8 +17,8 @@ import torch
 
 from tests.worker.engine.interpreted import replace_language_once
 from worker.engine import torch_engine
-from worker.engine.lora.cuda.layers import CudaLayers
-from worker.engine.model.decode_buffers import DecodeBuffers
+from worker.engine.lora.cuda import CudaLayers
+from worker.engine.model.runner import DecodeBuffers
 from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Stopping
 
 

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from tests.worker.engine.interpreted import replace_language_once
-from worker.engine.lora.cuda.lora import CudaLora
-from worker.engine.lora.dora import Rescale
-from worker.engine.lora.weights import AdapterWeights, LoraPair
+from worker.engine.lora.cuda import CudaLora
+from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
 
 Rows = tuple[tuple[int, int], ...]
 # Modules that share their input, and one that stands alone.

@@ -7,8 +7,7 @@ import torch
 
 from artifacts import ArtifactError
 from worker.engine.lora.adapter_memory import TorchAdapterMemory, pack_adapter
-from worker.engine.lora.dora import Rescale
-from worker.engine.lora.weights import AdapterWeights, LoraPair
+from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
 from worker.engine_api import AdapterSource
 
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ import torch
 from artifacts import MismatchError
 from artifacts.names import weighted_digest
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
+from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.lora.weights import read_source
 from worker.engine.model.loader import load_model
-from worker.engine.model.model_layers import ModelLayers
 from worker.engine_api import AdapterPart, AdapterSource, FinishKind, NewSequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from artifacts.families import KvShape
 from tests.worker.engine.attention_batches import quantized
-from worker.engine.attention.cpu.codes import write_codes
-from worker.engine.attention.kv_cache import KvCache, fitting_blocks
-from worker.engine.attention.paged import AttentionContext, LayerCall
-from worker.engine.attention.registered import paged_attention
-from worker.engine.model.inputs import step_inputs
+from worker.engine.attention.cpu import write_codes
+from worker.engine.attention.paged import AttentionContext, KvCache, LayerCall, fitting_blocks, paged_attention
+from worker.engine.model.runner import step_inputs
 from worker.engine.scheduling.sequence import Batch, Row, Sequence
 from worker.engine_api import NewSequence
 

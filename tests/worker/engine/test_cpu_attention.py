@@ -11,10 +11,10 @@ from numba import cfunc
 from torch import Tensor
 
 from tests.worker.engine.attention_batches import CPU, Case, Numbers, cases
-from worker.engine.attention.cpu.intrinsics import heads_at_once
-from worker.engine.attention.cpu.plan import CpuPlan, cpu_plan
-from worker.engine.decoder.kernels import compile_rows
-from worker.engine.device.cpu import threads
+from worker.engine.attention.cpu import CpuPlan, cpu_plan
+from worker.engine.kernels import threads
+from worker.engine.kernels.attention import heads_at_once
+from worker.engine.kernels.rows import compile_rows
 from worker.engine.scheduling.sequence import Batch
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -117,5 +117,5 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch: pyte
             raise RuntimeError("cannot cache function: no locator available")
         return cfunc(signature)
 
-    monkeypatch.setattr("worker.engine.device.cpu.compilation.cfunc", nowhere)
+    monkeypatch.setattr("worker.engine.kernels.compilation.cfunc", nowhere)
     assert compile_rows.__wrapped__("add", "float32").address

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker.engine.device.cpu import threads
-from worker.engine.lora.cpu.group import CpuGroup, CpuStep
-from worker.engine.lora.dora import Rescale
-from worker.engine.lora.weights import LoraPair
+from worker.engine.kernels import threads
+from worker.engine.lora.cpu import CpuGroup, CpuStep
+from worker.engine.lora.weights import LoraPair, Rescale
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

@@ -32,8 +32,8 @@ WITHOUT_NUMBA = """
 import sys
 sys.modules.update(numba=None, llvmlite=None)
 import worker.engine.torch_engine, worker.engine.process, worker.engine.model.runner
-import worker.engine.model.model_layers, worker.engine.lora.adapter_layers
-import bench.gpu, worker.engine.lora.cuda.layers, tests.gpu.test_engine_on_cuda
+import worker.engine.lora.base_layers, worker.engine.lora.adapter_memory
+import bench.gpu, worker.engine.lora.cuda, tests.gpu.test_engine_on_cuda
 del sys.modules["numba"], sys.modules["llvmlite"]
 """
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 32}

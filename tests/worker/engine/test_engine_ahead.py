@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from worker.engine.device.out_of_memory import is_out_of_memory
+from worker.engine.device import is_out_of_memory
 from worker.engine.model.runner import Runner
 from worker.engine.sampling.step import InFlight, Sampled
 from worker.engine.scheduling.sequence import Batch

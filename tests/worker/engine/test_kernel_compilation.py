@@ -12,8 +12,7 @@ import numba
 import pytest
 from numba.core.caching import FunctionCache
 
-from worker.engine.device.cpu import compilation
-from worker.engine.lora.cpu import intrinsics
+from worker.engine.kernels import compilation, weight_vectors
 
 
 def _kernel(p):
@@ -24,7 +23,9 @@ def test_kernels_of_two_types_are_kept_in_two_files(tmp_path: Path, monkeypatch:
     """Two processes that compile for two types must not write one file; nor must changed pieces find the old one."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     for made_for in (2, 4):
-        compilation.compile_kernel(_kernel, compilation.parameter_dtype(["x"], [], {"of_kind": made_for}), intrinsics)
+        compilation.compile_kernel(
+            _kernel, compilation.parameter_dtype(["x"], [], {"of_kind": made_for}), weight_vectors
+        )
     indexes = [path.name for path in tmp_path.rglob("*.nbi")]
     assert len(indexes) == 2, indexes
 
@@ -44,10 +45,12 @@ def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path, mon
         waits.set()
 
     waits = threading.Event()
-    other = threading.Thread(target=lambda: others.append(compilation.compile_kernel(_kernel, parameters, intrinsics)))
+    other = threading.Thread(
+        target=lambda: others.append(compilation.compile_kernel(_kernel, parameters, weight_vectors))
+    )
     monkeypatch.setattr(f"{compilation.__name__}.cfunc", begin)
     monkeypatch.setattr(f"{compilation.__name__}.time.sleep", wait)
-    first = compilation.compile_kernel(_kernel, parameters, intrinsics)
+    first = compilation.compile_kernel(_kernel, parameters, weight_vectors)
     other.join()
     assert (first.cache_hits, others[0].cache_hits) == (0, 1)
     assert not list(tmp_path.rglob("*.lock"))
@@ -59,8 +62,8 @@ def test_a_kernel_is_compiled_while_a_stopped_process_holds_its_lock(
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compilation, "_WAIT_S", 0.0)
     parameters = compilation.parameter_dtype(["x"], [], {})
-    named = compilation._named(_kernel, parameters, intrinsics)
+    named = compilation._named(_kernel, parameters, weight_vectors)
     path = Path(FunctionCache(named).cache_path) / f"{named.__name__}.lock"
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert compilation.compile_kernel(_kernel, parameters, intrinsics).address
+        assert compilation.compile_kernel(_kernel, parameters, weight_vectors).address

@@ -54,7 +54,7 @@ def test_kernels_compile_for_sm_90(
 
 def launches(in_features: int, widths: tuple[int, ...], max_rank: int, dtype: torch.dtype) -> list[Any]:
     """A decode step's launches and a prefill's, as the model's forward pass makes them: nothing is run."""
-    from worker.engine.lora.cuda.lora import CudaLora
+    from worker.engine.lora.cuda import CudaLora
 
     linears = {f"module {index}": (in_features, width) for index, width in enumerate(widths)}
     lora = CudaLora(linears, {"group": tuple(linears)}, 2, max_rank, 32, dtype, CPU)
@@ -67,7 +67,7 @@ def launches(in_features: int, widths: tuple[int, ...], max_rank: int, dtype: to
 
 def test_a_decode_steps_launches_depend_on_its_padded_size_alone() -> None:
     """Otherwise a graph would hold the launches of another step."""
-    from worker.engine.lora.cuda.lora import CudaLora
+    from worker.engine.lora.cuda import CudaLora
 
     lora = CudaLora({"m": (32, 48)}, {"g": ("m",)}, 4, 8, 8, torch.float32, CPU)
     x, y = torch.zeros(8, 32), torch.zeros(8, 48)
@@ -96,7 +96,7 @@ def described(call: Any) -> tuple[Any, ...]:
 
 
 def test_a_group_of_modules_with_different_inputs_is_refused() -> None:
-    from worker.engine.lora.cuda.lora import CudaLora
+    from worker.engine.lora.cuda import CudaLora
 
     with pytest.raises(ValueError, match=r"group g take \[16, 32\] features"):
         CudaLora({"m": (32, 48), "n": (16, 48)}, {"g": ("m", "n")}, 1, 8, 8, torch.float32, CPU)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from worker.engine.lora.cpu.layers import CpuLayers
-from worker.engine.lora.dora import Rescale
+from worker.engine.lora.cpu import CpuLayers
 from worker.engine.lora.fused_linears import FusedProduct, fuse, replace_linears
-from worker.engine.lora.weights import AdapterWeights, LoraPair
+from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -24,9 +24,9 @@ from artifacts.checkpoint import read_header
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, base_copies
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
+from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.lora.weights import read_adapter
 from worker.engine.model.loader import load_model
-from worker.engine.model.model_layers import ModelLayers
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 

@@ -10,8 +10,7 @@ import torch
 
 from artifacts.families import KvShape
 from tests.worker.engine.triton_runs import compiled_for_sm_90, result_of
-from worker.engine.attention.kv_cache import KvCache
-from worker.engine.attention.paged import LayerCall
+from worker.engine.attention.paged import KvCache, LayerCall
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
@@ -45,8 +44,7 @@ def test_kernels_compile_for_sm_90(
 
 def launches(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, score: dict[str, Any]) -> list[Any]:
     """A step's launches as the model's forward pass makes them: nothing is run."""
-    from worker.engine.attention.cuda.kernels.codes import write_call
-    from worker.engine.attention.cuda.plan import ChunkRows, DecodeRows, TritonPlan
+    from worker.engine.attention.cuda import ChunkRows, DecodeRows, TritonPlan, write_call
 
     tables = torch.zeros(2, 4, dtype=torch.int32)
     plan = TritonPlan(

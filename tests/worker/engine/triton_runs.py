@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.engine.device.kernel_call import KernelCall
+from worker.engine.device import KernelCall
 
 # Of an sm_90 device, for one program.
 SHARED_BYTES = 227 * 1024

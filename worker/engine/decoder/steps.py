@@ -20,15 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.engine.attention.cpu.plan import CpuPlan
-from worker.engine.attention.kv_cache import KvCache
-from worker.engine.attention.paged import AttentionContext, AttentionStep
-from worker.engine.decoder.layer import DecoderLayer, NewMemory
-from worker.engine.decoder.operators import Rotation, RowOperators
-from worker.engine.decoder.program import Program, as_integers, can_run
-from worker.engine.device.cpu.threads import ThreadCall, recorded_calls
+from worker.engine.attention.cpu import CpuPlan
+from worker.engine.attention.paged import AttentionContext, AttentionStep, KvCache
+from worker.engine.decoder.layer import DecoderLayer, NewMemory, Rotation, RowOperators
+from worker.engine.kernels.program import Program, as_integers, can_run
+from worker.engine.kernels.threads import ThreadCall, recorded_calls
 from worker.engine.linear.layer import PanelLayer, scratch_memory
-from worker.engine.lora.cpu.group import CpuGroup
+from worker.engine.lora.cpu import CpuGroup
 
 # Maximum number of a program's tokens: with more, the time between calls is a small part of a step.
 _MOST_TOKENS = 64

@@ -8,15 +8,91 @@ while engine.has_work(): print(engine.step())
 from __future__ import annotations
 
 import logging
+import math
+import time
+from collections.abc import Callable, Sequence
 
-from worker.engine.device.out_of_memory import is_out_of_memory
-from worker.engine.encoder.runner import EncoderRunner
+import torch
+from torch import Tensor
+
+from worker.engine.device import host_adapter_bytes, is_out_of_memory, keep_to_one_core, step_threads
+from worker.engine.encoder.body import EncoderBody
+from worker.engine.encoder.loader import ClassifierHeads, LoadedEncoder, load_encoder
 from worker.engine.encoder.scheduler import EncoderScheduler
 from worker.engine.engine import Engine
-from worker.engine.lora.adapter_memory import PackedAdapter
-from worker.engine.model.encoding import NO_CLASSIFIER
+from worker.engine.linear.choice import unmeasured
+from worker.engine.linear.layouts import replace_linears
+from worker.engine.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
+from worker.engine.lora.base_layers import ModelLayers
+from worker.engine.lora.cpu import CpuLayers
+from worker.engine.lora.weights import AdapterWeights, read_source
+from worker.engine.model.encoding import NO_CLASSIFIER, pooled, to_vector
 from worker.engine.scheduling.adapter_cache import AdapterCache
-from worker.engine_api import NewSequence, Output, SequenceRefusedError
+from worker.engine.scheduling.loader_threads import LoaderThreads
+from worker.engine.scheduling.sequence import Sequence as Text
+from worker.engine_api import EngineConfig, EngineLimits, Failure, NewSequence, Output, SequenceRefusedError
+
+
+class EncoderRunner:
+    """An encoder, its head, and its adapters' slots; from one thread."""
+
+    def __init__(self, loaded: LoadedEncoder, slots: int, max_rank: int, on_layer: Callable[[], None]) -> None:
+        """Replace the model's layers by adaptable ones."""
+        self._own_pooling = loaded.pooling
+        self._body = EncoderBody(loaded, slots, on_layer)
+        self._heads = ClassifierHeads(loaded, slots)
+        replace_linears(loaded.module, unmeasured(loaded.module, loaded.dtype).make)
+        self._lora = CpuLayers(loaded.module, loaded.of_tokens, slots, max_rank, loaded.dtype, loaded.ends)
+        self._warm_up()
+
+    @property
+    def classifies(self) -> bool:
+        """Tell whether texts without an adapter can be classified."""
+        return self._heads.complete(-1)
+
+    def install(self, weights: AdapterWeights, slot: int) -> None:
+        """Replace a slot's adapter."""
+        self._lora.install(weights, slot)
+        self._body.install(weights, slot)
+        self._heads.install(weights, slot)
+
+    @torch.inference_mode()
+    def run(self, batch: Sequence[Text]) -> list[tuple[float, ...] | Failure]:
+        """Return the vector or the failure of each text. Raises an error for lack of memory."""
+        classified = [text for text in batch if _task(text) == "classify" and self._heads.complete(text.adapter_slot)]
+        chosen = set(classified)
+        counts = [len(text.ids) for text in batch]
+        slots = [text.adapter_slot for text in batch]
+        self._lora.begin_step(list(zip(slots, counts, strict=True)), [int(text in chosen) for text in batch])
+        hidden = self._body.hidden_states(
+            [text.ids for text in batch],
+            [text.spec.encode.pair_tokens if text.spec.encode else 0 for text in batch],
+            slots,
+        )
+        of_text = dict(zip(batch, hidden.split_with_sizes(counts), strict=True))
+        results: dict[Text, Tensor] = {}
+        if classified:
+            for_head = torch.stack([pooled(of_text[text], self._heads.pooling) for text in classified])
+            logits = self._heads.logits(for_head, [text.adapter_slot for text in classified])
+            results.update(zip(classified, logits, strict=True))
+        for text in batch:
+            if _task(text) == "embed":
+                results[text] = pooled(of_text[text].float(), self._pooling(text))
+        return [to_vector(results[text]) if text in results else NO_CLASSIFIER for text in batch]
+
+    def _pooling(self, text: Text) -> str:
+        return (text.spec.encode.pooling if text.spec.encode else "") or self._own_pooling
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Run one warm-up pass, which triggers compilation."""
+        self._lora.begin_step([(-1, 1)], [0])
+        self._body.hidden_states([[0]], [0], [-1])
+
+
+def _task(text: Text) -> str:
+    return text.spec.encode.task if text.spec.encode else ""
+
 
 _log = logging.getLogger(__name__)
 
@@ -53,3 +129,75 @@ class EncoderEngine(Engine[EncoderScheduler]):
             return outputs + self._scheduler.commit(batch, results)
         # Only here, because the exception holds the frames of the failed step, and with them its tensors.
         return outputs + self._scheduler.revoke(batch)
+
+
+# Interval in seconds of the signs of life within a step: a text can't be cut, and a long one takes seconds.
+_SIGN_S = 0.2
+
+
+def build_encoder(
+    config: EngineConfig,
+    *,
+    on_loaded: Callable[[], None] = lambda: None,
+    on_begun: Callable[[str], None] = lambda sequence_id: None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> EncoderEngine:
+    """Load an encoder's directory and build an engine around it.
+
+    `on_loaded` is called from another thread when an adapter has been read; `on_begun` before the first step of a text;
+    `on_progress` now and then within a step. Raises ModelUnusableError.
+    """
+    loaded = load_encoder(config.model, config.device, config.dtype, config.quantize)
+    base, adaptable = ModelLayers(loaded), {**loaded.linears, **loaded.ends}
+    signs = _SignsOfLife(_SIGN_S, on_progress)
+    runner = EncoderRunner(loaded, config.adapter_slots, config.max_rank, signs)
+    adapters = AdapterCache[PackedAdapter](
+        config.adapter_slots,
+        TorchAdapterMemory(
+            lambda source: read_source(source, adaptable, config.max_rank, base, loaded.family.model_type),
+            runner.install,
+            loaded.device,
+            loaded.dtype,
+        ),
+        LoaderThreads(on_loaded, prepare=keep_to_one_core),
+        host_adapter_bytes(config.host_adapter_bytes),
+    )
+    torch.set_num_threads(step_threads(loaded.parameters, config.threads))
+    scheduler = EncoderScheduler(_limits(loaded, config), config.rows, config.step_tokens, adapters, on_begun)
+    engine = EncoderEngine(scheduler, runner, adapters)
+    signs.begin()
+    return engine
+
+
+def _limits(loaded: LoadedEncoder, config: EngineConfig) -> EngineLimits:
+    # Rows of two steps: the texts of the next one wait while one runs, so that no step waits for a claim.
+    rows = 2 * config.rows
+    return EngineLimits(
+        rows=rows,
+        max_tokens=loaded.context_length,
+        max_rank=config.max_rank,
+        vocab_size=loaded.vocab_size,
+        block_size=config.block_size,
+        # Texts keep nothing from step to step: so many blocks, always free, hold whatever comes.
+        blocks=rows * -(-loaded.context_length // config.block_size),
+        adapter_slots=config.adapter_slots,
+    )
+
+
+class _SignsOfLife:
+    """Calls `action` where it was not called for so long; not before the engine is there."""
+
+    def __init__(self, interval_s: float, action: Callable[[], None]) -> None:
+        self._interval_s = interval_s
+        self._action = action
+        self._called_at = math.inf
+
+    def begin(self) -> None:
+        """Call `action` from now on."""
+        self._called_at = time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._called_at >= self._interval_s:
+            self._called_at = now
+            self._action()

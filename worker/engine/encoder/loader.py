@@ -1,18 +1,23 @@
 """Loads the directory of an encoder: always with a classification head, whichever class it was saved from.
 
-So one set of module names serves all adapters; what of the head the checkpoint lacks is random and never used.
+So one set of module names serves all adapters; what of the head the checkpoint lacks is random and never used. The head
+turns pooled hidden states into logits, by the base's layers or by those that an adapter brings:
+
+    logits = output(norm(act(dense(pooled))))        one row for each text; the base's layers take LoRA too
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, linear
+from transformers.activations import ACT2FN
 
 from artifacts import ArtifactError
 from artifacts.base_model import read_base_model
@@ -22,13 +27,14 @@ from artifacts.encoders import ENCODERS, EncoderFamily, inner_weights
 from artifacts.families import is_embedding
 from artifacts.json_object import parse_object
 from artifacts.quantization import check_device, parse_quantization
-from worker.engine.attention import registered
-from worker.engine.device.dtypes import dtype_name
+from worker.engine.attention import paged
+from worker.engine.device import dtype_name
+from worker.engine.lora.weights import AdapterWeights
 from worker.engine.model.loader import check_memory, device_of, dtype_of, require_weights
-from worker.engine.model.quantized_weights import QuantizedWeights
+from worker.engine.quantized.stored import QuantizedWeights
 from worker.engine_api import ModelUnusableError
 
-# Families whose attention is not computed by transformers' attention interface: see disentangled.py.
+# Families whose attention is not computed by transformers' attention interface: see body.py.
 _OWN_ATTENTION = ("deberta-v2",)
 
 
@@ -117,7 +123,7 @@ def _from_pretrained(
         loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
             directory,
             dtype=dtype,
-            attn_implementation="eager" if family.model_type in _OWN_ATTENTION else registered.NAME,
+            attn_implementation="eager" if family.model_type in _OWN_ATTENTION else paged.NAME,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -130,3 +136,68 @@ def _from_pretrained(
     require_weights(directory, info, lambda name: name.startswith(head))
     evaluated: nn.Module = module.eval().requires_grad_(False)
     return evaluated
+
+
+class ClassifierHeads:
+    """The head of the base model, where it has one, and those of the adapters in the slots."""
+
+    def __init__(self, loaded: LoadedEncoder, slots: int) -> None:
+        self._module = loaded.module
+        self._head = loaded.family.head
+        self._own: list[dict[str, Tensor]] = [{} for _ in range(slots)]
+        self._of_base = {name for name in self._head.linears if name in loaded.ends}
+        config = loaded.module.config
+        activations = {
+            "bert": "tanh",
+            "roberta": "tanh",
+            "deberta": getattr(config, "pooler_hidden_act", ""),
+            "model": getattr(config, "classifier_activation", ""),
+        }
+        self._activation: Callable[[Tensor], Tensor] = ACT2FN[activations[loaded.family.prefix]]
+        # Pooling of the hidden states that the head gets; only ModernBERT's config names one.
+        self.pooling: str = getattr(config, "classifier_pooling", "cls")
+
+    def complete(self, slot: int) -> bool:
+        """Tell whether texts with the adapter in a slot can be classified; -1: no adapter."""
+        own = self._own_of(slot)
+        return all(name in self._of_base or f"{name}.weight" in own for name in self._head.linears)
+
+    def install(self, weights: AdapterWeights, slot: int) -> None:
+        """Replace a slot's adapter."""
+        self._own[slot] = dict(weights.head)
+
+    def logits(self, pooled: Tensor, slots: Sequence[int]) -> list[Tensor]:
+        """Return each row's logits [labels], of pooled [rows, width]; the rows' adapters are complete."""
+        rows: dict[int, list[int]] = {}
+        for row, slot in enumerate(slots):
+            rows.setdefault(slot, []).append(row)
+        hidden = self._activation(torch.stack(self._linear(self._head.dense, pooled, rows)))
+        if self._head.norm:
+            hidden = self._normed(hidden, rows)
+        return self._linear(self._head.output, hidden, rows)
+
+    def _linear(self, name: str, x: Tensor, rows: Mapping[int, list[int]]) -> list[Tensor]:
+        """Return each row's output of one layer: the base's, or the one that the row's adapter brings."""
+        # The base's is called with all rows, because its adapters' rows are those of the step.
+        out = list(self._module.get_submodule(name)(x)) if name in self._of_base else [x[0]] * len(x)
+        for slot, its in rows.items():
+            own = self._own_of(slot)
+            if f"{name}.weight" in own:
+                y = linear(x[its], own[f"{name}.weight"], own.get(f"{name}.bias"))
+                for row, value in zip(its, y, strict=True):
+                    out[row] = value
+        return out
+
+    def _normed(self, x: Tensor, rows: Mapping[int, list[int]]) -> Tensor:
+        norm: Any = self._module.get_submodule(self._head.norm)
+        y: Tensor = norm(x)
+        for slot, its in rows.items():
+            own = self._own_of(slot)
+            weight = own.get(f"{self._head.norm}.weight")
+            if weight is not None:
+                y[its] = layer_norm(x[its], norm.normalized_shape, weight, own.get(f"{self._head.norm}.bias"), norm.eps)
+        return y
+
+    def _own_of(self, slot: int) -> Mapping[str, Tensor]:
+        """Return the head's parameters that the adapter in a slot brings; -1: no adapter."""
+        return self._own[slot] if slot >= 0 else {}

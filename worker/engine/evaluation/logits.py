@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
+from artifacts import ArtifactError
+from artifacts.base_model import BaseModel, read_base_model
+from artifacts.checkpoint import read_small_file
 from artifacts.families import INT8
-from worker.engine.attention.kv_cache import KvCache
+from worker.engine.attention.paged import KvCache
+from worker.engine.device import step_threads
 from worker.engine.lora.adapter_memory import TorchAdapterMemory
+from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.lora.weights import read_source
-from worker.engine.model.inputs import step_inputs
-from worker.engine.model.loader import LoadedModel
-from worker.engine.model.model_layers import ModelLayers
+from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.model.runner import step_inputs
 from worker.engine.scheduling.sequence import Batch, Row
 from worker.engine.scheduling.sequence import Sequence as Answer
 from worker.engine.torch_engine import adapter_layers
@@ -115,3 +123,111 @@ class EvaluatedModel:
             )
         logits: Tensor = output.logits[0].float()
         return logits
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """The two models; both compute in float32, so that their difference is the quantization's alone."""
+
+    original: LoadedModel
+    quantized: LoadedModel
+
+
+def load_pair(model: str, quantized: str, device: str) -> ModelPair:
+    """Load the model in directory `model`, and `quantized`: its scheme, or the directory of a quantized copy.
+
+    An empty scheme loads the model as it is. Raises ArtifactError where the copy is another model's, and
+    ModelUnusableError.
+    """
+    copied = bool(quantized) and Path(quantized).is_dir()
+    if copied:
+        check_copy(read_base_model(model, "model"), read_base_model(quantized, "model"), quantized)
+    original = load_model(model, device, "float32")
+    torch.set_num_threads(step_threads(original.parameters, 0))
+    copy = load_model(quantized, device, "float32") if copied else load_model(model, device, "float32", quantized)
+    return ModelPair(original, copy)
+
+
+def check_copy(original: BaseModel, copy: BaseModel, directory: str) -> None:
+    """Check that a quantized model may be the original's copy. Raises ArtifactError."""
+    if not copy.quantization:
+        raise ArtifactError("--quantized", f"{directory} is not quantized; give a quantized copy, or a scheme")
+    if copy.modules != original.modules or copy.original_digest not in {"", original.digest}:
+        raise ArtifactError("--quantized", f"{directory} is not a quantized copy of the model")
+
+
+class TextCodec:
+    """The tokenizer of a model directory, as routers use it."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the tokenizer. Raises ArtifactError."""
+        data = read_small_file(directory / "tokenizer.json")
+        try:
+            self._tokenizer = Tokenizer.from_str(data.decode())
+        except Exception as error:  # the library raises bare Exception
+            raise ArtifactError("tokenizer.json", f"cannot be read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str) -> Ids:
+        """Return the ids of a text, with the special tokens that the tokenizer adds to a prompt."""
+        return tuple(self._tokenizer.encode(text).ids)
+
+    def decode(self, ids: Ids) -> str:
+        """Return the text of ids, without special tokens."""
+        text: str = self._tokenizer.decode(list(ids))
+        return text
+
+
+# Largest divergence, and largest loss of a token, in nats that count: those of a model that is broken are infinite.
+_WORST = 700.0
+
+
+@dataclass
+class Differences:
+    """Sums over the tokens that were compared. Divergences are of the quantized model from the original, in nats."""
+
+    tokens: int = 0
+    # Tokens whose best next token is the same.
+    agreed: int = 0
+    kl: float = 0.0
+    max_kl: float = 0.0
+    # Sums of the negative log probabilities of the text's own next tokens.
+    original_loss: float = 0.0
+    quantized_loss: float = 0.0
+
+    @property
+    def agreement(self) -> float:
+        """Return the share of tokens after which the best next token is the same."""
+        return self.agreed / self.tokens
+
+    @property
+    def mean_kl(self) -> float:
+        """Return the mean divergence, which rounding does not lift above the largest."""
+        return min(self.kl / self.tokens, self.max_kl)
+
+    @property
+    def perplexities(self) -> tuple[float, float]:
+        """Return the perplexity of the text for the original and for the quantized model."""
+        losses = self.original_loss / self.tokens, self.quantized_loss / self.tokens
+        before, after = (math.exp(min(loss, _WORST)) for loss in losses)
+        return before, after
+
+    @torch.inference_mode()
+    def add(self, original: Tensor, quantized: Tensor, following: Tensor) -> None:
+        """Compare logits [tokens, vocabulary] of both models, after which the tokens `following` [tokens] come.
+
+        Raises ArtifactError where the original's are not numbers; where the quantized model's are not, nothing agrees.
+        """
+        if original.isnan().any():
+            raise ArtifactError("model", "the original's logits are not numbers: it, or the adapter, is broken")
+        # In float64: a divergence is a small difference of large sums.
+        p, q = original.double().log_softmax(-1), quantized.double().log_softmax(-1)
+        divergences = (p.exp() * (p - q)).sum(-1).nan_to_num_(_WORST, _WORST).clamp_(0, _WORST)
+        self.tokens += len(following)
+        self.agreed += int(((p.argmax(-1) == q.argmax(-1)) & ~q.isnan().any(-1)).sum())
+        self.kl += float(divergences.sum())
+        self.max_kl = max(self.max_kl, float(divergences.max()))
+        chosen = following.to(p.device)[:, None]
+        self.original_loss -= float(p.gather(1, chosen).sum())
+        self.quantized_loss -= float(q.gather(1, chosen).nan_to_num_(-_WORST, neginf=-_WORST).sum())

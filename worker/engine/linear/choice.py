@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import nn
 
-from worker.engine.device.dtypes import dtype_name
+from worker.engine.device import dtype_name
 from worker.engine.linear.layouts import Layout, float_layouts, is_narrow, narrow_layouts, quantized_layouts
 from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear
 

@@ -1,9 +1,16 @@
-"""Linear layers over weights in panels, computed by the CPU kernels. Any thread may call them."""
+"""Linear layers over weights in panels, computed by the CPU kernels. Any thread may call them.
+
+    weight [out, in]  ──▶  panels [out / PANEL, in / unit, PANEL, bytes of a unit], zeros beyond the last output
+
+Panels are read front to back. A unit is so many columns that are stored side by side for one output; see
+kernels/weight_vectors.py for how they are unpacked.
+"""
 
 from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from dataclasses import dataclass
 from struct import Struct
 from typing import Any
 
@@ -13,13 +20,135 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from worker.engine.device.cpu import threads
-from worker.engine.device.cpu.workspace import Workspace
-from worker.engine.device.dtypes import dtype_name
-from worker.engine.linear import fixed_kernel, kernel
-from worker.engine.linear.formats import CALL_INTEGERS
-from worker.engine.linear.panels import Panels, make_panels
-from worker.engine.quantized.weight import AnyLinear
+from worker.engine.device import dtype_name
+from worker.engine.kernels import fixed_linear, threads
+from worker.engine.kernels import linear as float_linear
+from worker.engine.kernels.threads import Workspace
+from worker.engine.kernels.weight_vectors import CALL_INTEGERS, UNIT_COLUMNS, ZERO_STEP, panel_outputs
+from worker.engine.quantized.weight import SYMMETRIC_ZERO, AnyLinear, QuantizedWeight
+
+# Number of columns whose products are summed before they are added to the total, where no group has its own scale.
+SEGMENT_COLUMNS = 128
+# Columns are padded to a multiple of this: whole units of every format, and whole vectors.
+COLUMNS_STEP = 16
+# Columns of a unit in the low and in the high nibbles of its four bytes: those of two int16, even columns in the first.
+_NIBBLES = [0, 4, 1, 5], [2, 6, 3, 7]
+# The float kernel sees codes shifted to the upper half of a word.
+_SHIFTED = 65536.0
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A weight [outputs, columns] in panels.
+
+    `columns` is padded to a multiple of COLUMNS_STEP. `scales` and `zeros` are float32 [panels, groups, PANEL], None
+    where the format has none; `group` columns share one. `bias` is float32 [panels * PANEL].
+    """
+
+    format: str
+    outputs: int
+    columns: int
+    memory: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    group: int
+    bias: Tensor
+
+    @property
+    def count(self) -> int:
+        """Return the number of panels."""
+        return len(self.memory)
+
+    @property
+    def segment(self) -> int:
+        """Return the number of columns that are summed before a scale is applied."""
+        return self.group if self.scales is not None and self.scales.shape[1] > 1 else SEGMENT_COLUMNS
+
+    def scale_places(self) -> tuple[int, int, int, int]:
+        """Return the addresses of scales and zeros, and the bytes from panel to panel and from segment to segment."""
+        if self.scales is None:
+            return 0, 0, 0, 0
+        _, groups, width = self.scales.shape
+        zeros = 0 if self.zeros is None else self.zeros.data_ptr()
+        return self.scales.data_ptr(), zeros, groups * width * 4, width * 4 if groups > 1 else 0
+
+
+def can_be_panels(linear: AnyLinear) -> bool:
+    """Tell whether there is a format for the layer's weight."""
+    weight = linear.weight
+    if not isinstance(weight, QuantizedWeight):
+        return weight.dtype in (torch.float32, torch.bfloat16)
+    return not weight.codes.is_floating_point() and (weight.scales.shape[1] == 1 or weight.group % COLUMNS_STEP == 0)
+
+
+def make_panels(linear: AnyLinear, *, fixed: bool = False) -> Panels:
+    """Lay out a layer's weight and bias. `fixed`: for activations in fixed point, where the weight is codes."""
+    weight = linear.weight
+    outputs = linear.out_features
+    panels = -(-outputs // panel_outputs())
+    bias = torch.zeros(panels * panel_outputs())
+    if linear.bias is not None:
+        bias[:outputs] = linear.bias.detach()
+    if not isinstance(weight, QuantizedWeight):
+        name = dtype_name(weight.dtype)
+        memory = _in_panels(weight.detach(), name, panels)
+        return Panels(name, outputs, _padded(linear.in_features), memory, None, None, linear.in_features, bias)
+    name = f"int{weight.bits}"
+    scales, zeros, group = weight.scales, weight.zeros, weight.group
+    if zeros is None and weight.bits == 4:
+        zeros = torch.full_like(scales, SYMMETRIC_ZERO)
+    if fixed and scales.shape[1] > 1:
+        # Each part of a long group is a segment with its scale.
+        group = _part_of(group)
+        parts = weight.group // group
+        scales = scales.repeat_interleave(parts, 1)
+        zeros = None if zeros is None else zeros.repeat_interleave(parts, 1)
+    if not fixed:
+        scales, zeros = scales / _SHIFTED, None if zeros is None else zeros * _SHIFTED
+    elif zeros is not None:
+        # The sums of a row begin with a product of these pairs and of its sum of q.
+        zeros = torch.stack((-zeros, -ZERO_STEP * zeros), -1).to(torch.int16).view(torch.int32).squeeze(-1)
+    return Panels(
+        name,
+        outputs,
+        _padded(linear.in_features),
+        _in_panels(weight.unpacked(), name, panels),
+        _groups_in_panels(scales, panels),
+        None if zeros is None else _groups_in_panels(zeros, panels),
+        group,
+        bias,
+    )
+
+
+def _part_of(group: int) -> int:
+    """Return the largest number of columns of which a group is a multiple, and which integer sums can take."""
+    return next(part for part in range(SEGMENT_COLUMNS, 0, -COLUMNS_STEP) if group % part == 0)
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // COLUMNS_STEP) * COLUMNS_STEP
+
+
+def _in_panels(numbers: Tensor, name: str, panels: int) -> Tensor:
+    """Lay out one number for each weight [out, in]: [panels, units, PANEL, ...]."""
+    unit, columns = UNIT_COLUMNS[name], _padded(numbers.shape[1])
+    missing = columns - numbers.shape[1], panels * panel_outputs() - len(numbers)
+    if any(missing):
+        numbers = pad(numbers, (0, missing[0], 0, missing[1]))
+    if name == "float32":
+        unit = 1
+    of_panels = numbers.view(panels, panel_outputs(), columns // unit, unit).transpose(1, 2)
+    if name == "int4":
+        of_panels = of_panels[..., _NIBBLES[0]] | of_panels[..., _NIBBLES[1]] << 4
+    return of_panels.contiguous()
+
+
+def _groups_in_panels(of_groups: Tensor, panels: int) -> Tensor:
+    """Lay out float32 [out, groups] as [panels, groups, PANEL]."""
+    groups = of_groups.shape[1]
+    padded = pad(of_groups, (0, 0, 0, panels * panel_outputs() - len(of_groups)))
+    return padded.view(panels, panel_outputs(), groups).transpose(1, 2).contiguous()
+
 
 # Maximum rows for which each tile unpacks the codes again, in registers: measured, the others unpack a panel first.
 _DIRECT_ROWS = {"float32": 12, "bfloat16": 12, "int8": 8, "int4": 8}
@@ -34,7 +163,7 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self.workspace = Workspace()
-        self.counters = np.zeros(max(kernel.COUNTERS, fixed_kernel.COUNTERS), np.int64)
+        self.counters = np.zeros(max(float_linear.COUNTERS, fixed_linear.COUNTERS), np.int64)
         self.counters_address = self.counters.ctypes.data
 
 
@@ -119,10 +248,10 @@ class PanelLinear(PanelLayer):
         """Lay out the weight, and compile the kernel for inputs of `dtype`."""
         panels = make_panels(linear)
         super().__init__(linear, dtype, panels)
-        self._kernel = kernel.compile_linear(
+        self._kernel = float_linear.compile_linear(
             panels.format, dtype_name(dtype), scales=panels.scales is not None, zeros=panels.zeros is not None
         )
-        self._scratch_floats = kernel.scratch_floats(panels.columns)
+        self._scratch_floats = float_linear.scratch_floats(panels.columns)
         self._call = _struct(CALL_INTEGERS)
         self._kept = _integers(
             *(*self._places, panels.columns * 4),
@@ -139,27 +268,27 @@ class PanelLinear(PanelLayer):
 
 
 class FixedLinear(PanelLayer):
-    """A linear layer over codes whose inputs are rounded to 16 bits, see fixed_rows.py."""
+    """A linear layer over codes whose inputs are rounded to 16 bits, see kernels/fixed_linear.py."""
 
     def __init__(self, linear: AnyLinear, dtype: torch.dtype) -> None:
         """Lay out the weight, and compile the kernel for inputs of `dtype`."""
         panels = make_panels(linear, fixed=True)
         super().__init__(linear, dtype, panels)
-        self._kernel = fixed_kernel.compile_fixed(panels.format, dtype_name(dtype), zeros=panels.zeros is not None)
-        self._call = _struct(fixed_kernel.CALL_INTEGERS)
+        self._kernel = fixed_linear.compile_fixed(panels.format, dtype_name(dtype), zeros=panels.zeros is not None)
+        self._call = _struct(fixed_linear.CALL_INTEGERS)
         segments = -(-panels.columns // panels.segment)
         # The bytes of a row in fixed point, and of its factors and sums.
         self._row_bytes = panels.columns * 2, segments * 8
         self._kept = _integers(
             *(*self._places, panels.columns * dtype.itemsize, *self._row_bytes, segments * 4),
-            fixed_kernel.scratch_floats() * 4,
+            fixed_linear.scratch_floats() * 4,
         )
 
     def _multiply(self, x: Tensor, rows: int, y: Tensor) -> None:
         # Threads write to their scratch all the time: it shares no cache line with other memory.
         before = -(-rows * sum(self._row_bytes) // _LINE) * _LINE
-        memory = _scratch.workspace.address(before // 4 + torch.get_num_threads() * fixed_kernel.scratch_floats())
-        self._run(x, rows, y, memory + before, memory, fixed_kernel.spread(rows))
+        memory = _scratch.workspace.address(before // 4 + torch.get_num_threads() * fixed_linear.scratch_floats())
+        self._run(x, rows, y, memory + before, memory, fixed_linear.spread(rows))
 
 
 def _struct(integers: str) -> Struct:

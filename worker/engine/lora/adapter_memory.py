@@ -10,16 +10,16 @@ addresses in host memory, and a reference that keeps the buffer alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from artifacts import ArtifactError
 from artifacts.revision import WEIGHTS_FILE
-from worker.engine.lora.dora import Rescale
-from worker.engine.lora.weights import AdapterWeights, LoraPair
+from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
 from worker.engine_api import AdapterSource
 
 # Alignment of each tensor in the buffer, in bytes: a cache line of the CPU, four times what CUDA reads at once.
@@ -126,3 +126,23 @@ def _usable(numbers: Tensor) -> bool:
     # Compared as Python floats: in float16 the bound would be infinite. Comparisons with NaN are false.
     low, high = (bound.item() for bound in numbers.aminmax())
     return low >= -_LARGEST and high <= _LARGEST
+
+
+class AdapterLayers(Protocol):
+    """A model's adaptable layers: cpu.py on the CPU, cuda.py on CUDA. Called by one thread."""
+
+    def install(self, weights: AdapterWeights, slot: int) -> None:
+        """Replace a slot's adapter; steps that are already launched still use the old one."""
+
+    def begin_step(self, rows: Sequence[tuple[int, int]], wanted: Sequence[int] = ()) -> None:
+        """Set the rows that the layers compute until the next call.
+
+        `rows` are (slot or -1, tokens): first those with one token, then those with more, each sorted by slot. `wanted`
+        is the number of each row's tokens that the output head computes logits for.
+        """
+
+    def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
+        """Set rows of one token each, with padding rows up to `padded`; `row_slots` are sorted.
+
+        On CUDA all calls with the same `padded` lead to the same launches, so that a CUDA graph can hold them.
+        """

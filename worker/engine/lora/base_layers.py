@@ -1,33 +1,152 @@
-"""The interface to the base model's weights that reading an adapter needs: for DoRA, and to check copied weights."""
+"""The loaded model's own layers, as reading an adapter asks for them: for DoRA, and to check copied weights."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
-from torch import Tensor
+import safetensors
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from artifacts.checkpoint import read_checkpoint
+from artifacts.encoders import hidden_size
+from artifacts.families import HEAD_WEIGHTS
+from worker.engine.lora.fused_linears import FusedPart
+from worker.engine.quantized.stored import QuantizedWeights
+from worker.engine.quantized.weight import AnyLinear, QuantizedEmbedding, QuantizedWeight, is_linear
+
+# Number of a weight's rows that are cast to float32 at once.
+_PIECE_ROWS = 4096
 
 
-class BaseLayers(Protocol):
-    """The base model's layers by name. Called by loader threads while steps run."""
+class Layered(Protocol):
+    """A loaded model: `linears` and `ends` are (in_features, out_features) of layers that adapters may change."""
+
+    @property
+    def module(self) -> Any:
+        """Return transformers' model."""
+
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """Return the layers between embeddings and output head."""
+
+    @property
+    def ends(self) -> Mapping[str, tuple[int, int]]:
+        """Return the embeddings and the head's layers."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the model is."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that it computes in."""
+
+    @property
+    def directory(self) -> Path:
+        """Return where its files lie."""
+
+    @property
+    def quantized(self) -> QuantizedWeights | None:
+        """Return the weights that are quantized; None where none are."""
+
+
+class ModelLayers:
+    """The layers of a model on any device, as numbers on the CPU.
+
+    Called by loader threads while steps run. Made before its weights are packed, of which it keeps one number for each
+    output of a layer. Neither the products nor the reading change anything that steps use.
+    """
+
+    def __init__(self, loaded: Layered) -> None:
+        self._loaded = loaded
+        # Of quantized ones no use is made.
+        self._embeddings: Tensor = loaded.module.get_input_embeddings().weight
+        self._squares: dict[str, Tensor] = {}
+        self._biases: dict[str, Tensor] = {}
+        for name in (*loaded.linears, *loaded.ends):
+            layer = loaded.module.get_submodule(name)
+            # Embeddings stay as they are: they can be asked later.
+            if is_linear(layer):
+                self._squares[name] = _squares(layer.weight).cpu()
+                if layer.bias is not None:
+                    self._biases[name] = layer.bias.detach().float().cpu()
+
+    def squares(self, module: str) -> Tensor:
+        """Return the sum of squares of each output's weights: [out_features] float32."""
+        if module in self._squares:
+            return self._squares[module]
+        weight: Any = self._own(module).weight
+        return _squares(_numbers(weight, torch.float32).t()).cpu()
 
     @property
     def hidden_size(self) -> int:
         """Return the width of the last layer's hidden states."""
+        return hidden_size({**self._loaded.linears, **self._loaded.ends})
 
-    def squares(self, module: str) -> Tensor:
-        """Return the sum of squares of each output's weights: [out_features] float32."""
-
+    @torch.inference_mode()
     def product(self, module: str, a: Tensor) -> Tensor:
         """Multiply a [rows, in_features] with the layer's weight, without its bias: [rows, out_features] float32.
 
         For token embeddings in_features is the vocabulary: each row of a weights the tokens' embeddings.
         """
+        layer, a = self._own(module), a.to(self._loaded.device, self._loaded.dtype)
+        if isinstance(layer, nn.Embedding | QuantizedEmbedding):
+            return (a @ _numbers(layer.weight, a.dtype)).float().cpu()
+        if isinstance(layer, AnyLinear):
+            return linear(a, _numbers(layer.weight, a.dtype)).float().cpu()
+        # Not through the part's own call: it keeps what the step that runs has computed.
+        assert isinstance(layer, FusedPart)
+        y = layer.product.base(a).split_with_sizes(layer.product.widths, -1)[layer.index]
+        bias = self.bias(module)
+        return y.float().cpu() if bias is None else y.float().cpu() - bias
 
     def bias(self, module: str) -> Tensor | None:
         """Return the layer's bias [out_features] float32; None where it has none."""
+        return self._biases.get(module)
 
     def output_scale(self, module: str) -> float:
         """Return the factor that the model multiplies token embeddings by (1 in most families)."""
+        return float(getattr(self._own(module), "embed_scale", 1.0))
 
     def repeats(self, parameter: str, values: Tensor) -> bool:
         """Tell whether a parameter of the embeddings or the output head equals these values in the model's dtype."""
+        module, _, kind = parameter.rpartition(".")
+        dtype, quantized = self._loaded.dtype, self._loaded.quantized
+        if kind == "weight" and quantized is not None and quantized.has_end(module):
+            return quantized.repeats(module, values, dtype)
+        own = self.bias(module) if kind == "bias" else self._weight(module)
+        return own is not None and torch.equal(own.to("cpu", dtype), values.to(dtype))
+
+    def _weight(self, module: str) -> Tensor:
+        """Return the embeddings' weight, or the head's from its file (it may be packed), unless the two are tied."""
+        layer = self._own(module)
+        files = read_checkpoint(self._loaded.directory).tensors
+        name = next((name for name in HEAD_WEIGHTS if name in files), None)
+        if isinstance(layer, nn.Embedding) or name is None:
+            return self._embeddings
+        with safetensors.safe_open(files[name][0], "pt") as file:
+            weight: Tensor = file.get_tensor(name)
+        return weight
+
+    def _own(self, module: str) -> nn.Module:
+        layer = self._loaded.module.get_submodule(module)
+        own: nn.Module = getattr(layer, "base", layer)  # adapted embeddings have the model's own
+        return own
+
+
+def _numbers(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Return a weight as it is or, where it is quantized, dequantized."""
+    return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
+
+
+def _squares(weight: Tensor | QuantizedWeight) -> Tensor:
+    """Return the squared norm of each row; in pieces, because a float32 copy is made of each."""
+    if isinstance(weight, QuantizedWeight):
+        starts = range(0, weight.out_features, _PIECE_ROWS)
+        return torch.cat([_squares(weight.rows(slice(start, start + _PIECE_ROWS)).dequantize()) for start in starts])
+    pieces = torch.split(weight, _PIECE_ROWS)
+    return torch.cat([torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32).square() for piece in pieces])

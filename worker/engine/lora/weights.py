@@ -1,7 +1,18 @@
-"""Reading adapters from directories in peft's layout, checked against the model."""
+"""Reads adapters from directories in peft's layout, checked against the model.
+
+Tensors are views of the mapped safetensors file: only the pages that are used are read. DoRA (arXiv 2402.09353) becomes
+a plain LoRA pair plus a gain and a shift per output, so that any batch can mix it:
+
+    m / ||W + BA|| * (W x + B A x) + bias  =  y + gain * y + shift + B' A x        y = W x + bias, the base output
+
+with gain = m / ||W + BA|| - 1, B' = (1 + gain) B and shift = -gain * bias. Each norm is over one output's weights,
+and needs no copy of W: ||W + BA||^2 = ||W||^2 + 2 (W A^T) . B + B (A A^T) B^T, where the base layer computes W A^T.
+"""
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,22 +21,62 @@ import torch
 from torch import Tensor
 
 from artifacts import ArtifactError, MismatchError
-from artifacts.checkpoint import ADAPTER_HEADER_BYTES, read_header
+from artifacts.checkpoint import ADAPTER_HEADER_BYTES, TensorInfo, read_header
 from artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
 from artifacts.families import is_embedding
 from artifacts.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config
 from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, tensor_names
-from worker.engine.lora.base_layers import BaseLayers
-from worker.engine.lora.dora import Rescale, dora_rescale
-from worker.engine.lora.mapped import DTYPES, map_tensors
+from worker.engine.lora.base_layers import ModelLayers
 from worker.engine_api import AdapterSource
+
+
+@dataclass(frozen=True, slots=True)
+class Rescale:
+    """A DoRA adapter's change of the base layer's output y: y + gain * y + shift, both [out_features]."""
+
+    gain: Tensor
+    shift: Tensor
+
+
+def dora_rescale(base: ModelLayers, module: str, a: Tensor, b: Tensor, magnitude: Tensor) -> Rescale:
+    """Compute the gain and shift of a DoRA adapter, in float32.
+
+    a [rank, in_features]; b [out_features, rank], scaled by alpha / rank; magnitude [out_features]. The formula is that
+    of peft's lora/dora.py.
+    """
+    own, crossed = base.squares(module).double(), base.product(module, a).double()
+    a, b = a.double(), b.double()
+    added = (b @ (a @ a.t()) * b).sum(1)
+    # Where BA nearly cancels W, rounding could make the square negative.
+    norms = (own + 2 * (crossed.t() * b).sum(1) + added).clamp_(min=0).sqrt()
+    gain = (magnitude.double() / norms - 1).float()
+    bias = base.bias(module)
+    return Rescale(gain, torch.zeros_like(gain) if bias is None else -gain * bias)
+
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def map_tensors(path: Path, header: Mapping[str, TensorInfo]) -> dict[str, Tensor]:
+    """Return views of the file by tensor name; each keeps it mapped. All dtypes must be in DTYPES. Raises OSError."""
+    with open(path, "rb") as file:
+        # torch requires writable memory. ACCESS_COPY gives it, and nothing is written to the file.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return {name: _view(mapped, info) for name, info in header.items()}
+
+
+def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
+    dtype, count = DTYPES[info.dtype], math.prod(info.shape)
+    if not count:
+        return torch.empty(info.shape, dtype=dtype)
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=info.start).view(info.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
     """A module's A [rank, in_features] and B [rank, out_features]: the layer adds x A^T B; B contains the scaling.
 
-    For token embeddings x is one-hot, in_features the vocabulary. `rescale` is set for DoRA (see dora.py).
+    For token embeddings x is one-hot, in_features the vocabulary. `rescale` is set for DoRA (see above).
     """
 
     a: Tensor
@@ -68,7 +119,7 @@ def read_source(
     source: AdapterSource,
     linears: Mapping[str, tuple[int, int]],
     max_rank: int,
-    base: BaseLayers | None = None,
+    base: ModelLayers | None = None,
     architecture: str = "",
 ) -> AdapterWeights:
     """Read an adapter, or a weighted set of adapters as one whose A's and B's are concatenated: ranks add up.
@@ -102,7 +153,7 @@ def read_adapter(
     linears: Mapping[str, tuple[int, int]],
     max_rank: int,
     weight: float = 1.0,
-    base: BaseLayers | None = None,
+    base: ModelLayers | None = None,
     architecture: str = "",
 ) -> AdapterWeights:
     """Read an adapter and scale its B's.
@@ -147,7 +198,7 @@ def _pairs(
     shapes: Mapping[str, LoraShape],
     config: PeftConfig,
     weight: float,
-    base: BaseLayers | None,
+    base: ModelLayers | None,
 ) -> dict[str, LoraPair]:
     names = {module: tensor_names(module) for module in shapes}
     scales = [weight * config.scaling_of(module, shape.rank) for module, shape in shapes.items()]

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from worker.engine.device.transfer import download
+from worker.engine.device import download
 from worker.engine.lora.weights import AdapterWeights
 from worker.engine.model.loader import LoadedModel
 from worker.engine.sampling.step import PendingVector

@@ -3,27 +3,209 @@
 A launch hands the device a whole step and returns. The next launch may come before the ids that this one sampled have
 been collected: ids that are placeholders are then taken, on the device, from the launch before. The order of one stream
 keeps all that a launch reads from the host, and the buffers that it overwrites, safe from the next launch: see
-worker/engine/device/transfer.py.
+worker/engine/device.py.
 """
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from worker.engine.attention.kv_cache import KvCache
-from worker.engine.device.transfer import upload
-from worker.engine.lora.adapter_layers import AdapterLayers
-from worker.engine.model.cuda_graphs import DecodeGraphs, capture_decodes
-from worker.engine.model.decode_buffers import DecodeBuffers
+from worker.engine.attention.paged import AttentionPlan, AttentionStep, KvCache
+from worker.engine.device import upload
+from worker.engine.lora.adapter_memory import AdapterLayers
 from worker.engine.model.encoding import Encoding
-from worker.engine.model.inputs import StepInputs, step_inputs
 from worker.engine.model.loader import LoadedModel
 from worker.engine.sampling.masks import NO_MASKS, MaskFiller, forbid_ids
 from worker.engine.sampling.step import InFlight, launch_sampling
-from worker.engine.scheduling.sequence import Batch
+from worker.engine.scheduling.sequence import Batch, Row
 from worker.engine_api import EngineLimits
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """`input_ids` and `position_ids` are [1, tokens]; `wanted` indexes the tokens whose logits are needed.
+
+    These are, row after row, its prompt_positions and, where it samples, its last token.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    wanted: Tensor
+    attention: AttentionStep
+
+
+def step_inputs(batch: Batch, cache: KvCache, device: torch.device) -> StepInputs:
+    """Lay out a batch. Ids that are placeholders are left 0."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    wanted: list[int] = []
+    size = cache.block_size
+    for row in batch.rows:
+        table, end = row.sequence.block_table, row.start + row.count
+        ids += row.sequence.ids[row.start : end]
+        if row.last_is_placeholder:
+            ids.append(0)
+        wanted += [len(positions) + position - row.start for position in row.prompt_positions]
+        positions += range(row.start, end)
+        slots += [table[position // size] * size + position % size for position in range(row.start, end)]
+        if row.samples:
+            wanted.append(len(ids) - 1)
+    flat = upload([ids, positions, slots], device)
+    attention = AttentionStep(cache, flat[2], attention_plan(batch, cache, device))
+    return StepInputs(flat[None, 0], flat[None, 1], upload(wanted, device, torch.int64), attention)
+
+
+def attention_plan(batch: Batch, cache: KvCache, device: torch.device) -> AttentionPlan:
+    """Plan a batch's attention as the device computes it."""
+    if device.type == "cuda":
+        from worker.engine.attention.cuda import triton_plan  # Triton is there only with CUDA
+
+        return triton_plan(batch, cache, device)
+    from worker.engine.attention.cpu import cpu_plan  # numba is there only where the CPU computes
+
+    return cpu_plan(batch, cache)
+
+
+class DecodeBuffers:
+    """The inputs of decode steps at fixed addresses, padded to a few batch sizes, so that CUDA graphs can hold them.
+
+        row      0   1   2 │ padding
+        id       17  5   9 │ 0        its logits are dropped
+        position 40  7   3 │ 0
+        slot     ..  ..  ..│ the scratch block's first
+        blocks   ..  ..  ..│ scratch, scratch, ...
+
+    They hold up to `rows` rows of up to `max_tokens` positions each; `sizes` are the batch sizes padded to.
+    """
+
+    def __init__(self, rows: int, max_tokens: int, cache: KvCache, device: torch.device) -> None:
+        self.sizes = padded_sizes(rows)
+        self._cache = cache
+        blocks = -(-max_tokens // cache.block_size)
+        # Ids, positions, slots. Filled as padding, so that a step can be captured before there is a sequence.
+        self._tokens = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self._tokens[2] = cache.scratch_block * cache.block_size
+        self._tables = torch.full((rows, blocks), cache.scratch_block, dtype=torch.int32, device=device)
+        self._wanted = torch.arange(rows, device=device)
+
+    def fill(self, rows: Sequence[Row]) -> int:
+        """Lay out decode rows; returns the size they are padded to.
+
+        Ids that are placeholders are left 0. A step may still read the buffers meanwhile: see worker/engine/device.py.
+        """
+        cache, size = self._cache, next(size for size in self.sizes if size >= len(rows))
+        blocks = [row.start // cache.block_size + 1 for row in rows]
+        tokens = np.zeros((3, size), dtype=np.int64)
+        tokens[2] = cache.scratch_block * cache.block_size
+        # Values of earlier steps beyond these columns are beyond the rows' positions, where attention does not look.
+        tables = np.full((size, max(blocks)), cache.scratch_block, dtype=np.int32)
+        for index, (row, count) in enumerate(zip(rows, blocks, strict=True)):
+            table, offset = row.sequence.block_table, row.start % cache.block_size
+            token = 0 if row.last_is_placeholder else row.sequence.ids[row.start]
+            tokens[:, index] = token, row.start, table[count - 1] * cache.block_size + offset
+            tables[index, :count] = table[:count]
+        self._tokens[:, :size].copy_(upload(tokens, self._tokens.device))
+        self._tables[:size, : tables.shape[1]].copy_(upload(tables, self._tables.device))
+        return size
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """Return the ids [rows] of the step to come."""
+        return self._tokens[0]
+
+    def inputs(self, size: int) -> StepInputs:
+        """Return the step of that size: views of the buffers, at the same addresses every time."""
+        ids, positions, slots = self._tokens[:, :size].unbind()
+        step = AttentionStep(self._cache, slots, self._plan(size))
+        return StepInputs(ids[None], positions[None], self._wanted[:size], step)
+
+    def _plan(self, size: int) -> AttentionPlan:
+        tables, positions = self._tables[:size], self._tokens[1, :size]
+        if tables.device.type == "cuda":
+            from worker.engine.attention.cuda import DecodeRows, TritonPlan  # Triton is there only with CUDA
+
+            return TritonPlan(DecodeRows(tables, positions), None)
+        from worker.engine.attention.cpu import decode_plan  # and numba only where the CPU computes
+
+        return decode_plan(tables.tolist(), positions.tolist(), self._cache)
+
+
+def padded_sizes(rows: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, then multiples of 8, up to `rows`."""
+    return (*(size for size in (1, 2, 4, *range(8, rows, 8)) if size < rows), rows)
+
+
+_log = logging.getLogger(__name__)
+
+
+class DecodeGraphs:
+    """Decode steps as CUDA graphs: the host launches a whole step at once, in place of a hundred kernels a layer.
+
+    Over buffers at fixed addresses each padded batch size is captured twice: the base model alone, and with the
+    adapters' kernels, which look up in a table which row has which adapter. All graphs write their logits to the same
+    buffer, so that what each has in between can lie where another's does. Used by the thread that steps alone.
+    """
+
+    def __init__(
+        self, buffers: DecodeBuffers, forward: Callable[[StepInputs], Tensor], begin: Callable[[int, bool], None]
+    ) -> None:
+        """Capture all of `buffers`' sizes of `forward`, which gives the logits [rows, vocab] of a step.
+
+        `begin` is called before with the size, and whether adapters are to be in it. Raises RuntimeError where the
+        model does what a graph can't hold (it waits for the device), or memory is out.
+        """
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._logits: Tensor | None = None
+        pool = None
+        # The largest first: the others find room in its memory.
+        for size in reversed(buffers.sizes):
+            inputs = buffers.inputs(size)
+            for adapted in (True, False):
+                begin(size, adapted)
+                logits = _warm_up(inputs, forward)
+                if self._logits is None:
+                    self._logits = torch.empty_like(logits)
+                del logits
+                graph = torch.cuda.CUDAGraph()
+                # Other threads may use the device meanwhile: those that load adapters.
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    self._logits[:size].copy_(forward(inputs))
+                self._graphs[size, adapted] = graph
+                pool = graph.pool()
+
+    def replay(self, size: int, *, adapted: bool) -> Tensor:
+        """Compute the logits [size, vocab] of what the buffers hold now; the next replay overwrites them."""
+        assert self._logits is not None, "there is at least one size"
+        self._graphs[size, adapted].replay()
+        return self._logits[:size]
+
+
+def capture_decodes(
+    buffers: DecodeBuffers, forward: Callable[[StepInputs], Tensor], begin: Callable[[int, bool], None]
+) -> DecodeGraphs | None:
+    """Capture a model's decode steps; None, with a warning, where that can't be done: they run uncaptured then."""
+    try:
+        return DecodeGraphs(buffers, forward, begin)
+    except RuntimeError as error:
+        _log.warning("decode steps run without CUDA graphs, capturing them failed: %s", " ".join(str(error).split()))
+        return None
+
+
+def _warm_up(inputs: StepInputs, forward: Callable[[StepInputs], Tensor]) -> Tensor:
+    """Compile the kernels and let libraries take their workspaces: neither can be done while capturing."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        logits = forward(inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    return logits
 
 
 class Runner:

@@ -25,9 +25,8 @@ from artifacts.checkpoint import Checkpoint, read_checkpoint
 from artifacts.families import FAMILIES
 from artifacts.json_object import parse_object
 from artifacts.quantization import Quantization, parse_quantization
-from worker.engine.quantized.schemes import quantize_tensor
 from worker.engine.quantized.stored import open_tensors
-from worker.engine.quantized.weight import QuantizedWeight
+from worker.engine.quantized.weight import QuantizedWeight, quantize_tensor
 
 # Maximum bytes of a file of the copy; so much of it is in memory at once.
 _SHARD_BYTES = 2 << 30

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from artifacts.base_modules import LinearWeight
+from artifacts.quantization import Quantization
+
 # Zero point of symmetric codes of 4 bits, which are 0 to 15.
 SYMMETRIC_ZERO = 8
 # Lowest and highest code by the number of bits.
@@ -207,3 +210,48 @@ def pack_codes(codes: Tensor) -> Tensor:
     """Pack codes 0 to 15 [out, in] in pairs: uint8 [out, in // 2]."""
     pairs = codes.to(torch.uint8)
     return pairs[:, ::2] | pairs[:, 1::2] << 4
+
+
+class QuantizedEmbedding(QuantizedModule):
+    """Token embeddings [num_embeddings, embedding_dim]: looks up ids [...] to [..., embedding_dim].
+
+    Some models multiply by `embed_scale`, which is then an attribute as on their own layer.
+    """
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, embed_scale: float | None = None) -> None:
+        super().__init__(weight)
+        self.num_embeddings = weight.out_features
+        self.embedding_dim = weight.in_features
+        self.dtype = dtype
+        if embed_scale is not None:
+            self.embed_scale = embed_scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Dequantize the rows of ids [...]: [..., embedding_dim]."""
+        y = self.weight.rows(ids.reshape(-1)).dequantize(self.dtype)
+        if hasattr(self, "embed_scale"):
+            y *= torch.tensor(self.embed_scale, dtype=self.dtype)
+        return y.view(*ids.shape, self.embedding_dim)
+
+
+# Number of rows that are quantized at once: rounding makes several float32 copies.
+_PIECE_ROWS = 4096
+_FLOAT8 = torch.float8_e4m3fn
+
+
+def quantize_tensor(tensor: Tensor, weight: LinearWeight, scheme: Quantization) -> QuantizedWeight:
+    """Quantize a checkpoint's tensor of a weight; rows of embeddings are tokens, of other weights outputs."""
+    return quantize_weight(tensor.t() if weight.input_first and not weight.is_embedding else tensor, scheme)
+
+
+def quantize_weight(weight: Tensor, scheme: Quantization) -> QuantizedWeight:
+    """Quantize a weight [out_features, in_features]; the same weight always gives the same codes."""
+    return concatenate([_quantize(piece, scheme) for piece in torch.split(weight, _PIECE_ROWS)])
+
+
+def _quantize(weight: Tensor, scheme: Quantization) -> QuantizedWeight:
+    if not scheme.floating:
+        return quantize(weight, scheme.bits, scheme.group or None, symmetric=scheme.symmetric)
+    wide = weight.detach().float()
+    scales = (wide.abs().amax(1, keepdim=True) / torch.finfo(_FLOAT8).max).clamp(min=torch.finfo(torch.float32).tiny)
+    return QuantizedWeight((wide / scales).to(_FLOAT8), scales, None, scheme.bits, weight.shape[1])

@@ -12,7 +12,7 @@ import torch
 from llguidance import LLExecutor
 from torch import Tensor
 
-from worker.engine.device.transfer import upload
+from worker.engine.device import upload
 from worker.engine.scheduling.grammars import GrammarState
 from worker.engine.scheduling.sequence import Batch, Row
 from worker.engine_api import Failure
@@ -83,7 +83,7 @@ def forbid_ids(logits: Tensor, masks: Sequence[np.ndarray | None]) -> None:
     if not constrained:
         return
     if logits.device.type == "cpu":
-        from worker.engine.sampling.mask_kernel import apply_masks  # numba is there only where the CPU computes
+        from worker.engine.kernels.masks import apply_masks  # numba is there only where the CPU computes
 
         rows, bits = zip(*constrained, strict=True)
         apply_masks(logits, rows, bits)

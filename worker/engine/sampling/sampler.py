@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.engine.device.transfer import upload
+from worker.engine.device import upload
 from worker.engine.sampling.masks import forbid_ids
 from worker.engine_api import Sampling
 

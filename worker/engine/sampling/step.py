@@ -16,8 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from worker.engine.device.out_of_memory import is_out_of_memory
-from worker.engine.device.transfer import download, record_event, upload
+from worker.engine.device import download, is_out_of_memory, record_event, upload
 from worker.engine.sampling.masks import NO_MASKS, Masks
 from worker.engine.sampling.sampler import Adjustments, Draw, sample
 from worker.engine.scheduling.sequence import Batch, Row

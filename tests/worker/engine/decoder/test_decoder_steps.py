@@ -15,11 +15,11 @@ from torch import nn
 
 from tests.worker.engine.model.tiny_families import CRAMPED, LAST_ARRIVAL, PROMPTS, make_config, make_model
 from worker.engine.decoder import steps
-from worker.engine.decoder.program import Program
 from worker.engine.decoder.steps import _SharedMemory
-from worker.engine.device.cpu.threads import recorded_calls, run_on_all_threads, run_on_this_thread
+from worker.engine.kernels.program import Program
+from worker.engine.kernels.threads import recorded_calls, run_on_all_threads, run_on_this_thread
 from worker.engine.linear.layer import PanelLinear, scratch_memory
-from worker.engine.lora.cpu.group import CpuGroup, CpuStep
+from worker.engine.lora.cpu import CpuGroup, CpuStep
 from worker.engine.model.loader import load_model
 from worker.engine.torch_engine import adapter_layers
 from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, Stopping

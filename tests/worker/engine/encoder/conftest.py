@@ -12,7 +12,7 @@ from worker.engine_api import EngineConfig
 @pytest.fixture
 def make_encoder(one_thread: None) -> Iterator[Callable[..., Any]]:
     """Call with (directory, **settings): an engine in float32, closed after the test."""
-    from worker.engine.encoder.build import build_encoder
+    from worker.engine.encoder.engine import build_encoder
 
     engines = []
 

@@ -171,7 +171,7 @@ def dequantized(oracle: EncoderOracle, scheme: str, directory: Path) -> EncoderO
     from artifacts.checkpoint import read_checkpoint
     from artifacts.encoders import ENCODERS, inner_weights
     from artifacts.quantization import parse_quantization
-    from worker.engine.quantized.schemes import quantize_weight
+    from worker.engine.quantized.weight import quantize_weight
 
     auto: Any = AutoModelForSequenceClassification
     model = oracle.tuned[""].model

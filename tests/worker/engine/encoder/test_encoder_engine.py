@@ -13,7 +13,7 @@ import torch
 
 from options import Encode
 from tests.worker.engine.encoder.encoder_oracle import EncoderOracle, make_oracle, texts, vectors_of
-from worker.engine.encoder.attention import Text, TextAttention
+from worker.engine.encoder.body import Text, TextAttention
 from worker.engine_api import AdapterSource, EngineConfig, FinishKind, NewSequence, SequenceRefusedError, Stopping
 from worker.io.results import warm_up_sequence
 
@@ -141,7 +141,7 @@ def test_tenants_share_the_texts_of_a_step(bert: EncoderOracle, make_encoder: Ca
 
 
 def test_a_step_gives_signs_of_life(bert: EncoderOracle, monkeypatch: pytest.MonkeyPatch) -> None:
-    from worker.engine.encoder import build
+    from worker.engine.encoder import engine as build
 
     monkeypatch.setattr(build, "_SIGN_S", 0.0)
     signs: list[int] = []

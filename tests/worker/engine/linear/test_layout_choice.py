@@ -17,9 +17,8 @@ from tests.worker.engine.model.tiny_families import make_config, make_model
 from worker.engine.linear import choice, layouts
 from worker.engine.linear.choice import Choice, measured, unmeasured
 from worker.engine.linear.layouts import Layout, float_layouts
-from worker.engine.model import cpu_layouts
-from worker.engine.model.cpu_layouts import choose_layouts, lay_out
-from worker.engine.model.loader import load_model
+from worker.engine.model import loader
+from worker.engine.model.loader import choose_layouts, lay_out, load_model
 from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, quantize
 from worker.engine_api import ModelUnusableError
 
@@ -119,8 +118,8 @@ def test_a_bfloat16_model_that_computes_in_float32_is_the_model_in_float32(
     model_type: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model(make_config(model_type), tmp_path).bfloat16().save_pretrained(tmp_path)
-    monkeypatch.setattr(cpu_layouts, "_UNMEASURED_PARAMETERS", 0)
-    monkeypatch.setattr(cpu_layouts, "measured", lambda module, own, computes: unmeasured(module, computes[-1]))
+    monkeypatch.setattr(loader, "_UNMEASURED_PARAMETERS", 0)
+    monkeypatch.setattr(loader, "measured", lambda module, own, computes: unmeasured(module, computes[-1]))
     mixed = choose_layouts(load_model(str(tmp_path)), "auto")
     assert mixed.dtype == F32
     for loaded in (mixed, wide := load_model(str(tmp_path), dtype="float32")):

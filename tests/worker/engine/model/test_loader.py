@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from artifacts.families import KvShape
-from worker.engine.device.memory import available_bytes
-from worker.engine.linear import packed
+from worker.engine.device import available_bytes
+from worker.engine.linear import layouts as packed
 from worker.engine.model import loader
 from worker.engine.model.architectures import SUPPORTED, check_architecture
-from worker.engine.model.cpu_layouts import lay_out
-from worker.engine.model.loader import load_model
+from worker.engine.model.loader import lay_out, load_model
 from worker.engine_api import ModelUnusableError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

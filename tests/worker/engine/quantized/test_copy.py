@@ -19,7 +19,7 @@ from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.quantized import copy
 from worker.engine.quantized.copy import stored_tensors, write_copy
 from worker.engine.quantized.weight import QuantizedWeight, equal, quantize
-from worker.quantize import quantize as run
+from worker.quantization import quantize as run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

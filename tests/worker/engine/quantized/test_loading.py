@@ -13,8 +13,7 @@ from artifacts.quantization import Quantization
 from worker.engine import torch_engine
 from worker.engine.model import loader
 from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.quantized.schemes import quantize_weight
-from worker.engine.quantized.weight import QuantizedWeight, equal
+from worker.engine.quantized.weight import QuantizedWeight, equal, quantize_weight
 from worker.engine_api import ModelUnusableError
 from worker.plan import PlanSettings, plan
 

@@ -1,1 +1,0 @@
-"""Paged attention on the CPU: a compiled kernel for short rows, torch for long chunks."""

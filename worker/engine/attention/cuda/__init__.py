@@ -1,1 +1,0 @@
-"""Paged attention on CUDA: Triton kernels for decodes and prefills."""

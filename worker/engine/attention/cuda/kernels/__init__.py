@@ -1,1 +1,0 @@
-"""Triton kernels of attention on CUDA. Nothing here is imported on the CPU: Triton may be absent."""

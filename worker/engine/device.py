@@ -1,0 +1,123 @@
+"""The engine's device: transfers that do not wait for it, free memory, lack of memory, the cores of torch's operators.
+
+A copy from pageable host memory waits for all work queued on the device. These copies go through pinned memory of
+torch's caching host allocator, which reuses a block only after the copies from it are done: values of one step are
+never overwritten while the device still reads them, however far ahead the host is. All copies, and all kernels that
+read them, are on the current stream of the thread that runs steps, so they happen in the order of the calls; a buffer
+at a fixed address (worker.engine.model.runner.DecodeBuffers) is overwritten after the step before has read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.sizing import available_host_bytes
+
+# Share of the available host memory that adapters may take by default: one part in this many.
+_HOST_ADAPTER_SHARE = 8
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return how many bytes may still be taken on the device; on the CPU inside the limit of the control group."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes()
+
+
+def host_adapter_bytes(chosen: int) -> int:
+    """Return how many bytes adapters may take in host memory; `chosen`: 0, or so many."""
+    return chosen or available_host_bytes() // _HOST_ADAPTER_SHARE
+
+
+def return_freed_memory() -> None:
+    """Return freed memory of this process to the system, after much was freed: glibc keeps it otherwise."""
+    # Other C libraries have no such function.
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+# Parts of the messages of torch's CPU allocator, CUDA, cuBLAS and Triton.
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether the error means out of memory; torch's CPU allocator has no exception class for it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
+
+
+# Number of threads that torch uses by default; read at import, since an engine that was built earlier may set fewer.
+_CORES = torch.get_num_threads()
+# Maximum number of parameters of a model that computes on one thread by default. With 5 M parameters one thread made
+# 250 tokens/s and two threads 27 on a busy machine, because each waits for the other; with 28 M two are twice as fast.
+_ONE_CORE_PARAMETERS = 16_000_000
+
+
+def step_threads(parameters: int, threads: int) -> int:
+    """Return the number of threads that compute steps of a model with so many parameters; `threads`: 0, or chosen."""
+    return threads or (1 if parameters < _ONE_CORE_PARAMETERS else _CORES)
+
+
+def keep_to_one_core() -> None:
+    """Limit torch operators in the calling thread to one core. For threads beside the one that runs steps.
+
+    With more OpenMP threads in the process than cores, libgomp's threads no longer spin while they wait, and every
+    operator of every step takes some 50 us longer. torch.set_num_threads sets the number for the calling thread and for
+    threads that have not read it yet, so the thread that runs steps sets its own afterwards; get_num_threads makes the
+    setting permanent for the calling thread.
+    """
+    torch.set_num_threads(1)
+    torch.get_num_threads()
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without its module, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy (nested) lists of numbers, or a numpy array that must not change afterwards, to the device."""
+    host = torch.as_tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def download(values: Tensor) -> Tensor:
+    """Return a host copy of the values, complete once the stream has reached this call: see record_event."""
+    if values.device.type != "cuda":
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event that completes when all work queued so far is done; None on the CPU, where it is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """A kernel launch: `arguments` and compile-time `constants` by parameter name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    warps: int
+    stages: int
+
+    def launch(self) -> None:
+        """Queue the launch on the current stream."""
+        self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)

@@ -1,1 +1,0 @@
-"""The engine's device: free memory, transfers, threads, kernel launches."""

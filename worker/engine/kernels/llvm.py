@@ -1,0 +1,228 @@
+"""LLVM vector instructions for numba kernels: numba does not vectorize loops over raw addresses.
+
+Functions with an argument `b` emit instructions with that llvmlite IRBuilder. Functions marked @intrinsic are called
+from compiled code: numba calls them with their arguments' types, and they return a function that emits the code. A
+kernel's compile-time constants are in the type of its parameters (see field_length).
+"""
+
+# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+# Codes of the dtypes that kernels are compiled for.
+KINDS = {"float32": 1, "bfloat16": 2, "float16": 3, "int8": 4}
+# Float32 lanes of a vector: one register of AVX-512, two of AVX2.
+LANES = 16
+# LLVM flags of operations whose order may change.
+FAST = ("fast",)
+# LLVM flags of multiplications and additions that may be fused, but not reordered: a row's bits are the same however
+# many rows are computed together.
+CONTRACT = ("contract",)
+# Adding the first to a float32 of less than 2 ** 22 in size rounds that to an integer; the bits less the second are it.
+ROUNDING, ROUNDING_BITS = 12582912.0, 0x4B400000
+# Magnitude up to which exponentials are computed: that of a larger one would not be a normal float32.
+LARGEST_EXPONENT = 87.0
+# Factors of exp(x) = 2 ** n * exp(r), by Cephes' expf: 1 / log(2), log(2) in two parts, and a polynomial of
+# (exp(r) - 1 - r) / r ** 2, from the highest power on.
+LOG2_E = 1.4426950408889634
+LN2 = (0.693359375, -2.12194440e-4)
+EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
+
+
+def kernel_part(*, fastmath: bool = False) -> Any:
+    """Return a decorator for functions that kernels alone call: numba makes no wrappers for calls from Python."""
+    return njit(fastmath=fastmath, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def field_length(parameters: Any, name: str) -> int:
+    """Return the length of an array field, a compile-time constant, from the type of a pointer to the parameters."""
+    return int(parameters.dtype.fields[name].type.shape[0])
+
+
+def load_field(b: Any, parameters: Any, pointer: Any, name: str) -> Any:
+    """Load a 64-bit integer field of the parameters."""
+    offset = int(parameters.dtype.fields[name].offset)
+    return load(b, b.ptrtoint(pointer, I64), offset, I64, 1)
+
+
+def kind_bytes(kind: int) -> int:
+    """Return the bytes of one element of a dtype in KINDS."""
+    return {KINDS["float32"]: 4, KINDS["int8"]: 1}.get(kind, 2)
+
+
+def int64(number: int) -> Any:
+    """Return a 64-bit integer constant."""
+    return ir.Constant(I64, number)
+
+
+def vector_type(of: Any, lanes: int) -> Any:
+    """Return the vector type of `lanes` elements."""
+    return ir.VectorType(of, lanes)
+
+
+def vector_of(of: Any, number: Any, lanes: int) -> Any:
+    """Return a constant with a number in every lane."""
+    return ir.Constant(vector_type(of, lanes), [number] * lanes)
+
+
+def vector_pieces(size: int) -> Iterator[tuple[int, int]]:
+    """Cut `size` elements into vectors [first, first + lanes) of LANES lanes or a smaller power of two."""
+    first = 0
+    while first < size:
+        lanes = LANES
+        while lanes > size - first:
+            lanes //= 2
+        yield first, lanes
+        first += lanes
+
+
+def load(b: Any, address: Any, offset: int, of: Any, align: int) -> Any:
+    """Load a value of type `of` from an address; offset and align in bytes."""
+    loaded = b.load(_at(b, address, offset, of))
+    loaded.align = align
+    return loaded
+
+
+def store(b: Any, value: Any, address: Any, offset: int, align: int) -> None:
+    """Store a value at an address; offset and align in bytes."""
+    b.store(value, _at(b, address, offset, value.type)).align = align
+
+
+def load_floats(b: Any, address: Any, first: int, lanes: int) -> Any:
+    """Load `lanes` float32, from element `first` on."""
+    return load(b, address, 4 * first, vector_type(F32, lanes), 4)
+
+
+def load_as_float32(b: Any, kind: int, address: Any, first: int, lanes: int) -> Any:
+    """Load `lanes` elements of a dtype in KINDS, from element `first` on, and convert them to float32."""
+    if kind == KINDS["float32"]:
+        return load_floats(b, address, first, lanes)
+    if kind == KINDS["float16"]:
+        return b.fpext(load(b, address, 2 * first, vector_type(ir.HalfType(), lanes), 2), vector_type(F32, lanes))
+    if kind == KINDS["int8"]:
+        codes = b.sext(load(b, address, first, vector_type(I8, lanes), 1), vector_type(I32, lanes))
+        return b.sitofp(codes, vector_type(F32, lanes))
+    halves = b.zext(load(b, address, 2 * first, vector_type(I16, lanes), 2), vector_type(I32, lanes))
+    return b.bitcast(b.shl(halves, vector_of(I32, 16, lanes)), vector_type(F32, lanes))
+
+
+def round_to_kind(b: Any, kind: int, wide: Any, lanes: int) -> Any:
+    """Convert float32 to a dtype in KINDS, rounded to nearest, ties to even."""
+    if kind == KINDS["float32"]:
+        return wide
+    if kind == KINDS["float16"]:
+        return b.fptrunc(wide, vector_type(ir.HalfType(), lanes))
+    bits = b.bitcast(wide, vector_type(I32, lanes))
+    odd = b.and_(b.lshr(bits, vector_of(I32, 16, lanes)), vector_of(I32, 1, lanes))
+    rounded = b.add(bits, b.add(odd, vector_of(I32, 0x7FFF, lanes)))
+    return b.trunc(b.lshr(rounded, vector_of(I32, 16, lanes)), vector_type(I16, lanes))
+
+
+def broadcast(b: Any, number: Any, lanes: int) -> Any:
+    """Return a vector with a float32 in every lane."""
+    first = b.insert_element(ir.Constant(vector_type(F32, lanes), ir.Undefined), number, ir.Constant(I32, 0))
+    return b.shuffle_vector(first, first, vector_of(I32, 0, lanes))
+
+
+def sum_lanes(b: Any, wide: Any, lanes: int) -> Any:
+    """Sum the lanes of a vector, pairwise."""
+    return fold_lanes(b, wide, lanes, lambda one, other: b.fadd(one, other, flags=FAST))
+
+
+def fold_lanes(b: Any, vector: Any, lanes: int, combine: Callable[[Any, Any], Any]) -> Any:
+    """Combine the halves of a vector until one lane is left."""
+    while lanes > 1:
+        lanes //= 2
+        halves = [
+            b.shuffle_vector(vector, vector, ir.Constant(vector_type(I32, lanes), list(range(at, at + lanes))))
+            for at in (0, lanes)
+        ]
+        vector = combine(*halves)
+    return b.extract_element(vector, ir.Constant(I32, 0))
+
+
+def each_vector(b: Any, count: Any, emit: Callable[[Any, int, int], None], unrolled: int = 1) -> None:
+    """Emit loops over `count` elements: emit(index, lanes, vectors) for so many vectors of so many lanes from index."""
+    start = int64(0)
+    for lanes, vectors in dict.fromkeys([(LANES, unrolled), (LANES, 1), (1, 1)]):
+        step = int64(lanes * vectors)
+        end = b.sub(count, b.srem(count, step))
+        with cgutils.for_range_slice(b, start, end, step, I64) as (index, _):
+            emit(index, lanes, vectors)
+        start = end
+
+
+def _at(b: Any, address: Any, offset: int, of: Any) -> Any:
+    return b.inttoptr(b.add(address, int64(offset)), of.as_pointer())
+
+
+def _pointer_to(what: types.Type) -> Any:
+    @intrinsic
+    def pointer(typingctx, address):
+        """Convert an address to a pointer, for carray."""
+
+        def generate(context, b, signature, arguments):
+            return b.inttoptr(arguments[0], context.get_value_type(types.CPointer(what)))
+
+        return types.CPointer(what)(address), generate
+
+    return pointer
+
+
+float32_pointer, int64_pointer = _pointer_to(types.float32), _pointer_to(types.int64)
+int32_pointer = _pointer_to(types.int32)
+
+
+# Number of times that a thread looks at a counter before it yields its core: some tens of microseconds.
+_SPINS = 20_000
+
+
+@intrinsic
+def fetch_add(typingctx, counter):
+    """Atomically increment a counter and return its old value."""
+
+    def generate(context, b, signature, arguments):
+        return b.atomic_rmw("add", b.inttoptr(arguments[0], I64.as_pointer()), int64(1), "seq_cst")
+
+    return types.int64(counter), generate
+
+
+@intrinsic
+def _load_counter(typingctx, counter):
+    """Atomically load a counter; sequentially consistent, so all writes before its increments are visible."""
+
+    def generate(context, b, signature, arguments):
+        return b.load_atomic(b.inttoptr(arguments[0], I64.as_pointer()), "seq_cst", 8)
+
+    return types.int64(counter), generate
+
+
+@intrinsic
+def _yield_thread(typingctx):
+    """Call POSIX sched_yield: another thread that waits for this core runs first."""
+
+    def generate(context, b, signature, arguments):
+        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@kernel_part()
+def wait_for(counter, least):
+    """Wait until a counter is `least` or more: a short time, unless the system has taken another thread's core."""
+    spins = 0
+    while _load_counter(counter) < least:
+        spins += 1
+        if spins > _SPINS:
+            _yield_thread()

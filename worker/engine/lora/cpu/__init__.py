@@ -1,1 +1,0 @@
-"""LoRA on the CPU: one compiled kernel that reads adapters in host memory."""

@@ -1,1 +1,0 @@
-"""LoRA on CUDA: Triton kernels over adapter slots at fixed addresses."""
