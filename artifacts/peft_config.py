@@ -325,7 +325,7 @@ def _check_saved(modules: Any) -> None:
         if name not in _HEADS:
             raise MismatchError(
                 "modules_to_save",
-                f"{name!r} trained in full is not served, only classification heads ({', '.join(_HEADS)})",
+                f"a fully trained {name} is not supported, only classification heads ({', '.join(_HEADS)})",
             )
 
 

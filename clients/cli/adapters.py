@@ -250,7 +250,7 @@ def alias(
         raise CommandError("give a REVISION, or --remove")
     with store_client(store, tenant) as client:
         adapter, revisions = look_up(client, name)
-        digest = "" if remove else adapter.aliases.get(revision) or _whole(revisions, revision)
+        digest = "" if remove else adapter.aliases.get(revision) or _whole(name, revisions, revision)
         client.set_alias(adapter.name, alias, digest)
     out().print(f"{adapter.name}: {alias} {f'is {digest}' if digest else 'is removed'}", markup=False, soft_wrap=True)
 
@@ -265,7 +265,7 @@ def rollback(name: NameArgument, tenant: TenantOption = TENANT, store: StoreOpti
         digests = [revision.digest for revision in revisions]
         older = digests[digests.index(live) + 1 :]
         if not older:
-            raise CommandError(f"{adapter.name}: {live[:19]} is its first revision: there is none before it")
+            raise CommandError(f"{adapter.name}: nothing to roll back to: live is the first revision")
         client.set_alias(adapter.name, "live", older[0])
     out().print(f"{adapter.name}: live moved from {live[:19]} to {older[0]}", markup=False, soft_wrap=True)
 
@@ -294,11 +294,11 @@ def look_up(client: StoreClient, name: str) -> tuple[Adapter, tuple[Revision, ..
     return adapter, revisions
 
 
-def _whole(revisions: Sequence[Revision], text: str) -> str:
-    """Return the only digest that begins with `text`. Raises CommandError."""
+def _whole(name: str, revisions: Sequence[Revision], text: str) -> str:
+    """Return the only digest of an adapter that begins with `text`. Raises CommandError."""
     found = [one.digest for one in revisions if one.digest.startswith((text, f"sha256:{text}"))]
     if len(found) != 1:
-        raise CommandError(f"{text} is {'the beginning of several revisions' if found else 'no alias and no revision'}")
+        raise CommandError(f"{name} has {'several revisions' if found else 'no alias or revision'} {text!r}")
     return found[0]
 
 

@@ -40,7 +40,8 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
         int | None, typer.Option(metavar="N", help="Seed of the sampling; the same seed gives the same answer.")
     ] = None,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Ask as a chat: PROMPT is the user's message after TEXT.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Send a chat: TEXT is its system prompt, PROMPT the user's message."),
     ] = None,
     answers: Annotated[
         int | None, typer.Option("-n", min=1, metavar="N", help="Number of answers, printed one after the other.")

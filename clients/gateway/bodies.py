@@ -65,7 +65,7 @@ def _unknown_kind(path: str, error: ErrorDetails) -> HttpError:
         return HttpError(400, "missing_required_parameter", f"{path}.{tag}: is required", f"{path}.{tag}")
     given = error["input"][tag]
     shown = repr(given[:_SHOWN]) if isinstance(given, str) else "the value"
-    return invalid(f"{path}.{tag}", f"{shown} is none that it may have")
+    return invalid(f"{path}.{tag}", f"{shown} is not one of {error['ctx']['kinds']}")
 
 
 def _path(error: ErrorDetails) -> str:
@@ -187,8 +187,8 @@ class _Strict:
                     named,
                     _reader(tag),
                     custom_error_type=UNKNOWN_KIND,
-                    custom_error_message="{field}: is none of its values",
-                    custom_error_context={"field": tag},
+                    custom_error_message="{field}: is not one of {kinds}",
+                    custom_error_context={"field": tag, "kinds": ", ".join(map(str, named))},
                 )
                 return core_schema.union_schema([*map(self.node, others), tagged]) if others else tagged
         return None

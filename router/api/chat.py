@@ -40,7 +40,7 @@ def read_chat(chat: pb.Chat) -> Chat:
         raise InvalidField(f"chat.messages[{last}].role", "only an assistant's message can be continued")
     prompted = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continued
     if continued and prompted:
-        raise InvalidField("chat.add_generation_prompt", "true does not go with continue_final_message; leave one out")
+        raise InvalidField("chat.add_generation_prompt", "true cannot be combined with continue_final_message")
     return Chat(
         messages=tuple(_message(f"chat.messages[{index}]", turn) for index, turn in enumerate(chat.messages)),
         # An answer without calls comes from a prompt without tools.

@@ -234,7 +234,7 @@ class Admission:
         if not isinstance(request.prompt, Chat):
             return None
         if request.prompt.tools and request.grammar:
-            raise InvalidField("chat.tools", f"do not go with {request.format_field}; leave one out")
+            raise InvalidField("chat.tools", f"cannot be combined with {request.format_field}")
         return model.text.chat.with_settings((await self._configs.of(request.tenant, adapter)).chat)
 
     async def _tokenize(self, request: Request, model: ServedModel, template: ChatTemplate | None) -> tuple[int, ...]:

@@ -140,7 +140,10 @@ def test_a_format_comes_back_as_its_object(server: Any, on_asyncio: bool) -> Non
 
 def test_an_answer_that_was_cut_is_not_of_its_format(server: Any) -> None:
     server.service.script = events(pb.Delta(text='{"name": "A'), reason=pb.FINISH_REASON_LENGTH)
-    with lx.Client(server.address) as client, pytest.raises(lx.AnswerFormatError, match="ended by length") as caught:
+    with (
+        lx.Client(server.address) as client,
+        pytest.raises(lx.AnswerFormatError, match="was cut at max_tokens and does not match response_format") as caught,
+    ):
         client.generate("Who?", response_format=Person)
     assert caught.value.text == '{"name": "A'
 

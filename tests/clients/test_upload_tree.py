@@ -68,11 +68,13 @@ def test_a_folder_that_is_pushed_again_moves_no_alias_unasked(run: Run, store_ad
     assert second != first
 
     assert f"live moved from {second[:19]} to {first}" in run("rollback", "support", "--tenant", "acme")
-    assert "is its first revision" in run("rollback", "support", "--tenant", "acme", code=2)
+    assert "nothing to roll back to" in run("rollback", "support", "--tenant", "acme", code=2)
     assert f"canary is {second}" in run("alias", "support", "canary", second[7:19], "--tenant", "acme")
     assert f"live is {second}" in run("alias", "support", "live", "canary", "--tenant", "acme")
     assert "canary is removed" in run("alias", "support", "canary", "--remove", "--tenant", "acme")
-    assert "no alias and no revision" in run("alias", "support", "live", "nothing", "--tenant", "acme", code=2)
+    assert "has no alias or revision 'nothing'" in run(
+        "alias", "support", "live", "nothing", "--tenant", "acme", code=2
+    )
     here = tmp_path / "downloaded"
     assert second in run("download", "support", str(here), "--tenant", "acme")
     assert (here / "adapter_model.safetensors").read_bytes() == b"second"

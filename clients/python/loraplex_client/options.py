@@ -13,7 +13,7 @@ from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.chat import CHAT_OPTIONS, ChatMessages, Tools, chat_of
 from loraplex_client.errors import AnswerFormatError, InvalidRequestError
-from loraplex_client.generation import Generation
+from loraplex_client.generation import FinishReason, Generation
 
 M = TypeVar("M")
 
@@ -56,6 +56,13 @@ def style_of(given: str | Sequence[str]) -> inference_pb2.JsonStyle:
     return style
 
 
+# Beginnings of the message about an answer that does not match its format, where it did not end by itself.
+_CUTS = {
+    FinishReason.LENGTH: "the answer was cut at max_tokens and",
+    FinishReason.STOP: "the answer was cut at a stop string or token and",
+}
+
+
 def parse_answer(generation: Generation, response_format: Any) -> Generation:
     """Return an answer with its `parsed` object; one with calls of tools has none. Raises AnswerFormatError."""
     if response_format is None or generation.tool_calls:
@@ -64,7 +71,7 @@ def parse_answer(generation: Generation, response_format: Any) -> Generation:
         return dataclasses.replace(generation, parsed=_parsed(generation.text, response_format))
     except ValueError as error:  # pydantic's and json's errors are such
         raise AnswerFormatError(
-            f"the answer, which ended by {generation.finish_reason}, is not of its format: {error}",
+            f"{_CUTS.get(generation.finish_reason, 'the answer')} does not match response_format: {error}",
             text=generation.text,
         ) from error
 

@@ -16,8 +16,8 @@ from worker.engine_api import ModelUnusableError
 
 SUPPORTED = frozenset(family.architecture for family in FAMILIES.values())
 
-_OWN_ATTENTION = "its attention is its own, transformers offers no way in"
-_STATE = "it keeps a recurrent state, which this engine has no place for"
+_OWN_ATTENTION = "it has its own attention code, which transformers cannot replace"
+_STATE = "it keeps a recurrent state, which this engine does not support"
 _MASK = "its window or chunks are in the attention mask alone, which this engine does not build"
 _SHAPES = "its layers share keys and values, or differ in their size"
 # Why each was refused that was tried; others were not tried.
