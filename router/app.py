@@ -36,7 +36,6 @@ from router.generation.generation import Generation
 from router.generation.resume import ResumeEpochs, ResumeTokens
 from router.metrics import RouterMetrics
 from router.purge import CellPurge, RouterData
-from router.quotas.plan_copy import PlanCopy
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.quotas.usage import UsageLog, calling_key
@@ -67,7 +66,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
     Raises PlansError, AuditFileError, PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
     """
     stop, store = stop_signal(second_ends=not supervised), StoreClient(settings.store, tls := settings.tls_files())
-    plans = Plans(Path(settings.plans) if settings.plans else None, PlanCopy(store))
+    plans = Plans(Path(settings.plans) if settings.plans else None, store)
     metrics, spans = RouterMetrics(), set_up_tracing("router", os.environ)
     metrics_server = serve_metrics(metrics, settings.host_of_operators(settings.host), settings.metrics_port)
     redis = await unless_stopped(stop, connect_once_up(settings.redis_url))

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from loraplex.admin.v1 import plans_pb2 as pb
 
 from broker.keys import is_key_account, key_account
 from broker.ledger import TokenLimits
 from broker.terms import NO_KEY, KeyTerms
-from router.quotas.plan_copy import PlanCopy
+from router.catalog.store_client import StoreClient
+from router.catalog.store_copies import StoreChanges
 from rpc.errors import Unavailable
-from tenancy.plans import DEFAULT, LOOK_S, PLANS_NAMED, UNLIMITED, Plan, PlansFile, plan_name
+from tenancy.plans import (
+    DEFAULT,
+    FIELDS,
+    LOOK_S,
+    PLANS_NAMED,
+    UNLIMITED,
+    WEIGHTS,
+    Plan,
+    PlansFile,
+    is_weight,
+    plan_name,
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +45,7 @@ class Owner:
 class Plans:
     """The plans of all tenants and keys: of a file, else of the store; without either nobody has a limit."""
 
-    def __init__(self, path: Path | None = None, copy: PlanCopy | None = None) -> None:
+    def __init__(self, path: Path | None = None, store: StoreClient | None = None) -> None:
         """Read the file. Raises PlansError."""
         self._plans: Mapping[str, Plan] = {}
         self._default = UNLIMITED
@@ -38,8 +55,8 @@ class Plans:
         self._path, self._file = path, None if path is None else PlansFile(path)
         # Keeps an event of the audit log.
         self.record: Callable[..., None] = lambda event, **values: None
-        self._copy = copy if path is None else None
-        self._missing = self._copy is not None
+        self._changes = StoreChanges("plans", store.plan_changes) if store is not None and path is None else None
+        self._missing = self._changes is not None
         if self._file is not None:
             self.put(self._file.plans)
 
@@ -107,8 +124,25 @@ class Plans:
             self.put(self._file.plans)
             if changed := self._file.changed:
                 self.record("plans file", file=str(self._path), plans=changed[:PLANS_NAMED])
-        if self._copy is not None and (plans := await self._copy.look()) is not None:
-            self.put(plans)
+        if self._changes is not None and (found := await self._changes.look()) is not None:
+            pages, anew = found
+            plans = {} if anew else dict(self._plans)
+            for page in pages:
+                plans |= {one.name: _plan(one) for one in page.plans}
+                for name in page.deleted:
+                    plans.pop(name, None)
+            if anew or plans != self._plans:
+                self.put(plans)
+
+
+def _plan(message: pb.Plan) -> Plan:
+    """Return a plan of the store. Older stores took any weight above 0."""
+    plan = Plan(**{field.name: value for field, value in message.ListFields() if field.name in FIELDS})
+    if plan.weight is None or is_weight(plan.weight):
+        return plan
+    nearest = min(max(plan.weight, WEIGHTS[0]), WEIGHTS[1])
+    log.warning("the plan %s has the weight %g; %g is taken instead", message.name, plan.weight, nearest)
+    return replace(plan, weight=nearest)
 
 
 def _accounts(names: Iterable[str]) -> Iterable[tuple[str, str]]:

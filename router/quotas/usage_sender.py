@@ -9,16 +9,20 @@ waits for it. After a crash the last batch is sent again; its events have the sa
 
 from __future__ import annotations
 
+import hashlib
 import http.client
+import json
 import logging
+import os
 import random
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from broker.connection import shown_url
 from router.metrics import RouterMetrics
-from router.quotas.usage_cursor import Cursor
 from rpc.timed_http import timed_connections
 
 log = logging.getLogger(__name__)
@@ -33,6 +37,11 @@ CALL_S = 10.0
 RETRY_S, LONGEST_RETRY_S = 0.5, 30.0
 CONTENT_TYPE = "application/cloudevents-batch+json; charset=utf-8"
 _TOO_LARGE = 413
+# Maximum bytes of a batch of events.
+BATCH_BYTES = 512 * 1024
+# Time in seconds after the last change of a renamed file after which nobody writes to it any more.
+SETTLE_S = 5.0
+_NOTHING = hashlib.sha256().hexdigest()
 
 
 def check_url(url: str) -> SplitResult:
@@ -117,6 +126,134 @@ class UsageSender:
                 return connection.getresponse().status
             finally:
                 connection.close()
+
+
+class Cursor:
+    """The place in a usage file up to which it is sent; kept in FILE.sent.
+
+    The file may be renamed at any time inside its folder, to a name that begins with its own: what is left of it is
+    sent before what is newer.
+    """
+
+    def __init__(self, path: Path, settle_s: float = SETTLE_S) -> None:
+        self._path, self._kept = path, path.with_name(path.name + ".sent")
+        self._settle_s = settle_s
+        self._file, self._offset = -1, 0
+        # The beginning of what is sent of the file.
+        self._sent = _NOTHING
+        # Time of the last change of the file before this one.
+        self._former_ns = 0
+
+    def read(self, limit: int) -> tuple[list[bytes], int]:
+        """Return the next events, at most `limit`, and the place behind them. Raises OSError."""
+        if self._file == -1 and not self._open():
+            return [], 0
+        if _beginning(self._file, self._offset) != self._sent:
+            self._find_again()
+            return self.read(limit)
+        data = os.pread(self._file, BATCH_BYTES, self._offset)
+        if b"\n" not in data:
+            if len(data) == BATCH_BYTES:  # no event is as long
+                return [], self._offset + BATCH_BYTES
+            if self._is_former():  # all of it is sent, but for a line that nobody will end
+                self._leave()
+                return self.read(limit)
+            return [], self._offset
+        events, past = list[bytes](), self._offset
+        for line in data[: data.rindex(b"\n") + 1].splitlines(keepends=True):
+            if len(events) == limit:
+                break
+            past += len(line)
+            if _is_event(line):
+                events.append(line.rstrip(b"\n"))
+        return events, past
+
+    def move(self, past: int) -> None:
+        """Keep a place up to which everything is sent, durably. Raises OSError."""
+        if self._file == -1 or past == self._offset:
+            return
+        self._offset, self._sent = past, _beginning(self._file, past)
+        new = self._kept.with_name(self._kept.name + ".new")
+        with open(new, "w", encoding="utf-8") as file:
+            json.dump({"offset": past, "beginning": self._sent}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, self._kept)
+
+    def unsent_bytes(self) -> float:
+        """Return the size of what is not sent, in the file and those before it."""
+        total = 0
+        for _, status in self._files():
+            with suppress(OSError):
+                here = self._file != -1 and status.st_ino == os.fstat(self._file).st_ino
+                total += status.st_size - (self._offset if here else 0)
+        return float(max(0, total))
+
+    def _open(self) -> bool:
+        """Open the kept file under whatever name it has now, or the first after the former; False for none."""
+        if not self._former_ns and self._kept.exists():
+            try:
+                kept = json.loads(self._kept.read_bytes())
+                offset, beginning = int(kept["offset"]), str(kept["beginning"])
+            except (ValueError, KeyError, TypeError):
+                log.error("--usage-file: %s cannot be read: all events are sent again", self._kept)
+                offset, beginning = 0, ""
+            for path, _ in self._files():
+                file = os.open(path, os.O_RDONLY)
+                if offset and _beginning(file, offset) == beginning:
+                    self._file, self._offset, self._sent = file, offset, beginning
+                    return True
+                os.close(file)
+            if offset:
+                log.error("--usage-file: the file that was being sent is gone; what was left of it is not sent")
+        for path, _ in self._files():
+            self._file, self._offset, self._sent = os.open(path, os.O_RDONLY), 0, _NOTHING
+            return True
+        return False
+
+    def _files(self) -> list[tuple[Path, os.stat_result]]:
+        """Return the files with events that are not older than the former one, in order of their last changes."""
+        found = [(path, path.stat()) for path in self._path.parent.glob(self._path.name + "*") if path.is_file()]
+        found = [(path, status) for path, status in found if status.st_mtime_ns > self._former_ns]
+        return sorted((one for one in found if _has_events(one[0])), key=lambda one: one[1].st_mtime_ns)
+
+    def _is_former(self) -> bool:
+        """Tell whether the usage file is another one by now, to which all writers have gone."""
+        status = os.fstat(self._file)
+        with suppress(FileNotFoundError):
+            return self._path.stat().st_ino != status.st_ino and time.time() - status.st_mtime > self._settle_s
+        return False
+
+    def _find_again(self) -> None:
+        """Go on in the copy of a file that was emptied behind it, as log rotations do that copy and truncate."""
+        os.close(self._file)
+        self._file, self._former_ns = -1, 0
+
+    def _leave(self) -> None:
+        self._former_ns = os.fstat(self._file).st_mtime_ns
+        os.close(self._file)
+        self._file = -1
+
+
+def _beginning(file: int, offset: int) -> str:
+    """Return the SHA-256 of a file's first bytes, by which it is known again; of none beyond the offset."""
+    return hashlib.sha256(os.pread(file, min(offset, 256), 0)).hexdigest()
+
+
+def _has_events(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return _is_event(file.readline(BATCH_BYTES)) or _is_event(file.readline(BATCH_BYTES))
+
+
+def _is_event(line: bytes) -> bool:
+    """Tell whether a line is an event, and not one that a crash has cut."""
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(values, dict) and "specversion" in values
 
 
 class CollectorError(Exception):

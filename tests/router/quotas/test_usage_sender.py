@@ -18,8 +18,7 @@ import pytest
 
 from router.metrics import RouterMetrics
 from router.quotas.usage import SOURCE, TYPE
-from router.quotas.usage_cursor import Cursor
-from router.quotas.usage_sender import CONTENT_TYPE, UsageSender, check_url
+from router.quotas.usage_sender import CONTENT_TYPE, Cursor, UsageSender, check_url
 
 
 class Collector:

@@ -11,7 +11,6 @@ import pytest
 from adapter_store.app import Store, StoreSettings
 from broker.ledger import TokenLimits
 from router.catalog.store_client import StoreClient
-from router.quotas.plan_copy import PlanCopy
 from router.quotas.plans import Plans
 from rpc.errors import Unavailable
 from tenancy.plans import Plan
@@ -28,8 +27,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 async def test_the_copy_follows_the_store(store: Store) -> None:
     client = StoreClient(f"127.0.0.1:{store.port}")
-    copy = PlanCopy(client)
-    plans = Plans(None, copy)
+    plans = Plans(None, client)
     with pytest.raises(Unavailable):
         plans.owners("acme", "")
     await plans.look()
@@ -56,7 +54,7 @@ async def test_a_purge_during_an_answer_leaves_the_plans_of_others(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = StoreClient(f"127.0.0.1:{store.port}")
-    plans, stored = Plans(None, PlanCopy(client)), store._plans
+    plans, stored = Plans(None, client), store._plans
     for tenant in ("globex", "acme"):
         stored.set(f"tenants/{tenant}", Plan(tokens_per_day=5), "")
     await plans.look()
@@ -77,7 +75,7 @@ async def test_a_purge_during_an_answer_leaves_the_plans_of_others(
 
 async def test_a_store_that_does_not_answer_leaves_the_plans(store: Store) -> None:
     client = StoreClient(f"127.0.0.1:{store.port}")
-    plans = Plans(None, PlanCopy(client))
+    plans = Plans(None, client)
     store._plans.set("default", Plan(tokens_per_day=5), "")
     await plans.look()
     await store.stop(drain_s=0)
