@@ -79,7 +79,7 @@ class ServedCluster:
         return self._client.generate_stream(
             token_ids=request.prompt_ids,
             adapter_id=adapter,
-            max_new_tokens=request.tokens,
+            max_tokens=request.tokens,
             # Random weights may choose an end token, if the model has one. A structured answer ends with its schema.
             ignore_eos=request.json_schema is None,
             json_schema=request.json_schema,

@@ -158,7 +158,7 @@ async def _ask(cluster: LocalCluster, tenant: str, into: Tenant, setup: Setup, p
 async def _call(client: AsyncClient, into: Tenant, answer: int) -> None:
     start, got = time.perf_counter(), 0
     try:
-        async with client.generate_stream(token_ids=PROMPT, max_new_tokens=answer, timeout_s=30.0) as stream:
+        async with client.generate_stream(token_ids=PROMPT, max_tokens=answer, timeout_s=30.0) as stream:
             async for piece in stream:
                 if not got and piece.token_ids:
                     into.ttft_s.append(time.perf_counter() - start)

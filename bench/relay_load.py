@@ -79,7 +79,7 @@ class Load:
         times = []
         for _ in range(count):
             start = time.perf_counter()
-            async with self._client.generate_stream(token_ids=PROMPT, max_new_tokens=1) as stream:
+            async with self._client.generate_stream(token_ids=PROMPT, max_tokens=1) as stream:
                 came = [time.perf_counter() - start async for piece in stream if piece.token_ids]
             times.append(came[0] * 1e3)
             # A random pause, so that requests arrive at any moment of a step.
@@ -118,7 +118,7 @@ class Load:
 
     async def _read(self, started: asyncio.Event) -> None:
         while True:
-            stream = self._client.generate_stream(token_ids=PROMPT, max_new_tokens=self._setup.tokens)
+            stream = self._client.generate_stream(token_ids=PROMPT, max_tokens=self._setup.tokens)
             async with stream:
                 async for piece in stream:
                     self.received += len(piece.token_ids)

@@ -205,7 +205,7 @@ def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
         "temperature": request.get("temperature", _TEMPERATURE),
         "top_p": request.get("top_p"),
         "top_k": request.get("top_k"),
-        "max_new_tokens": request.get("max_tokens"),
+        "max_tokens": request.get("max_tokens"),
         "stop": request.get("stop_sequences"),
     }
     if request["messages"] and request["messages"][-1]["role"] == "assistant":

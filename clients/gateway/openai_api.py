@@ -120,7 +120,6 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 }
 # Fields that are the SDK's options of another name.
 _RENAMED = {
-    "min_tokens": "min_new_tokens",
     "chat_template_kwargs": "template_args",
 }
 _SAME = (
@@ -133,7 +132,7 @@ _SAME = (
 def chat_options(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a chat, without its model. Raises HttpError on a field that is not served."""
     options = _options(request)
-    options["max_new_tokens"] = request.get("max_completion_tokens") or request.get("max_tokens")
+    options["max_tokens"] = request.get("max_completion_tokens") or request.get("max_tokens")
     if request.get("logprobs"):
         options["logprobs"] = request.get("top_logprobs") or 0
     elif request.get("top_logprobs") is not None:
@@ -150,7 +149,7 @@ def completion_options(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a completion, without model and prompt. Raises HttpError on a field that is not served."""
     options = _options(request)
     given = request.get("max_tokens")
-    options["max_new_tokens"] = _COMPLETION_TOKENS if given is None else given
+    options["max_tokens"] = _COMPLETION_TOKENS if given is None else given
     options["logprobs"] = request.get("logprobs")
     if options["logprobs"] is not None and request.get("echo"):
         raise not_served("logprobs", "is not served together with echo")

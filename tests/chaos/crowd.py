@@ -180,7 +180,7 @@ class Crowd:
         request = self._request(number, sort)
         began, ids, ends, code, reason = self._arena.driver.now, list[int](), 0, "OK", ""
         stream = client.for_caller(request.revision.tenant).generate_stream(
-            request.prompt, model=sort.model, max_new_tokens=request.max_tokens, ignore_eos=True, timeout_s=CALL_S
+            request.prompt, model=sort.model, max_tokens=request.max_tokens, ignore_eos=True, timeout_s=CALL_S
         )
         try:
             async for piece in stream:

@@ -230,8 +230,8 @@ def options_of(request: Request) -> dict[str, Any]:
     options: dict[str, Any] = {
         **prompt_options_of(request),
         "stream_interval": request.stream_interval,
-        "max_new_tokens": request.max_tokens,
-        "min_new_tokens": request.min_tokens or None,
+        "max_tokens": request.max_tokens,
+        "min_tokens": request.min_tokens or None,
         "stop": list(request.stop),
         "stop_token_ids": list(request.stop_token_ids),
         "logit_bias": dict(request.logit_bias),

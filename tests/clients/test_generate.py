@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import inspect
 from collections.abc import Callable
@@ -342,19 +341,6 @@ def test_no_store(server: Any) -> None:
         _ = client.store
 
 
-def test_the_former_names_of_the_limits_are_taken(server: Any) -> None:
-    with lx.Client(server.address, "acme") as client:
-        server.service.script = []
-        for options in ({"max_tokens": 5, "min_tokens": 2}, {"max_new_tokens": 5, "min_new_tokens": 2}):
-            with contextlib.suppress(lx.LoraplexError):
-                client.generate("x", **options)  # type: ignore[call-overload]
-            stopping = server.service.requests[-1].spec.stopping
-            assert (stopping.max_tokens, stopping.min_tokens) == (5, 2)
-        with pytest.raises(lx.InvalidRequestError, match="max_new_tokens: is the former name of max_tokens"):
-            client.generate("x", max_tokens=1, max_new_tokens=1)
-
-
 def test_help_lists_the_keywords() -> None:
     for method in (lx.Client.generate, lx.AsyncClient.generate_stream, lx.Client.chat):
         assert {"adapter_id", "max_tokens", "temperature"} <= set(inspect.signature(method).parameters)
-        assert "max_new_tokens" not in inspect.signature(method).parameters

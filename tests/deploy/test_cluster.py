@@ -37,7 +37,7 @@ async def register(cluster: LocalCluster) -> None:
 async def answer(address: str) -> tuple[int, ...]:
     """Eight tokens of the router at `address`."""
     async with AsyncClient(address, timeout_s=WAIT_S) as client:
-        return (await client.generate("hello", max_new_tokens=8)).token_ids
+        return (await client.generate("hello", max_tokens=8)).token_ids
 
 
 async def test_serves_takes_more_workers_and_leaves_nothing(leftovers: Leftovers, short_temp_dir: Path) -> None:

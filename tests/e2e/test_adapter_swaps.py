@@ -78,7 +78,7 @@ class Load:
     async def ask(self, name: str) -> str:
         """Returns the digest of the revision that answered."""
         prompt, length, before = self.chance.choice(PROMPTS), self.chance.randrange(4, 24), self.swapped[name]
-        answer = await self.client.generate(prompt, adapter_id=name, max_new_tokens=length)
+        answer = await self.client.generate(prompt, adapter_id=name, max_tokens=length)
         digest = answer.adapter_revision.rpartition("/")[2]
         prompt_ids, stopping = list(prompt.encode()), Stopping(max_tokens=length)
         truth = expected_ids(MODEL, prompt_ids, adapter_digest=digest, stopping=stopping)

@@ -221,7 +221,7 @@ async def metrics_of(cluster: Secure) -> dict[str, bytes]:
 async def serving(client: AsyncClient) -> bool:
     """Tell whether the cluster answers."""
     try:
-        await client.generate("hello", max_new_tokens=1)
+        await client.generate("hello", max_tokens=1)
     except (UnavailableError, UnauthenticatedError):  # the router looks for new keys twice a second
         return False
     return True
@@ -291,7 +291,7 @@ async def use_again(cluster: Secure, key: str, eventually: Eventually) -> None:
 
         async def answers() -> bool:
             try:
-                await client.chat([{"role": "user", "content": PROMPT}], adapter_id=ADAPTER, max_new_tokens=4)
+                await client.chat([{"role": "user", "content": PROMPT}], adapter_id=ADAPTER, max_tokens=4)
             except UnavailableError:
                 return False
             return True
@@ -341,11 +341,11 @@ async def tell(cluster: Secure, key: str, eventually: Eventually) -> dict[str, b
         answer = await client.generate(PROMPT, adapter_id=ADAPTER, choices=[ANSWER], echo=True, request_id="one")
         assert ANSWER in answer.text
         chat = [{"role": "user", "content": PROMPT}]
-        await client.chat(chat, adapter_id=ADAPTER, max_new_tokens=4, request_id="two")
-        await refused(client.generate(PROMPT, regex=f"({ANSWER}", max_new_tokens=4), InvalidRequestError)
+        await client.chat(chat, adapter_id=ADAPTER, max_tokens=4, request_id="two")
+        await refused(client.generate(PROMPT, regex=f"({ANSWER}", max_tokens=4), InvalidRequestError)
         await refused(stranger.generate(PROMPT), UnauthenticatedError)
         cluster.processes["worker"].send_signal(signal.SIGSTOP)
-        late = asyncio.create_task(client.generate(PROMPT, max_new_tokens=4, adapter_id=ADAPTER, request_id="three"))
+        late = asyncio.create_task(client.generate(PROMPT, max_tokens=4, adapter_id=ADAPTER, request_id="three"))
         async with await cluster.valkey.client() as redis:
 
             async def waits() -> bool:
@@ -362,9 +362,9 @@ async def tell(cluster: Secure, key: str, eventually: Eventually) -> dict[str, b
             await asyncio.wait({late})
             if late.exception() is not None:
                 await eventually(lambda: serving(client))
-                await client.generate(PROMPT, max_new_tokens=4, adapter_id=ADAPTER, request_id="three")
+                await client.generate(PROMPT, max_tokens=4, adapter_id=ADAPTER, request_id="three")
         deadly = [1, *PROMPT.encode()]
-        await refused(client.generate(token_ids=deadly, max_new_tokens=4, request_id="deadly"), InternalError)
+        await refused(client.generate(token_ids=deadly, max_tokens=4, request_id="deadly"), InternalError)
     return {f"{where} while a job waits": data for where, data in waiting.items()}
 
 

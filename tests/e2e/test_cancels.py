@@ -40,7 +40,7 @@ async def test_cancels_at_any_moment_leave_nothing_behind(
 
         async def ask(number: int, most: float, got: dict[int, list[int]]) -> bool:
             """Read up to so many tokens; whether that was all."""
-            options = {"adapter_id": "abc"[number % 3], "n": (1, 1, 1, 3)[number % 4], "max_new_tokens": TOKENS}
+            options = {"adapter_id": "abc"[number % 3], "n": (1, 1, 1, 3)[number % 4], "max_tokens": TOKENS}
             async with cluster.client.generate_stream(f"prompt {number}", **options) as stream:
                 async for piece in stream:
                     got.setdefault(piece.choice, []).extend(piece.token_ids)
@@ -70,7 +70,7 @@ async def test_cancels_at_any_moment_leave_nothing_behind(
         assert when["before a token"] > CANCELS / 20
         await eventually(cluster.idle)
         await eventually(no_trace)
-        answer = await cluster.client.generate("after", adapter_id="a", max_new_tokens=TOKENS)
+        answer = await cluster.client.generate("after", adapter_id="a", max_tokens=TOKENS)
         check("after", cluster.digests["a"], {0: list(answer.token_ids)})
 
 

@@ -63,7 +63,7 @@ async def adapters_command(cluster: Cluster, *words: str) -> tuple[int, str]:
 
 
 async def ask(cluster: Cluster, name: str) -> None:
-    await cluster.client.generate("x", adapter_id=name, max_new_tokens=2)
+    await cluster.client.generate("x", adapter_id=name, max_tokens=2)
 
 
 def counted(workers: list[cluster_pb2.Worker], field: str) -> int:

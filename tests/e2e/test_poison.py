@@ -50,7 +50,7 @@ async def poisoned(cluster: Any, tenant: str, **options: Any) -> list[int]:
     got: list[int] = []
     async with AsyncClient(cluster.local.router, tenant) as client:
         with pytest.raises(InternalError) as caught:
-            await read(client.generate_stream(max_new_tokens=TOKENS, **options), got)
+            await read(client.generate_stream(max_tokens=TOKENS, **options), got)
     assert caught.value.reason == "POISON_REQUEST"
     return got
 
@@ -59,7 +59,7 @@ async def quarantined(cluster: Any, tenant: str) -> float:
     """Return for how many seconds more a tenant's requests are refused."""
     async with AsyncClient(cluster.local.router, tenant) as client:
         with pytest.raises(ResourceExhaustedError) as caught:
-            await client.generate("harmless", max_new_tokens=2)
+            await client.generate("harmless", max_tokens=2)
     assert (caught.value.reason, caught.value.subject) == ("QUARANTINED", f"tenants/{tenant}/quarantine")
     assert caught.value.retry_after_s is not None
     return caught.value.retry_after_s
@@ -79,7 +79,7 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
             for prompt in prompts
         ]
         assert all(DEADLY not in ids for truth in truths for ids in truth)
-        streams = [client.generate_stream(prompt, max_new_tokens=TOKENS, **DRAWN) for prompt in prompts]
+        streams = [client.generate_stream(prompt, max_tokens=TOKENS, **DRAWN) for prompt in prompts]
         for stream in streams:
             await anext(stream)
 
@@ -99,11 +99,11 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
 
         for tenant in ("mallory", "trudy"):
             assert 0 < await quarantined(cluster, tenant) <= 60
-        assert (await client.generate("harmless", max_new_tokens=2)).token_ids
+        assert (await client.generate("harmless", max_tokens=2)).token_ids
         # Lift the quarantine with the command of docs/guides/faults.md.
         assert await cluster.redis.zrem("lp:{hash/main}:quarantine", "mallory ") == 1
         async with AsyncClient(cluster.local.router, "mallory") as mallory:
-            assert (await mallory.generate("harmless", max_new_tokens=2)).token_ids
+            assert (await mallory.generate("harmless", max_tokens=2)).token_ids
 
         newest_first = await jobs(cluster.local.router, "dead")
         assert newest_first == sorted(newest_first, key=lambda job: job["died_at"], reverse=True)
@@ -119,7 +119,7 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
         assert [row["job"] for row in cells] == [job["job_id"] for job in newest_first]
         assert await jobs(cluster.local.router) == []
         await eventually(cluster.idle)
-        async with client.generate_stream("still here", max_new_tokens=4000) as stream:
+        async with client.generate_stream("still here", max_tokens=4000) as stream:
             await anext(stream)
             (running,) = await jobs(cluster.local.router)
             assert (running["tenant"], running["model"], running["strikes"]) == ("acme", "hash", 0)

@@ -37,7 +37,7 @@ async def test_every_call_is_answered_while_slots_move(start_cluster: StartClust
                 nonlocal answers
                 while True:
                     prompt = f"{number} {answers}"
-                    answer = await client.generate(prompt, max_new_tokens=5)
+                    answer = await client.generate(prompt, max_tokens=5)
                     expected = expected_ids(MODEL, list(prompt.encode()), stopping=Stopping(max_tokens=5))
                     assert answer.token_ids == expected
                     async with more:

@@ -32,9 +32,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"adapter_id": "a"},
     {"adapter_id": "b", "n": 3, "logprobs": 2},
     {"adapter_id": "a", "temperature": 0.7, "top_p": 0.5, "seed": 2**63 + 9, "repetition_penalty": 1.5},
-    {"adapters": {"a": 0.5, "c": -0.25}, "min_new_tokens": TOKENS, "frequency_penalty": 0.5},
+    {"adapters": {"a": 0.5, "c": -0.25}, "min_tokens": TOKENS, "frequency_penalty": 0.5},
     {"n": 2, "stream_interval": 5, "presence_penalty": 1.0},
-    {"n": 2, "best_of": 3, "max_new_tokens": 40},
+    {"n": 2, "best_of": 3, "max_tokens": 40},
 )
 
 
@@ -66,11 +66,11 @@ def comparable(generation: Generation) -> Generation:
 
 async def asked(client: AsyncClient) -> tuple[dict[str, Any], ...]:
     """The options of every kind of request, one of them with a stop string that it comes to."""
-    whole = await client.generate("stop", adapter_id="c", max_new_tokens=TOKENS)
+    whole = await client.generate("stop", adapter_id="c", max_tokens=TOKENS)
     # A stop string of which two tokens' text is the beginning: they are held back until the third has come.
     stop = "".join(f"<{token}>" for token in whole.token_ids[80:83])
     options = (*OPTIONS, {"adapter_id": "c", "stop": [stop], "logprobs": 0})
-    return tuple({"max_new_tokens": TOKENS, **option} for option in options)
+    return tuple({"max_tokens": TOKENS, **option} for option in options)
 
 
 def prompt_of(options: dict[str, Any]) -> str:
@@ -150,7 +150,7 @@ async def test_streams_survive_the_death_of_routers_workers_and_redis_together(
     cluster: Cluster, client: AsyncClient, eventually: Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 ) -> None:
     local = cluster.local
-    options: dict[str, Any] = {"adapter_id": "a", "temperature": 0.5, "seed": 3, "n": 2, "max_new_tokens": 120}
+    options: dict[str, Any] = {"adapter_id": "a", "temperature": 0.5, "seed": 3, "n": 2, "max_tokens": 120}
     truth = comparable(await client.generate("prompt", **options))
     countdown = Countdown(100)
     reads = asyncio.gather(*(read(client.generate_stream("prompt", **options), countdown) for _ in range(4)))

@@ -46,7 +46,7 @@ class Load:
             turn += 1
             prompt, name = f"client {number} turn {turn}", "abc"[turn % 3]
             length = SHORT[turn % 2] if number < 2 else LONG
-            stream = self._client.generate_stream(prompt, adapter_id=name, max_new_tokens=length)
+            stream = self._client.generate_stream(prompt, adapter_id=name, max_tokens=length)
             await anext(stream)
             async with self._changed:
                 self._long_begun += length == LONG

@@ -38,7 +38,7 @@ class Clients:
         """Open another connection, and a stream that has its first token."""
         client = AsyncClient(self._address, TENANT)
         self.clients.append(client)
-        stream = client.generate_stream(f"client {len(self.clients)}", max_new_tokens=tokens)
+        stream = client.generate_stream(f"client {len(self.clients)}", max_tokens=tokens)
         self.streams.append((stream, tokens))
         await anext(stream)
 

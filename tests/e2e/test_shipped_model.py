@@ -67,7 +67,7 @@ async def test_requests_with_three_adapters_are_exact(
     async def ask(number: int) -> tuple[int, ...]:
         await begun.acquire()  # each comes while the one before is decoding
         stream = cluster.client.generate_stream(
-            token_ids=prompt(number), adapter_id=names[number % 4], max_new_tokens=10 + number * 3
+            token_ids=prompt(number), adapter_id=names[number % 4], max_tokens=10 + number * 3
         )
         ids = list((await anext(stream)).token_ids)
         begun.release()

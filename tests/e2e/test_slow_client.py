@@ -68,7 +68,7 @@ async def test_a_client_that_stops_reading_is_dropped_alone(
         more = asyncio.Event()
 
         async def read() -> None:
-            async for piece in cluster.client.generate_stream("fast", max_new_tokens=TOKENS):
+            async for piece in cluster.client.generate_stream("fast", max_tokens=TOKENS):
                 assert piece.offset == len(beside)
                 beside.extend(piece.token_ids)
                 more.set()

@@ -107,7 +107,7 @@ async def test_metrics_traces_traffic_and_logs(
             provider.add_span_processor(SimpleSpanProcessor(memory))
             with provider.get_tracer("the program").start_as_current_span("the program's own"):
                 answer = await cluster.client.generate(
-                    PROMPT, adapter_id="a", max_new_tokens=TOKENS, ignore_eos=True, n=2, seed=5, temperature=0.5
+                    PROMPT, adapter_id="a", max_tokens=TOKENS, ignore_eos=True, n=2, seed=5, temperature=0.5
                 )
             with pytest.raises(NotFoundError):
                 await cluster.client.generate(PROMPT, adapter_id="nobody")

@@ -76,7 +76,7 @@ def ask(cluster: Cluster, number: int, salt: str) -> Ask:
         stop, truth[0] = f"<{truth[0][at]}>", truth[0][:at]
     plain: dict[str, Any] = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
     options = plain | {"logit_bias": dict(sampling.logit_bias), "n": n, "stop": [stop] if stop else []}
-    stream = cluster.client.generate_stream(prompt, adapter_id=adapter, max_new_tokens=TOKENS, **options)
+    stream = cluster.client.generate_stream(prompt, adapter_id=adapter, max_tokens=TOKENS, **options)
     return Ask(stream, truth, stop)
 
 

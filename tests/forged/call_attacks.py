@@ -53,7 +53,7 @@ async def frames(stage: Stage, tries: int) -> int:
     accepted = late = 0
     while tries > 0:
         async with stage.cluster.client(TENANT) as client:
-            running = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=ANSWER))
+            running = asyncio.create_task(client.generate(token_ids=PROMPT, max_tokens=ANSWER))
             job_id = await running_job(stage.cluster)
             messages = [pb.ConnectRequest(hello=pb.Hello(worker_id="thief", incarnation="thief/i", nonce=bytes(32)))]
             messages += [_frame(job_id, stage.chance) for _ in range(min(tries, per_answer))]
@@ -61,7 +61,7 @@ async def frames(stage: Stage, tries: int) -> int:
             came_in_time = bool(welcomed) and not running.done()
             answer = await running
         async with stage.cluster.client(TENANT) as client:
-            alone = await client.generate(token_ids=PROMPT, max_new_tokens=ANSWER)
+            alone = await client.generate(token_ids=PROMPT, max_tokens=ANSWER)
         accepted += answer.token_ids != alone.token_ids
         late += not came_in_time
         assert late <= _LATE, "the answers end before the forged frames come"

@@ -63,7 +63,7 @@ async def commands(stage: Stage, tries: int) -> int:
 
     accepted = await _to_worker(stage, tries, send)
     async with stage.cluster.client(TENANT) as client:  # the worker has not drained
-        await client.generate(token_ids=PROMPT, max_new_tokens=2)
+        await client.generate(token_ids=PROMPT, max_tokens=2)
     return accepted
 
 

@@ -79,7 +79,7 @@ async def set_stage(cluster: Cluster, seed: int) -> Stage:
     spec.token_ids.ids.extend(PROMPT)
     spec.stopping.max_tokens = 3
     async with cluster.client(TENANT) as client:
-        blocking = asyncio.create_task(client.generate(token_ids=PROMPT, max_new_tokens=ANSWER))
+        blocking = asyncio.create_task(client.generate(token_ids=PROMPT, max_tokens=ANSWER))
         await running_job(cluster)
         owner = cluster.tls(f"loraplex://tenant-admin/{TENANT}")
         async with channel(cluster.ports["router"]["mtls"], owner) as opened:

@@ -156,7 +156,7 @@ async def longest_gap_beside_a_resume(router: str) -> float:
         async def time_gaps(number: int) -> None:
             nonlocal longest
             last = None
-            async for _ in client.generate_stream(f"stream {number}", max_new_tokens=100_000, model="hash"):
+            async for _ in client.generate_stream(f"stream {number}", max_tokens=100_000, model="hash"):
                 now = time.monotonic()
                 longest, last = max(longest, now - (last or now)), now
 

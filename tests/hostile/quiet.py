@@ -25,7 +25,7 @@ class QuietTenant:
         async with AsyncClient(self._router, "quiet") as client:
             while True:
                 began = time.monotonic()
-                answer = client.generate_stream(prompt="hello", max_new_tokens=4, model="hash")
+                answer = client.generate_stream(prompt="hello", max_tokens=4, model="hash")
                 first = None
                 async for _ in answer:
                     first = first or time.monotonic() - began

@@ -1,7 +1,7 @@
 """Python client of Loraplex: generate with a tenant's LoRA adapter, streamed or whole, blocking or on asyncio.
 
     with Client("127.0.0.1:50051", tenant="acme") as client:
-        print(client.generate("Dear customer,", adapter_id="support", max_new_tokens=64).text)
+        print(client.generate("Dear customer,", adapter_id="support", max_tokens=64).text)
         for piece in client.generate_stream("Dear customer,", adapter_id="support"):
             print(piece.text, end="", flush=True)  # break leaves, and cancels the work
         print(client.chat([{"role": "user", "content": "Hello!"}]).text)

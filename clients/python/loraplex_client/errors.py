@@ -131,7 +131,7 @@ def is_broken(error: LoraplexError) -> bool:
 
 
 class AnswerFormatError(LoraplexError):
-    """An answer that can't be read as its response_format, mostly because max_new_tokens cut it; `text` has it."""
+    """An answer that can't be read as its response_format, mostly because max_tokens cut it; `text` has it."""
 
     def __init__(self, message: str, *, text: str) -> None:
         super().__init__(message)

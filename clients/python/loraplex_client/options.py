@@ -153,9 +153,6 @@ class ChatOptions(TypedDict, total=False):
     # 128 when unset
     max_tokens: int | None
     min_tokens: int | None
-    # Former names of these two.
-    max_new_tokens: int | None
-    min_new_tokens: int | None
     # ends the answer before the string
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
@@ -187,8 +184,6 @@ class GenerateOptions(ChatOptions, total=False):
     messages: ChatMessages | None
 
 
-# Options by their former names.
-_FORMER = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 # The path of each option in GenerateSpec.
 _PATHS: dict[str, str] = {
     "token_ids": "token_ids.ids",
@@ -223,23 +218,11 @@ def with_keywords(options: type) -> Callable[[F], F]:
         found = [
             inspect.Parameter(name, kind, default=None, annotation=given.__forward_arg__)
             for name, given in options.__annotations__.items()
-            if name not in _FORMER
         ]
         function.__signature__ = signature.replace(parameters=[*kept, *found])  # type: ignore[attr-defined]
         return function
 
     return shown
-
-
-def _given(options: GenerateOptions) -> dict[str, Any]:
-    """Return the options that are not None, by their present names."""
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    for former, name in _FORMER.items():
-        if former in given and name in given:
-            raise InvalidRequestError(f"{former}: is the former name of {name}; give one of them", field=former)
-        if former in given:
-            given[name] = given.pop(former)
-    return given
 
 
 def generate_request(
@@ -249,7 +232,7 @@ def generate_request(
 
     Raises InvalidRequestError with the field of a bad value, and TypeError for an unknown option.
     """
-    given = _given(options)
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if (prompt is not None) + ("token_ids" in given) + ("messages" in given) != 1:
         raise InvalidRequestError("prompt: give exactly one of prompt, token_ids and messages", field="prompt")
     spec = inference_pb2.GenerateSpec()

@@ -21,7 +21,7 @@ PROMPT, TOKENS = "several adapters", 24
 async def test_a_set_is_an_adapter_of_its_own(cluster: Cluster) -> None:
 
     async def ask(adapters: Any) -> Generation:
-        answer: Generation = await cluster.client.generate(PROMPT, adapters=adapters, max_new_tokens=TOKENS)
+        answer: Generation = await cluster.client.generate(PROMPT, adapters=adapters, max_tokens=TOKENS)
         return answer
 
     def truth(digest: str) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ async def test_what_is_no_set_is_refused_by_its_field(cluster: Cluster) -> None:
 
     async def refusal(**options: Any) -> LoraplexError:
         with pytest.raises(LoraplexError) as caught:
-            await cluster.client.generate("x", max_new_tokens=1, **options)
+            await cluster.client.generate("x", max_tokens=1, **options)
         return caught.value
 
     async def is_invalid(field: str, message: str, **options: Any) -> None:
@@ -87,4 +87,4 @@ async def test_what_is_no_set_is_refused_by_its_field(cluster: Cluster) -> None:
     error = await refusal(adapters={"a": 1.0, "b": 1.0, "wide": 1.0})
     assert isinstance(error, FailedPreconditionError), error
     assert "adapters: ranks 8 + 8 + 16 = 32; the workers take at most 24" in str(error)
-    await cluster.client.generate("x", max_new_tokens=1, adapters={"a": 1.0, "wide": 1.0})
+    await cluster.client.generate("x", max_tokens=1, adapters={"a": 1.0, "wide": 1.0})

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
 async def test_stop_strings_end_the_answer_and_free_the_worker(cluster: Cluster, eventually: Eventually) -> None:
-    whole = await cluster.client.generate("stop", max_new_tokens=40)
+    whole = await cluster.client.generate("stop", max_tokens=40)
     stop = f"<{whole.token_ids[20]}>"
-    answer = await cluster.client.generate("stop", max_new_tokens=4000, stop=[stop])
+    answer = await cluster.client.generate("stop", max_tokens=4000, stop=[stop])
     assert answer.token_ids == whole.token_ids[:20]
     assert (answer.finish_reason, answer.stop) == (FinishReason.STOP, stop)
     assert answer.usage.completion_tokens == 20
@@ -29,7 +29,7 @@ async def test_stop_strings_end_the_answer_and_free_the_worker(cluster: Cluster,
 
 async def test_a_stop_string_ends_its_own_choice_alone(cluster: Cluster, eventually: Eventually) -> None:
     truth = [expected_ids(MODEL, [ord("x")], stopping=Stopping(max_tokens=40), choice=c) for c in range(3)]
-    answer = await cluster.client.generate("x", n=3, max_new_tokens=40, stop=[f"<{truth[1][10]}>"])
+    answer = await cluster.client.generate("x", n=3, max_tokens=40, stop=[f"<{truth[1][10]}>"])
     assert [choice.token_ids for choice in answer.choices] == [truth[0], truth[1][:10], truth[2]]
     await eventually(cluster.idle)
 
@@ -45,7 +45,7 @@ async def test_cancelling_half_of_200_leaves_nothing_behind(cluster: Cluster, ev
         # Several tokens may come at once: who leaves asks for many more than it takes.
         length = 600 if number in leaves_after else 60
         got: list[int] = []
-        async with cluster.client.generate_stream(prompt, adapter_id=name, max_new_tokens=length) as stream:
+        async with cluster.client.generate_stream(prompt, adapter_id=name, max_tokens=length) as stream:
             async for piece in stream:
                 got += piece.token_ids
                 if len(got) >= leaves_after.get(number, length):
@@ -61,7 +61,7 @@ async def test_a_deadline_ends_the_work(cluster: Cluster, eventually: Eventually
     got: list[int] = []
 
     async def read() -> None:
-        async for piece in cluster.client.generate_stream("x", max_new_tokens=20_000, timeout_s=1.0):
+        async for piece in cluster.client.generate_stream("x", max_tokens=20_000, timeout_s=1.0):
             got.extend(piece.token_ids)
 
     with pytest.raises(DeadlineExceededError):
@@ -75,7 +75,7 @@ async def test_an_id_that_is_used_again_at_once_gets_its_own_tokens(cluster: Clu
     async def ask_and_leave_and_ask(number: int) -> None:
         for turn in range(5):
             prompt = f"prompt {number} {turn}"
-            options: dict[str, Any] = {"request_id": f"same-{number}", "max_new_tokens": 30}
+            options: dict[str, Any] = {"request_id": f"same-{number}", "max_tokens": 30}
             while True:
                 try:
                     async with cluster.client.generate_stream(prompt, **options) as stream:

@@ -25,7 +25,7 @@ async def test_bad_requests_get_the_status_of_the_table(cluster: Cluster) -> Non
         ({"model": "other"}, NotFoundError, "other"),
         ({"top_p": 1.5}, InvalidRequestError, "sampling.top_p"),
         ({"temperature": -1.0}, InvalidRequestError, "sampling.temperature"),
-        ({"max_new_tokens": 10**6}, InvalidRequestError, "context"),
+        ({"max_tokens": 10**6}, InvalidRequestError, "context"),
         ({"stop": [""]}, InvalidRequestError, "stopping.stop"),
         ({"stop_token_ids": [40_000]}, InvalidRequestError, "stopping.stop_token_ids"),
         ({"repetition_penalty": 0.0}, InvalidRequestError, "sampling.repetition_penalty"),
@@ -59,7 +59,7 @@ async def test_bad_requests_get_the_status_of_the_table(cluster: Cluster) -> Non
         with pytest.raises(NotFoundError) as nobodys:
             await stranger.generate("x", adapter_id="tenants/acme/adapters/z")
     assert str(theirs.value).replace("adapters/a", "adapters/z") == str(nobodys.value)
-    answer = await client.generate("x", adapter_id="a", max_new_tokens=5)
+    answer = await client.generate("x", adapter_id="a", max_tokens=5)
     assert list(answer.token_ids) == expected("x", cluster.digests["a"], 5)
 
 
@@ -76,7 +76,7 @@ async def test_a_call_without_a_tenant_is_refused(cluster: Cluster) -> None:
 async def test_operators_see_the_jobs_and_queues(cluster: Cluster) -> None:
     async with grpc.aio.insecure_channel(cluster.local.router) as channel:
         stub = cluster_pb2_grpc.ClusterServiceStub(channel)
-        async with cluster.client.generate_stream("x", max_new_tokens=20_000) as stream:
+        async with cluster.client.generate_stream("x", max_tokens=20_000) as stream:
             await anext(stream)
             (job,) = (await stub.ListJobs(cluster_pb2.ListJobsRequest())).jobs
             assert (job.tenant, job.attempt, job.prompt_tokens) == ("acme", 1, 1)

@@ -40,7 +40,7 @@ async def test_every_call_of_a_tool_parses(cluster: Cluster) -> None:
     async def ask(number: int, choice: Any) -> Generation:
         return await cluster.client.chat(
             messages, tools=TOOLS, tool_choice=choice, parallel_tool_calls=number % 4 == 3, n=2,
-            adapter_id=("a", "b", None)[number % 3], seed=number, temperature=1.0, max_new_tokens=120,
+            adapter_id=("a", "b", None)[number % 3], seed=number, temperature=1.0, max_tokens=120,
         )  # fmt: skip
 
     choices = ["required", {"name": "weather"}, "auto"]
@@ -76,9 +76,7 @@ async def test_every_call_of_a_tool_parses(cluster: Cluster) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 async def test_an_answer_keeps_to_its_format(cluster: Cluster, kind: str) -> None:
     stopping, sampling = Stopping(max_tokens=100), Sampling(temperature=0.9, seed=3)
-    answer = await cluster.client.generate(
-        "x", max_new_tokens=100, n=2, temperature=0.9, seed=3, **{kind: FORMATS[kind]}
-    )
+    answer = await cluster.client.generate("x", max_tokens=100, n=2, temperature=0.9, seed=3, **{kind: FORMATS[kind]})
     for number, choice in enumerate(answer.choices):
         made = expected_ids(
             MODEL, list(b"x"), sampling=sampling, stopping=stopping, choice=number, grammar=GRAMMARS[kind]
@@ -95,7 +93,7 @@ async def test_an_adapter_brings_its_own_template(cluster: Cluster, tmp_path: Pa
     async with AsyncStoreClient(cluster.local.store, TENANT) as store:
         digest = (await store.push(tmp_path, "own")).revision.digest
     messages = [{"role": "user", "content": "Hi"}]
-    answer = await cluster.client.chat(messages, adapter_id="own", max_new_tokens=9)
+    answer = await cluster.client.chat(messages, adapter_id="own", max_tokens=9)
     assert list(answer.token_ids) == expected("[Be Acme.][Hi]", digest, 9)
     assert bytes(await cluster.client.tokenize(messages=messages, adapter_id="own")) == b"[Be Acme.][Hi]"
     assert bytes(await cluster.client.tokenize(messages=messages)) == b"user: Hi\nassistant: "

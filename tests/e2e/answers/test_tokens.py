@@ -23,7 +23,7 @@ async def test_every_client_gets_its_adapter_s_tokens(cluster: Cluster) -> None:
     async def ask(number: int) -> None:
         name = ("a", "b", "c", None)[number % 4]
         prompt, length = f"prompt {number} " * (1 + number % 7), 1 + number * 13 % 200
-        answer = await cluster.client.generate(prompt, adapter_id=name, max_new_tokens=length)
+        answer = await cluster.client.generate(prompt, adapter_id=name, max_tokens=length)
         digest = cluster.digests[name] if name else ""
         assert list(answer.token_ids) == expected(prompt, digest, length)
         assert answer.finish_reason is FinishReason.LENGTH
@@ -37,7 +37,7 @@ async def test_every_client_gets_its_adapter_s_tokens(cluster: Cluster) -> None:
 async def test_a_seed_gives_the_same_tokens_again(cluster: Cluster) -> None:
     options: dict[str, Any] = {
         "adapter_id": "a",
-        "max_new_tokens": 20,
+        "max_tokens": 20,
         "temperature": 0.5,
         "top_k": 7,
         "top_p": 0.25,
@@ -47,13 +47,13 @@ async def test_a_seed_gives_the_same_tokens_again(cluster: Cluster) -> None:
     sampling = Sampling(temperature=0.5, top_k=7, top_p=0.25, seed=9)
     truth = expected("x", cluster.digests["a"], 20, sampling)
     assert [list(answer.token_ids) for answer in answers] == [truth, truth]
-    unseeded = [await cluster.client.generate("x", max_new_tokens=20, temperature=1.0) for _ in range(2)]
+    unseeded = [await cluster.client.generate("x", max_tokens=20, temperature=1.0) for _ in range(2)]
     assert unseeded[0].token_ids != unseeded[1].token_ids
 
 
 async def test_logprobs_arrive_and_tell_the_best_of_several(cluster: Cluster) -> None:
     options: dict[str, Any] = {
-        "max_new_tokens": 12,
+        "max_tokens": 12,
         "temperature": 1.0,
         "seed": 3,
         "frequency_penalty": 0.5,
@@ -104,7 +104,7 @@ async def test_scores_are_the_prompt_s_log_probabilities_behind_the_prompt(clust
         with pytest.raises(NotFoundError):
             await call
     # A request without new tokens gives the prompt's log probabilities, and its text.
-    whole = await cluster.client.generate("abc", max_new_tokens=0, prompt_logprobs=0, echo=True)
+    whole = await cluster.client.generate("abc", max_tokens=0, prompt_logprobs=0, echo=True)
     assert (whole.text, whole.token_ids, whole.usage.completion_tokens) == ("abc", (), 0)
     assert [one.logprob for one in whole.prompt_logprobs] == [
         one.logprob for one in expected_prompt_logprobs(MODEL, list(b"abc"), 0)

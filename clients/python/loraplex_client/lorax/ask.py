@@ -44,7 +44,7 @@ def options_of(given: Mapping[str, Any], adapter_id: str | None, most: int) -> G
         for name in ("best_of", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed")
         if name in given
     }
-    options |= {"adapter_id": adapter_id, "max_new_tokens": most, "stop": list(given.get("stop_sequences", ()))}
+    options |= {"adapter_id": adapter_id, "max_tokens": most, "stop": list(given.get("stop_sequences", ()))}
     options |= {"ignore_eos": given.get("ignore_eos_token"), "logprobs": given.get("return_k_alternatives", 0)}
     if "truncate" in given:
         # 0 means to Loraplex: to what the context leaves.
