@@ -33,7 +33,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 @pytest.fixture(scope="module")
 def oracle(one_thread: None) -> TinyModel:
-    """What transformers and peft answer with the model and its adapters, in float64."""
+    """Answers of transformers and peft with the model and its adapters, in float64."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
