@@ -189,11 +189,14 @@ def _run(plan: LoadPlan, router: str, url: str, out: Path) -> Done:
     """
     from clients.cli.loadtest_output import Screen
     from clients.loadtest.fleet import GeneratorDiedError
-    from clients.loadtest.http_target import check_url, find_target
     from clients.loadtest.runs import prompt_pool, run_all
 
     target: Target
     if url:
+        try:
+            from clients.loadtest.http_sender import check_url, find_target
+        except ImportError as error:
+            raise CommandError("--url needs httpx2, which comes with loraplex[gateway]") from error
         target, pool = find_target(plan, check_url(url))
     else:
         with explained("router", router):

@@ -23,8 +23,7 @@ from clients.gateway.endpoint import (
     own_names,
 )
 from clients.gateway.errors import HttpError
-from clients.gateway.http_server import http_server
-from clients.gateway.listener import listen
+from clients.gateway.http_server import http_server, listen
 from clients.gateway.openai_api import PROTOCOL as OPENAI
 from clients.gateway.openai_api import embeddings, get_model, list_models
 from clients.gateway.openai_completions import chat_completions, completions

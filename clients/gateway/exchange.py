@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections.abc import Iterable
 
 import msgspec
@@ -10,7 +11,6 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from clients.gateway.errors import HttpError, full, invalid
-from clients.gateway.listener import host_of
 from rpc.shares import Shares
 
 # Maximum bytes of a request's body: a router takes gRPC messages of 4 MiB.
@@ -24,6 +24,17 @@ BODIES_BYTES = 512 * 1024 * 1024
 TIMEOUT_HEADER = "x-request-timeout-ms"
 
 encode = msgspec.json.Encoder().encode
+
+
+def host_of(address: str) -> str:
+    """Return an IPv4 address itself, and the /64 network of an IPv6 address: one host has all addresses of it."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if ip.version == 4:
+        return address
+    return str(ip.ipv4_mapped or ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
 
 
 class Exchange:

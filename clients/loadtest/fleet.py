@@ -18,13 +18,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from clients.loadtest.generator import Generator, Progress, Share
-from clients.loadtest.http_target import HttpTarget
 from clients.loadtest.plan import LoadPlan
 from clients.loadtest.sender import EncodeSender, GrpcSender, Sender
 from clients.loadtest.workload import Workload
+
+if TYPE_CHECKING:  # httpx2, which it imports, is needed for HTTP servers alone
+    from clients.loadtest.http_sender import HttpTarget
 
 # Time in seconds from the command to the first request, so that every process has drawn its part by then.
 _LEAD_S = 0.25
@@ -46,7 +48,7 @@ class LoadRun:
 
 
 # A router's address, or an HTTP server.
-Target: TypeAlias = str | HttpTarget
+Target: TypeAlias = "str | HttpTarget"
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class _Part:
         return Generator(self.plan, workload, sender, *self.part), sender
 
     def _sender(self, workload: Workload) -> Sender:
-        if isinstance(self.target, HttpTarget):
-            from clients.loadtest.http_sender import HttpSender  # Only this needs httpx.
+        if not isinstance(self.target, str):
+            from clients.loadtest.http_sender import HttpSender
 
             return HttpSender(self.target, workload, self.pool, self.plan)
         kind = GrpcSender if self.plan.task == "generate" else EncodeSender

@@ -7,23 +7,151 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import msgspec
+from loraplex_client.credentials import SYSTEM_CA, credentials_of
+from loraplex_client.endpoint import DEFAULT_TENANT, TENANT_KEY
+from loraplex_client.errors import InvalidRequestError
 
-from clients.loadtest.http_target import HttpTarget, error_text, headers_of, tls_of
+from clients.loadtest.decoding import PlanError
 from clients.loadtest.plan import LoadPlan
 from clients.loadtest.samples import LEFT, Outcome
 from clients.loadtest.sender import Call, RequestFailure, Sender
-from clients.loadtest.workload import LoadRequest, Workload
+from clients.loadtest.workload import WORDS, LoadRequest, Workload
 
+# Timeout in seconds of each request before the test.
+_ASK_S = 10.0
+# Bodies of a request to /tokenize: vLLM's, and TGI's.
+_TOKENIZE = ("prompt", "inputs")
+# Statuses of a server that does not take a parameter.
+_NOT_TAKEN = (400, 422)
 # Statuses after which a later request may succeed.
 _REFUSALS = (429, 503)
 # Timeout in seconds of a connection.
 _CONNECT_S = 5.0
 _DONE = b"[DONE]"
+
+
+@dataclass(frozen=True)
+class HttpTarget:
+    """A server and what it takes: ids as prompts, or `words` that texts are made of; and `ignore_eos`."""
+
+    url: str
+    model: str
+    words: tuple[str, ...] = ()
+    ignore_eos: bool = True
+
+    def body(self, prompt: str | Sequence[int], max_tokens: int, model: str | None = None) -> dict[str, Any]:
+        """Return the body of a request for a greedy completion."""
+        body = {"model": model or self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        return body | ({"ignore_eos": True} if self.ignore_eos else {})
+
+
+def check_url(url: str) -> str:
+    """Return the address of a server without `/v1` at its end. Raises PlanError."""
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise PlanError(f"--url: {url!r} is not an address such as http://127.0.0.1:8000")
+    if parts.scheme == "http":
+        try:
+            credentials_of(None, None).check([f"{parts.hostname}:{parts.port or 80}"])
+        except InvalidRequestError as error:
+            raise PlanError(f"--url: {error.message}, with an address that begins with https") from error
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def headers_of(tenant: str) -> dict[str, str]:
+    """Return the headers of a tenant's requests: its name, and the credential of the environment."""
+    named = {} if tenant == DEFAULT_TENANT else {TENANT_KEY: tenant}
+    return {**named, "accept-encoding": "identity", **dict(credentials_of(None, None).metadata())}
+
+
+def tls_of(url: str) -> ssl.SSLContext | bool:
+    """Return how certificates are checked: by --ca, or by the system's authorities."""
+    if url.startswith("http:"):
+        return False  # there are none, and loading the system's authorities takes a second
+    tls = credentials_of(None, None).tls
+    if tls is None:
+        return True
+    context = ssl.create_default_context(cafile=None if tls.ca == SYSTEM_CA else tls.ca)
+    if tls.cert is not None:
+        context.load_cert_chain(tls.cert, tls.key)
+    return context
+
+
+def find_target(plan: LoadPlan, url: str) -> tuple[HttpTarget, tuple[int, ...]]:
+    """Ask a server what it takes; returns it with the pool that prompts are drawn from.
+
+    Raises PlanError where it does not answer, or refuses the plainest request.
+    """
+    if plan.task != "generate":
+        raise PlanError(f"--url: a test of {plan.task} is sent to routers only")
+    try:
+        with httpx2.Client(
+            base_url=url, headers=headers_of(plan.tenants[0].name), timeout=_ASK_S, verify=tls_of(url)
+        ) as client:
+            return _ask(client, plan, url)
+    except httpx2.RemoteProtocolError as error:
+        raise PlanError(f"{url} is not an HTTP server's address ({error}); --router takes a router's") from error
+    except httpx2.HTTPError as error:
+        raise PlanError(f"no server answers at {url} ({error or type(error).__name__})") from error
+
+
+def _ask(client: httpx2.Client, plan: LoadPlan, url: str) -> tuple[HttpTarget, tuple[int, ...]]:
+    model = plan.model or _first_model(client)
+    ids, words = _ids(client, model), tuple(WORDS.split())
+    pools = [((), ids)] if ids else []
+    refusal = ""
+    for its_words, pool in [*pools, (words, tuple(range(len(words))))]:
+        for ignore_eos in (True, False):
+            target = HttpTarget(url, model, its_words, ignore_eos)
+            answer = client.post("/v1/completions", json=target.body(its_words[0] if its_words else list(ids[:4]), 1))
+            if answer.status_code == 200:
+                return target, pool
+            refusal = f"{url} answers {answer.status_code}: {error_text(answer.content)[1]}"
+            if answer.status_code not in _NOT_TAKEN:
+                raise PlanError(refusal)
+    raise PlanError(refusal)
+
+
+def _first_model(client: httpx2.Client) -> str:
+    answer = client.get("/v1/models")
+    try:
+        return str(answer.raise_for_status().json()["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise PlanError(f"{client.base_url} lists no model at /v1/models; name one in the load-test file") from error
+
+
+def _ids(client: httpx2.Client, model: str) -> tuple[int, ...]:
+    """Return token ids of the model's vocabulary; none where the server does not tokenize."""
+    for field in _TOKENIZE:
+        answer = client.post("/tokenize", json={field: WORDS} | ({"model": model} if field == "prompt" else {}))
+        if answer.status_code != 200:
+            continue
+        found = answer.json()
+        tokens = found.get("tokens", []) if isinstance(found, dict) else [token.get("id") for token in found]
+        if tokens and all(isinstance(token, int) for token in tokens):
+            return tuple(dict.fromkeys(tokens))
+    return ()
+
+
+def error_text(body: bytes) -> tuple[str, str]:
+    """Return the code and the message of an error's body."""
+    try:
+        found = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return "", body[:200].decode(errors="replace")
+    error = found.get("error", found) if isinstance(found, Mapping) else found
+    if not isinstance(error, Mapping):
+        return "", str(error)
+    return str(error.get("code") or error.get("type") or ""), str(error.get("message") or error)
 
 
 class _Choice(msgspec.Struct):

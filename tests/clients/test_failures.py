@@ -17,7 +17,7 @@ from clients.cli.service import explain, store_client
 from clients.cli.terminal import CommandError
 from clients.loadtest.arrivals import Closed, Extent
 from clients.loadtest.decoding import PlanError
-from clients.loadtest.http_target import find_target
+from clients.loadtest.http_sender import find_target
 from clients.loadtest.plan import LoadPlan, Tenant
 
 

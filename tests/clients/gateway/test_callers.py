@@ -11,7 +11,8 @@ from loraplex_client import PermissionDeniedError, UnauthenticatedError, Unavail
 from starlette.datastructures import Headers
 
 from clients.gateway.cluster import Cluster
-from clients.gateway.listener import Place, Places, host_of
+from clients.gateway.exchange import host_of
+from clients.gateway.http_server import Place, Places
 
 KEY, LIMITED = "lpx_key_secret", "lpx_limited_secret"
 HOST = "10.0.0.1"

@@ -14,8 +14,7 @@ import pytest
 from clients.loadtest.arrivals import Constant, Extent
 from clients.loadtest.decoding import PlanError
 from clients.loadtest.draws import Fixed, power_law
-from clients.loadtest.http_sender import HttpSender
-from clients.loadtest.http_target import HttpTarget, check_url, find_target
+from clients.loadtest.http_sender import HttpSender, HttpTarget, check_url, find_target
 from clients.loadtest.plan import Cancel, LoadPlan, Tenant
 from clients.loadtest.samples import LEFT, OK, Outcome
 from clients.loadtest.sender import RequestFailure
