@@ -10,13 +10,17 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
+from broker.messages import AdapterRef, Job, StoppingParams, WeightedRef
 from broker.queue import JobQueue
+from broker.queue_entry import Entry
 from broker.terms import Placement
 from options import Encode
-from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.dispatcher import WEIGHTED_SETS, Dispatcher, PreparedEntry, check_weighted_sets
 from router.dispatch.link import Frame, WorkerFinish
 from router.dispatch.worker_links import DispatchTiming
-from rpc.errors import Internal, Unavailable
+from router.metrics import RouterMetrics
+from rpc.errors import CallError, Exhausted, Internal, Unavailable
+from tests.broker.both_queues import make_job
 from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job, read
 
 
@@ -248,3 +252,134 @@ async def test_ids_come_once_and_in_order_whatever_the_workers_do(dispatcher: Di
                 dispatcher.link_up(RecordingLink(link.worker_id), [])
         assert routed.continuations >= 3
         assert await read(routed) == truth
+
+
+JOB = make_job("j", "acme")
+# Passes of the event loop until an entry is made.
+PASSES = 3
+
+
+class Made:
+    """The entries that a queue has made of JOB."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.early = PreparedEntry(JobQueue(Redis(), KEYS), JOB, self._place)  # Redis is not asked
+
+    def _place(self, job: Job) -> Placement:
+        self.count += 1
+        return Placement(weight=2.0)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_an_entry_is_made_once_at_the_latest_when_it_is_taken(waits: bool) -> None:
+    made = Made()
+    with made.early as early:
+        for _ in range(PASSES if waits else 0):
+            await asyncio.sleep(0)
+        assert made.count == int(waits)
+        placement = Placement(weight=2.0)
+        assert early.take() == early.take() == (placement, Entry.from_job(JOB, placement))
+    for _ in range(PASSES):
+        await asyncio.sleep(0)
+    assert made.count == 1
+
+
+async def test_no_entry_is_made_of_a_refused_job() -> None:
+    made = Made()
+    with pytest.raises(LookupError), made.early:
+        raise LookupError
+    for _ in range(PASSES):
+        await asyncio.sleep(0)
+    assert made.count == 0
+
+
+ONE = AdapterRef("r", "sha256:1", 1, 1)
+WEIGHTED = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1, request_id="j", adapter=ONE)
+
+
+def of_set(number: int) -> Job:
+    """Return a job of a set with a digest of its own."""
+    return replace(WEIGHTED, adapter=replace(ONE, digest=f"set {number}", parts=(WeightedRef(ONE, 0.5),)))
+
+
+def test_a_tenants_sets_are_bounded_and_nothing_else_is() -> None:
+    others = [of_set(number) for number in range(WEIGHTED_SETS)] * 3
+    new = of_set(WEIGHTED_SETS)
+    with pytest.raises(Exhausted, match="acme uses 16 weighted sets") as caught:
+        check_weighted_sets(new, others)
+    assert caught.value.reason == "WEIGHTED_SETS_FULL"
+    check_weighted_sets(new, others[: WEIGHTED_SETS - 1])
+    for allowed in (
+        of_set(3),
+        WEIGHTED,
+        replace(WEIGHTED, adapter=None),
+        replace(new, tenant="globex"),
+        replace(new, resumed=True),
+    ):
+        check_weighted_sets(allowed, others)
+
+
+TOO_LARGE = Unavailable("no live worker takes it", reason="NO_WORKER_FITS")
+
+
+def dispatcher_of(queue: JobQueue, errors: dict[str, CallError], grace_s: float) -> Dispatcher:
+    def why_unservable(job: Job) -> CallError | None:
+        return errors.get(job.job_id)
+
+    timing = DispatchTiming(unservable_grace_s=grace_s)
+    return Dispatcher(lambda _: queue, lambda _: Placement(), RouterMetrics(), timing, why_unservable=why_unservable)
+
+
+async def test_what_nobody_can_take_ends_and_leaves_the_queue(redis: Redis) -> None:
+    queue, errors = JobQueue(redis, KEYS), dict[str, CallError]()
+    dispatcher = dispatcher_of(queue, errors, grace_s=0.0)
+    async with dispatched(dispatcher, job("large")) as large, dispatched(dispatcher, job("small")) as small:
+        dispatcher.update_live_workers({"w"})
+        assert not large.ended
+        errors["large"] = TOO_LARGE
+        dispatcher.update_live_workers({"w"})
+        with pytest.raises(Unavailable, match="no live worker takes it"):
+            await read(large)
+        assert not small.ended
+    await dispatcher.drain_tasks()
+    assert await queue.count_waiting() == 0
+
+
+async def test_a_job_that_waits_for_long_is_sealed_anew_again_and_again(redis: Redis) -> None:
+    """Else workers refuse it, and report an attack."""
+    renewed, placement = asyncio.Queue[tuple[str, Placement]](), Placement(weight=2.0)
+
+    class Recording(JobQueue):
+        async def renew(self, job: Job, placement: Placement) -> None:
+            renewed.put_nowait((job.job_id, placement))
+
+    queue, timing = Recording(redis, KEYS), DispatchTiming(look_s=0.01, seal_s=0.03)
+    dispatcher = Dispatcher(lambda _: queue, lambda _: placement, timing=timing)
+    watch = asyncio.create_task(dispatcher.redispatch_missing())
+    async with dispatched(dispatcher, job()), asyncio.timeout(20):
+        assert [await renewed.get() for _ in range(2)] == [("j", placement)] * 2
+    watch.cancel()
+
+
+async def test_a_worker_that_restarts_has_a_moment_to_come_back(redis: Redis) -> None:
+    dispatcher = dispatcher_of(JobQueue(redis, KEYS), {"j": TOO_LARGE}, grace_s=1e9)
+    async with dispatched(dispatcher, job()) as routed:
+        for _ in range(3):
+            dispatcher.update_live_workers(set())
+        assert not routed.ended
+
+
+async def test_a_running_job_goes_on_until_its_worker_gives_it_back(redis: Redis) -> None:
+    queue = JobQueue(redis, KEYS)
+    dispatcher, link = dispatcher_of(queue, {"j": TOO_LARGE}, grace_s=0.0), RecordingLink("w")
+    async with dispatched(dispatcher, job()) as routed:
+        await claim(queue)
+        dispatcher.receive_frame(link, frame(0, 5))
+        dispatcher.update_live_workers({"w"})
+        assert not routed.ended
+        dispatcher.receive_frame(link, frame(1, returned=True))
+        dispatcher.update_live_workers(set())
+        assert routed.failure is TOO_LARGE
+    await dispatcher.drain_tasks()
+    assert await queue.count_waiting() == 0

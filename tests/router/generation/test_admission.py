@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +12,18 @@ import pytest
 
 from broker.messages import AdapterRef, Job
 from grammars.build import regex_grammar
+from router.api.convert import write_message
 from router.catalog.adapters import AdapterConfigs
 from router.catalog.manifest import Manifest
+from router.dispatch.routed_job import READ_TOKENS
 from router.dispatch.worker_links import RelayReach
-from router.generation.admission import DEFAULT_MAX_TOKENS, Admission, GrammarProofs
+from router.generation.admission import DEFAULT_MAX_TOKENS, Admission, GrammarProofs, check_answer_size
 from router.generation.resume import Began, ResumeClaims, Resumption
-from router.request import Received, Request, Stopping
+from router.request import Delta, Message, PromptLogprobs, Received, Request, Stopping, TokenLogprobs
 from router.text.prompt_encoder import PromptEncoder
 from router.text.text import HashText
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
+from rpc.server import MESSAGE_BYTES
 
 MANIFEST = Manifest("tiny", "sha256:0", "hash", context_length=300, vocab_size=512, files={})
 ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:1", "sha256:1", 8, 1000)
@@ -168,3 +171,62 @@ async def test_a_format_waits_until_no_worker_would_ignore_it(admission: Admissi
     with pytest.raises(Unavailable, match="older version"):
         await admission.readmit(request, resumption, None)
     assert (await admission.admit(REQUEST, None)).job.grammar == ""
+
+
+SIZED = Request("acme", "x", "prompt")
+# The largest id of a real vocabulary, in a varint of five bytes; a token that 128 bytes of text belong to.
+ID, TEXT = (1 << 32) - 1, "x" * 128
+# Maximum length of a resume token in characters.
+RESUME_TOKEN = "t" * 16_384
+
+
+def logprobs(tokens: int, alternatives: int) -> tuple[TokenLogprobs, ...]:
+    return (TokenLogprobs(-1.5, ((ID, -1.5),) * alternatives),) * tokens
+
+
+def delta(tokens: int, alternatives: int | None = None) -> Delta:
+    return Delta(0, (ID,) * tokens, TEXT * tokens, 0, () if alternatives is None else logprobs(tokens, alternatives))
+
+
+def fits(event_of: Callable[[int], Delta | PromptLogprobs], tokens: int) -> bool:
+    """Tell whether a message of so many tokens fits, from the sizes of two smaller ones: every token takes the same."""
+    small, larger = (write_message(Message(event_of(count), RESUME_TOKEN)).ByteSize() for count in (200, 300))
+    # Lengths of lengths differ by some bytes.
+    return small + (larger - small) / 100 * (tokens - 200) + 64 <= MESSAGE_BYTES
+
+
+def most(request: Request, *, prompt: int = 1, max_tokens: int = 1) -> int | None:
+    """Return the number in the refusal: how many would fit."""
+    with pytest.raises(InvalidField) as refused:
+        check_answer_size(request, prompt, max_tokens)
+    assert refused.value.reason == "ANSWER_TOO_LARGE"
+    words = refused.value.message.split()
+    return int(words[words.index("most") + 1]) if "most" in words else None
+
+
+def test_the_log_probabilities_of_a_prompt_fit_or_are_refused() -> None:
+    asked = replace(SIZED, prompt_logprobs=20)
+    allowed = most(asked, prompt=20_000)
+    assert allowed is not None
+    assert 10 < allowed < 20
+    check_answer_size(replace(SIZED, prompt_logprobs=allowed), 20_000, 1)
+    assert fits(lambda tokens: PromptLogprobs(logprobs(tokens, allowed)), 20_000)
+    assert not fits(lambda tokens: PromptLogprobs(logprobs(tokens, 20)), 20_000)
+    assert most(asked, prompt=1_000_000) is None
+
+
+def test_the_best_of_several_candidates_fits_or_is_refused() -> None:
+    ranked = replace(SIZED, best_of=2)
+    longest = most(ranked, max_tokens=10**6)
+    assert longest is not None
+    check_answer_size(ranked, 1, longest)
+    assert fits(delta, longest)
+    allowed = most(replace(ranked, logprobs=20), max_tokens=12_000)
+    assert allowed is not None
+    assert fits(lambda tokens: delta(tokens, allowed), 12_000)
+
+
+def test_an_answer_in_several_messages_is_not_bounded() -> None:
+    check_answer_size(replace(SIZED, logprobs=20, n=2, best_of=2), 1, 10**6)
+    held_back = 1_000 + 64  # a stream interval, and tokens that may begin a stop string
+    assert fits(lambda tokens: delta(tokens, 20), READ_TOKENS + held_back)

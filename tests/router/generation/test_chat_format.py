@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import random
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
+import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from artifacts.peft_config import ToolCallFormat
+from grammars.matching import compile_grammar, read_vocabulary
+from router.dispatch.link import WorkerFinish
+from router.generation.answer import ChoiceAnswer, ResumeFilter
 from router.generation.chat_format import call_grammar, chat_format
-from router.generation.chat_reader import ChatFormat
-from router.request import Chat, ChatMessage, Tool, ToolMode
+from router.generation.chat_reader import ChatFormat, ChatReader
+from router.request import Chat, ChatMessage, Delta, FinishReason, Tool, ToolMode
 from router.text.chat import ChatTemplate
 from router.text.text import HashText
+from router.text.tokenizer_text import TokenizerText
 from rpc.errors import InvalidField
+from tests.router.generation.test_tool_grammar import SCHEMAS, TOOLS, calls_of
+from tests.router.small_tokenizers import id_of, tokenizer_of
 
 TEXT = HashText()
 CHAT = Chat((ChatMessage("user", "x"),))
@@ -64,3 +77,67 @@ def test_a_grammar_has_the_reasoning_that_may_come_before_a_call() -> None:
     assert 'start: ("<think>" thought)? answer' in grammars["x"]
     assert "start: thought answer" in grammars["<think>"]
     assert "start: answer" in grammars["</think>\n"]
+
+
+FAMILIES = Path(__file__).parents[1] / "text/families"
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+ASKING = Chat((ChatMessage("user", "x"),), TOOLS, ToolMode.REQUIRED, parallel_tool_calls=False)
+
+
+def tokenizer_with_marks(kind: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(tokenizer_of(kind).to_str())
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in SPECIAL])
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ADDED])
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
+@pytest.mark.parametrize("family", ["hermes", "qwen3", "llama3", "mistral", "mistral_v13"])
+def test_every_call_of_a_random_model_parses(kind: str, family: str) -> None:
+    tokenizer = tokenizer_with_marks(kind)
+    source = (FAMILIES / f"{family}.jinja").read_bytes()
+    text = TokenizerText({"tokenizer.json": tokenizer.to_str().encode(), "chat_template.jinja": source})
+    prompt_ids = tuple(text.encode("assistant: <think>\n\n</think>\n\n", special_tokens=False))
+    end = id_of(kind, "<|end|>")
+    vocabulary = read_vocabulary(tokenizer.to_str().encode(), tokenizer.get_vocab_size(), [end])
+    grammar = call_grammar(ASKING, text.chat, text, prompt_ids)
+    answer_format = chat_format(ASKING, text.chat, text, prompt_ids, "r")
+    assert answer_format is not None
+    seed = 3
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(3):
+        ids, complete = random_ids(vocabulary.tokens, grammar, rng, end)
+        stream = text.stream(prompt_ids, skip_special_tokens=True, marks=answer_format.marks)
+        answer = ChoiceAnswer(stream, (), 1, resume_filter=ResumeFilter(None, ChatReader(answer_format)))
+        found = [answer.push([token_id], None)[0] for token_id in ids[:-1]]
+        last, finished = answer.push(ids[-1:], WorkerFinish.COMPLETE if complete else WorkerFinish.END)
+        deltas = [delta for delta in (*found, last) if isinstance(delta, Delta)]
+        assert finished is not None
+        assert finished.reason is FinishReason.TOOL_CALLS
+        assert "".join(delta.text for delta in deltas) == ""
+        ((name, arguments),) = calls_of([part for delta in deltas for part in delta.tool_calls])
+        jsonschema.validate(json.loads(arguments), SCHEMAS.get(name, {"maxProperties": 0}))
+
+
+def random_ids(tokens: Any, grammar: str, rng: random.Random, end: int) -> tuple[list[int], bool]:
+    """Return random ids under a grammar, and whether it ended without an end token."""
+    matcher = compile_grammar(tokens, grammar)
+    ids: list[int] = []
+    while len(ids) < 2_000:
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
+        if matcher.is_stopped():
+            return ids, ids[-1] != end
+        ids.append(int(rng.choice(allowed)))
+        matcher.consume_token(ids[-1])
+    raise AssertionError("the answer does not end")
+
+
+def test_a_tool_without_parameters_takes_none() -> None:
+    text = TokenizerText(
+        {"tokenizer.json": tokenizer_with_marks("byte-level").to_str().encode(),
+         "chat_template.jinja": (FAMILIES / "qwen2.jinja").read_bytes()}
+    )  # fmt: skip
+    chat = Chat(ASKING.messages, (Tool("now"),), ToolMode.REQUIRED, tool_name="now")
+    assert '"additionalProperties": false' in call_grammar(chat, text.chat, text, (1,))
