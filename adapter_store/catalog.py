@@ -112,11 +112,6 @@ class Catalog:
         self._deleted = deleted
         self._quotas = quotas
 
-    def get(self, name: AdapterName) -> Adapter:
-        """Return an adapter. Raises NotFound."""
-        with self._database.reading() as rows:
-            return to_adapter(rows, adapter_row(rows, name))
-
     def resolve(self, reference: Reference, asked: str) -> tuple[Adapter, Revision]:
         """Return the first candidate that exists, and its revision. Raises NotFound with the text `asked` for."""
         with self._database.reading() as rows:
