@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 from bench.limit import Step, recorded_steps
 from bench.trace import Arrival, Trace, draw
 from bench.workload import Request
+from options import StoppingParams
 from worker.engine.process import freeze_gc
 from worker.engine.torch_engine import build_engine
-from worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output, Stopping
+from worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output
 
 R = TypeVar("R")
 
@@ -55,7 +56,7 @@ class AdapterEngine:
             directory = self._directories[request.adapter % len(self._directories)]
             adapter = AdapterSource(f"new-{name}" if unknown else f"a{request.adapter}", str(directory))
         self._engine.add_sequence(
-            NewSequence(name, request.prompt_ids, adapter=adapter, stopping=Stopping(request.tokens), tenant=name)
+            NewSequence(name, request.prompt_ids, adapter=adapter, stopping=StoppingParams(request.tokens), tenant=name)
         )
         self._live.add(name)
         return name

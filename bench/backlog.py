@@ -21,9 +21,10 @@ from bench.scaling_redis import used_s
 from bench.valkey import running_valkey
 from broker.connection import connect
 from broker.keys import Keys
-from broker.messages import AdapterRef, Capacity, Job, StoppingParams
+from broker.messages import AdapterRef, Capacity, Job
 from broker.queue import JobQueue
 from broker.terms import QueueLimits
+from options import SamplingParams, StoppingParams
 from worker.io.intake import FIT_S, IDLE_S
 
 _KEYS = Keys("model", "main")
@@ -32,7 +33,9 @@ _LIMITS = QueueLimits(jobs=1 << 30, tenant_jobs=1 << 30)
 _CAPACITY = Capacity(rows=4, rows_limit=32, tokens=4_096, max_tokens=8_192, max_rank=64)
 # Newcomers a second that suit every worker.
 _NEWCOMERS = 20
-_SMALL = Job("", "quiet", "model", _BASE, "router", tuple(range(64)), StoppingParams(64), seed=1)
+_SMALL = Job(
+    "", "quiet", "model", _BASE, "router", tuple(range(64)), StoppingParams(64), sampling=SamplingParams(seed=1)
+)
 # Jobs that wait, by the reason that nobody takes them, and the number of their tenants.
 _BACKLOGS: dict[str, tuple[Job | None, int]] = {
     "none": (None, 0),

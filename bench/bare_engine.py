@@ -10,8 +10,9 @@ from typing import Any
 from bench.limit import recorded_steps
 from bench.rounds import Timed
 from bench.workload import Request, answered_tokens
+from options import StoppingParams
 from worker.engine.torch_engine import build_engine
-from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, Stopping
+from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output
 
 
 class BareEngine:
@@ -66,4 +67,4 @@ class BareEngine:
 
     def _sequence(self, name: str, request: Request) -> NewSequence:
         adapter = None if request.adapter is None else self._adapters[request.adapter]
-        return NewSequence(name, request.prompt_ids, adapter=adapter, stopping=Stopping(request.tokens))
+        return NewSequence(name, request.prompt_ids, adapter=adapter, stopping=StoppingParams(request.tokens))

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from bench.queue_model.queue_model import QueueModel
-from broker.messages import Capacity, Job, RowToShare, StoppingParams
+from broker.messages import Capacity, Job, RowToShare
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
+from options import SamplingParams, StoppingParams
 from worker.engine.hash_engine import HashAdapterMemory
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.scheduler import Scheduler
-from worker.engine_api import EngineLimits, NewSequence, Output, Stopping
+from worker.engine_api import EngineLimits, NewSequence, Output
 from worker.io.capacity import row_to_share
 from worker.io.intake import FULL_S
 
@@ -128,7 +129,7 @@ class FairnessSimulation:
             # Every prompt has different ids, so that none is found in the prefix cache.
             prompt_ids=tuple(range(len(self._tenant_of), len(self._tenant_of) + setup.prompt)),
             stopping=StoppingParams(setup.answer_of(tenant)),
-            seed=1,
+            sampling=SamplingParams(seed=1),
         )
         self._jobs[job_id] = job
         self._tenant_of[job_id] = tenant
@@ -171,7 +172,7 @@ class FairnessSimulation:
         self._tokens += setup.prompt
         self._made[job_id] = 0
         self._claimed_ms[job_id] = self._now_ms
-        stopping = Stopping(setup.answer_of(tenant), ignore_eos=True)
+        stopping = StoppingParams(setup.answer_of(tenant), ignore_eos=True)
         shares = job.tenant if self._shared else ""
         self._scheduler.add_sequence(NewSequence(job_id, job.prompt_ids, stopping=stopping, tenant=shares))
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import uvloop
 
-from broker.messages import Job, StoppingParams
+from broker.messages import Job
 from broker.queue_entry import Entry
 from broker.terms import Placement
+from options import SamplingParams, StoppingParams
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import RoutedJob
@@ -50,7 +51,9 @@ async def serve(jobs: int) -> None:
     stopping = StoppingParams(max_tokens=1 << 30)
     readers = []
     for number in range(jobs):
-        job = Job(job_id(number), "acme", "hash", "sha256:0", "here", (1, 2, 3), stopping, seed=1)
+        job = Job(
+            job_id(number), "acme", "hash", "sha256:0", "here", (1, 2, 3), stopping, sampling=SamplingParams(seed=1)
+        )
         readers.append(asyncio.create_task(_read(await dispatcher.dispatch(job))))
     print(port, flush=True)
     await asyncio.to_thread(sys.stdin.read)

@@ -18,9 +18,10 @@ from typing import Any
 from bench.command import run_command
 from bench.models import LLAMA_28M, ModelShape, save_model
 from bench.report import Aim, Report, progress
+from options import StoppingParams
 from worker.engine.process import freeze_gc
 from worker.engine.torch_engine import TorchEngine, build_engine
-from worker.engine_api import EngineConfig, NewSequence, Stopping
+from worker.engine_api import EngineConfig, NewSequence
 
 AIMS = {"gap_ratio": Aim(at_most=2.5), "longest_step_s": Aim(at_most=0.5)}
 
@@ -121,7 +122,7 @@ class _StepRecorder:
         self.steps: list[float] = []
 
     def add(self, name: str, prompt_ids: tuple[int, ...], tokens: int) -> None:
-        self._engine.add_sequence(NewSequence(name, prompt_ids, stopping=Stopping(tokens)))
+        self._engine.add_sequence(NewSequence(name, prompt_ids, stopping=StoppingParams(tokens)))
 
     def step(self) -> None:
         start = time.perf_counter()

@@ -16,9 +16,10 @@ from itertools import count
 from typing import Literal
 
 from bench.queue_model.queue_model import QueueModel
-from broker.messages import AdapterRef, Capacity, Job, StoppingParams
+from broker.messages import AdapterRef, Capacity, Job
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import FREE_ROWS_MS, OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
+from options import SamplingParams, StoppingParams
 from worker.io.intake import IDLE_S, PACE_S, PACED_ROWS
 
 BASE = "sha256:0"
@@ -164,7 +165,7 @@ class VirtualCluster:
             reply_to="router",
             prompt_ids=(1,) * scale.prompt,
             stopping=StoppingParams(chance.randint(1, 2 * scale.answer - 1)),
-            seed=1,
+            sampling=SamplingParams(seed=1),
             adapter=ref,
         )
         placement = Placement(prefer=preferred(ref.digest, self._loads)) if scale.rendezvous else Placement()

@@ -12,9 +12,10 @@ from bench.scaling_cluster import BASE
 from bench.valkey import running_valkey
 from broker.connection import connect
 from broker.keys import Keys
-from broker.messages import AdapterRef, Capacity, Job, StoppingParams
+from broker.messages import AdapterRef, Capacity, Job
 from broker.queue import JobQueue
 from broker.terms import Placement, QueueLimits, UsageReport
+from options import SamplingParams, StoppingParams
 
 # Waiting jobs during the measurement, their tenants, and the adapters that a claiming worker reports.
 _WAITING, _TENANTS, _ADAPTERS = 1_000, 100, 32
@@ -114,6 +115,6 @@ def _job(number: int) -> Job:
         reply_to="127.0.0.1:50000",
         prompt_ids=tuple(range(256)),
         stopping=StoppingParams(128),
-        seed=number,
+        sampling=SamplingParams(seed=number),
         adapter=adapter,
     )

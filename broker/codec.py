@@ -11,9 +11,9 @@ from google.protobuf.message import DecodeError
 from loraplex.inference.v1 import inference_pb2
 from loraplex.queue.v1 import queue_pb2
 
-from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, StoppingParams, WeightedRef
+from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, WeightedRef
 from broker.worker_state import AdapterTiers, WorkerPhase, WorkerState
-from options import Encode, Pooling, SamplingParams, Task
+from options import Encode, Pooling, SamplingParams, StoppingParams, Task
 
 # Number of ids that are converted at once: between two such pieces a thread gives way to the event loop.
 _PIECE = 4_096
@@ -58,7 +58,6 @@ def encode_job(job: Job) -> bytes:
             stop_token_ids=job.stopping.stop_token_ids,
             ignore_eos=job.stopping.ignore_eos,
         ),
-        seed=job.seed,
         n=job.n,
         priority=job.priority,
         deadline_ms=job.deadline_ms,
@@ -116,7 +115,6 @@ def decode_job(data: bytes) -> Job:
             tuple(message.stopping.stop_token_ids),
             message.stopping.ignore_eos,
         ),
-        seed=message.seed,
         n=message.n,
         priority=message.priority,
         deadline_ms=message.deadline_ms,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from options import Encode, SamplingParams
+from options import Encode, SamplingParams, StoppingParams
 
 # Number of strikes, engines that died with the job newly in their batch, from which on a job begins apart from all jobs
 # that have none, and from which on it runs alone and ends with the next. So only the first engine has other jobs.
@@ -51,16 +51,6 @@ class AdapterRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class StoppingParams:
-    """Options that end an answer; counts are of the whole answer, over all attempts."""
-
-    max_tokens: int
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
     """A request as it waits in the queue. `emitted` has the tokens of earlier attempts, by choice."""
 
@@ -71,7 +61,6 @@ class Job:
     reply_to: str
     prompt_ids: tuple[int, ...]
     stopping: StoppingParams
-    seed: int
     request_id: str = ""
     attempt: int = 1
     adapter: AdapterRef | None = None

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from options import Encode
+from options import Encode, StoppingParams
 from worker.engine.encoder.engine import EncoderEngine, build_encoder
-from worker.engine_api import EngineConfig, NewSequence, Stopping
+from worker.engine_api import EngineConfig, NewSequence
 from worker.plan import PlanSettings, plan
 
 # Shaped like DeBERTa v3: relative positions in buckets, whose projections are the layers' own.
@@ -138,7 +138,9 @@ def _padded(model: Any, texts: Texts, rows: int = 8) -> Tensor:
 def _joined(engine: EncoderEngine, texts: Texts) -> Tensor:
     """Classify by the engine of the cluster's workers, which joins texts without padding."""
     for index, text in enumerate(texts):
-        engine.add_sequence(NewSequence(str(index), text, stopping=Stopping(max_tokens=0), encode=Encode("classify")))
+        engine.add_sequence(
+            NewSequence(str(index), text, stopping=StoppingParams(max_tokens=0), encode=Encode("classify"))
+        )
     found = {}
     while engine.has_work():
         found.update({int(output.sequence_id): output.vector for output in engine.step()})

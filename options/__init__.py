@@ -1,4 +1,4 @@
-"""Options of a request that router, queue and engine take alike: how to sample, or which vector to encode a text to.
+"""Declares what router, queue and engine name alike: a request's options, why its answer ended, log probabilities.
 
 The public message (`loraplex.inference.v1.Sampling`), the queue and the engine name the fields of sampling alike, so a
 new field is declared here once and read by name everywhere else.
@@ -7,6 +7,7 @@ new field is declared here once and read by name everywhere else.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import Any, Literal
 
 Task = Literal["embed", "classify"]
@@ -65,6 +66,29 @@ class SamplingParams:
     presence_penalty: float = _in_range(0.0, -2, 2)
     # Pairs of token id and what is added to its logit, in the order of the ids.
     logit_bias: tuple[tuple[int, float], ...] = ()
+    # The seed of the noise, 64 bits.
+    seed: int = 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Tell whether the choice of a token depends on the ids before it."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Tell whether the logits themselves change, and with them greedy answers."""
+        return self.penalizes or bool(self.logit_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingParams:
+    """Options that end an answer; counts are of the whole answer, over all attempts."""
+
+    # 0: the prompt's log probabilities or its vector are all that is asked for.
+    max_tokens: int = 128
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
 
 RANGES: dict[str, Range] = {
@@ -96,3 +120,25 @@ class Encode:
     pooling: Pooling = ""
     # Number of tokens at the prompt's end that are the second text of a pair (token type 1); the others have type 0.
     pair_tokens: int = 0
+
+
+class FinishKind(StrEnum):
+    """The engine's reason for the end of an answer."""
+
+    LENGTH = "length"
+    END = "end"
+    STOP_TOKEN = "stop_token"
+    # The answer's format is complete, and nothing may follow.
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's log probability, and the likeliest tokens at its place as (id, log probability), best first.
+
+    Both are the model's own: of its logits before bias, penalties, temperature and limits.
+    """
+
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from options import Pooling, SamplingParams, Task
+from options import Pooling, SamplingParams, Task, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +155,6 @@ class FinishReason(StrEnum):
     END = "end"
     STOP = "stop"
     TOOL_CALLS = "tool_calls"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """A token's log probability, and the likeliest tokens at its place as (id, log probability)."""
-
-    logprob: float
-    alternatives: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

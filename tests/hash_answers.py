@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from artifacts.hash_model import parse_hash_model
-from options import Encode, Pooling, Task
+from options import Encode, Pooling, SamplingParams, StoppingParams, Task, TokenLogprobs
 from worker.engine.hash_engine import expected_prompt_logprobs, expected_tokens, expected_vector, matching_after
-from worker.engine_api import Sampling, Stopping, TokenLogprobs
 
 # A token's log probability, and the likeliest tokens at its place as (id, log probability).
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]
@@ -24,8 +23,8 @@ class Asked:
 
     prompt_ids: tuple[int, ...]
     adapter_digest: str = ""
-    sampling: Sampling = field(default_factory=Sampling)
-    stopping: Stopping = field(default_factory=Stopping)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stopping: StoppingParams = field(default_factory=StoppingParams)
     stop: tuple[str, ...] = ()
     n: int = 1
     best_of: int = 1
@@ -160,7 +159,7 @@ def _candidate(model: str, asked: Asked, number: int) -> ExpectedChoice:
     return ExpectedChoice(ids[:kept], text, reason, stop, logprobs, ids, number)
 
 
-def _end(model: str, stopping: Stopping, ids: Sequence[int]) -> tuple[str, str | int | None]:
+def _end(model: str, stopping: StoppingParams, ids: Sequence[int]) -> tuple[str, str | int | None]:
     """Return the reason of the model's own end, and the stop token."""
     if ids and len(ids) > stopping.min_tokens:
         if ids[-1] in parse_hash_model(model).end_token_ids and not stopping.ignore_eos:

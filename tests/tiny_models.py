@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from worker.engine_api import AdapterSource, NewSequence, Stopping
+from options import StoppingParams
+from worker.engine_api import AdapterSource, NewSequence
 
 VOCAB = 320
 ALL_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -54,7 +55,7 @@ class TinyModel:
     ) -> NewSequence:
         """A sequence with one of its adapters; `more` are fields of NewSequence."""
         source = AdapterSource(f"digest of {adapter}", str(self.adapters[adapter])) if adapter else None
-        more.setdefault("stopping", Stopping(max_tokens=tokens))
+        more.setdefault("stopping", StoppingParams(max_tokens=tokens))
         return NewSequence(name, tuple(prompt), adapter=source, **more)
 
     def expected(self, request: NewSequence) -> tuple[int, ...]:

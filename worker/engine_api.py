@@ -5,12 +5,11 @@ engine.add_sequence(NewSequence) ──▶ engine.step() ──▶ [Output, ...]
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from dataclasses import dataclass, field
 from typing import Literal
 
 from artifacts.families import check_kv_cache_dtype
-from options import Encode, SamplingParams
+from options import Encode, FinishKind, SamplingParams, StoppingParams, TokenLogprobs
 
 
 class ModelUnusableError(Exception):
@@ -24,42 +23,6 @@ class SequenceRefusedError(Exception):
         super().__init__(f"{field}: {message}")
         self.field = field
         self.message = message
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling(SamplingParams):
-    """The sampling of a sequence: the request's parameters and the seed of its noise."""
-
-    seed: int = 0
-
-    @classmethod
-    def seeded(cls, params: SamplingParams, seed: int) -> Sampling:
-        """Join a job's parameters and its seed."""
-        return cls(seed=seed, **{name: getattr(params, name) for name in _PARAMS})
-
-    @property
-    def penalizes(self) -> bool:
-        """Tell whether the choice of a token depends on the ids before it."""
-        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
-
-    @property
-    def adjusts_logits(self) -> bool:
-        """Tell whether the logits themselves change, and with them greedy answers."""
-        return self.penalizes or bool(self.logit_bias)
-
-
-_PARAMS = tuple(declared.name for declared in fields(SamplingParams))
-
-
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """The conditions that end an answer. All counts include emitted ids of earlier attempts."""
-
-    # 0: the prompt's log probabilities are all that is wanted.
-    max_tokens: int = 128
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +60,8 @@ class NewSequence:
     prompt_ids: tuple[int, ...]
     emitted_ids: tuple[int, ...] = ()
     adapter: AdapterSource | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    stopping: Stopping = field(default_factory=Stopping)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stopping: StoppingParams = field(default_factory=StoppingParams)
     choice: int = 0
     tenant: str = ""
     # The tenant's weight: twice the weight gets twice the rows.
@@ -113,17 +76,6 @@ class NewSequence:
     grammar: str = ""
     # None: an answer. Otherwise the sequence ends with its first output, which has `vector`; `max_tokens` is 0.
     encode: Encode | None = None
-
-
-class FinishKind(StrEnum):
-    """The reason of an answer's end."""
-
-    LENGTH = "length"
-    END = "end"
-    STOP_TOKEN = "stop_token"
-    # The grammar is complete, and nothing may follow.
-    COMPLETE = "complete"
-    FAILED = "failed"
 
 
 # The gRPC statuses that a failure can end a job with; `rpc.status.to_error` makes the router's error of each.
@@ -173,17 +125,6 @@ class Failure:
     reason: FailureReason
     message: str
     field: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """A token's log probability, and the likeliest tokens at its place as (id, log probability), best first.
-
-    Both are the model's own: of its logits before bias, penalties, temperature and limits.
-    """
-
-    logprob: float
-    alternatives: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from broker.terms import PRIORITY_LIMIT
 from grammars import GrammarError
 from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
 from grammars.json_schema import JsonStyle
-from options import LOGIT_BIASES, RANGES, OutOfRangeError, SamplingParams, check_sampling
+from options import LOGIT_BIASES, RANGES, OutOfRangeError, SamplingParams, TokenLogprobs, check_sampling
 from router.api.chat import read_chat
 from router.catalog.models import Models, ServedModel
 from router.request import (
@@ -31,7 +31,6 @@ from router.request import (
     Request,
     Stopping,
     Summary,
-    TokenLogprobs,
     ToolCallDelta,
     WeightedAdapter,
 )

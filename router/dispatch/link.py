@@ -5,25 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from enum import StrEnum
 
 import msgspec
 from loraplex.relay.v1 import relay_pb2 as pb
 
-from router.request import TokenLogprobs
+from options import FinishKind, TokenLogprobs
 from rpc.errors import CallError
 from rpc.principal import Principal
 from rpc.status import to_error
-
-
-class WorkerFinish(StrEnum):
-    """A worker's reason for the end of an answer."""
-
-    LENGTH = "length"
-    END = "end"
-    STOP_TOKEN = "stop_token"
-    # The answer's format is complete, and nothing may follow.
-    COMPLETE = "complete"
 
 
 class Frame(msgspec.Struct, frozen=True):  # one is made for each token: a dataclass takes seven times as long
@@ -38,7 +27,7 @@ class Frame(msgspec.Struct, frozen=True):  # one is made for each token: a datac
     token_ids: tuple[int, ...]
     choice: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
-    finish: WorkerFinish | None = None
+    finish: FinishKind | None = None
     failure: CallError | None = None
     returned: bool = False
     blamed: bool = False
@@ -122,10 +111,10 @@ class WorkerLink:
 
 
 _FINISHES = {
-    pb.FINISH_KIND_LENGTH: WorkerFinish.LENGTH,
-    pb.FINISH_KIND_END: WorkerFinish.END,
-    pb.FINISH_KIND_STOP_TOKEN: WorkerFinish.STOP_TOKEN,
-    pb.FINISH_KIND_COMPLETE: WorkerFinish.COMPLETE,
+    pb.FINISH_KIND_LENGTH: FinishKind.LENGTH,
+    pb.FINISH_KIND_END: FinishKind.END,
+    pb.FINISH_KIND_STOP_TOKEN: FinishKind.STOP_TOKEN,
+    pb.FINISH_KIND_COMPLETE: FinishKind.COMPLETE,
 }
 _NO_FINISH = pb.Finish()
 # Maximum tokens of a prompt whose log probabilities are read on the event loop, in some milliseconds.

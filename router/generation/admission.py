@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
-from broker.messages import AdapterRef, Job, StoppingParams
+from broker.messages import AdapterRef, Job
 from broker.worker_state import WorkerState
 from grammars import GrammarError
 from grammars.matching import special_tokens
 from grammars.prover import Prover, ProverBusyError
+from options import StoppingParams
 from router.catalog.adapters import AdapterConfigs, check_generates, check_rank, resolve_adapters
 from router.catalog.manifest import Manifest
 from router.catalog.models import Models, ServedModel
@@ -284,7 +285,7 @@ class Admission:
             reply_to=self._reply_to,
             adapter=adapter,
             prompt_ids=prompt_ids,
-            sampling=request.sampling,
+            sampling=replace(request.sampling, seed=secrets.randbits(63) if request.seed is None else request.seed),
             n=request.best_of,
             # Candidates are ranked by their log probabilities.
             logprobs=0 if request.logprobs is None and request.best_of > request.n else request.logprobs,
@@ -298,7 +299,6 @@ class Admission:
                 stop_token_ids=request.stopping.stop_token_ids,
                 ignore_eos=request.stopping.ignore_eos,
             ),
-            seed=secrets.randbits(63) if request.seed is None else request.seed,
             deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),
             grammar=grammar,
         )

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from broker.messages import AdapterRef, Job, StoppingParams
-from options import Encode
+from broker.messages import AdapterRef, Job
+from options import Encode, StoppingParams
 from router.catalog.adapters import AdapterConfigs, Classifier, check_rank, find_classifier, resolve_adapters
 from router.catalog.manifest import Manifest
 from router.catalog.models import Models
@@ -152,7 +152,6 @@ class Encoding:
                 adapter=adapter,
                 prompt_ids=ids,
                 stopping=StoppingParams(max_tokens=0),
-                seed=0,
                 priority=request.priority,
                 traceparent=request.traceparent,
                 encode=Encode(request.task, request.pooling, pair_tokens),

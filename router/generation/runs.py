@@ -72,7 +72,7 @@ class Run:
             model=job.model,
             base_digest=job.base_digest,
             adapter=job.adapter,
-            seed=job.seed,
+            seed=job.sampling.seed,
             max_tokens=job.stopping.max_tokens,
             began=self.began,
             resumes=self.resumes,
@@ -101,7 +101,7 @@ class Run:
         if resumption is None:
             return self.resumption is None
         claims, job = resumption.claims, self.routed.job
-        if (claims.seed, claims.adapter, claims.base_digest) != (job.seed, job.adapter, job.base_digest):
+        if (claims.seed, claims.adapter, claims.base_digest) != (job.sampling.seed, job.adapter, job.base_digest):
             return False
         began_with = self.resumption.received if self.resumption else {}
         return all(

@@ -14,12 +14,13 @@ from broker.codec import decode_adapter_request
 from broker.functions import load
 from broker.keys import Keys
 from broker.liveness import Liveness
-from broker.messages import AdapterRef, Capacity, Job, StoppingParams
+from broker.messages import AdapterRef, Capacity, Job
 from broker.quarantine import QuarantinedError
 from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
 from broker.scripts import Scripts
 from broker.tenant_records import RemovedRecords, TenantRecords
 from broker.terms import Claimed, Placement, QueueLimits, QueueState, UsageReport
+from options import SamplingParams, StoppingParams
 from tests.broker.scripts_clock import CLOCK, SCRIPTS_ON_TEST_CLOCK, START_MS
 
 KEYS = Keys("tiny", "main")
@@ -51,7 +52,7 @@ def make_job(
         reply_to=router,
         prompt_ids=tuple(range(prompt)),
         stopping=StoppingParams(max_tokens),
-        seed=1,
+        sampling=SamplingParams(seed=1),
         attempt=attempt,
         n=n,
         priority=priority,

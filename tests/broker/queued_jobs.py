@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from broker.keys import Keys
-from broker.messages import Capacity, Job, StoppingParams
+from broker.messages import Capacity, Job
 from broker.queue import JobQueue
+from options import SamplingParams, StoppingParams
 
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
@@ -21,7 +22,7 @@ def job(job_id: str, **changes: object) -> Job:
         reply_to="127.0.0.1:1",
         prompt_ids=(1, 2, 3),
         stopping=StoppingParams(max_tokens=10),
-        seed=7,
+        sampling=SamplingParams(seed=7),
     )
     return replace(base, **changes)  # type: ignore[arg-type]  # field names are checked by replace
 

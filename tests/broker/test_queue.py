@@ -16,15 +16,10 @@ from redis.asyncio import Redis
 
 from broker import claims
 from broker.codec import MAX_ANSWERS, decode_job, encode_job
-from broker.messages import (
-    AdapterRef,
-    AdapterRequest,
-    StoppingParams,
-    WeightedRef,
-)
+from broker.messages import AdapterRef, AdapterRequest, WeightedRef
 from broker.queue import JobQueue
 from broker.terms import QueueState, UsageReport
-from options import Encode, Pooling, SamplingParams, Task
+from options import Encode, Pooling, SamplingParams, StoppingParams, Task
 from tests.broker.queued_jobs import KEYS, ROOMY, claim, job
 
 
@@ -55,9 +50,9 @@ def test_a_job_survives_its_bytes() -> None:
             frequency_penalty=-0.5,
             presence_penalty=2.0,
             logit_bias=((3, -1.5), (7, 100.0)),
+            seed=2**64 - 1,
         ),
         stopping=StoppingParams(max_tokens=9, min_tokens=2, stop_token_ids=(4, 5), ignore_eos=True),
-        seed=2**64 - 1,
         priority=-3,
         deadline_ms=1500,
         strikes=1,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from artifacts.hash_model import parse_hash_model
+from options import SamplingParams, StoppingParams
 from tests.chaos.history import Pair, Request
 from tests.hash_answers import (
     Asked,
@@ -19,7 +20,6 @@ from tests.hash_answers import (
 from tests.hash_formats import GRAMMARS
 from worker.engine import hash_engine
 from worker.engine.hash_engine import hash_root, id_bytes, matching_after, next_allowed_token
-from worker.engine_api import Sampling, Stopping
 
 
 def truth(model: str, request: Request, choice: int) -> ExpectedChoice:
@@ -82,7 +82,7 @@ def _asked(request: Request) -> Asked:
         prompt_ids_of(request),
         request.revision.digest,
         _sampling(request),
-        Stopping(request.max_tokens, request.min_tokens, request.stop_token_ids, request.ignore_eos),
+        StoppingParams(request.max_tokens, request.min_tokens, request.stop_token_ids, request.ignore_eos),
         request.stop,
         request.n,
         request.best_of or request.n,
@@ -93,5 +93,5 @@ def _asked(request: Request) -> Asked:
     )
 
 
-def _sampling(request: Request) -> Sampling:
-    return Sampling(logit_bias=request.logit_bias, **request.sampling)  # type: ignore[arg-type]  # whole numbers are whole in JSON too
+def _sampling(request: Request) -> SamplingParams:
+    return SamplingParams(logit_bias=request.logit_bias, **request.sampling)  # type: ignore[arg-type]  # whole numbers are whole in JSON too

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from loraplex_client import AsyncClient, AsyncStoreClient
 
+from options import StoppingParams
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
@@ -80,7 +80,7 @@ class Load:
         prompt, length, before = self.chance.choice(PROMPTS), self.chance.randrange(4, 24), self.swapped[name]
         answer = await self.client.generate(prompt, adapter_id=name, max_tokens=length)
         digest = answer.adapter_revision.rpartition("/")[2]
-        prompt_ids, stopping = list(prompt.encode()), Stopping(max_tokens=length)
+        prompt_ids, stopping = list(prompt.encode()), StoppingParams(max_tokens=length)
         truth = expected_ids(MODEL, prompt_ids, adapter_digest=digest, stopping=stopping)
         whole = digest in self.digests[name] and list(answer.token_ids) == list(truth)
         self.outcomes["of one revision" if whole else "mixed"] += 1

@@ -12,8 +12,8 @@ from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+from options import StoppingParams
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
@@ -77,6 +77,6 @@ async def test_cancels_at_any_moment_leave_nothing_behind(
 def check(prompt: str, digest: str, got: Mapping[int, list[int]]) -> None:
     """Check that what came before the client left is the beginning of the answer."""
     for choice, ids in got.items():
-        stopping = Stopping(max_tokens=TOKENS)
+        stopping = StoppingParams(max_tokens=TOKENS)
         truth = expected_ids(MODEL, list(prompt.encode()), adapter_digest=digest, stopping=stopping, choice=choice)
         assert ids == list(truth[: len(ids)])

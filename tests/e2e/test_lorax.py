@@ -13,8 +13,8 @@ from loraplex_client.lorax import AsyncClient, Client
 from loraplex_client.lorax.errors import NotFoundError, ValidationError
 from loraplex_client.lorax.types import FinishReason
 
+from options import SamplingParams, StoppingParams
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import Sampling, Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 END_AFTER = 30
@@ -36,8 +36,8 @@ WRONG: tuple[dict[str, Any], ...] = (
 )
 
 
-def truth(digest: str, max_tokens: int, sampling: Sampling | None = None, prompt: str = PROMPT) -> list[int]:
-    ids, stopping = list(prompt.encode()), Stopping(max_tokens=max_tokens)
+def truth(digest: str, max_tokens: int, sampling: SamplingParams | None = None, prompt: str = PROMPT) -> list[int]:
+    ids, stopping = list(prompt.encode()), StoppingParams(max_tokens=max_tokens)
     return list(expected_ids(MODEL, ids, adapter_digest=digest, sampling=sampling, stopping=stopping))
 
 
@@ -104,8 +104,8 @@ async def async_program(address: str, digest: str) -> None:
     assert [response.generated_text for response in streamed[:-1]] == [None] * 9
 
     for parameters, sampling in (
-        ({"do_sample": True, "seed": 7}, Sampling(temperature=1.0, seed=7)),
-        ({"temperature": 0.5, "seed": 7, "top_k": 3}, Sampling(temperature=0.5, top_k=3, seed=7)),
+        ({"do_sample": True, "seed": 7}, SamplingParams(temperature=1.0, seed=7)),
+        ({"temperature": 0.5, "seed": 7, "top_k": 3}, SamplingParams(temperature=0.5, top_k=3, seed=7)),
         ({"temperature": 1.0, "seed": 7}, None),
     ):
         response = await client.generate(PROMPT, adapter_id="a", max_new_tokens=10, **parameters)

@@ -13,8 +13,8 @@ from loraplex_client import AsyncClient, AsyncGenerationStream, InternalError, R
 from typer.testing import CliRunner
 
 from clients.cli.__main__ import app
+from options import SamplingParams, StoppingParams
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import Sampling, Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
@@ -72,8 +72,8 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
     async with start_cluster(f"{PLAIN}&die_on={DEADLY}", {}, workers=2, worker_flags=flags) as cluster:
         client = cluster.client
         prompts = [f"innocent {number}" for number in range(8)]
-        sampling = Sampling(**{name: value for name, value in DRAWN.items() if name != "n"})  # type: ignore[arg-type]
-        options: dict[str, Any] = {"sampling": sampling, "stopping": Stopping(max_tokens=TOKENS)}
+        sampling = SamplingParams(**{name: value for name, value in DRAWN.items() if name != "n"})  # type: ignore[arg-type]
+        options: dict[str, Any] = {"sampling": sampling, "stopping": StoppingParams(max_tokens=TOKENS)}
         truths = [
             [expected_ids(PLAIN, list(prompt.encode()), choice=choice, **options) for choice in range(2)]
             for prompt in prompts

@@ -9,10 +9,10 @@ from pathlib import Path
 from loraplex_client import AsyncClient
 
 from broker.keys import LEDGER, Keys
+from options import StoppingParams
 from tests.e2e.conftest import StartCluster
 from tests.valkey_cluster import ValkeyCluster
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import Stopping
 
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
 CALLERS = 8
@@ -38,7 +38,7 @@ async def test_every_call_is_answered_while_slots_move(start_cluster: StartClust
                 while True:
                     prompt = f"{number} {answers}"
                     answer = await client.generate(prompt, max_tokens=5)
-                    expected = expected_ids(MODEL, list(prompt.encode()), stopping=Stopping(max_tokens=5))
+                    expected = expected_ids(MODEL, list(prompt.encode()), stopping=StoppingParams(max_tokens=5))
                     assert answer.token_ids == expected
                     async with more:
                         answers += 1

@@ -17,8 +17,8 @@ from loraplex_client import AsyncClient
 from typer.testing import CliRunner
 
 from clients.cli.__main__ import app
+from options import StoppingParams
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=50"
@@ -52,7 +52,7 @@ class Load:
                 self._long_begun += length == LONG
                 self._changed.notify_all()
             whole = await stream.result()
-            stopping = Stopping(max_tokens=length)
+            stopping = StoppingParams(max_tokens=length)
             truth = expected_ids(MODEL, list(prompt.encode()), adapter_digest=self._digests[name], stopping=stopping)
             assert list(whole.token_ids) == list(truth)
             async with self._changed:

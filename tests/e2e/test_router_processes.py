@@ -14,9 +14,9 @@ from typing import Any
 
 from loraplex_client import AsyncClient, AsyncGenerationStream, Generation
 
+from options import StoppingParams
 from tests.e2e.conftest import TENANT
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=10"
@@ -46,7 +46,7 @@ class Clients:
         """The answers, which must be the oracle's."""
         answers = await asyncio.gather(*(stream.result() for stream, _ in self.streams))
         for number, (answer, (_, tokens)) in enumerate(zip(answers, self.streams, strict=True), 1):
-            truth = expected_ids(MODEL, list(f"client {number}".encode()), stopping=Stopping(max_tokens=tokens))
+            truth = expected_ids(MODEL, list(f"client {number}".encode()), stopping=StoppingParams(max_tokens=tokens))
             assert list(answer.token_ids) == list(truth)
         await asyncio.gather(*(client.close() for client in self.clients))
         return answers

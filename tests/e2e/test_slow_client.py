@@ -13,10 +13,10 @@ from google.rpc import error_details_pb2, status_pb2
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
+from options import StoppingParams
 from rpc.principal import TENANT_KEY
 from rpc.status import DETAILS_KEY
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import Stopping
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
@@ -57,7 +57,7 @@ async def test_a_client_that_stops_reading_is_dropped_alone(
         first = await call.read()
         assert isinstance(first, pb.GenerateResponse)
         ids = first.event.delta.token_ids
-        assert list(ids) == list(expected_ids(MODEL, list(b"slow"), stopping=Stopping(max_tokens=len(ids))))
+        assert list(ids) == list(expected_ids(MODEL, list(b"slow"), stopping=StoppingParams(max_tokens=len(ids))))
 
         async def rows(count: int) -> bool:
             running: int = sum(worker.rows_running for worker in await cluster.workers())
@@ -85,5 +85,5 @@ async def test_a_client_that_stops_reading_is_dropped_alone(
         assert not reading.done()
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-        assert beside[:200] == list(expected_ids(MODEL, list(b"fast"), stopping=Stopping(max_tokens=200)))
+        assert beside[:200] == list(expected_ids(MODEL, list(b"fast"), stopping=StoppingParams(max_tokens=200)))
         await eventually(cluster.idle)

@@ -20,10 +20,9 @@ import pytest_asyncio
 from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex_client import AsyncGenerationStream, Generation
 
-from options import Encode
+from options import Encode, SamplingParams, StoppingParams
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
 from worker.engine.hash_engine import expected_ids, expected_vector
-from worker.engine_api import Sampling, Stopping
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
@@ -36,10 +35,10 @@ BETWEEN_KILLS = min(300, TEXTS // 2)
 # Not all fit on one worker: both have some.
 FLAGS = ("--rows", "10", "--stall-s", "1", "--replace-s", "2")
 SAMPLINGS = (
-    Sampling(),
-    Sampling(temperature=0.8, top_p=0.9, top_k=40, seed=11),
-    Sampling(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=-0.5),
-    Sampling(temperature=1.0, min_p=0.1, seed=12, frequency_penalty=0.25, logit_bias=((7, 1.5),)),
+    SamplingParams(),
+    SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=11),
+    SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=-0.5),
+    SamplingParams(temperature=1.0, min_p=0.1, seed=12, frequency_penalty=0.25, logit_bias=((7, 1.5),)),
 )
 
 
@@ -65,7 +64,7 @@ class Ask:
 
 def ask(cluster: Cluster, number: int, salt: str) -> Ask:
     sampling, n = SAMPLINGS[number % len(SAMPLINGS)], 1 + number % 2
-    prompt, adapter, stopping = f"{salt} {number}", ("a", "b", None)[number // 4], Stopping(max_tokens=TOKENS)
+    prompt, adapter, stopping = f"{salt} {number}", ("a", "b", None)[number // 4], StoppingParams(max_tokens=TOKENS)
     digest = cluster.digests[adapter] if adapter else ""
     of_prompt = partial(expected_ids, MODEL, list(prompt.encode()), adapter_digest=digest)
     truth = [of_prompt(sampling=sampling, stopping=stopping, choice=choice) for choice in range(n)]
@@ -74,7 +73,7 @@ def ask(cluster: Cluster, number: int, salt: str) -> Ask:
         # New there, and no byte, which reads as itself.
         at = next(i for i in range(TOKENS - 20, TOKENS) if truth[0][i] >= 256 and truth[0][i] not in truth[0][:i])
         stop, truth[0] = f"<{truth[0][at]}>", truth[0][:at]
-    plain: dict[str, Any] = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
+    plain: dict[str, Any] = {name: getattr(sampling, name) for name in SamplingParams.__dataclass_fields__}
     options = plain | {"logit_bias": dict(sampling.logit_bias), "n": n, "stop": [stop] if stop else []}
     stream = cluster.client.generate_stream(prompt, adapter_id=adapter, max_tokens=TOKENS, **options)
     return Ask(stream, truth, stop)

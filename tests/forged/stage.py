@@ -16,7 +16,8 @@ from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 from redis.asyncio import Redis
 
 from artifacts.base_model import read_base_model
-from broker.messages import AdapterRef, Job, StoppingParams
+from broker.messages import AdapterRef, Job
+from options import SamplingParams, StoppingParams
 from rpc.principal import TENANT_KEY
 from rpc.tls import TlsFiles
 from tests.forged.cluster import KEYS, MODEL, OTHER, TENANT, Cluster
@@ -54,7 +55,7 @@ class Stage:
             self.cluster.relay,
             PROMPT,
             StoppingParams(4),
-            seed=1,
+            sampling=SamplingParams(seed=1),
             adapter=ref,
         )
         return replace(made, **changes)

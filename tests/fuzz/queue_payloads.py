@@ -14,16 +14,16 @@ from broker.codec import (
     encode_worker,
 )
 from broker.commands import Command, Verb, decode_command, encode_command
-from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, StoppingParams
+from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job
 from broker.worker_state import WorkerPhase, WorkerState
-from options import Encode
+from options import Encode, StoppingParams
 from worker.engine.scheduling.validate import check_sequence
 from worker.engine_api import EngineLimits, SequenceRefusedError
 from worker.io.local_jobs import LocalJobs, sequence_of
 
 _LIMITS = EngineLimits(rows=8, max_tokens=1024, max_rank=64, vocab_size=512, block_size=16, blocks=64, adapter_slots=4)
 ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:" + "0" * 64, "sha256:" + "0" * 64, 8, 1024)
-_JOB = Job("j", "acme", "hash", "sha256:" + "1" * 64, "127.0.0.1:1", (1, 2, 3), StoppingParams(max_tokens=8), 7)
+_JOB = Job("j", "acme", "hash", "sha256:" + "1" * 64, "127.0.0.1:1", (1, 2, 3), StoppingParams(max_tokens=8))
 JOBS = (
     encode_job(_JOB),
     encode_job(
@@ -35,7 +35,6 @@ JOBS = (
             "127.0.0.1:1",
             (1, 2),
             StoppingParams(4, 1, (9,), True),
-            7,
             adapter=ADAPTER,
             emitted={0: (5, 6), 1: ()},
             n=3,
@@ -46,9 +45,7 @@ JOBS = (
         )
     ),
     encode_job(
-        Job(
-            "e", "acme", "hash", "sha256:" + "1" * 64, "a:1", (1,), StoppingParams(0), 0, encode=Encode("embed", "mean")
-        )
+        Job("e", "acme", "hash", "sha256:" + "1" * 64, "a:1", (1,), StoppingParams(0), encode=Encode("embed", "mean"))
     ),
 )
 STATE = WorkerState(

@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from broker.keys import Keys
-from broker.messages import Capacity, Job, StoppingParams
+from broker.messages import Capacity, Job
 from broker.queue import JobQueue
+from options import FinishKind, SamplingParams, StoppingParams
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.link import Frame, WorkerFinish, WorkerLink
+from router.dispatch.link import Frame, WorkerLink
 from router.dispatch.routed_job import RoutedJob
 
 KEYS = Keys("tiny", "main")
@@ -43,7 +44,7 @@ def job(job_id: str = "j", max_tokens: int = 100, n: int = 1) -> Job:
         reply_to="here",
         prompt_ids=(1, 2),
         stopping=StoppingParams(max_tokens=max_tokens),
-        seed=1,
+        sampling=SamplingParams(seed=1),
         n=n,
     )
 
@@ -52,7 +53,7 @@ def frame(
     offset: int,
     *ids: int,
     attempt: int = 1,
-    finish: WorkerFinish | None = None,
+    finish: FinishKind | None = None,
     returned: bool = False,
     blamed: bool = False,
     job_id: str = "j",

@@ -6,11 +6,10 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from options import RANGES, SamplingParams
+from options import RANGES, SamplingParams, StoppingParams
 from router.request import PromptOptions, Request
 from tests.hash_answers import Asked, expected_answers, text_of
 from tests.hash_formats import FORMATS, GRAMMARS
-from worker.engine_api import Sampling, Stopping
 
 
 def asked_of(request: Request, adapter_digest: str) -> Asked:
@@ -21,8 +20,8 @@ def asked_of(request: Request, adapter_digest: str) -> Asked:
     return Asked(
         prompt_ids_of(request),
         adapter_digest,
-        Sampling.seeded(request.sampling, request.seed),
-        Stopping(stopping.max_tokens, stopping.min_tokens, stopping.stop_token_ids, stopping.ignore_eos),
+        replace(request.sampling, seed=request.seed),
+        StoppingParams(stopping.max_tokens, stopping.min_tokens, stopping.stop_token_ids, stopping.ignore_eos),
         stopping.stop,
         request.n,
         request.best_of,

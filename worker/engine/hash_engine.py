@@ -25,31 +25,24 @@ from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
 from grammars.matching import compile_grammar, hash_vocabulary
 from grammars.prover import Prover
-from options import Encode
+from options import Encode, SamplingParams, StoppingParams, TokenLogprobs
 from worker.engine.engine import Engine
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.grammars import GrammarState, GrammarThread
 from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Batch, Row, Sequence
-from worker.engine_api import (
-    AdapterSource,
-    EngineConfig,
-    EngineLimits,
-    Failure,
-    Output,
-    Sampling,
-    Stopping,
-    TokenLogprobs,
-)
+from worker.engine_api import AdapterSource, EngineConfig, EngineLimits, Failure, Output
 
 if TYPE_CHECKING:  # imported by the first grammar
     import numpy as np
 
 # Numbers of a request that change the logits, and all others, which only choose among them; new fields are among these.
 _ADJUSTING = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-_DRAWING = tuple(declared.name for declared in fields(Sampling) if declared.name not in {*_ADJUSTING, "logit_bias"})
-_FLOATS = frozenset(declared.name for declared in fields(Sampling) if declared.type == "float")
+_DRAWING = tuple(
+    declared.name for declared in fields(SamplingParams) if declared.name not in {*_ADJUSTING, "logit_bias"}
+)
+_FLOATS = frozenset(declared.name for declared in fields(SamplingParams) if declared.type == "float")
 
 
 def expected_ids(
@@ -57,8 +50,8 @@ def expected_ids(
     prompt_ids: Iterable[int],
     *,
     adapter_digest: str = "",
-    sampling: Sampling | None = None,
-    stopping: Stopping | None = None,
+    sampling: SamplingParams | None = None,
+    stopping: StoppingParams | None = None,
     choice: int = 0,
     grammar: str = "",
 ) -> tuple[int, ...]:
@@ -80,18 +73,18 @@ def expected_tokens(
     prompt_ids: Iterable[int],
     *,
     adapter_digest: str = "",
-    sampling: Sampling | None = None,
-    stopping: Stopping | None = None,
+    sampling: SamplingParams | None = None,
+    stopping: StoppingParams | None = None,
     choice: int = 0,
     alternatives: int = 0,
     grammar: str = "",
 ) -> list[tuple[int, TokenLogprobs]]:
     """Return the whole answer like `expected_ids`, each token with its log probabilities. Raises ArtifactError."""
     model = parse_hash_model(spec)
-    stopping = stopping or Stopping()
+    stopping = stopping or StoppingParams()
     ends = set() if stopping.ignore_eos else set(model.end_token_ids)
     ends |= set(stopping.stop_token_ids)
-    state = hash_root(model, adapter_digest, sampling or Sampling(), choice)
+    state = hash_root(model, adapter_digest, sampling or SamplingParams(), choice)
     state.update(id_bytes(prompt_ids))
     matching = matching_after(spec, grammar, (), stopping) if grammar else None
     answer: list[tuple[int, TokenLogprobs]] = []
@@ -110,7 +103,7 @@ def expected_tokens(
     return answer
 
 
-def matching_after(spec: str, grammar: str, ids: Iterable[int], stopping: Stopping | None = None) -> GrammarState:
+def matching_after(spec: str, grammar: str, ids: Iterable[int], stopping: StoppingParams | None = None) -> GrammarState:
     """Return the state inside a grammar after these ids of an answer."""
     vocabulary = hash_vocabulary(parse_hash_model(spec))
     matcher = compile_grammar(vocabulary.tokens, grammar)
@@ -141,7 +134,7 @@ def hash_vector(model: HashModel, adapter_digest: str, ids: Iterable[int], encod
     return tuple(byte / 128 - 1 for byte in state.digest())
 
 
-def hash_root(model: HashModel, adapter_digest: str, sampling: Sampling, choice: int) -> blake2b:
+def hash_root(model: HashModel, adapter_digest: str, sampling: SamplingParams, choice: int) -> blake2b:
     """Return the hash of everything but the ids.
 
     As with a real model, temperature, limits and seed leave greedy answers as they are.
@@ -154,7 +147,7 @@ def hash_root(model: HashModel, adapter_digest: str, sampling: Sampling, choice:
     return blake2b(root.encode(), digest_size=8)
 
 
-def _values(sampling: Sampling, names: Iterable[str]) -> list[float]:
+def _values(sampling: SamplingParams, names: Iterable[str]) -> list[float]:
     return [_wired(getattr(sampling, name)) if name in _FLOATS else getattr(sampling, name) for name in names]
 
 

@@ -19,16 +19,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from broker.messages import Job
-from worker.engine_api import (
-    AdapterSource,
-    Failure,
-    FinishKind,
-    NewSequence,
-    Output,
-    Sampling,
-    Stopping,
-    TokenLogprobs,
-)
+from options import FinishKind, TokenLogprobs
+from worker.engine_api import AdapterSource, Failure, NewSequence, Output
 from worker.io.adapters.fetch import DiskPin
 
 
@@ -184,10 +176,8 @@ def sequence_of(choice: LocalChoice, adapter: AdapterSource | None) -> NewSequen
         # One answer reports those of the prompt, and only in the first attempt that produces tokens.
         prompt_logprobs=job.prompt_logprobs if choice.choice == 0 and not choice.start else None,
         prompt_logprobs_start=job.prompt_logprobs_start,
-        sampling=Sampling.seeded(job.sampling, job.seed),
-        stopping=Stopping(
-            job.stopping.max_tokens, job.stopping.min_tokens, job.stopping.stop_token_ids, job.stopping.ignore_eos
-        ),
+        sampling=job.sampling,
+        stopping=job.stopping,
         # The claim has applied the job's priority: in the engine it would put the job before other tenants' sequences.
         tenant=job.tenant,
         weight=job.weight,

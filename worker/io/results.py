@@ -18,10 +18,10 @@ from broker.connection import REDIS_DOWN
 from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import UsageReport
-from options import Encode
+from options import Encode, StoppingParams
 from telemetry.logging import fields
 from telemetry.tracing import Attributes, Spans
-from worker.engine_api import EngineStats, Failure, NewSequence, Output, Stopping
+from worker.engine_api import EngineStats, Failure, NewSequence, Output
 from worker.io.capacity import jobs_to_drop
 from worker.io.engine_client import EngineBreaker, EngineProcess, Pair
 from worker.io.local_jobs import Ending, LocalChoice, LocalChoiceState, LocalJob, LocalJobs, LocalJobState
@@ -406,5 +406,5 @@ class Results:
 def warm_up_sequence(*, generates: bool) -> NewSequence:
     """Return the sequence of an engine's own step; of an encoder, which generates nothing, a vector."""
     if generates:
-        return NewSequence(WARM_UP, prompt_ids=(0,), stopping=Stopping(max_tokens=1, ignore_eos=True))
-    return NewSequence(WARM_UP, prompt_ids=(0,), stopping=Stopping(max_tokens=0), encode=Encode("embed"))
+        return NewSequence(WARM_UP, prompt_ids=(0,), stopping=StoppingParams(max_tokens=1, ignore_eos=True))
+    return NewSequence(WARM_UP, prompt_ids=(0,), stopping=StoppingParams(max_tokens=0), encode=Encode("embed"))

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import pytest_asyncio
 
+from options import SamplingParams, StoppingParams
 from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import Sampling, Stopping
 
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
@@ -31,9 +31,13 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         yield running
 
 
-def expected(prompt: str, digest: str, max_tokens: int, sampling: Sampling | None = None) -> list[int]:
+def expected(prompt: str, digest: str, max_tokens: int, sampling: SamplingParams | None = None) -> list[int]:
     """Return the ids that the engine computes."""
     ids = expected_ids(
-        MODEL, list(prompt.encode()), adapter_digest=digest, sampling=sampling, stopping=Stopping(max_tokens=max_tokens)
+        MODEL,
+        list(prompt.encode()),
+        adapter_digest=digest,
+        sampling=sampling,
+        stopping=StoppingParams(max_tokens=max_tokens),
     )
     return list(ids)

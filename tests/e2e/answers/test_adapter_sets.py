@@ -9,10 +9,10 @@ import pytest
 from loraplex_client import FailedPreconditionError, Generation, InvalidRequestError, LoraplexError, NotFoundError
 
 from artifacts.names import weighted_digest
+from options import StoppingParams
 from tests.e2e.answers.conftest import MODEL
 from tests.e2e.conftest import Cluster
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import Stopping
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 PROMPT, TOKENS = "several adapters", 24
@@ -26,7 +26,7 @@ async def test_a_set_is_an_adapter_of_its_own(cluster: Cluster) -> None:
 
     def truth(digest: str) -> tuple[int, ...]:
         prompt = tuple(PROMPT.encode())
-        return expected_ids(MODEL, prompt, adapter_digest=digest, stopping=Stopping(max_tokens=TOKENS))
+        return expected_ids(MODEL, prompt, adapter_digest=digest, stopping=StoppingParams(max_tokens=TOKENS))
 
     sets: list[list[tuple[str, float]]] = [
         [("a", 0.5), ("b", 0.5)],

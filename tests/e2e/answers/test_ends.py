@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from loraplex_client import AlreadyExistsError, DeadlineExceededError, FinishReason
 
+from options import StoppingParams
 from tests.e2e.answers.conftest import MODEL, Eventually, expected
 from tests.e2e.conftest import Cluster
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import Stopping
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -28,7 +28,7 @@ async def test_stop_strings_end_the_answer_and_free_the_worker(cluster: Cluster,
 
 
 async def test_a_stop_string_ends_its_own_choice_alone(cluster: Cluster, eventually: Eventually) -> None:
-    truth = [expected_ids(MODEL, [ord("x")], stopping=Stopping(max_tokens=40), choice=c) for c in range(3)]
+    truth = [expected_ids(MODEL, [ord("x")], stopping=StoppingParams(max_tokens=40), choice=c) for c in range(3)]
     answer = await cluster.client.generate("x", n=3, max_tokens=40, stop=[f"<{truth[1][10]}>"])
     assert [choice.token_ids for choice in answer.choices] == [truth[0], truth[1][:10], truth[2]]
     await eventually(cluster.idle)

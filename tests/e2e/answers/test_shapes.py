@@ -11,11 +11,11 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from loraplex_client import AsyncStoreClient, FinishReason, Generation, InvalidRequestError, NotFoundError
 
+from options import SamplingParams, StoppingParams
 from tests.e2e.answers.conftest import MODEL, expected
 from tests.e2e.conftest import TENANT, Cluster
 from tests.hash_formats import FORMATS, GRAMMARS
 from worker.engine.hash_engine import expected_ids, matching_after
-from worker.engine_api import Sampling, Stopping
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -75,7 +75,7 @@ async def test_every_call_of_a_tool_parses(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 async def test_an_answer_keeps_to_its_format(cluster: Cluster, kind: str) -> None:
-    stopping, sampling = Stopping(max_tokens=100), Sampling(temperature=0.9, seed=3)
+    stopping, sampling = StoppingParams(max_tokens=100), SamplingParams(temperature=0.9, seed=3)
     answer = await cluster.client.generate("x", max_tokens=100, n=2, temperature=0.9, seed=3, **{kind: FORMATS[kind]})
     for number, choice in enumerate(answer.choices):
         made = expected_ids(

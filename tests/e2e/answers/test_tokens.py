@@ -10,10 +10,10 @@ import pytest
 from loraplex.inference.v1 import inference_pb2, inference_pb2_grpc
 from loraplex_client import FinishReason, InvalidRequestError, NotFoundError
 
+from options import SamplingParams
 from tests.e2e.answers.conftest import MODEL, expected
 from tests.e2e.conftest import Cluster
 from worker.engine.hash_engine import expected_prompt_logprobs
-from worker.engine_api import Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -44,7 +44,7 @@ async def test_a_seed_gives_the_same_tokens_again(cluster: Cluster) -> None:
         "seed": 9,
     }
     answers = [await cluster.client.generate("x", **options) for _ in range(2)]
-    sampling = Sampling(temperature=0.5, top_k=7, top_p=0.25, seed=9)
+    sampling = SamplingParams(temperature=0.5, top_k=7, top_p=0.25, seed=9)
     truth = expected("x", cluster.digests["a"], 20, sampling)
     assert [list(answer.token_ids) for answer in answers] == [truth, truth]
     unseeded = [await cluster.client.generate("x", max_tokens=20, temperature=1.0) for _ in range(2)]

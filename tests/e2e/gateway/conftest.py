@@ -10,10 +10,10 @@ import openai
 import pytest
 import pytest_asyncio
 
+from options import SamplingParams, StoppingParams
 from rpc.settings import is_installed
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import Sampling, Stopping
 
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
@@ -57,14 +57,14 @@ async def stub(cluster: Cluster) -> AsyncIterator[Any]:
         yield sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
 
 
-def expected(prompt: str, digest: str, max_tokens: int, sampling: Sampling | None = None, choice: int = 0) -> str:
+def expected(prompt: str, digest: str, max_tokens: int, sampling: SamplingParams | None = None, choice: int = 0) -> str:
     """Return the text that the engine's ids make."""
     ids = expected_ids(
         MODEL,
         list(prompt.encode()),
         adapter_digest=digest,
         sampling=sampling,
-        stopping=Stopping(max_tokens=max_tokens),
+        stopping=StoppingParams(max_tokens=max_tokens),
         choice=choice,
     )
     return "".join(chr(token) if token < 256 else f"<{token}>" for token in ids)

@@ -8,11 +8,10 @@ from typing import Any
 import grpc
 import pytest
 
-from options import Encode
+from options import Encode, StoppingParams
 from tests.e2e.conftest import TENANT, Cluster
 from tests.e2e.gateway.conftest import MODEL, Eventually
 from worker.engine.hash_engine import expected_ids, expected_vector
-from worker.engine_api import Stopping
 
 pytest.importorskip("smg_grpc_proto", reason="the engine protocol's package is not installed: pip install '.[smg]'")
 
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 def ids_of(digest: str, max_tokens: int = 12) -> list[int]:
     """Return the engine's ids."""
-    return list(expected_ids(MODEL, PROMPT, adapter_digest=digest, stopping=Stopping(max_tokens=max_tokens)))
+    return list(expected_ids(MODEL, PROMPT, adapter_digest=digest, stopping=StoppingParams(max_tokens=max_tokens)))
 
 
 async def test_an_answer_has_the_ids_of_its_adapter(stub: Any, cluster: Cluster) -> None:

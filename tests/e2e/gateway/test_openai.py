@@ -11,11 +11,10 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from options import Encode
+from options import Encode, SamplingParams
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import MESSAGES, MODEL, PROMPT, Eventually, expected
 from worker.engine.hash_engine import expected_vector
-from worker.engine_api import Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 Client = openai.AsyncOpenAI
@@ -40,7 +39,7 @@ async def test_a_base_url_without_its_version_is_named(client: Client) -> None:
 
 
 async def test_whole_answers(client: Client, cluster: Cluster) -> None:
-    sampling = Sampling(temperature=0.7, top_p=0.9, seed=5)
+    sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=5)
     whole = await client.chat.completions.create(**CHAT, max_tokens=9, temperature=0.7, top_p=0.9, seed=5, n=2)
     ChatCompletion.model_validate(whole.model_dump(), strict=True)
     texts = [choice.message.content for choice in whole.choices]

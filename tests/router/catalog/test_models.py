@@ -14,9 +14,10 @@ from redis.asyncio import Redis
 from artifacts.base_model import read_base_model
 from broker.keys import Keys
 from broker.liveness import Census, Liveness
-from broker.messages import AdapterRef, Job, StoppingParams
+from broker.messages import AdapterRef, Job
 from broker.terms import ASIDE_MS, QueueLimits
 from broker.worker_state import WorkerPhase
+from options import StoppingParams
 from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.models import LiveWorkers, Models
 from rpc.errors import Mismatch, NotFound, Unavailable
@@ -181,7 +182,7 @@ async def test_a_worker_that_is_removed_is_gone_at_the_next_look(redis: Redis) -
 
 
 OLD = replace(serves("old"), max_tokens=1000)
-JOB = Job("j", "acme", "tiny", BASE.digest, "here", (1, 2), StoppingParams(100), 1)
+JOB = Job("j", "acme", "tiny", BASE.digest, "here", (1, 2), StoppingParams(100))
 
 
 async def test_the_jobs_of_a_replaced_model_go_on_while_its_workers_live(redis: Redis) -> None:

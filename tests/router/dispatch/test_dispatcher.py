@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from broker.messages import AdapterRef, Job, StoppingParams, WeightedRef
+from broker.messages import AdapterRef, Job, WeightedRef
 from broker.queue import JobQueue
 from broker.queue_entry import Entry
 from broker.terms import Placement
-from options import Encode
+from options import Encode, FinishKind, StoppingParams
 from router.dispatch.dispatcher import WEIGHTED_SETS, Dispatcher, PreparedEntry, check_weighted_sets
-from router.dispatch.link import Frame, WorkerFinish
+from router.dispatch.link import Frame
 from router.dispatch.worker_links import DispatchTiming
 from router.metrics import RouterMetrics
 from rpc.errors import CallError, Exhausted, Internal, Unavailable
@@ -39,7 +39,7 @@ async def test_a_job_runs_on_the_worker_that_claimed_it(dispatcher: Dispatcher, 
         assert (await claim(queue)).job_id == "j"
         dispatcher.receive_claims(link, [("j", 1)])
         dispatcher.receive_frame(link, frame(0, 5, 6))
-        dispatcher.receive_frame(link, frame(2, 7, finish=WorkerFinish.END))
+        dispatcher.receive_frame(link, frame(2, 7, finish=FinishKind.END))
         assert await read(routed) == [5, 6, 7]
     await dispatcher.drain_tasks()
     assert link.sent == [("ack", "j", 1)]
@@ -78,7 +78,7 @@ async def test_a_lost_worker_s_job_goes_on_from_its_last_id(dispatcher: Dispatch
         again = await claim(queue)
         assert (again.attempt, again.emitted, again.prompt_ids) == (2, {0: (5, 6)}, (1, 2))
         dispatcher.receive_frame(first, frame(2, 66))  # it lives after all, too late
-        dispatcher.receive_frame(second, frame(2, 7, attempt=2, finish=WorkerFinish.LENGTH))
+        dispatcher.receive_frame(second, frame(2, 7, attempt=2, finish=FinishKind.LENGTH))
         assert await read(routed) == [5, 6, 7]
         assert routed.continuations == 1
     assert ("cancel", "j", 1) in first.sent
@@ -106,7 +106,7 @@ async def test_a_vector_is_taken_once_and_from_the_worker_that_has_the_attempt(
 
 
 def vector_frame(attempt: int, value: float) -> Frame:
-    return Frame("j", attempt, 0, (), finish=WorkerFinish.LENGTH, adapter_ms=1.0, cached_tokens=3, vector=(value, -0.5))
+    return Frame("j", attempt, 0, (), finish=FinishKind.LENGTH, adapter_ms=1.0, cached_tokens=3, vector=(value, -0.5))
 
 
 async def test_a_link_that_comes_back_in_time_keeps_its_jobs(dispatcher: Dispatcher, queue: JobQueue) -> None:
@@ -238,7 +238,7 @@ async def test_ids_come_once_and_in_order_whatever_the_workers_do(dispatcher: Di
                 start = max(0, min(at, routed.emitted_tokens) - rng.randrange(3) + rng.randrange(3))
                 ids = truth[start : start + rng.randrange(1, 6)]
                 done = start + len(ids) == len(truth)
-                sent = frame(start, *ids, attempt=claimed.attempt, finish=WorkerFinish.LENGTH if done else None)
+                sent = frame(start, *ids, attempt=claimed.attempt, finish=FinishKind.LENGTH if done else None)
                 dispatcher.receive_frame(link, sent)
                 stale.append((link, frame(start, *([7] * len(ids)), attempt=claimed.attempt)))
                 old_link, old = rng.choice(stale)
@@ -295,7 +295,7 @@ async def test_no_entry_is_made_of_a_refused_job() -> None:
 
 
 ONE = AdapterRef("r", "sha256:1", 1, 1)
-WEIGHTED = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1, request_id="j", adapter=ONE)
+WEIGHTED = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), request_id="j", adapter=ONE)
 
 
 def of_set(number: int) -> Job:

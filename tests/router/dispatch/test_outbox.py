@@ -16,15 +16,15 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.ledger import ReserveCall
-from broker.messages import AdapterRef, Capacity, Job, StoppingParams
+from broker.messages import AdapterRef, Capacity, Job
 from broker.queue import JobQueue
 from broker.queue_entry import Entry
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import KeyTerms, Placement, QueueState
 from broker.worker_state import WorkerPhase, WorkerState
+from options import FinishKind, StoppingParams
 from router.app import _dispatcher
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.link import WorkerFinish
 from router.dispatch.outbox import AT_ONCE, FAULTS_LIMIT, MIB, Placer
 from router.dispatch.worker_links import DispatchTiming, RelayReach
 from router.metrics import RouterMetrics
@@ -224,11 +224,11 @@ async def test_a_job_that_is_given_back_before_its_enqueue_is_answered_goes_on(
     async with dispatched(dispatcher, job()) as routed:
         again = await claim(queue)
         assert (again.attempt, again.emitted) == (2, {0: (5,)})
-        dispatcher.receive_frame(link, frame(1, 6, attempt=2, finish=WorkerFinish.END))
+        dispatcher.receive_frame(link, frame(1, 6, attempt=2, finish=FinishKind.END))
         assert routed.ended
 
 
-JOB = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1, request_id="j")
+JOB = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), request_id="j")
 
 
 def worker(worker_id: str, *, used: int, max_rank: int = 64) -> WorkerState:

@@ -11,10 +11,11 @@ from prometheus_client import generate_latest
 from redis.asyncio import Redis
 
 from broker.keys import Keys
-from broker.messages import Capacity, Job, StoppingParams
+from broker.messages import Capacity, Job
 from broker.queue import JobQueue
 from broker.scripts import SCRIPTS, Scripts
 from broker.terms import CLAIM_RATE_MIN_MS, KeyTerms, Placement, QueueLimits
+from options import StoppingParams
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.outbox import Placer
 from router.dispatch.worker_links import DispatchTiming
@@ -24,7 +25,7 @@ from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, Clock
 from tests.router.recording_link import dispatched, read
 
 KEYS = Keys("tiny", "main")
-JOB = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1, request_id="j")
+JOB = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), request_id="j")
 ONE = Capacity(rows=1, rows_limit=1, tokens=1000, max_tokens=1000, max_rank=0)
 
 

@@ -13,9 +13,10 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from redis.asyncio import Redis
 
 from broker.keys import Keys
-from broker.messages import Job, StoppingParams
+from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import Placement
+from options import FinishKind, SamplingParams, StoppingParams
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.link import WorkerLink
 from router.dispatch.relay import PaceLimits, RelayService, WorkerForgets
@@ -26,7 +27,7 @@ from router.servers import RelayAccess
 from rpc.server import Server
 from tenancy.guard import open_guard
 from tests.router.recording_link import dispatched
-from worker.engine_api import FinishKind, Output
+from worker.engine_api import Output
 from worker.io.local_jobs import LocalChoice, LocalJobs
 from worker.io.relay.links import LinkSettings, RouterLinks
 
@@ -135,7 +136,16 @@ async def read(routed: RoutedJob, count: int) -> None:
 @pytest.mark.parametrize("ends_while_cut", [True, False])
 async def test_a_link_that_breaks_and_comes_back_loses_and_repeats_nothing(redis: Redis, ends_while_cut: bool) -> None:
     async with router_with_proxy(redis) as (dispatcher, proxy, address):
-        job = Job("j", "acme", "tiny", "sha256:0", address, (1, 2), StoppingParams(max_tokens=100), seed=1)
+        job = Job(
+            "j",
+            "acme",
+            "tiny",
+            "sha256:0",
+            address,
+            (1, 2),
+            StoppingParams(max_tokens=100),
+            sampling=SamplingParams(seed=1),
+        )
         jobs = LocalJobs()
         handler = Handler(jobs)
         links = RouterLinks(LinkSettings("w", "w-1"), jobs, handler)

@@ -18,9 +18,10 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 from redis.asyncio import Redis
 
-from broker.messages import Job, StoppingParams
+from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import Placement
+from options import SamplingParams, StoppingParams
 from router.dispatch.advertised import check_advertised
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService
@@ -114,7 +115,16 @@ async def test_a_worker_s_tokens_come_and_those_of_another_certificate_do_not(re
         await check_advertised("localhost", relay.port, relay.service.router_id, router, pause_s=0.0)
         links.follow([relay.address])
         await until(lambda: links.live == (relay.address,))
-        job = Job("j", "acme", "tiny", "sha256:0", relay.address, (1, 2), StoppingParams(max_tokens=9), seed=1)
+        job = Job(
+            "j",
+            "acme",
+            "tiny",
+            "sha256:0",
+            relay.address,
+            (1, 2),
+            StoppingParams(max_tokens=9),
+            sampling=SamplingParams(seed=1),
+        )
         async with dispatched(relay.dispatcher, job) as routed:
             local = jobs.add(job)
             links.claimed(local)
@@ -200,7 +210,16 @@ async def test_a_worker_sends_nothing_to_who_is_no_router(
     await server.start()
     async with linked(tls_files(tmp_path, "loraplex://worker/gpu")) as (links, jobs):
         address = f"127.0.0.1:{port}"
-        job = Job("j", "acme", "tiny", "sha256:0", address, (1, 2), StoppingParams(max_tokens=9), seed=1)
+        job = Job(
+            "j",
+            "acme",
+            "tiny",
+            "sha256:0",
+            address,
+            (1, 2),
+            StoppingParams(max_tokens=9),
+            sampling=SamplingParams(seed=1),
+        )
         links.claimed(jobs.add(job))
         links.follow([address])
         await until(lambda: service.hellos >= 3)

@@ -11,8 +11,8 @@ import pytest
 from broker.messages import DeadJob, Job
 from broker.queue import JobQueue
 from broker.terms import Placement
+from options import FinishKind
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.link import WorkerFinish
 from router.dispatch.routed_job import RoutedJob
 from router.dispatch.worker_links import DispatchTiming
 from rpc.errors import Exhausted, Internal
@@ -123,7 +123,7 @@ async def test_a_suspect_that_is_innocent_completes_exactly(dispatcher: Dispatch
         await lose(dispatcher, queue, blamed=True)
         await lose(dispatcher, queue, blamed=True)
         assert (await claim(queue)).suspect
-        dispatcher.receive_frame(link, frame(0, 5, 6, attempt=3, finish=WorkerFinish.LENGTH))
+        dispatcher.receive_frame(link, frame(0, 5, 6, attempt=3, finish=FinishKind.LENGTH))
         assert await read(routed) == [5, 6]
     await dispatcher.drain_tasks()
     assert await queue.dead.list() == []

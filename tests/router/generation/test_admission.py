@@ -12,6 +12,7 @@ import pytest
 
 from broker.messages import AdapterRef, Job
 from grammars.build import regex_grammar
+from options import TokenLogprobs
 from router.api.convert import write_message
 from router.catalog.adapters import AdapterConfigs
 from router.catalog.manifest import Manifest
@@ -19,7 +20,7 @@ from router.dispatch.routed_job import READ_TOKENS
 from router.dispatch.worker_links import RelayReach
 from router.generation.admission import DEFAULT_MAX_TOKENS, Admission, GrammarProofs, check_answer_size
 from router.generation.resume import Began, ResumeClaims, Resumption
-from router.request import Delta, Message, PromptLogprobs, Received, Request, Stopping, TokenLogprobs
+from router.request import Delta, Message, PromptLogprobs, Received, Request, Stopping
 from router.text.prompt_encoder import PromptEncoder
 from router.text.text import HashText
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable

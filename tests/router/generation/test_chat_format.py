@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from artifacts.peft_config import ToolCallFormat
 from grammars.matching import compile_grammar, read_vocabulary
-from router.dispatch.link import WorkerFinish
+from options import FinishKind
 from router.generation.answer import ChoiceAnswer, ResumeFilter
 from router.generation.chat_format import call_grammar, chat_format
 from router.generation.chat_reader import ChatFormat, ChatReader
@@ -112,7 +112,7 @@ def test_every_call_of_a_random_model_parses(kind: str, family: str) -> None:
         stream = text.stream(prompt_ids, skip_special_tokens=True, marks=answer_format.marks)
         answer = ChoiceAnswer(stream, (), 1, resume_filter=ResumeFilter(None, ChatReader(answer_format)))
         found = [answer.push([token_id], None)[0] for token_id in ids[:-1]]
-        last, finished = answer.push(ids[-1:], WorkerFinish.COMPLETE if complete else WorkerFinish.END)
+        last, finished = answer.push(ids[-1:], FinishKind.COMPLETE if complete else FinishKind.END)
         deltas = [delta for delta in (*found, last) if isinstance(delta, Delta)]
         assert finished is not None
         assert finished.reason is FinishReason.TOOL_CALLS

@@ -17,12 +17,13 @@ from broker.ledger import Ledger
 from broker.messages import AdapterRef, Capacity, Job
 from broker.queue import JobQueue
 from broker.terms import Placement, QueueLimits
+from options import FinishKind
 from router.api.encoding import normalized, probabilities
 from router.catalog.adapters import AdapterConfigs, Classifier, check_generates, find_classifier
 from router.catalog.manifest import Manifest
 from router.catalog.store_client import ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.link import Frame, WorkerFinish
+from router.dispatch.link import Frame
 from router.dispatch.worker_links import RelayReach
 from router.generation.encoding import AT_ONCE, Encoding, Vector
 from router.generation.generation import Generation
@@ -94,7 +95,7 @@ class Calls:
         return claimed
 
     def answer(self, job: Job, *vector: float, failure: CallError | None = None) -> None:
-        finish = None if failure else WorkerFinish.LENGTH
+        finish = None if failure else FinishKind.LENGTH
         frame = Frame(job.job_id, 1, 0, (), finish=finish, failure=failure, adapter_ms=2.0, vector=vector)
         self.dispatcher.receive_frame(self.link, frame)
 

@@ -11,13 +11,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from broker.messages import AdapterRef, Job, StoppingParams, WeightedRef
-from router.dispatch.link import Frame, WorkerFinish
+from broker.messages import AdapterRef, Job, WeightedRef
+from options import FinishKind, StoppingParams, TokenLogprobs
+from router.dispatch.link import Frame
 from router.dispatch.routed_job import RoutedJob
 from router.generation import resume
 from router.generation.answer import Answer
 from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens
-from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping, TokenLogprobs
+from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping
 from router.text.text import HashText, Text
 from router.text.tokenizer_text import TokenizerText
 from rpc.errors import Aborted, InvalidField
@@ -142,7 +143,7 @@ class Client:
         return self.ids, self.text, self.logprobs, self.ends, self.prompt_logprobs
 
 
-Made = tuple[tuple[int, ...], WorkerFinish]
+Made = tuple[tuple[int, ...], FinishKind]
 
 
 def bound(routed: RoutedJob) -> RoutedJob:
@@ -211,7 +212,7 @@ async def test_an_answer_goes_on_from_any_of_its_messages(kind: str) -> None:
     stopped = cuts = 0
     for _ in range(250):
         n = rng.choice((1, 1, 3))
-        finishes = [rng.choice(list(WorkerFinish)) for _ in range(n)]
+        finishes = [rng.choice(list(FinishKind)) for _ in range(n)]
         answers = [(tuple(rng.choices(vocab, k=rng.randrange(1, 25))), finish) for finish in finishes]
         whole = text.decode(answers[0][0], skip_special_tokens=True)
         at = rng.randrange(len(whole)) if whole else 0
@@ -229,7 +230,7 @@ async def test_an_answer_goes_on_from_any_of_its_messages(kind: str) -> None:
             skip_special_tokens=rng.choice((True, False)),
         )
         prompt = tuple(rng.choices(vocab, k=3))
-        job = Job("j", "acme", "tiny", "sha256:0", "here", prompt, StoppingParams(100), 1, n=n, logprobs=0)
+        job = Job("j", "acme", "tiny", "sha256:0", "here", prompt, StoppingParams(100), n=n, logprobs=0)
         events = await play(request, text, job, answers, rng)
         truth = Client(n).take(events)
         stopped += sum(end is not None and end.stop_string is not None for end in truth.ends)
@@ -251,7 +252,7 @@ async def test_an_answer_goes_on_from_any_of_its_messages(kind: str) -> None:
 
 
 async def test_a_reader_that_is_turned_away_leaves_everything_to_the_next() -> None:
-    job = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 1)
+    job = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100))
     routed = RoutedJob(job)
     request = Request("acme", "x", "prompt", prompt_logprobs=0)
 
@@ -266,15 +267,15 @@ async def test_a_reader_that_is_turned_away_leaves_everything_to_the_next() -> N
     assert newer.events_of(await routed.arrivals(routed.reader)) == first
     with pytest.raises(Aborted):
         await waiting
-    routed.accept(Frame("j", 1, 2, (99,), finish=WorkerFinish.LENGTH))
+    routed.accept(Frame("j", 1, 2, (99,), finish=FinishKind.LENGTH))
     assert [type(event) for event in await events_of(newer, routed)] == [Delta, Finished]
 
 
 @pytest.mark.parametrize("echo", [True, False])
 async def test_the_best_of_more_are_computed_again_and_told_once(echo: bool) -> None:
     request = Request("acme", "x", "prompt", n=2, best_of=3, echo=echo)
-    job = Job("j", "acme", "tiny", "sha256:0", "here", (65, 66), StoppingParams(100), 1, n=3, logprobs=0)
-    answers = [((letter,) * 3, WorkerFinish.LENGTH) for letter in (99, 97, 98)]
+    job = Job("j", "acme", "tiny", "sha256:0", "here", (65, 66), StoppingParams(100), n=3, logprobs=0)
+    answers = [((letter,) * 3, FinishKind.LENGTH) for letter in (99, 97, 98)]
 
     async def best(received: dict[int, Received] | None) -> list[Event]:
         routed = bound(RoutedJob(job))
@@ -295,12 +296,12 @@ async def test_the_best_of_more_are_computed_again_and_told_once(echo: bool) -> 
 async def test_ranked_answers_without_tokens_end_once() -> None:
     """A client that lacks the summary alone gets nothing after the ends: the answers have no ids to tell it by."""
     request = Request("acme", "x", "prompt", n=2, best_of=3, echo=True, stopping=Stopping(max_tokens=0))
-    job = Job("j", "acme", "tiny", "sha256:0", "here", (65, 66), StoppingParams(0), 1, n=3)
+    job = Job("j", "acme", "tiny", "sha256:0", "here", (65, 66), StoppingParams(0), n=3)
 
     async def best(received: dict[int, Received] | None) -> list[Event]:
         routed = bound(RoutedJob(job))
         for choice in range(3):
-            routed.accept(Frame("j", 1, 0, (), choice, finish=WorkerFinish.LENGTH))
+            routed.accept(Frame("j", 1, 0, (), choice, finish=FinishKind.LENGTH))
         return await events_of(Answer(request, HashText(), routed, received), routed)
 
     client = Client(2).take(await best(None))

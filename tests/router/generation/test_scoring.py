@@ -12,9 +12,10 @@ from unittest.mock import Mock
 import pytest
 
 from broker.ledger import Reservation
+from options import TokenLogprobs
 from router.generation.scoring import AT_ONCE, Scoring
 from router.quotas.quotas import Grant
-from router.request import Message, PromptLogprobs, Request, Summary, TokenLogprobs
+from router.request import Message, PromptLogprobs, Request, Summary
 from router.text.prompt_encoder import PromptEncoder
 from router.text.tokenizer_text import TokenizerText
 from rpc.errors import CallError, InvalidField, Unavailable

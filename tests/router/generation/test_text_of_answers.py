@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from broker.messages import Job, StoppingParams
-from router.dispatch.link import WorkerFinish
+from broker.messages import Job
+from options import FinishKind, StoppingParams
 from router.dispatch.routed_job import Arrival, RoutedJob
 from router.generation.answer import PART_CHARACTERS, Answer, Echo
 from router.request import Delta, Finished, Received, Request, Stopping
 from router.text.tokenizer_text import TokenizerText
 from tests.router.small_tokenizers import KINDS, files_of, text_of_ids, tokenizer_of
 
-_SILENT = (WorkerFinish.END, WorkerFinish.STOP_TOKEN)
+_SILENT = (FinishKind.END, FinishKind.STOP_TOKEN)
 
 
 def after(kind: str, prompt: Sequence[int], ids: Sequence[int], *, skip: bool) -> str:
@@ -43,7 +43,7 @@ def test_the_deltas_add_up_to_the_text_before_the_first_stop_string(kind: str) -
     stopped = 0
     for _ in range(200):
         prompt, ids = (rng.choices(vocab, k=rng.randrange(1, most)) for most in (6, 30))
-        finish, skip, echo = rng.choice(list(WorkerFinish)), rng.random() < 0.5, rng.random() < 0.5
+        finish, skip, echo = rng.choice(list(FinishKind)), rng.random() < 0.5, rng.random() < 0.5
         shown = ids[:-1] if finish in _SILENT else ids
         whole = after(kind, prompt, shown, skip=skip)
         # Over the borders of tokens; a cut character is shown as U+FFFD only once it can't be completed any more.
@@ -56,7 +56,7 @@ def test_the_deltas_add_up_to_the_text_before_the_first_stop_string(kind: str) -
             "acme", "x", "prompt", stopping=Stopping(stop=tuple(stops)), skip_special_tokens=skip, echo=echo,
             stream_interval=rng.choice((1, 1, 3)),
         )  # fmt: skip
-        job = Job("j", "acme", "tiny", "sha256:0", "here", tuple(prompt), StoppingParams(100), 1)
+        job = Job("j", "acme", "tiny", "sha256:0", "here", tuple(prompt), StoppingParams(100))
         answer = Answer(request, text, RoutedJob(job))
         deltas, ends = _read(answer, ids, finish, rng)
         got = "".join(delta.text for delta in deltas)
@@ -76,7 +76,7 @@ def test_the_deltas_add_up_to_the_text_before_the_first_stop_string(kind: str) -
 
 
 def _read(
-    answer: Answer, ids: Sequence[int], finish: WorkerFinish, rng: random.Random
+    answer: Answer, ids: Sequence[int], finish: FinishKind, rng: random.Random
 ) -> tuple[list[Delta], list[Finished]]:
     """Read ids that come in frames of random lengths."""
     deltas: list[Delta] = []

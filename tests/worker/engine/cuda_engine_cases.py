@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from options import StoppingParams
 from tests.worker.engine.interpreted import replace_language_once
 from worker.engine import torch_engine
 from worker.engine.lora.cuda import CudaLayers
 from worker.engine.model.runner import DecodeBuffers
-from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Stopping
+from worker.engine_api import AdapterSource, EngineConfig, NewSequence
 
 
 def answers(case: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +59,12 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
         every = engine.limits.vocab_size
         engine.add_sequence(
             NewSequence(
-                name, tuple(prompt), adapter=source, stopping=Stopping(tokens), logprobs=every, prompt_logprobs=every
+                name,
+                tuple(prompt),
+                adapter=source,
+                stopping=StoppingParams(tokens),
+                logprobs=every,
+                prompt_logprobs=every,
             )
         )
         made[name] = [], []

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from artifacts.checkpoint import read_header
 from artifacts.revision import WEIGHTS_FILE, base_copies
-from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
+from options import StoppingParams
+from worker.engine_api import AdapterSource, NewSequence, Output
 
 VOCAB = 20
 # Largest difference over largest logit.
@@ -95,7 +96,7 @@ class PeftOracle:
         if isinstance(source, str):
             source = AdapterSource(f"digest of {source}", str(self.adapters[source]))
         return NewSequence(
-            name, tuple(prompt), adapter=source, stopping=Stopping(tokens), logprobs=VOCAB, prompt_logprobs=VOCAB
+            name, tuple(prompt), adapter=source, stopping=StoppingParams(tokens), logprobs=VOCAB, prompt_logprobs=VOCAB
         )
 
     def check(self, request: NewSequence, outputs: Sequence[Output], adapter: str | None) -> tuple[int, ...]:

@@ -13,11 +13,12 @@ import torch
 
 from artifacts import MismatchError
 from artifacts.names import weighted_digest
+from options import FinishKind
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
 from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.lora.weights import read_source
 from worker.engine.model.loader import load_model
-from worker.engine_api import AdapterPart, AdapterSource, FinishKind, NewSequence
+from worker.engine_api import AdapterPart, AdapterSource, NewSequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from options import StoppingParams
 from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer, StepTimer
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Batch
-from worker.engine_api import EngineLimits, NewSequence, Stopping
+from worker.engine_api import EngineLimits, NewSequence
 
 STEP_TOKENS = 512
 # Promised maxima: a step with a chunk in steps without one (bench/interference.py), and in seconds (liveness).
@@ -73,7 +74,7 @@ class Machine:
 
     def add(self, name: str, prompt: int, tokens: int) -> None:
         ids = tuple(self.chance.randrange(1000) for _ in range(prompt))
-        self.scheduler.add_sequence(NewSequence(name, ids, stopping=Stopping(tokens)))
+        self.scheduler.add_sequence(NewSequence(name, ids, stopping=StoppingParams(tokens)))
 
     def step(self) -> set[str]:
         """Names of those that got a token."""

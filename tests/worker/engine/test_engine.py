@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from worker.engine_api import FinishKind, NewSequence, Output, SequenceRefusedError, Stopping
+from options import FinishKind, StoppingParams
+from worker.engine_api import NewSequence, Output, SequenceRefusedError
 
 pytestmark = pytest.mark.model
 
@@ -131,9 +132,9 @@ def test_stop_tokens_and_min_tokens(
     stop = free[11]
     first = free.index(stop)
     engine = make_engine(tiny_llama.directory, **ROOMY)
-    stopped = tiny_llama.request("stopped", prompt, 30, stopping=Stopping(max_tokens=30, stop_token_ids=(stop,)))
+    stopped = tiny_llama.request("stopped", prompt, 30, stopping=StoppingParams(max_tokens=30, stop_token_ids=(stop,)))
     held = tiny_llama.request(
-        "held", prompt, 30, stopping=Stopping(max_tokens=30, min_tokens=first + 1, stop_token_ids=(stop,))
+        "held", prompt, 30, stopping=StoppingParams(max_tokens=30, min_tokens=first + 1, stop_token_ids=(stop,))
     )
     outputs = run_until_idle(engine, {0: [stopped, held]})
     assert ids(outputs["stopped"]) == free[: first + 1]
@@ -151,7 +152,7 @@ def test_the_models_end_token_ends_an_answer(
     tiny = make_tiny("llama", seed=2, eos_token_id=[319, end])
     request = tiny.request("a", prompt, 20, "plain")
     engine = make_engine(tiny.directory, **ROOMY)
-    ignoring = replace(request, sequence_id="b", stopping=Stopping(max_tokens=20, ignore_eos=True))
+    ignoring = replace(request, sequence_id="b", stopping=StoppingParams(max_tokens=20, ignore_eos=True))
     outputs = run_until_idle(engine, {0: [request, ignoring]})
     assert ids(outputs["a"]) == tiny.expected(request)
     assert ids(outputs["a"])[-1] == end

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from options import FinishKind, SamplingParams, StoppingParams
 from worker.engine.device import is_out_of_memory
 from worker.engine.model.runner import Runner
 from worker.engine.sampling.step import InFlight, Sampled
 from worker.engine.scheduling.sequence import Batch
-from worker.engine_api import FinishKind, NewSequence, Output, Sampling, Stopping
+from worker.engine_api import NewSequence, Output
 
 pytestmark = pytest.mark.model
 
@@ -105,10 +106,10 @@ def test_penalties_see_every_id_before(
     tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
     """Beside rows that step ahead; against the same request alone in an engine that does not."""
-    penalized = tiny_llama.request("p", range(40, 60), 30, sampling=Sampling(repetition_penalty=1.3))
+    penalized = tiny_llama.request("p", range(40, 60), 30, sampling=SamplingParams(repetition_penalty=1.3))
     alone = make_engine(tiny_llama.directory, **SETTINGS, ahead=False)
     truth = ids(run_until_idle(alone, {0: [penalized]})["p"])
-    assert truth != tiny_llama.expected(replace(penalized, sampling=Sampling())), "the penalty was to matter"
+    assert truth != tiny_llama.expected(replace(penalized, sampling=SamplingParams())), "the penalty was to matter"
     company = uneven_requests(tiny_llama, 5)
     outputs = run_until_idle(make_engine(tiny_llama.directory, **SETTINGS), {0: [*company, penalized]})
     assert ids(outputs["p"]) == truth
@@ -188,7 +189,7 @@ def test_what_is_not_about_memory_fails_the_engine(tiny_llama: Any, make_engine:
 
     engine = make_engine(tiny_llama.directory, **SETTINGS)
     Shortage(engine, 0, mismatch)
-    engine.add_sequence(tiny_llama.request("a", (5, 6), 4, stopping=Stopping(4)))
+    engine.add_sequence(tiny_llama.request("a", (5, 6), 4, stopping=StoppingParams(4)))
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         engine.step()
     assert not is_out_of_memory(ValueError("not enough memory"))

@@ -11,16 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from options import FinishKind, SamplingParams, StoppingParams
 from worker.engine.sampling import sampler, step
-from worker.engine_api import (
-    AdapterSource,
-    Failure,
-    FinishKind,
-    NewSequence,
-    Output,
-    Sampling,
-    Stopping,
-)
+from worker.engine_api import AdapterSource, Failure, NewSequence, Output
 
 pytestmark = pytest.mark.model
 
@@ -68,7 +61,7 @@ def test_an_adapter_that_overflows_ends_its_own_sequences(
 ) -> None:
     """In the same steps, and in blocks and slots that are used again after it."""
     engine = make_engine(tiny_llama.directory, **SETTINGS | {"kv_blocks": 16})
-    few = Stopping(max_tokens=4)
+    few = StoppingParams(max_tokens=4)
     huge = [NewSequence(f"huge{n}", (7 + n, 8, 9, 10), adapter=huge_adapter, stopping=few) for n in range(3)]
     outputs = run_until_idle(engine, {0: company(tiny_llama), 4: huge[:1], 5: huge[1:]})
     assert_undisturbed(tiny_llama, outputs)
@@ -150,8 +143,10 @@ def test_a_row_whose_sampling_raises_ends_alone(
 
     monkeypatch.setattr("worker.engine.sampling.sampler.row_key", raises_for_seed_13)
     engine = make_engine(tiny_llama.directory, **SETTINGS)
-    unlucky = NewSequence("unlucky", PROMPT, sampling=Sampling(temperature=1.0, seed=13))
-    lucky = NewSequence("lucky", PROMPT, sampling=Sampling(temperature=1.0, seed=14), stopping=Stopping(max_tokens=8))
+    unlucky = NewSequence("unlucky", PROMPT, sampling=SamplingParams(temperature=1.0, seed=13))
+    lucky = NewSequence(
+        "lucky", PROMPT, sampling=SamplingParams(temperature=1.0, seed=14), stopping=StoppingParams(max_tokens=8)
+    )
     outputs = run_until_idle(engine, {0: [*company(tiny_llama), unlucky, lucky]})
     assert_undisturbed(tiny_llama, outputs)
     assert outputs["lucky"][-1].finish is not FinishKind.FAILED

@@ -14,8 +14,9 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
+from options import FinishKind, SamplingParams, StoppingParams
 from tests.drawn_schemas import Schema, byte_tokenizer, draw_schema
-from worker.engine_api import FinishKind, NewSequence, Output, Sampling, Stopping
+from worker.engine_api import NewSequence, Output
 
 pytestmark = pytest.mark.model
 
@@ -71,7 +72,7 @@ def drawn(tiny: Any, count: int) -> tuple[list[NewSequence], dict[str, Schema]]:
     sequences, schemas = [], {}
     for number in range(count):
         schema = draw_schema(chance)
-        sampling = Sampling(
+        sampling = SamplingParams(
             temperature=1.0,
             seed=number,
             top_p=chance.choice([1.0, 0.9]),
@@ -81,7 +82,7 @@ def drawn(tiny: Any, count: int) -> tuple[list[NewSequence], dict[str, Schema]]:
             logit_bias=chance.choice([(), ((10, 3.0),)]),
         )
         prompt = [chance.randrange(3, VOCAB) for _ in range(chance.choice([1, 8, 20]))]
-        stopping = Stopping(200, min_tokens=chance.choice([0, 0, 30]), ignore_eos=chance.random() < 0.3)
+        stopping = StoppingParams(200, min_tokens=chance.choice([0, 0, 30]), ignore_eos=chance.random() < 0.3)
         adapter = [None, *tiny.adapters][number % 4]
         for choice in range(2):
             name = f"r{number}.{choice}"
@@ -114,7 +115,7 @@ def test_formats_of_every_kind_and_requests_without_share_a_batch(
     tiny_llama: Any, answers: Callable[..., dict[str, tuple[Output, tuple[int, ...]]]]
 ) -> None:
     plain = [tiny_llama.request(f"plain{number}", range(10 + number, 30), 12) for number in range(3)]
-    ends = {"stopping": Stopping(40), "grammar": choices_grammar(["yes, it is", "no", "yes"])}
+    ends = {"stopping": StoppingParams(40), "grammar": choices_grammar(["yes, it is", "no", "yes"])}
     made = answers(
         TIGHT,
         [

@@ -12,14 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from worker.engine_api import (
-    FinishKind,
-    NewSequence,
-    Output,
-    Sampling,
-    Stopping,
-    TokenLogprobs,
-)
+from options import FinishKind, SamplingParams, StoppingParams, TokenLogprobs
+from worker.engine_api import NewSequence, Output
 
 pytestmark = pytest.mark.model
 
@@ -30,7 +24,7 @@ CRAMPED = ROOMY | {"rows": 4, "kv_blocks": 30, "step_tokens": 11}
 # models' hidden_size) in an order that differs between processors. Rounding such a sum costs at most 64 times eps / 2
 # of the sum of the products' magnitudes, which is larger than the logit. Measured: 27 eps of the largest logit.
 TOLERANCE = 64 * torch.finfo(torch.float32).eps
-NOISY = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.3, logit_bias=((50, 4.0),), seed=5)
+NOISY = SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.3, logit_bias=((50, 4.0),), seed=5)
 
 
 BOTH_MODES = pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
@@ -128,7 +122,7 @@ def test_a_request_without_new_tokens_tells_of_the_end_of_its_prompt(
     tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any], settings: dict[str, int]
 ) -> None:
     """Score asks so: continuations of a prompt, which those after the first find in the cache."""
-    prompt, none = tuple(range(10, 51)), Stopping(max_tokens=0)
+    prompt, none = tuple(range(10, 51)), StoppingParams(max_tokens=0)
     scored = [
         tiny_llama.request(f"{n}", (*prompt, *range(n, 3 * n)), 0, "plain", prompt_logprobs=1,
                            prompt_logprobs_start=len(prompt), stopping=none)
@@ -181,7 +175,9 @@ def test_a_preempted_prompt_is_told_of_once(tiny_llama: Any, make_engine: Callab
     """Preempted while its prompt was half computed: what was kept is not computed into the list again."""
     engine = make_engine(tiny_llama.directory, **ROOMY | {"kv_blocks": 24, "rows": 3, "step_tokens": 6})
     # These grow while the last one prefills in small chunks; the blocks do not hold all three.
-    growing = [tiny_llama.request(f"g{n}", (5 + n, 6), 40, stopping=Stopping(40, ignore_eos=True)) for n in range(2)]
+    growing = [
+        tiny_llama.request(f"g{n}", (5 + n, 6), 40, stopping=StoppingParams(40, ignore_eos=True)) for n in range(2)
+    ]
     request = tiny_llama.request("p", [3 + n % 300 for n in range(70)], 4, prompt_logprobs=1, priority=-1)
     outputs: dict[str, list[Output]] = {one.sequence_id: [] for one in [*growing, request]}
     for one in [*growing, request]:

@@ -15,17 +15,9 @@ from typing import TypeVar
 
 import pytest
 
+from options import FinishKind, SamplingParams, StoppingParams
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import (
-    AdapterSource,
-    EngineConfig,
-    EngineStats,
-    FinishKind,
-    NewSequence,
-    Output,
-    Sampling,
-    Stopping,
-)
+from worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output
 from worker.ipc import (
     Abort,
     Add,
@@ -60,7 +52,7 @@ CONFIG = EngineConfig(
     step_tokens=16,
     threads=0,
 )
-ENDLESS = Stopping(max_tokens=200)
+ENDLESS = StoppingParams(max_tokens=200)
 
 M = TypeVar("M")
 
@@ -159,7 +151,7 @@ def test_operators_pin_and_warm_adapters(engine: EngineProcess, adapters: list[A
     engine.send(Pin(others[0]))
     assert engine.receive(PinRefused).digest == others[0].digest
     for number in range(4):
-        engine.finish(NewSequence(str(number), (7, 8), adapter=others[number % 2], stopping=Stopping(3)))
+        engine.finish(NewSequence(str(number), (7, 8), adapter=others[number % 2], stopping=StoppingParams(3)))
     assert engine.stats is not None
     assert pinned.digest in engine.stats.adapters
     assert engine.stats.tiers.swaps == 3
@@ -179,8 +171,8 @@ def test_answers_with_adapters_are_the_oracles(engine: EngineProcess, adapters: 
             f"s{number}",
             (number,) * (number + 1),
             adapter=sources[number % 4],
-            sampling=Sampling(temperature=0.5, seed=number),
-            stopping=Stopping(max_tokens=20),
+            sampling=SamplingParams(temperature=0.5, seed=number),
+            stopping=StoppingParams(max_tokens=20),
         )
         for number in range(12)
     ]
@@ -199,7 +191,7 @@ def test_answers_with_adapters_are_the_oracles(engine: EngineProcess, adapters: 
 
 def test_a_continuation_gives_the_undisturbed_ids(engine: EngineProcess) -> None:
     engine.start()
-    whole = NewSequence("s", (1, 2, 3), stopping=Stopping(max_tokens=30))
+    whole = NewSequence("s", (1, 2, 3), stopping=StoppingParams(max_tokens=30))
     expected = expected_ids(SPEC, whole.prompt_ids, stopping=whole.stopping)
     engine.finish(replace(whole, emitted_ids=expected[:13]))
     assert tuple(engine.answers["s"]) == expected
@@ -219,26 +211,26 @@ def test_an_abort_frees_all_and_tells_so(engine: EngineProcess, adapters: list[A
     engine.until(all_free)
     assert engine.stats
     assert engine.stats.blocks_free + engine.stats.blocks_cached == 64
-    engine.finish(NewSequence("next", (1,), stopping=Stopping(max_tokens=3)))
+    engine.finish(NewSequence("next", (1,), stopping=StoppingParams(max_tokens=3)))
 
 
 def test_an_adapter_that_arrives_wakes_an_idle_engine(engine: EngineProcess, adapters: list[AdapterSource]) -> None:
     engine.start()
     for source in adapters:
-        engine.finish(NewSequence(source.digest, (1,), adapter=source, stopping=Stopping(max_tokens=2)))
+        engine.finish(NewSequence(source.digest, (1,), adapter=source, stopping=StoppingParams(max_tokens=2)))
         assert engine.stats
         assert source.digest in engine.stats.adapters
 
 
 def test_what_is_refused_says_why_and_disturbs_nobody(engine: EngineProcess) -> None:
     engine.start()
-    engine.send(Add([NewSequence("bad", (1, 600)), NewSequence("worse", (1,), stopping=Stopping(max_tokens=-1))]))
+    engine.send(Add([NewSequence("bad", (1, 600)), NewSequence("worse", (1,), stopping=StoppingParams(max_tokens=-1))]))
     refused = engine.receive(Refused)
     assert (refused.sequence_id, refused.field) == ("bad", "prompt_ids")
     assert "600 is not a token id of this model" in refused.message
     refused = engine.receive(Refused)
     assert (refused.sequence_id, refused.field) == ("worse", "stopping.max_tokens")
-    engine.finish(NewSequence("good", (1,), stopping=Stopping(max_tokens=2)))
+    engine.finish(NewSequence("good", (1,), stopping=StoppingParams(max_tokens=2)))
     assert engine.last["good"].finish is FinishKind.LENGTH
 
 
@@ -264,7 +256,7 @@ def test_the_end_of_the_socket_ends_an_idle_process(engine: EngineProcess) -> No
 def test_ctrl_c_is_left_to_the_other_process(engine: EngineProcess) -> None:
     engine.start()
     engine.process.send_signal(signal.SIGINT)
-    engine.finish(NewSequence("s", (1,), stopping=Stopping(max_tokens=2)))
+    engine.finish(NewSequence("s", (1,), stopping=StoppingParams(max_tokens=2)))
 
 
 def test_a_model_that_can_not_be_served_is_one_line(engine: EngineProcess) -> None:

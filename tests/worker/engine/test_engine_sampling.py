@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
-from worker.engine_api import NewSequence, Output, Sampling, Stopping
+from options import SamplingParams, StoppingParams
+from worker.engine_api import NewSequence, Output
 
 pytestmark = pytest.mark.model
 
 ROOMY = {"rows": 12, "kv_blocks": 400, "block_size": 4, "adapter_slots": 3, "max_rank": 16}
 CRAMPED = ROOMY | {"rows": 5, "kv_blocks": 22, "step_tokens": 9}
 SAMPLINGS = [
-    Sampling(temperature=1.0),
-    Sampling(temperature=0.7, top_k=5),
-    Sampling(temperature=1.3, top_p=0.8),
-    Sampling(temperature=0.9, top_k=40, top_p=0.95),
-    Sampling(temperature=1.0, min_p=0.02, repetition_penalty=1.3, logit_bias=((77, 3.0), (5, -100.0))),
-    Sampling(temperature=1.2, typical_p=0.9, frequency_penalty=0.6, presence_penalty=0.4),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=5),
+    SamplingParams(temperature=1.3, top_p=0.8),
+    SamplingParams(temperature=0.9, top_k=40, top_p=0.95),
+    SamplingParams(temperature=1.0, min_p=0.02, repetition_penalty=1.3, logit_bias=((77, 3.0), (5, -100.0))),
+    SamplingParams(temperature=1.2, typical_p=0.9, frequency_penalty=0.6, presence_penalty=0.4),
 ]
 
 
@@ -123,7 +124,7 @@ def test_seed_and_choice_each_change_the_answer(
     tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
     variants = [
-        tiny_llama.request(f"{seed}/{choice}", [5, 6, 7], 12, sampling=Sampling(1.0, seed=seed), choice=choice)
+        tiny_llama.request(f"{seed}/{choice}", [5, 6, 7], 12, sampling=SamplingParams(1.0, seed=seed), choice=choice)
         for seed in (0, 1, 1 << 63)
         for choice in (0, 1, 2)
     ]
@@ -139,9 +140,9 @@ def test_greedy_penalties_give_what_transformers_generates(
     import torch
 
     prompts = [(5, 6, 7), tuple(range(40, 60)), (9, 9, 9, 9, 8)]
-    penalized = Sampling(repetition_penalty=1.3, logit_bias=tuple(bias.items()))
+    penalized = SamplingParams(repetition_penalty=1.3, logit_bias=tuple(bias.items()))
     requests = [
-        tiny_llama.request(str(number), prompt, 30, sampling=penalized, stopping=Stopping(30, ignore_eos=True))
+        tiny_llama.request(str(number), prompt, 30, sampling=penalized, stopping=StoppingParams(30, ignore_eos=True))
         for number, prompt in enumerate(prompts)
     ]
     truth = {}
@@ -156,7 +157,7 @@ def test_greedy_penalties_give_what_transformers_generates(
                 sequence_bias={(token,): value for token, value in bias.items()} or None,
             )
         truth[request.sequence_id] = tuple(whole[0, len(request.prompt_ids) :].tolist())
-        plain = replace(request, sampling=Sampling())
+        plain = replace(request, sampling=SamplingParams())
         assert truth[request.sequence_id] != tiny_llama.expected(plain), "the penalty was to matter"
     outputs = run_until_idle(make_engine(tiny_llama.directory, **CRAMPED), {0: requests})
     assert {name: ids(some) for name, some in outputs.items()} == truth

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from worker.engine_api import AdapterSource, NewSequence, Output, Stopping
+from options import StoppingParams
+from worker.engine_api import AdapterSource, NewSequence, Output
 
 pytestmark = pytest.mark.model
 
@@ -18,7 +19,7 @@ PROMPT = (5, 6, 7, 8, 9)
 
 
 def ask(name: str, adapter: str, directory: Path) -> NewSequence:
-    stopping = Stopping(max_tokens=12, ignore_eos=True)
+    stopping = StoppingParams(max_tokens=12, ignore_eos=True)
     return NewSequence(name, PROMPT, adapter=AdapterSource(adapter, str(directory)), stopping=stopping)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from options import Encode
+from options import Encode, FinishKind, StoppingParams
 from tests.worker.engine.encoder.encoder_oracle import scatter
 from tests.worker.engine.model.tiny_families import CRAMPED, make_config, make_model
-from worker.engine_api import AdapterSource, FinishKind, NewSequence, SequenceRefusedError, Stopping
+from worker.engine_api import AdapterSource, NewSequence, SequenceRefusedError
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 TARGETS = {"gpt2": ["c_attn", "c_proj"], "opt": ["q_proj", "fc1"]}
@@ -35,7 +35,7 @@ def add_adapter(auto: Any, directory: Path, name: str, model_type: str, **config
 def text(name: str, ids: tuple[int, ...], encode: Encode | None, adapter: str = "", **fields: Any) -> NewSequence:
     source = AdapterSource(Path(adapter).name, adapter) if adapter else None
     return NewSequence(
-        name, ids, adapter=source, stopping=Stopping(max_tokens=0 if encode else 20), encode=encode, **fields
+        name, ids, adapter=source, stopping=StoppingParams(max_tokens=0 if encode else 20), encode=encode, **fields
     )
 
 

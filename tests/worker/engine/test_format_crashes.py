@@ -18,9 +18,10 @@ import pytest
 
 from grammars.build import json_grammar
 from grammars.matching import hash_token_text
+from options import FinishKind, SamplingParams, StoppingParams
 from tests.drawn_schemas import Schema, byte_tokenizer, draw_schema
 from worker.engine.hash_engine import expected_ids
-from worker.engine_api import AdapterSource, EngineConfig, FinishKind, NewSequence, Sampling, Stopping
+from worker.engine_api import AdapterSource, EngineConfig, NewSequence
 from worker.io.engine_client import EngineProcess
 from worker.ipc import Add, Configure, Stepped
 
@@ -45,7 +46,7 @@ def drawn(seed: int, count: int, sources: list[AdapterSource | None]) -> tuple[l
     for number in range(count):
         own = Random(f"{seed} {number // 2}")
         schema = schemas[number // 2 % len(schemas)]
-        sampling = Sampling(
+        sampling = SamplingParams(
             temperature=1.0,
             seed=number // 2,
             top_p=own.choice([1.0, 0.9]),
@@ -53,7 +54,7 @@ def drawn(seed: int, count: int, sources: list[AdapterSource | None]) -> tuple[l
             frequency_penalty=own.choice([0.0, 0.4]),
         )
         prompt = tuple(own.randrange(3, 300) for _ in range(own.choice([1, 9, 30])))
-        stopping = Stopping(220, min_tokens=own.choice([0, 0, 25]), ignore_eos=own.random() < 0.3)
+        stopping = StoppingParams(220, min_tokens=own.choice([0, 0, 25]), ignore_eos=own.random() < 0.3)
         grammar = json_grammar(json.dumps(schema))
         name = f"a{number}"
         of[name] = schema

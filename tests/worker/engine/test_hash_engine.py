@@ -9,30 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from options import Encode
+from options import Encode, FinishKind, SamplingParams, StoppingParams
 from worker.engine.hash_engine import HashEngine, expected_ids, expected_vector
-from worker.engine_api import (
-    AdapterSource,
-    EngineConfig,
-    FinishKind,
-    NewSequence,
-    Output,
-    Sampling,
-    SequenceRefusedError,
-    Stopping,
-)
+from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, SequenceRefusedError
 
 SPEC = "hash:?vocab=600&seed=3"
 PROMPT = (1, 2, 300)
-NOISE = Sampling(temperature=0.7, top_k=20, top_p=0.9, seed=11)
+NOISE = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=11)
 # Settings that change greedy answers too.
 ADJUSTED = [
-    Sampling(repetition_penalty=1.1),
-    Sampling(frequency_penalty=1.1),
-    Sampling(presence_penalty=1.1),
-    Sampling(logit_bias=((3, 1.5),)),
-    Sampling(logit_bias=((4, 1.5),)),
-    Sampling(logit_bias=((3, 1.6),)),
+    SamplingParams(repetition_penalty=1.1),
+    SamplingParams(frequency_penalty=1.1),
+    SamplingParams(presence_penalty=1.1),
+    SamplingParams(logit_bias=((3, 1.5),)),
+    SamplingParams(logit_bias=((4, 1.5),)),
+    SamplingParams(logit_bias=((3, 1.6),)),
 ]
 
 
@@ -103,7 +94,11 @@ def test_everything_that_matters_changes_the_answer() -> None:
 
 
 def test_greedy_answers_do_not_depend_on_what_shapes_the_noise() -> None:
-    for sampling in (Sampling(seed=1), Sampling(top_k=3, top_p=0.5), Sampling(min_p=0.5, typical_p=0.5)):
+    for sampling in (
+        SamplingParams(seed=1),
+        SamplingParams(top_k=3, top_p=0.5),
+        SamplingParams(min_p=0.5, typical_p=0.5),
+    ):
         assert expected_ids(SPEC, PROMPT, sampling=sampling) == expected_ids(SPEC, PROMPT)
 
 
@@ -113,12 +108,12 @@ def test_a_vector_is_the_one_output_of_a_sequence_that_asks_for_it(
     """Prompts longer than a step beside an answer; the second of each is in the prefix cache."""
     tasks = [Encode("embed"), Encode("embed", "cls"), Encode("embed", pair_tokens=2), Encode("classify")]
     asking = [
-        NewSequence(f"{at}", (*range(20), at), adapter=adapter, stopping=Stopping(0), encode=encode)
+        NewSequence(f"{at}", (*range(20), at), adapter=adapter, stopping=StoppingParams(0), encode=encode)
         for adapter in (None, *adapters[:2])
         for at, encode in enumerate(tasks)
     ]
     asking = [replace(one, sequence_id=f"{at}") for at, one in enumerate([*asking, *asking])]
-    answers = running.answers(NewSequence("answer", PROMPT, stopping=Stopping(max_tokens=30)), *asking)
+    answers = running.answers(NewSequence("answer", PROMPT, stopping=StoppingParams(max_tokens=30)), *asking)
     vectors = [answers[one.sequence_id][1].vector for one in asking]
     assert vectors == [
         expected_vector(SPEC, one.prompt_ids, one.encode, adapter_digest=one.adapter.digest if one.adapter else "")
@@ -129,9 +124,12 @@ def test_a_vector_is_the_one_output_of_a_sequence_that_asks_for_it(
     outputs = [answers[one.sequence_id] for one in asking]
     assert {(ids, last.finish, last.offset) for ids, last in outputs} == {((), FinishKind.LENGTH, 0)}
     assert any(last.cached_tokens for _, last in outputs)
-    assert answers["answer"][0] == expected_ids(SPEC, PROMPT, stopping=Stopping(max_tokens=30))
+    assert answers["answer"][0] == expected_ids(SPEC, PROMPT, stopping=StoppingParams(max_tokens=30))
     running.engine.check()
-    for bad in (replace(asking[0], stopping=Stopping(1)), replace(asking[0], encode=Encode("embed", pair_tokens=99))):
+    for bad in (
+        replace(asking[0], stopping=StoppingParams(1)),
+        replace(asking[0], encode=Encode("embed", pair_tokens=99)),
+    ):
         with pytest.raises(SequenceRefusedError, match="encode"):
             running.engine.add_sequence(bad)
 
@@ -150,7 +148,7 @@ def test_floats_that_crossed_the_wire_mean_the_same() -> None:
 
 
 def test_logprobs_come_where_they_are_asked_for(running: RunningEngine) -> None:
-    asking = NewSequence("a", PROMPT, stopping=Stopping(max_tokens=6), logprobs=2, prompt_logprobs=1)
+    asking = NewSequence("a", PROMPT, stopping=StoppingParams(max_tokens=6), logprobs=2, prompt_logprobs=1)
     # The same prompt, some of it cached by now, and some of its answer made elsewhere.
     whole = expected_ids(SPEC, PROMPT, stopping=asking.stopping)
     outputs: dict[str, list[Output]] = {}
@@ -177,8 +175,8 @@ def test_a_batch_gives_what_each_gives_alone(running: RunningEngine, adapters: l
             f"s{number}",
             tuple(range(number + 1)),
             adapter=sources[number % 4],
-            sampling=NOISE if number % 3 else Sampling(),
-            stopping=Stopping(max_tokens=10 + number),
+            sampling=NOISE if number % 3 else SamplingParams(),
+            stopping=StoppingParams(max_tokens=10 + number),
             choice=number % 2,
             tenant=f"t{number % 2}",
         )
@@ -203,7 +201,7 @@ def test_a_batch_gives_what_each_gives_alone(running: RunningEngine, adapters: l
 
 @pytest.mark.parametrize("emitted", [1, 7, 19])
 def test_a_continuation_goes_on_as_if_undisturbed(running: RunningEngine, emitted: int) -> None:
-    stopping = Stopping(max_tokens=20)
+    stopping = StoppingParams(max_tokens=20)
     whole = expected_ids(SPEC, PROMPT, stopping=stopping)
     [(ids, _)] = running.answers(NewSequence("s", PROMPT, whole[:emitted], stopping=stopping)).values()
     assert ids == whole
@@ -212,7 +210,7 @@ def test_a_continuation_goes_on_as_if_undisturbed(running: RunningEngine, emitte
 def test_preemption_changes_no_token() -> None:
     running = RunningEngine(SPEC, blocks=12)
     try:
-        sequences = [NewSequence(f"s{n}", (n, n), stopping=Stopping(max_tokens=40)) for n in range(6)]
+        sequences = [NewSequence(f"s{n}", (n, n), stopping=StoppingParams(max_tokens=40)) for n in range(6)]
         answers = running.answers(*sequences)
         for sequence in sequences:
             assert answers[sequence.sequence_id][0] == expected_ids(
@@ -228,15 +226,15 @@ STOP = expected_ids(SPEC, PROMPT)[5]
 @pytest.mark.parametrize(
     ("spec", "stopping", "length", "finish"),
     [
-        ("hash:?vocab=600&seed=3&end_after=9", Stopping(max_tokens=20), 9, FinishKind.END),
-        ("hash:?vocab=600&seed=3&end_after=9", Stopping(max_tokens=8), 8, FinishKind.LENGTH),
-        ("hash:?vocab=600&seed=3&end_after=9", Stopping(max_tokens=20, ignore_eos=True), 20, FinishKind.LENGTH),
-        ("hash:?vocab=600&seed=3&end_after=9", Stopping(max_tokens=20, min_tokens=9), 20, FinishKind.LENGTH),
-        (SPEC, Stopping(max_tokens=20, stop_token_ids=(STOP,)), 6, FinishKind.STOP_TOKEN),
-        (SPEC, Stopping(max_tokens=20, min_tokens=10, stop_token_ids=(STOP,)), 20, FinishKind.LENGTH),
+        ("hash:?vocab=600&seed=3&end_after=9", StoppingParams(max_tokens=20), 9, FinishKind.END),
+        ("hash:?vocab=600&seed=3&end_after=9", StoppingParams(max_tokens=8), 8, FinishKind.LENGTH),
+        ("hash:?vocab=600&seed=3&end_after=9", StoppingParams(max_tokens=20, ignore_eos=True), 20, FinishKind.LENGTH),
+        ("hash:?vocab=600&seed=3&end_after=9", StoppingParams(max_tokens=20, min_tokens=9), 20, FinishKind.LENGTH),
+        (SPEC, StoppingParams(max_tokens=20, stop_token_ids=(STOP,)), 6, FinishKind.STOP_TOKEN),
+        (SPEC, StoppingParams(max_tokens=20, min_tokens=10, stop_token_ids=(STOP,)), 20, FinishKind.LENGTH),
     ],
 )
-def test_answers_end_where_they_should(spec: str, stopping: Stopping, length: int, finish: FinishKind) -> None:
+def test_answers_end_where_they_should(spec: str, stopping: StoppingParams, length: int, finish: FinishKind) -> None:
     running = RunningEngine(spec)
     try:
         [(ids, last)] = running.answers(NewSequence("s", PROMPT, stopping=stopping)).values()
@@ -251,21 +249,26 @@ def test_answers_end_where_they_should(spec: str, stopping: Stopping, length: in
 def test_an_adapter_whose_files_are_missing_fails_alone(running: RunningEngine, adapters: list[AdapterSource]) -> None:
     Path(adapters[0].directory, "adapter_model.safetensors").unlink()
     answers = running.answers(
-        *(NewSequence(source.digest, PROMPT, adapter=source, stopping=Stopping(max_tokens=5)) for source in adapters)
+        *(
+            NewSequence(source.digest, PROMPT, adapter=source, stopping=StoppingParams(max_tokens=5))
+            for source in adapters
+        )
     )
     _, failed = answers["sha256:a"]
     assert failed.failure
     assert (failed.finish, failed.failure.reason) == (FinishKind.FAILED, "ADAPTER_UNLOADABLE")
     assert "adapter_model.safetensors" in failed.failure.message
     for digest in ("sha256:b", "sha256:c"):
-        assert answers[digest][0] == expected_ids(SPEC, PROMPT, adapter_digest=digest, stopping=Stopping(max_tokens=5))
+        assert answers[digest][0] == expected_ids(
+            SPEC, PROMPT, adapter_digest=digest, stopping=StoppingParams(max_tokens=5)
+        )
 
 
 def test_a_sequence_is_told_of_once_before_its_first_step() -> None:
     begun: list[str] = []
     engine = HashEngine(EngineConfig("hash:", rows=1, adapter_slots=1, step_tokens=16), on_begun=begun.append)
     for token, name in enumerate(("first", "second")):
-        engine.add_sequence(NewSequence(name, (token,) * 40, stopping=Stopping(max_tokens=2)))
+        engine.add_sequence(NewSequence(name, (token,) * 40, stopping=StoppingParams(max_tokens=2)))
     assert (begun, engine.stats().sequences_taken) == ([], 2)
     told: list[tuple[list[str], list[str]]] = []
     while engine.has_work():
@@ -283,4 +286,4 @@ def test_no_sequence_is_larger_than_the_blocks() -> None:
     engine = RunningEngine("hash:?context=100", blocks=10).engine
     assert engine.limits.max_tokens == 40
     with pytest.raises(SequenceRefusedError):
-        engine.add_sequence(NewSequence("s", (1,) * 30, stopping=Stopping(max_tokens=11)))
+        engine.add_sequence(NewSequence("s", (1,) * 30, stopping=StoppingParams(max_tokens=11)))

@@ -1,4 +1,4 @@
-"""Sampling: who can be drawn, how often, and that a row's draw is its own."""
+"""SamplingParams: who can be drawn, how often, and that a row's draw is its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from options import SamplingParams
 from worker.engine.sampling import sampler
 from worker.engine.sampling.sampler import Draw, gumbel_noise, row_key
-from worker.engine_api import Sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,7 +23,7 @@ def sample(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
 
 
 def draws(count: int, **fields: float) -> list[Draw]:
-    sampling = Sampling(seed=7, **fields)  # type: ignore[arg-type]
+    sampling = SamplingParams(seed=7, **fields)  # type: ignore[arg-type]
     return [Draw(sampling, choice=0, position=position) for position in range(count)]
 
 
@@ -111,7 +111,7 @@ def test_a_rows_draw_depends_on_nothing_else() -> None:
     logits = torch.randn(40, 3000, generator=generator) * torch.linspace(0.1, 5, 40)[:, None]
     mixed = [
         Draw(
-            Sampling(
+            SamplingParams(
                 temperature=[0.0, 0.7, 1.0, 1.5][row % 4],
                 top_k=[0, 0, 5, 100, 2000][row % 5],
                 top_p=[1.0, 0.9, 0.5][row % 3],

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
+from options import SamplingParams
 from worker.engine.sampling.sampler import Adjustments, Draw, adjust_logits, sample
-from worker.engine_api import Sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,7 +25,7 @@ def logits(rows: int = 1, seed: int = 3) -> torch.Tensor:
 
 
 def adjusted(
-    scores: torch.Tensor, sampling: Sampling, prompt: tuple[int, ...], answer: tuple[int, ...]
+    scores: torch.Tensor, sampling: SamplingParams, prompt: tuple[int, ...], answer: tuple[int, ...]
 ) -> torch.Tensor:
     """Return a row's scores [1, vocab], its ids having come one by one."""
     adjustments = Adjustments(sampling, len(prompt))
@@ -43,7 +43,7 @@ def adjusted(
 def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     scores = logits()
     truth = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([PROMPT + ANSWER]), scores.clone())
-    torch.testing.assert_close(adjusted(scores, Sampling(repetition_penalty=penalty), PROMPT, ANSWER), truth)
+    torch.testing.assert_close(adjusted(scores, SamplingParams(repetition_penalty=penalty), PROMPT, ANSWER), truth)
 
 
 @pytest.mark.parametrize(("frequency", "presence"), [(0.7, 0.0), (0.0, 1.3), (-2.0, 2.0)])
@@ -52,7 +52,7 @@ def test_frequency_and_presence_count_the_answer_alone(frequency: float, presenc
     truth = scores.clone()
     for token, count in Counter(ANSWER).items():
         truth[0, token] -= count * frequency + presence
-    sampling = Sampling(frequency_penalty=frequency, presence_penalty=presence)
+    sampling = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
     torch.testing.assert_close(adjusted(scores, sampling, PROMPT, ANSWER), truth)
     assert torch.equal(adjusted(scores, sampling, PROMPT, ()), scores), "there is no answer yet"
 
@@ -60,7 +60,7 @@ def test_frequency_and_presence_count_the_answer_alone(frequency: float, presenc
 def test_bias_comes_first_and_frequency_after_repetition() -> None:
     scores = torch.zeros(1, VOCAB)
     scores[0, 8] = -4.0
-    sampling = Sampling(logit_bias=((8, 6.0), (9, -3.0)), repetition_penalty=2.0, frequency_penalty=0.25)
+    sampling = SamplingParams(logit_bias=((8, 6.0), (9, -3.0)), repetition_penalty=2.0, frequency_penalty=0.25)
     truth = torch.zeros(1, VOCAB)
     truth[0, 8] = (-4.0 + 6.0) / 2 - 3 * 0.25
     truth[0, 9] = -3.0
@@ -70,7 +70,7 @@ def test_bias_comes_first_and_frequency_after_repetition() -> None:
 
 def test_ids_that_came_at_once_count_as_if_one_by_one() -> None:
     """A continuation of another worker's answer knows its ids from the start."""
-    sampling = Sampling(repetition_penalty=1.4, frequency_penalty=0.3, presence_penalty=0.2)
+    sampling = SamplingParams(repetition_penalty=1.4, frequency_penalty=0.3, presence_penalty=0.2)
     at_once = Adjustments(sampling, len(PROMPT))
     at_once.catch_up(PROMPT + ANSWER)
     scores = logits()
@@ -82,12 +82,12 @@ def test_ids_that_came_at_once_count_as_if_one_by_one() -> None:
 def test_a_row_is_adjusted_by_its_own_request_alone() -> None:
     chance = random.Random(4)
     kinds = [
-        Sampling(),
-        Sampling(repetition_penalty=1.5),
-        Sampling(frequency_penalty=0.5, temperature=0.8, seed=4),
-        Sampling(presence_penalty=-1.0, logit_bias=((3, 5.0), (4, -100.0))),
-        Sampling(logit_bias=((90, 50.0),), temperature=1.0, top_k=9, seed=1),
-        Sampling(repetition_penalty=0.8, presence_penalty=1.0, temperature=1.0, typical_p=0.7, min_p=0.01),
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.5),
+        SamplingParams(frequency_penalty=0.5, temperature=0.8, seed=4),
+        SamplingParams(presence_penalty=-1.0, logit_bias=((3, 5.0), (4, -100.0))),
+        SamplingParams(logit_bias=((90, 50.0),), temperature=1.0, top_k=9, seed=1),
+        SamplingParams(repetition_penalty=0.8, presence_penalty=1.0, temperature=1.0, typical_p=0.7, min_p=0.01),
     ]
     draws = []
     for row in range(30):
@@ -108,14 +108,14 @@ def test_a_row_is_adjusted_by_its_own_request_alone() -> None:
 @pytest.mark.parametrize("penalty", [1e-300, 1e300])
 def test_penalties_beyond_float32_make_no_infinities(penalty: float) -> None:
     scores = torch.tensor([[0.0, 2.0, -2.0, 1.0]])
-    adjustments = Adjustments(Sampling(repetition_penalty=penalty), 3)
+    adjustments = Adjustments(SamplingParams(repetition_penalty=penalty), 3)
     adjustments.catch_up([0, 1, 2])
     adjust_logits(scores, [adjustments], [{3}])
     assert scores[0, :3].isfinite().all()
 
 
 def test_banned_ids_stay_banned_whatever_their_bias() -> None:
-    sampling = Sampling(logit_bias=((3, 100.0),))
+    sampling = SamplingParams(logit_bias=((3, 100.0),))
     for one in (sampling, replace(sampling, temperature=1.0)):
         draw = Draw(one, 0, 0, frozenset({3}), Adjustments(one, 1))
         assert int(sample(torch.zeros(1, VOCAB), [draw])) != 3

@@ -17,8 +17,8 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
+from options import SamplingParams
 from worker.engine.sampling.sampler import Draw, mask_atypical, sample, smallest_kept
-from worker.engine_api import Sampling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,7 +62,7 @@ def random_scores(rows: int, vocab: int) -> torch.Tensor:
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 def test_the_same_tokens_are_kept_as_by_transformers(limits: dict[str, Any]) -> None:
     scores = random_scores(rows=40, vocab=300)
-    samplings = [Sampling(temperature=1.0, **limits)] * len(scores)
+    samplings = [SamplingParams(temperature=1.0, **limits)] * len(scores)
     smallest, enough = smallest_kept(scores, scores.topk(300, dim=-1).values, samplings)
     assert enough.all()
     kept = scores.masked_fill(scores < smallest, -math.inf)
@@ -75,7 +75,7 @@ def test_the_same_tokens_are_kept_as_by_transformers(limits: dict[str, Any]) -> 
 @pytest.mark.parametrize("limits", [one for one in LIMITS if "typical_p" not in one], ids=str)
 def test_a_first_look_at_the_likeliest_tells_the_same_or_that_it_can_not(limits: dict[str, Any]) -> None:
     scores = random_scores(rows=40, vocab=300)
-    samplings = [Sampling(temperature=1.0, **limits)] * len(scores)
+    samplings = [SamplingParams(temperature=1.0, **limits)] * len(scores)
     likeliest = scores.topk(64, dim=-1).values
     looked_at, enough = smallest_kept(scores, likeliest, samplings)
     truth, _ = smallest_kept(scores, scores.topk(300, dim=-1).values, samplings)
@@ -87,7 +87,7 @@ def test_a_first_look_at_the_likeliest_tells_the_same_or_that_it_can_not(limits:
 @pytest.mark.parametrize("mass", [0.2, 0.6, 0.97])
 def test_a_look_at_the_most_typical_tells_the_same_or_that_it_can_not(mass: float) -> None:
     scores = random_scores(rows=40, vocab=300)
-    samplings = [Sampling(temperature=1.0, typical_p=mass)] * len(scores)
+    samplings = [SamplingParams(temperature=1.0, typical_p=mass)] * len(scores)
     kept, enough = mask_atypical(scores, samplings, 64)
     truth = warped(scores, {"typical_p": mass})
     assert enough.any()
@@ -97,7 +97,7 @@ def test_a_look_at_the_most_typical_tells_the_same_or_that_it_can_not(mass: floa
 
 def test_limits_of_other_rows_change_nothing() -> None:
     scores = random_scores(rows=len(LIMITS), vocab=300)
-    samplings = [Sampling(temperature=1.0, **limits) for limits in LIMITS]
+    samplings = [SamplingParams(temperature=1.0, **limits) for limits in LIMITS]
     smallest, _ = smallest_kept(scores, scores.topk(300, dim=-1).values, samplings)
     kept, _ = mask_atypical(scores.masked_fill(scores < smallest, -math.inf), samplings, 300)
     truth = torch.cat([warped(scores[row : row + 1], limits) for row, limits in enumerate(LIMITS)])
@@ -120,7 +120,7 @@ def test_draws_have_the_probabilities_of_the_definition(limits: dict[str, Any], 
     count = 20_000
     logits = torch.tensor([[2.0, -1.0, 0.5, 1.5, -30.0, 0.0, 1.0, -2.0]])
     probability = warped(logits, {"temperature": temperature, **limits}).softmax(-1)[0]
-    draws = [Draw(Sampling(temperature=temperature, seed=seed, **limits), 0, 3) for seed in range(count)]
+    draws = [Draw(SamplingParams(temperature=temperature, seed=seed, **limits), 0, 3) for seed in range(count)]
     drawn = torch.bincount(sample(logits.expand(count, -1), draws), minlength=8)
     assert not drawn[probability == 0].any()
     possible = probability > 0
@@ -137,7 +137,7 @@ def test_min_p_and_typical_p_in_a_large_and_flat_vocabulary() -> None:
     several: list[dict[str, Any]] = [{"min_p": 0.5}, {"typical_p": 0.9}, {"top_p": 0.9, "min_p": 0.3}]
     for limits in several:
         kept = set(warped(logits, limits).isfinite()[0].nonzero()[:, 0].tolist())
-        draws = [Draw(Sampling(temperature=1.0, seed=seed, **limits), 0, 0) for seed in range(1000)]
+        draws = [Draw(SamplingParams(temperature=1.0, seed=seed, **limits), 0, 0) for seed in range(1000)]
         drawn = set(sample(logits.expand(1000, -1), draws).tolist())
         assert drawn <= kept
         assert len(drawn) > 700

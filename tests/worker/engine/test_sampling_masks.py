@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 
+from options import SamplingParams
 from worker.engine.sampling.masks import forbid_ids, forbid_with_torch
 from worker.engine.sampling.sampler import Adjustments, Draw, sample
-from worker.engine_api import Sampling
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 VOCAB, WORDS = 1001, 32
 SAMPLINGS = [
-    Sampling(),
-    Sampling(logit_bias=((7, 50.0), (8, 50.0))),
-    Sampling(repetition_penalty=1.3),
-    Sampling(temperature=1.0, seed=4),
-    Sampling(temperature=0.8, top_k=5, seed=5),
-    Sampling(temperature=2.0, top_p=0.4, seed=6),
-    Sampling(temperature=1.0, min_p=0.2, typical_p=0.7, seed=7),
+    SamplingParams(),
+    SamplingParams(logit_bias=((7, 50.0), (8, 50.0))),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(temperature=1.0, seed=4),
+    SamplingParams(temperature=0.8, top_k=5, seed=5),
+    SamplingParams(temperature=2.0, top_p=0.4, seed=6),
+    SamplingParams(temperature=1.0, min_p=0.2, typical_p=0.7, seed=7),
 ]
 
 
@@ -83,5 +83,8 @@ def test_masks_change_the_logits_that_they_forbid_and_no_others(dtype: torch.dty
 def test_an_allowed_id_without_a_number_fails_its_row() -> None:
     scores = torch.full((2, VOCAB), float("nan"))
     scores[1] = 0.0
-    made = [Draw(Sampling(), 0, 0, allowed=mask_of([5])), Draw(Sampling(temperature=1.0), 0, 0, allowed=mask_of([5]))]
+    made = [
+        Draw(SamplingParams(), 0, 0, allowed=mask_of([5])),
+        Draw(SamplingParams(temperature=1.0), 0, 0, allowed=mask_of([5])),
+    ]
     assert sample(scores, made).tolist() == [-1, 5]

@@ -9,35 +9,36 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from options import SamplingParams, StoppingParams
 from worker.engine.sampling import sampler
 from worker.engine.sampling.masks import NO_MASKS, Masks, forbid_with_torch
 from worker.engine.sampling.step import InFlight, launch_sampling
 from worker.engine.scheduling.sequence import Batch, Row, Sequence
-from worker.engine_api import Failure, NewSequence, Sampling, Stopping
+from worker.engine_api import Failure, NewSequence
 
 VOCAB = 3000
 PROMPT = (1, 2, 3, 2)
 LIMITED = [
-    Sampling(temperature=0.7, top_k=5),
-    Sampling(temperature=0.7, top_p=0.9),
-    Sampling(temperature=1.0, min_p=0.1),
-    Sampling(temperature=1.0, typical_p=0.5),
+    SamplingParams(temperature=0.7, top_k=5),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.0, min_p=0.1),
+    SamplingParams(temperature=1.0, typical_p=0.5),
 ]
 ALL = [
-    Sampling(),
-    Sampling(temperature=1.0, seed=3),
-    Sampling(repetition_penalty=1.2, logit_bias=((7, 1.0),)),
-    Sampling(temperature=1.0, top_k=2000, frequency_penalty=0.5),
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=3),
+    SamplingParams(repetition_penalty=1.2, logit_bias=((7, 1.0),)),
+    SamplingParams(temperature=1.0, top_k=2000, frequency_penalty=0.5),
     *LIMITED,
-    Sampling(),
+    SamplingParams(),
 ]
 
 
-def batch(samplings: list[Sampling], **fields: Any) -> Batch:
+def batch(samplings: list[SamplingParams], **fields: Any) -> Batch:
     """Rows that have just computed their whole prompts; the last one is in the midst of its own."""
     rows = []
     for number, sampling in enumerate(samplings):
-        spec = NewSequence(str(number), PROMPT, sampling=sampling, stopping=Stopping(9, 2, (5,)), **fields)
+        spec = NewSequence(str(number), PROMPT, sampling=sampling, stopping=StoppingParams(9, 2, (5,)), **fields)
         rows.append(Row(Sequence(spec, number, frozenset([6])), 0, len(PROMPT), True))
     rows[-1] = Row(rows[-1].sequence, 0, len(PROMPT) - 1, False)
     return Batch(tuple(rows), 0, sum(row.count for row in rows))
@@ -70,6 +71,6 @@ def test_masks_need_no_result(one_thread: None, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("sampling", LIMITED)
-def test_a_first_look_needs_one(one_thread: None, sampling: Sampling) -> None:
+def test_a_first_look_needs_one(one_thread: None, sampling: SamplingParams) -> None:
     """So that the test above is not vacuous."""
-    assert launch(batch([sampling, Sampling()]), wait=True).failures
+    assert launch(batch([sampling, SamplingParams()]), wait=True).failures

@@ -16,8 +16,9 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from redis.asyncio import Redis
 
 from broker.keys import Keys
-from broker.messages import Job, StoppingParams
+from broker.messages import Job
 from broker.queue import JobQueue
+from options import SamplingParams, StoppingParams
 from rpc.server import Server, relay_options
 from telemetry.tracing import Spans
 from tenancy.guard import open_guard
@@ -42,7 +43,7 @@ LINKS = LinkSettings("w", "w-1")
 
 def job(job_id: str, address: str = "here", *, max_tokens: int = ENDLESS, strikes: int = 0, n: int = 1) -> Job:
     stopping = StoppingParams(max_tokens=max_tokens)
-    first = Job(job_id, "acme", "hash", "sha256:0", address, (1, 2, 3), stopping, seed=1, n=n)
+    first = Job(job_id, "acme", "hash", "sha256:0", address, (1, 2, 3), stopping, sampling=SamplingParams(seed=1), n=n)
     return replace(first, attempt=1 + strikes, strikes=strikes)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from broker.messages import Job, StoppingParams
+from broker.messages import Job
+from options import SamplingParams, StoppingParams
 from worker.io.engine_session import drain
 from worker.io.local_jobs import Ending, LocalJob, LocalJobs, LocalJobState
 
@@ -21,7 +22,11 @@ class Takeover:
         self._ends = ends
         for number, length in enumerate(lengths):
             stopping = StoppingParams(max_tokens=length)
-            self.jobs.add(Job(f"{number}", "acme", "tiny", "sha256:0", "router:1", (1,), stopping, seed=1))
+            self.jobs.add(
+                Job(
+                    f"{number}", "acme", "tiny", "sha256:0", "router:1", (1,), stopping, sampling=SamplingParams(seed=1)
+                )
+            )
 
     async def empties_within(self, timeout_s: float) -> bool:
         """Let the time pass at once."""

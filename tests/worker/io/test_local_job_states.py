@@ -7,8 +7,9 @@ from itertools import product
 
 import pytest
 
+from options import FinishKind
 from tests.worker.io.relayed_worker import job
-from worker.engine_api import Failure, FinishKind, Output
+from worker.engine_api import Failure, Output
 from worker.io.local_jobs import Ending, LocalChoice, LocalChoiceState, LocalJobs, LocalJobState
 
 FAILURE = Failure("INTERNAL", "FETCH_FAILED", "gone")

@@ -11,8 +11,9 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.messages import STRIKES_LIMIT, SUSPECT_STRIKES, AdapterRef, Capacity, Job
+from options import FinishKind
 from tests.worker.io.relayed_worker import MODEL, ROWS, Router, job, running
-from worker.engine_api import AdapterSource, FinishKind, Output
+from worker.engine_api import AdapterSource, Output
 from worker.io.capacity import free_capacity
 from worker.io.local_jobs import CLEARED_ATTEMPTS, LocalChoice, LocalJob, LocalJobs, LocalJobState
 

@@ -7,9 +7,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from broker.messages import AdapterRef, Job, StoppingParams
+from broker.messages import AdapterRef, Job
+from options import FinishKind, SamplingParams, StoppingParams
 from telemetry.tracing import Spans
-from worker.engine_api import Failure, FinishKind, Output
+from worker.engine_api import Failure, Output
 from worker.io.local_jobs import Ending, LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics
 from worker.io.results import CANCELLED, FAILED, FINISHED, RETURNED, JobTelemetry
@@ -50,7 +51,7 @@ def claimed_job(n: int = 1, traceparent: str = TRACEPARENT) -> LocalJob:
         reply_to="here",
         prompt_ids=(1, 2),
         stopping=StoppingParams(max_tokens=3),
-        seed=1,
+        sampling=SamplingParams(seed=1),
         n=n,
         adapter=ADAPTER,
         traceparent=traceparent,

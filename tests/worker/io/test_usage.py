@@ -8,11 +8,11 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.keys import Keys
-from broker.messages import Capacity, Job, StoppingParams
+from broker.messages import Capacity, Job
 from broker.queue import JobQueue
 from broker.terms import OUTPUT_WEIGHT
-from options import Encode
-from worker.engine_api import FinishKind, Output
+from options import Encode, FinishKind, StoppingParams
+from worker.engine_api import Output
 from worker.io.local_jobs import LocalJobs
 from worker.io.results import UsageLog
 
@@ -25,8 +25,8 @@ async def test_running_and_ended_jobs_are_charged_though_redis_fails_meanwhile(
     queue, jobs = JobQueue(redis, KEYS, worker_id="w"), LocalJobs()
     usage = UsageLog(jobs, queue)
     for name in ("a", "b", "unrun"):
-        await queue.enqueue(Job(name, "acme", "tiny", "sha256:0", "here", (1, 2, 3), StoppingParams(9), 1, n=2))
-    await queue.enqueue(Job("waits", "acme", "tiny", "sha256:0", "here", (1,), StoppingParams(9), 1))
+        await queue.enqueue(Job(name, "acme", "tiny", "sha256:0", "here", (1, 2, 3), StoppingParams(9), n=2))
+    await queue.enqueue(Job("waits", "acme", "tiny", "sha256:0", "here", (1,), StoppingParams(9)))
     claimed = (await queue.claim("sha256:0", Capacity(6, 6, 1000, 100, 8))).jobs
     a, b, unrun = (jobs.add(job) for job in claimed)
 
@@ -62,7 +62,7 @@ async def test_tokens_of_a_stopped_answer_are_charged_too(redis: Redis) -> None:
     queue, jobs = JobQueue(redis, KEYS, worker_id="w"), LocalJobs()
     usage = UsageLog(jobs, queue)
     for name in ("a", "waits"):
-        await queue.enqueue(Job(name, "acme", "tiny", "sha256:0", "here", (1, 2, 3), StoppingParams(9), 1, n=2))
+        await queue.enqueue(Job(name, "acme", "tiny", "sha256:0", "here", (1, 2, 3), StoppingParams(9), n=2))
     (job,) = (await queue.claim("sha256:0", Capacity(2, 2, 1000, 100, 8))).jobs
     local = jobs.add(job)
     first = local.choices[0]
@@ -87,7 +87,7 @@ def test_a_vector_counts_as_a_token_which_clears_a_suspect() -> None:
     """Otherwise one engine's death would let the texts of a tenant begin one at a time for a minute."""
     jobs = LocalJobs()
     usage = UsageLog(jobs, JobQueue(Redis(), KEYS, worker_id="w"))
-    text = Job("a", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(0), 1, encode=Encode("embed"), strikes=1)
+    text = Job("a", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(0), encode=Encode("embed"), strikes=1)
     local = jobs.add(text)
     (choice,) = local.running
     choice.hand_over(1, 0.0)

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Vectors
 from typing import Any
 
+from options import FinishKind
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.admission import RowShares, WaitingSequences
 from worker.engine.scheduling.scheduler import Counters
 from worker.engine.scheduling.sequence import OUT_OF_MEMORY, Sequence, SequenceState, adapter_failure, output_of
 from worker.engine.scheduling.validate import check_sequence
-from worker.engine_api import EngineLimits, EngineStats, Failure, FinishKind, NewSequence, Output, SequenceRefusedError
+from worker.engine_api import EngineLimits, EngineStats, Failure, NewSequence, Output, SequenceRefusedError
 
 Vector = tuple[float, ...]
 

@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from options import SamplingParams
 from worker.engine.device import upload
 from worker.engine.sampling.masks import forbid_ids
-from worker.engine_api import Sampling
 
 _KEY = struct.Struct("<QQQ")
 _LANES = struct.Struct("<ii")
@@ -71,12 +71,12 @@ def _mix(x: Tensor) -> Tensor:
 _OFF = float("-inf")
 
 
-def limits_likeliest(sampling: Sampling) -> bool:
+def limits_likeliest(sampling: SamplingParams) -> bool:
     """Tell whether `smallest_kept` cuts any token of a row."""
     return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
 
 
-def smallest_kept(scores: Tensor, values: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+def smallest_kept(scores: Tensor, values: Tensor, samplings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
     """Return the smallest score that top_k, top_p and min_p keep [rows, 1], and whether `values` suffice [rows].
 
     `values` [rows, width] are the largest of scores [rows, vocab], in descending order. Kept are the top_k largest; of
@@ -105,7 +105,7 @@ def smallest_kept(scores: Tensor, values: Tensor, samplings: Sequence[Sampling])
     return smallest, (decided & (smallest > values[:, -1:]))[:, 0]
 
 
-def mask_atypical(scores: Tensor, samplings: Sequence[Sampling], width: int) -> tuple[Tensor, Tensor]:
+def mask_atypical(scores: Tensor, samplings: Sequence[SamplingParams], width: int) -> tuple[Tensor, Tensor]:
     """Return scores [rows, vocab] with -inf where typical_p cuts, and whether `width` tokens suffice [rows].
 
     Kept are the tokens whose information is closest to the entropy, the fewest that together reach typical_p of the
@@ -130,7 +130,7 @@ _SMALLEST, _LARGEST = 1e-30, 1e30
 class Adjustments:
     """A sequence's logit bias, and its distinct ids with their counts in the answer; updated token by token."""
 
-    def __init__(self, sampling: Sampling, prompt_length: int) -> None:
+    def __init__(self, sampling: SamplingParams, prompt_length: int) -> None:
         self.penalties = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
         self._penalizes = sampling.penalizes
         self.bias_ids = np.array([token for token, _ in sampling.logit_bias], dtype=np.int64)
@@ -206,7 +206,7 @@ _COLDEST, _HOTTEST = 1e-30, 1e30
 class Draw:
     """The parameters of one row's draw besides its logits. `position` is the token's position in its sequence."""
 
-    sampling: Sampling
+    sampling: SamplingParams
     choice: int
     position: int
     banned_ids: frozenset[int] = frozenset()
@@ -282,7 +282,7 @@ def _sample_random(scores: Tensor, draws: Sequence[Draw], wait: bool) -> Tensor:
     return chosen
 
 
-def _look(sampling: Sampling, vocab: int) -> _Look:
+def _look(sampling: SamplingParams, vocab: int) -> _Look:
     """Return what to sort for a row; must not depend on other rows, or its result might."""
     likely = limits_likeliest(sampling)
     if sampling.typical_p < 1:
@@ -292,7 +292,9 @@ def _look(sampling: Sampling, vocab: int) -> _Look:
     return _Look(min(_LIKELY, vocab) if likely else 0, likely)
 
 
-def _draw_among(scores: Tensor, samplings: Sequence[Sampling], keys: Tensor, look: _Look) -> tuple[Tensor, Tensor]:
+def _draw_among(
+    scores: Tensor, samplings: Sequence[SamplingParams], keys: Tensor, look: _Look
+) -> tuple[Tensor, Tensor]:
     """Draw ids [rows] from scores [rows, vocab]; also return whether `look.width` tokens sufficed [rows]."""
     enough = torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
     if look.likely:

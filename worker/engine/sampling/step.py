@@ -16,11 +16,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from options import TokenLogprobs
 from worker.engine.device import download, is_out_of_memory, record_event, upload
 from worker.engine.sampling.masks import NO_MASKS, Masks
 from worker.engine.sampling.sampler import Adjustments, Draw, sample
 from worker.engine.scheduling.sequence import Batch, Row
-from worker.engine_api import Failure, TokenLogprobs
+from worker.engine_api import Failure
 
 # Return the log probabilities of tokens, and the vector of a text; called when the step is done on the device.
 PendingLogprobs = Callable[[], list[TokenLogprobs]]

@@ -22,6 +22,7 @@ from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
 
+from options import FinishKind, TokenLogprobs
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.admission import RUN_TOKENS, RowShares, RunningSequences, WaitingSequences, by_rank
 from worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
@@ -37,16 +38,7 @@ from worker.engine.scheduling.sequence import (
     output_of,
 )
 from worker.engine.scheduling.validate import check_sequence
-from worker.engine_api import (
-    EngineLimits,
-    EngineStats,
-    Failure,
-    FinishKind,
-    NewSequence,
-    Output,
-    SequenceRefusedError,
-    TokenLogprobs,
-)
+from worker.engine_api import EngineLimits, EngineStats, Failure, NewSequence, Output, SequenceRefusedError
 
 
 @dataclass(slots=True)

@@ -25,8 +25,9 @@ from enum import IntEnum, auto
 from typing import Any
 
 from artifacts import ArtifactError, MismatchError
+from options import FinishKind, TokenLogprobs
 from worker.engine.scheduling.grammars import GrammarState
-from worker.engine_api import Failure, FailureCode, FinishKind, NewSequence, Output, TokenLogprobs
+from worker.engine_api import Failure, FailureCode, NewSequence, Output
 
 # Number of earlier arrivals that one level of priority passes; bounded, so that no sequence starves.
 PLACES_PER_PRIORITY = 64

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 
 from grammars.build import GRAMMAR_BYTES
-from options import Encode, OutOfRangeError, check_sampling
-from worker.engine_api import AdapterSource, EngineLimits, NewSequence, Sampling, SequenceRefusedError, Stopping
+from options import Encode, OutOfRangeError, SamplingParams, StoppingParams, check_sampling
+from worker.engine_api import AdapterSource, EngineLimits, NewSequence, SequenceRefusedError
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_PRIORITY = 100
@@ -72,7 +72,7 @@ def _check_encode(sequence: NewSequence, encode: Encode) -> None:
         )
 
 
-def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     try:
         check_sampling(sampling)
     except OutOfRangeError as error:
@@ -82,7 +82,7 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     _check_ids("sampling.logit_bias", (token for token, _ in sampling.logit_bias), vocab_size)
 
 
-def _check_stopping(stopping: Stopping, vocab_size: int) -> None:
+def _check_stopping(stopping: StoppingParams, vocab_size: int) -> None:
     if stopping.max_tokens < 0:
         raise SequenceRefusedError("stopping.max_tokens", f"must be 0 or more, is {stopping.max_tokens}")
     if not 0 <= stopping.min_tokens <= stopping.max_tokens:

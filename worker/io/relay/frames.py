@@ -5,7 +5,8 @@ from __future__ import annotations
 import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 
-from worker.engine_api import Failure, FinishKind, TokenLogprobs
+from options import FinishKind, TokenLogprobs
+from worker.engine_api import Failure
 from worker.io.local_jobs import LocalChoice, LocalJob
 
 _KINDS = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from options import StoppingParams
 from tests.worker.engine.model.tiny_families import CRAMPED, LAST_ARRIVAL, PROMPTS, make_config, make_model
 from worker.engine.decoder import steps
 from worker.engine.decoder.steps import _SharedMemory
@@ -22,7 +23,7 @@ from worker.engine.linear.layer import PanelLinear, scratch_memory
 from worker.engine.lora.cpu import CpuGroup, CpuStep
 from worker.engine.model.loader import load_model
 from worker.engine.torch_engine import adapter_layers
-from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, Stopping
+from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output
 
 pytestmark = pytest.mark.model
 
@@ -61,7 +62,7 @@ def test_programs_give_the_bits_of_the_kernels_one_by_one(
     )
     source = AdapterSource("the adapter", str(tmp_path / "adapter"))
     requests = [
-        NewSequence(f"{index}", prompt, adapter=source if index % 3 else None, stopping=Stopping(10), logprobs=2)
+        NewSequence(f"{index}", prompt, adapter=source if index % 3 else None, stopping=StoppingParams(10), logprobs=2)
         for index, prompt in enumerate(PROMPTS)
     ]
     torch.set_num_threads(threads)
@@ -70,7 +71,7 @@ def test_programs_give_the_bits_of_the_kernels_one_by_one(
         chosen = {"quantize": "int8", "kv_cache_dtype": kv_cache_dtype, "threads": threads}
         engine = make_engine(tmp_path / "model", **chosen, **CRAMPED)
         # Until the adapter is there, steps pass that depend on the clock.
-        run_until_idle(engine, {0: [replace(requests[1], sequence_id="first", stopping=Stopping(1))]})
+        run_until_idle(engine, {0: [replace(requests[1], sequence_id="first", stopping=StoppingParams(1))]})
         outputs: dict[str, list[Output]] = run_until_idle(engine, {0: requests[:3], LAST_ARRIVAL: requests[3:]})
         return outputs
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from options import Encode
-from worker.engine_api import AdapterSource, NewSequence, Stopping
+from options import Encode, StoppingParams
+from worker.engine_api import AdapterSource, NewSequence
 
 VOCAB = 60
 SIZES: dict[str, Any] = {
@@ -136,7 +136,7 @@ class EncoderOracle:
     def request(self, name: str, adapter: str, ids: tuple[int, ...], encode: Encode) -> NewSequence:
         """Return the sequence of a text."""
         return NewSequence(
-            name, ids, adapter=self.tuned[adapter].source, stopping=Stopping(max_tokens=0), encode=encode
+            name, ids, adapter=self.tuned[adapter].source, stopping=StoppingParams(max_tokens=0), encode=encode
         )
 
 

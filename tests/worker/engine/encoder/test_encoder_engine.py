@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from options import Encode
+from options import Encode, FinishKind, StoppingParams
 from tests.worker.engine.encoder.encoder_oracle import EncoderOracle, make_oracle, texts, vectors_of
 from worker.engine.encoder.body import Text, TextAttention
-from worker.engine_api import AdapterSource, EngineConfig, FinishKind, NewSequence, SequenceRefusedError, Stopping
+from worker.engine_api import AdapterSource, EngineConfig, NewSequence, SequenceRefusedError
 from worker.io.results import warm_up_sequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
@@ -22,7 +22,7 @@ EMBED, CLASSIFY = Encode("embed"), Encode("classify")
 
 
 def text(name: str, ids: tuple[int, ...] = (3, 4, 5), encode: Encode | None = EMBED, **fields: Any) -> NewSequence:
-    return NewSequence(name, ids, stopping=Stopping(max_tokens=0), encode=encode, **fields)
+    return NewSequence(name, ids, stopping=StoppingParams(max_tokens=0), encode=encode, **fields)
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from options import Encode
+from options import Encode, FinishKind, StoppingParams
 from worker.engine.encoder.scheduler import EncoderScheduler
-from worker.engine_api import AdapterSource, EngineLimits, Failure, FinishKind, NewSequence, Stopping
+from worker.engine_api import AdapterSource, EngineLimits, Failure, NewSequence
 
 LIMITS = EngineLimits(rows=12, max_tokens=40, max_rank=8, vocab_size=50, block_size=16, blocks=36, adapter_slots=2)
 ROWS, STEP_TOKENS = 6, 60
@@ -24,7 +24,7 @@ def arrival(rng: random.Random, name: str) -> NewSequence:
         name,
         tuple(rng.choices(range(50), k=rng.randint(1, 40))),
         adapter=AdapterSource(adapter, "/nowhere") if adapter else None,
-        stopping=Stopping(max_tokens=0),
+        stopping=StoppingParams(max_tokens=0),
         encode=Encode("embed"),
         tenant=rng.choice("ab"),
         priority=rng.choice([-1, 0, 0, 2]),

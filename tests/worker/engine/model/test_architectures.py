@@ -18,7 +18,7 @@ import pytest
 
 from artifacts.base_model import read_base_model
 from artifacts.families import FAMILIES, kv_shape
-from options import Encode
+from options import Encode, StoppingParams
 from tests.worker.engine.model.tiny_families import (
     CRAMPED,
     LAST_ARRIVAL,
@@ -33,7 +33,7 @@ from tests.worker.engine.model.tiny_families import (
     make_tiny,
     requests_of,
 )
-from worker.engine_api import NewSequence, Stopping
+from worker.engine_api import NewSequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
@@ -66,7 +66,7 @@ def test_a_family_answers_as_transformers_does(
 
     requests = requests_of(tiny)
     # Until the adapter is there, steps pass that nobody counted.
-    run_until_idle(engine, {0: [replace(requests[0], prompt_ids=(5,), stopping=Stopping(max_tokens=1))]})
+    run_until_idle(engine, {0: [replace(requests[0], prompt_ids=(5,), stopping=StoppingParams(max_tokens=1))]})
     waiting: list[int] = []
     outputs = run_until_idle(
         engine, {0: requests[:3], LAST_ARRIVAL: requests[3:]}, lambda _: waiting.append(engine.stats().rows_waiting)
@@ -82,7 +82,7 @@ def test_a_family_answers_as_transformers_does(
     assert any(after > before for before, after in pairwise(waiting[LAST_ARRIVAL:])), "nobody was preempted"
     assert outputs["3"][0].cached_tokens == 16
 
-    embed = NewSequence("mean", PROMPTS[0], stopping=Stopping(max_tokens=0), encode=Encode("embed", "mean"))
+    embed = NewSequence("mean", PROMPTS[0], stopping=StoppingParams(max_tokens=0), encode=Encode("embed", "mean"))
     [output] = run_until_idle(engine, {0: [embed]})["mean"]
     assert output.vector == pytest.approx(tiny.mean.tolist(), abs=1e-4 * max(1.0, float(tiny.mean.abs().max())))
 

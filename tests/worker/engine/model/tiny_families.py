@@ -12,7 +12,8 @@ from typing import Any
 
 from artifacts.base_model import read_base_model
 from artifacts.families import FAMILIES
-from worker.engine_api import AdapterSource, NewSequence, Stopping
+from options import StoppingParams
+from worker.engine_api import AdapterSource, NewSequence
 
 VOCAB, WINDOW, NEW_TOKENS = 112, 6, 12
 SIZES: dict[str, Any] = {
@@ -191,7 +192,10 @@ def requests_of(tiny: Tiny) -> list[NewSequence]:
     source = AdapterSource("the adapter", str(tiny.adapter)) if tiny.adapter else None
     return [
         NewSequence(
-            str(index), prompt, adapter=source if index in TUNED else None, stopping=Stopping(max_tokens=NEW_TOKENS)
+            str(index),
+            prompt,
+            adapter=source if index in TUNED else None,
+            stopping=StoppingParams(max_tokens=NEW_TOKENS),
         )
         for index, prompt in enumerate(PROMPTS)
     ]

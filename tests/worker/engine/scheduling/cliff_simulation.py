@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from options import StoppingParams
 from worker.engine.scheduling.adapter_cache import AdapterCache, SwapBudget
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Batch
-from worker.engine_api import AdapterSource, EngineLimits, NewSequence, Stopping
+from worker.engine_api import AdapterSource, EngineLimits, NewSequence
 
 SLOTS = 32
 ROWS = 32
@@ -145,7 +146,7 @@ class Simulation:
         self.asked.append(Asked(number, digest, self.memory.now))
         self.waiting[name] = self.asked[-1]
         prompt = tuple(self.random.randrange(2) for _ in range(self.random.randrange(*LENGTHS)))
-        stopping = Stopping(max_tokens=self.random.randrange(*LENGTHS), ignore_eos=True)
+        stopping = StoppingParams(max_tokens=self.random.randrange(*LENGTHS), ignore_eos=True)
         self.scheduler.add_sequence(
             NewSequence(name, prompt, adapter=AdapterSource(digest, "/"), stopping=stopping, tenant=name)
         )

@@ -6,17 +6,10 @@ import random
 import zlib
 from typing import Any
 
+from options import FinishKind, StoppingParams
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Batch, Sequence
-from worker.engine_api import (
-    AdapterSource,
-    EngineLimits,
-    Failure,
-    FinishKind,
-    NewSequence,
-    Output,
-    Stopping,
-)
+from worker.engine_api import AdapterSource, EngineLimits, Failure, NewSequence, Output
 
 VOCAB = 50
 END = VOCAB - 1
@@ -207,5 +200,5 @@ def spec(name: str, prompt: int = 5, tokens: int = 6, adapter: str = "", **field
     """ignore_eos, so that its length is sure; the prompt is made of its name."""
     ids = tuple(random.Random(name).choices(range(VOCAB), k=prompt))
     source = AdapterSource(adapter, f"/adapters/{adapter}") if adapter else None
-    fields = {"stopping": Stopping(max_tokens=tokens, ignore_eos=True)} | fields
+    fields = {"stopping": StoppingParams(max_tokens=tokens, ignore_eos=True)} | fields
     return NewSequence(name, ids, adapter=source, **fields)

@@ -13,10 +13,11 @@ from grammars import GrammarError
 from grammars.build import grammar_digest, regex_grammar
 from grammars.matching import Vocabulary, compile_grammar, hash_vocabulary
 from grammars.prover import Prover, ProverBusyError
+from options import FinishKind, StoppingParams
 from worker.engine.hash_engine import HashEngine, expected_ids
 from worker.engine.scheduling.grammars import CompiledGrammars, GrammarThread
 from worker.engine.scheduling.loader_threads import LoaderThreads
-from worker.engine_api import EngineConfig, FinishKind, NewSequence, Output, Stopping
+from worker.engine_api import EngineConfig, NewSequence, Output
 
 SPEC = "hash:?vocab=600&seed=3"
 VOCABULARY = hash_vocabulary(parse_hash_model(SPEC))
@@ -81,7 +82,7 @@ def finish(engine: HashEngine, woken: threading.Event, *names: str) -> dict[str,
 
 
 def sequence(name: str, grammar: str = "", emitted: tuple[int, ...] = ()) -> NewSequence:
-    return NewSequence(name, (1, 2, 3), emitted, stopping=Stopping(5), grammar=grammar)
+    return NewSequence(name, (1, 2, 3), emitted, stopping=StoppingParams(5), grammar=grammar)
 
 
 def test_others_pass_a_sequence_whose_grammar_is_not_ready(
@@ -90,13 +91,13 @@ def test_others_pass_a_sequence_whose_grammar_is_not_ready(
     for one in (sequence("two", TWO), sequence("plain"), sequence("gone", THREE)):
         engine.add_sequence(one)
     ended = finish(engine, woken, "plain")
-    assert ended["plain"][0] == expected_ids(SPEC, (1, 2, 3), stopping=Stopping(5))
+    assert ended["plain"][0] == expected_ids(SPEC, (1, 2, 3), stopping=StoppingParams(5))
     assert not engine.has_work(), "a sequence that waits for its grammar is no work"
     assert engine.stats().sequences_taken == 3
     engine.abort("gone")
     prover.gate.set()
     ended = finish(engine, woken, "two")
-    assert ended["two"][0] == expected_ids(SPEC, (1, 2, 3), stopping=Stopping(5), grammar=TWO)
+    assert ended["two"][0] == expected_ids(SPEC, (1, 2, 3), stopping=StoppingParams(5), grammar=TWO)
     assert ended["two"][1].finish is FinishKind.COMPLETE
     engine.add_sequence(sequence("again", TWO))
     assert set(finish(engine, woken, "again")) == {"again"}
@@ -167,11 +168,11 @@ def test_an_answer_that_was_complete_before_a_crash_ends_without_a_step(
     engine: HashEngine, prover: GatedProver, woken: threading.Event
 ) -> None:
     prover.gate.set()
-    whole = expected_ids(SPEC, (1, 2, 3), stopping=Stopping(5), grammar=TWO)
+    whole = expected_ids(SPEC, (1, 2, 3), stopping=StoppingParams(5), grammar=TWO)
     engine.add_sequence(sequence("whole", TWO, whole))
     # The last token that it may have completes it, and the reason is the one that an undisturbed engine gives.
-    engine.add_sequence(replace(sequence("last", TWO, whole), stopping=Stopping(len(whole))))
-    engine.add_sequence(replace(sequence("long", TWO, whole[:1]), stopping=Stopping(1)))
+    engine.add_sequence(replace(sequence("last", TWO, whole), stopping=StoppingParams(len(whole))))
+    engine.add_sequence(replace(sequence("long", TWO, whole[:1]), stopping=StoppingParams(1)))
     engine.add_sequence(sequence("wrong", TWO, (ord("1"),)))
     ended = finish(engine, woken, "whole", "wrong", "last", "long")
     assert ended["whole"][0] == ()

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from options import FinishKind, StoppingParams
 from tests.worker.engine.scheduling.paged_model import END, LIMITS, PagedModel, oracle, spec
-from worker.engine_api import Failure, FinishKind, NewSequence, SequenceRefusedError, Stopping
+from worker.engine_api import Failure, NewSequence, SequenceRefusedError
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "ahead"])
@@ -217,7 +218,7 @@ def test_stop_tokens_end_an_answer_but_not_before_min_tokens(model: PagedModel) 
     stop = answer[3]
     assert stop not in answer[:3]
     prompt = model.specs["whole"].prompt_ids
-    stopping = Stopping(max_tokens=20, stop_token_ids=(stop,), ignore_eos=True)
+    stopping = StoppingParams(max_tokens=20, stop_token_ids=(stop,), ignore_eos=True)
     stopped, finish = answer_of(model, NewSequence("stopped", prompt, stopping=stopping))
     assert (stopped, finish) == (answer[:4], FinishKind.STOP_TOKEN)
     later, _ = answer_of(model, NewSequence("later", prompt, stopping=replace(stopping, min_tokens=4)))
@@ -229,12 +230,12 @@ def test_stop_tokens_end_an_answer_but_not_before_min_tokens(model: PagedModel) 
 def test_the_models_end_token_ends_an_answer_unless_ignored(model: PagedModel) -> None:
     ends = next(
         made
-        for made in (spec(f"e{number}", stopping=Stopping(max_tokens=30)) for number in range(100))
+        for made in (spec(f"e{number}", stopping=StoppingParams(max_tokens=30)) for number in range(100))
         if 2 < len(oracle(made)[0]) < 20
     )
     answer, finish = answer_of(model, ends)
     assert (answer[-1], finish) == (END, FinishKind.END)
-    goes_on = replace(ends, sequence_id="on", stopping=Stopping(max_tokens=30, ignore_eos=True))
+    goes_on = replace(ends, sequence_id="on", stopping=StoppingParams(max_tokens=30, ignore_eos=True))
     longer, finish = answer_of(model, goes_on)
     assert (longer[: len(answer)], finish, len(longer)) == (answer, FinishKind.LENGTH, 30)
 
@@ -242,13 +243,13 @@ def test_the_models_end_token_ends_an_answer_unless_ignored(model: PagedModel) -
 @pytest.mark.parametrize(
     ("emitted", "stopping", "finish"),
     [
-        ((1, 2, 3), Stopping(max_tokens=3), FinishKind.LENGTH),
-        ((1, END), Stopping(max_tokens=9), FinishKind.END),
-        ((1, 2), Stopping(max_tokens=9, stop_token_ids=(2,)), FinishKind.STOP_TOKEN),
+        ((1, 2, 3), StoppingParams(max_tokens=3), FinishKind.LENGTH),
+        ((1, END), StoppingParams(max_tokens=9), FinishKind.END),
+        ((1, 2), StoppingParams(max_tokens=9, stop_token_ids=(2,)), FinishKind.STOP_TOKEN),
     ],
 )
 def test_a_complete_answer_ends_without_a_token(
-    model: PagedModel, emitted: tuple[int, ...], stopping: Stopping, finish: FinishKind
+    model: PagedModel, emitted: tuple[int, ...], stopping: StoppingParams, finish: FinishKind
 ) -> None:
     model.add(NewSequence("done", (1,), emitted_ids=emitted, stopping=stopping))
     assert model.scheduler.has_work()

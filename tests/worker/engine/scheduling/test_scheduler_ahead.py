@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from options import FinishKind, SamplingParams, StoppingParams
 from tests.worker.engine.scheduling.paged_model import LIMITS, PagedModel, oracle, spec
 from worker.engine.scheduling.sequence import Batch
-from worker.engine_api import Failure, FinishKind, NewSequence, Sampling, Stopping
+from worker.engine_api import Failure, NewSequence
 
-ENDLESS = Stopping(max_tokens=40, ignore_eos=True)
+ENDLESS = StoppingParams(max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture
@@ -54,8 +55,8 @@ def test_nothing_is_scheduled_after_the_last_token(model: PagedModel) -> None:
 
 def test_a_row_whose_choice_depends_on_ids_waits_for_them(model: PagedModel) -> None:
     model.add(spec("free"))
-    model.add(spec("biased", sampling=Sampling(logit_bias=((3, 1.0),))))
-    model.add(spec("penalized", prompt=2, sampling=Sampling(repetition_penalty=1.1)))
+    model.add(spec("biased", sampling=SamplingParams(logit_bias=((3, 1.0),))))
+    model.add(spec("penalized", prompt=2, sampling=SamplingParams(repetition_penalty=1.1)))
     first = scheduled(model)
     sampled = model.run(first)
     assert set(names(first)) == {"free", "biased", "penalized"}
@@ -69,7 +70,7 @@ def test_what_follows_a_stop_token_is_dropped(model: PagedModel) -> None:
     whole = spec("whole", tokens=20)
     answer, _ = oracle(whole)
     place = next(place for place in range(2, 20) if answer[place] not in answer[:place])
-    stopping = Stopping(max_tokens=20, stop_token_ids=(answer[place],), ignore_eos=True)
+    stopping = StoppingParams(max_tokens=20, stop_token_ids=(answer[place],), ignore_eos=True)
     model.add(NewSequence("a", whole.prompt_ids, stopping=stopping))
     model.add(spec("b", tokens=30))
     while "a" not in model.ended:
@@ -112,7 +113,7 @@ def test_a_stop_token_ends_an_answer_as_soon_as_it_may(model: PagedModel) -> Non
     whole = spec("whole", tokens=20)
     answer, _ = oracle(whole)
     place = next(place for place in range(2, 20) if answer[place] not in answer[:place])
-    stopping = Stopping(max_tokens=20, min_tokens=place, stop_token_ids=(answer[place],), ignore_eos=True)
+    stopping = StoppingParams(max_tokens=20, min_tokens=place, stop_token_ids=(answer[place],), ignore_eos=True)
     model.add(NewSequence("a", whole.prompt_ids, stopping=stopping))
     model.run_until_idle()
     assert tuple(model.answers["a"]) == answer[: place + 1]
@@ -123,7 +124,7 @@ def test_an_answer_is_found_in_the_prefix_cache(model: PagedModel) -> None:
     first = spec("first", prompt=6, tokens=30)
     model.add(first)
     model.run_until_idle()
-    model.add(NewSequence("second", (*first.prompt_ids, *model.answers["first"]), stopping=Stopping(4)))
+    model.add(NewSequence("second", (*first.prompt_ids, *model.answers["first"]), stopping=StoppingParams(4)))
     cached = [output.cached_tokens for _ in range(5) for output in model.step()]
     # The last token of the answer was never computed.
     assert cached[0] == (6 + 30 - 1) // LIMITS.block_size * LIMITS.block_size

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from options import SamplingParams, StoppingParams
 from tests.worker.engine.scheduling.paged_model import LIMITS, VOCAB, PagedModel, oracle
 from worker.engine.scheduling import adapter_demand as demand
-from worker.engine_api import AdapterSource, Failure, NewSequence, Sampling, Stopping
+from worker.engine_api import AdapterSource, Failure, NewSequence
 
 # Number of walks of each scheduler, and of operations of each walk.
 WALKS, LENGTH = 70, 60
@@ -26,8 +27,8 @@ def random_spec(chance: random.Random, name: str) -> NewSequence:
         # Few prompts, so that prefixes meet.
         tuple([chance.randrange(2)] * chance.randint(1, 20) + chance.choices(range(VOCAB), k=chance.randint(0, 14))),
         adapter=AdapterSource(adapter, f"/adapters/{adapter}") if adapter else None,
-        sampling=Sampling(presence_penalty=chance.choice([0.0, 0.0, 1.0])),
-        stopping=Stopping(
+        sampling=SamplingParams(presence_penalty=chance.choice([0.0, 0.0, 1.0])),
+        stopping=StoppingParams(
             max_tokens=tokens,
             min_tokens=chance.randint(0, tokens),
             stop_token_ids=tuple(chance.sample(range(VOCAB), chance.choice([0, 0, 1, 5]))),

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from options import SamplingParams, StoppingParams
 from worker.engine.scheduling.validate import check_sequence
-from worker.engine_api import AdapterSource, EngineLimits, NewSequence, Sampling, SequenceRefusedError, Stopping
+from worker.engine_api import AdapterSource, EngineLimits, NewSequence, SequenceRefusedError
 
 VOCAB = 50
 LIMITS = EngineLimits(rows=4, max_tokens=64, max_rank=8, vocab_size=VOCAB, block_size=4, blocks=24, adapter_slots=2)
-GOOD = NewSequence("new", (1, 2), stopping=Stopping(max_tokens=4))
+GOOD = NewSequence("new", (1, 2), stopping=StoppingParams(max_tokens=4))
 
 
 @pytest.mark.parametrize(
@@ -25,33 +26,33 @@ GOOD = NewSequence("new", (1, 2), stopping=Stopping(max_tokens=4))
         (replace(GOOD, prompt_ids=(1,) * 61), "stopping.max_tokens"),
         (replace(GOOD, emitted_ids=(VOCAB,)), "emitted_ids"),
         (replace(GOOD, emitted_ids=(1,) * 5), "emitted_ids"),
-        (replace(GOOD, sampling=Sampling(temperature=-0.1)), "sampling.temperature"),
-        (replace(GOOD, sampling=Sampling(temperature=float("nan"))), "sampling.temperature"),
-        (replace(GOOD, sampling=Sampling(top_k=-1)), "sampling.top_k"),
-        (replace(GOOD, sampling=Sampling(top_p=0)), "sampling.top_p"),
-        (replace(GOOD, sampling=Sampling(top_p=float("nan"))), "sampling.top_p"),
-        (replace(GOOD, sampling=Sampling(seed=1 << 64)), "sampling.seed"),
-        (replace(GOOD, sampling=Sampling(temperature=float("inf"))), "sampling.temperature"),
-        (replace(GOOD, sampling=Sampling(min_p=-0.1)), "sampling.min_p"),
-        (replace(GOOD, sampling=Sampling(min_p=1.1)), "sampling.min_p"),
-        (replace(GOOD, sampling=Sampling(typical_p=0)), "sampling.typical_p"),
-        (replace(GOOD, sampling=Sampling(typical_p=float("nan"))), "sampling.typical_p"),
-        (replace(GOOD, sampling=Sampling(repetition_penalty=0)), "sampling.repetition_penalty"),
-        (replace(GOOD, sampling=Sampling(repetition_penalty=float("inf"))), "sampling.repetition_penalty"),
-        (replace(GOOD, sampling=Sampling(frequency_penalty=2.1)), "sampling.frequency_penalty"),
-        (replace(GOOD, sampling=Sampling(presence_penalty=-2.1)), "sampling.presence_penalty"),
-        (replace(GOOD, sampling=Sampling(logit_bias=((VOCAB, 1.0),))), "sampling.logit_bias"),
-        (replace(GOOD, sampling=Sampling(logit_bias=((-1, 1.0),))), "sampling.logit_bias"),
-        (replace(GOOD, sampling=Sampling(logit_bias=((1, 100.5),))), "sampling.logit_bias"),
-        (replace(GOOD, sampling=Sampling(logit_bias=((1, float("nan")),))), "sampling.logit_bias"),
-        (replace(GOOD, sampling=Sampling(logit_bias=((1, 1.0),) * 301)), "sampling.logit_bias"),
+        (replace(GOOD, sampling=SamplingParams(temperature=-0.1)), "sampling.temperature"),
+        (replace(GOOD, sampling=SamplingParams(temperature=float("nan"))), "sampling.temperature"),
+        (replace(GOOD, sampling=SamplingParams(top_k=-1)), "sampling.top_k"),
+        (replace(GOOD, sampling=SamplingParams(top_p=0)), "sampling.top_p"),
+        (replace(GOOD, sampling=SamplingParams(top_p=float("nan"))), "sampling.top_p"),
+        (replace(GOOD, sampling=SamplingParams(seed=1 << 64)), "sampling.seed"),
+        (replace(GOOD, sampling=SamplingParams(temperature=float("inf"))), "sampling.temperature"),
+        (replace(GOOD, sampling=SamplingParams(min_p=-0.1)), "sampling.min_p"),
+        (replace(GOOD, sampling=SamplingParams(min_p=1.1)), "sampling.min_p"),
+        (replace(GOOD, sampling=SamplingParams(typical_p=0)), "sampling.typical_p"),
+        (replace(GOOD, sampling=SamplingParams(typical_p=float("nan"))), "sampling.typical_p"),
+        (replace(GOOD, sampling=SamplingParams(repetition_penalty=0)), "sampling.repetition_penalty"),
+        (replace(GOOD, sampling=SamplingParams(repetition_penalty=float("inf"))), "sampling.repetition_penalty"),
+        (replace(GOOD, sampling=SamplingParams(frequency_penalty=2.1)), "sampling.frequency_penalty"),
+        (replace(GOOD, sampling=SamplingParams(presence_penalty=-2.1)), "sampling.presence_penalty"),
+        (replace(GOOD, sampling=SamplingParams(logit_bias=((VOCAB, 1.0),))), "sampling.logit_bias"),
+        (replace(GOOD, sampling=SamplingParams(logit_bias=((-1, 1.0),))), "sampling.logit_bias"),
+        (replace(GOOD, sampling=SamplingParams(logit_bias=((1, 100.5),))), "sampling.logit_bias"),
+        (replace(GOOD, sampling=SamplingParams(logit_bias=((1, float("nan")),))), "sampling.logit_bias"),
+        (replace(GOOD, sampling=SamplingParams(logit_bias=((1, 1.0),) * 301)), "sampling.logit_bias"),
         (replace(GOOD, logprobs=21), "logprobs"),
         (replace(GOOD, logprobs=-1), "logprobs"),
         (replace(GOOD, prompt_logprobs=21), "prompt_logprobs"),
-        (replace(GOOD, stopping=Stopping(max_tokens=-1)), "stopping.max_tokens"),
-        (replace(GOOD, stopping=Stopping(max_tokens=2, min_tokens=3)), "stopping.min_tokens"),
-        (replace(GOOD, stopping=Stopping(max_tokens=2, stop_token_ids=(VOCAB,))), "stopping.stop_token_ids"),
-        (replace(GOOD, stopping=Stopping(max_tokens=2, stop_token_ids=(1,) * 65)), "stopping.stop_token_ids"),
+        (replace(GOOD, stopping=StoppingParams(max_tokens=-1)), "stopping.max_tokens"),
+        (replace(GOOD, stopping=StoppingParams(max_tokens=2, min_tokens=3)), "stopping.min_tokens"),
+        (replace(GOOD, stopping=StoppingParams(max_tokens=2, stop_token_ids=(VOCAB,))), "stopping.stop_token_ids"),
+        (replace(GOOD, stopping=StoppingParams(max_tokens=2, stop_token_ids=(1,) * 65)), "stopping.stop_token_ids"),
         (replace(GOOD, choice=-1), "choice"),
         (replace(GOOD, priority=101), "priority"),
         (replace(GOOD, adapter=AdapterSource("", "/adapters")), "adapter.digest"),
@@ -68,11 +69,11 @@ def test_refusals_name_the_field(bad: NewSequence, field: str) -> None:
     [
         replace(GOOD, prompt_ids=(1,) * 60),
         replace(GOOD, emitted_ids=(1,) * 4),
-        replace(GOOD, sampling=Sampling(temperature=2, top_k=1 << 20, top_p=1, seed=(1 << 64) - 1)),
-        replace(GOOD, sampling=Sampling(min_p=1, typical_p=1e-9, repetition_penalty=1e-9, frequency_penalty=-2)),
-        replace(GOOD, sampling=Sampling(presence_penalty=2, logit_bias=((0, -100.0), (VOCAB - 1, 100.0)))),
+        replace(GOOD, sampling=SamplingParams(temperature=2, top_k=1 << 20, top_p=1, seed=(1 << 64) - 1)),
+        replace(GOOD, sampling=SamplingParams(min_p=1, typical_p=1e-9, repetition_penalty=1e-9, frequency_penalty=-2)),
+        replace(GOOD, sampling=SamplingParams(presence_penalty=2, logit_bias=((0, -100.0), (VOCAB - 1, 100.0)))),
         replace(GOOD, logprobs=0, prompt_logprobs=20),
-        replace(GOOD, stopping=Stopping(max_tokens=62, min_tokens=62, stop_token_ids=(0, VOCAB - 1))),
+        replace(GOOD, stopping=StoppingParams(max_tokens=62, min_tokens=62, stop_token_ids=(0, VOCAB - 1))),
         replace(GOOD, priority=-100, choice=15),
     ],
 )
@@ -84,9 +85,9 @@ def test_too_few_blocks_refuse_what_could_never_run() -> None:
     with pytest.raises(ValueError, match="4 blocks of 4 do not hold max_tokens, 64"):
         replace(LIMITS, blocks=4)
     limits = replace(LIMITS, blocks=4, max_tokens=16)
-    made = NewSequence("s", (1,) * 7, stopping=Stopping(max_tokens=9))
+    made = NewSequence("s", (1,) * 7, stopping=StoppingParams(max_tokens=9))
     check_sequence(made, limits)
-    larger = replace(made, stopping=Stopping(max_tokens=10))
+    larger = replace(made, stopping=StoppingParams(max_tokens=10))
     with pytest.raises(SequenceRefusedError, match=r"^stopping.max_tokens: 10 and a prompt of 7 .* the 16 "):
         check_sequence(larger, limits)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from loraplex.relay.v1 import relay_pb2 as pb
 
-from broker.messages import Job, StoppingParams
-from options import Encode
+from broker.messages import Job
+from options import Encode, FinishKind, SamplingParams, StoppingParams, TokenLogprobs
 from router.dispatch.link import read_frame
-from worker.engine_api import FinishKind, Output, TokenLogprobs
+from worker.engine_api import Output
 from worker.io.local_jobs import LocalChoice, LocalJobs, sequence_of
 from worker.io.relay.frames import FRAME_TOKENS, MESSAGE_BYTES, next_frames
 
@@ -18,7 +18,16 @@ def ended_answers(count: int) -> list[LocalChoice]:
     jobs = LocalJobs()
     choices = []
     for number in range(count):
-        job = Job(f"j{number}", "acme", "tiny", "sha256:0", "router", (1,), StoppingParams(LENGTH), seed=1)
+        job = Job(
+            f"j{number}",
+            "acme",
+            "tiny",
+            "sha256:0",
+            "router",
+            (1,),
+            StoppingParams(LENGTH),
+            sampling=SamplingParams(seed=1),
+        )
         choice = jobs.add(job).choices[0]
         logprobs = (TokenLogprobs(-1.0, ((1 << 31, -1.0),) * 20),) * LENGTH
         choice.hand_over(number + 1, 0.0)
@@ -30,7 +39,17 @@ def ended_answers(count: int) -> list[LocalChoice]:
 
 def test_a_vector_goes_with_the_end_and_again_after_a_rewind() -> None:
     vector = (0.5, -1.0, 0.25)
-    asking = Job("j", "acme", "tiny", "sha256:0", "router", (1,), StoppingParams(0), seed=1, encode=Encode("embed"))
+    asking = Job(
+        "j",
+        "acme",
+        "tiny",
+        "sha256:0",
+        "router",
+        (1,),
+        StoppingParams(0),
+        sampling=SamplingParams(seed=1),
+        encode=Encode("embed"),
+    )
     choice = LocalJobs().add(asking).choices[0]
     assert sequence_of(choice, None).encode == asking.encode
     choice.hand_over(1, 0.0)

@@ -13,7 +13,8 @@ import pytest
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
-from broker.messages import Job, StoppingParams
+from broker.messages import Job
+from options import SamplingParams, StoppingParams
 from rpc.server import Server, relay_options
 from tenancy.guard import open_guard
 from tests.worker.io.relay.handlers import AckHandler, NoRequests
@@ -83,7 +84,9 @@ class Line:
     def __init__(self, address: str, handler: NoRequests | None = None) -> None:
         self._jobs = LocalJobs()
         self.links = RouterLinks(LinkSettings("w", "w-1"), self._jobs, handler or FailingHandler())
-        local = self._jobs.add(Job("a", "acme", "tiny", "sha256:0", address, (1,), StoppingParams(100), seed=1))
+        local = self._jobs.add(
+            Job("a", "acme", "tiny", "sha256:0", address, (1,), StoppingParams(100), sampling=SamplingParams(seed=1))
+        )
         self.choice: LocalChoice = local.choices[0]
         self.links.claimed(local)
 

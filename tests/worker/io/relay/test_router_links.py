@@ -10,7 +10,8 @@ from typing import Any
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
-from broker.messages import Job, StoppingParams
+from broker.messages import Job
+from options import SamplingParams, StoppingParams
 from rpc.server import Server, relay_options
 from tenancy.guard import open_guard
 from tests.worker.io.relay.handlers import NoRequests
@@ -102,7 +103,7 @@ async def test_routers_with_jobs_here_hear_that_the_worker_lives_and_others_do_n
     async with linked(beat_s=0.01) as (links, jobs), listening(busy) as one, listening(idle) as two:
         links.follow([one, two])
         await until(links, lambda: set(links.live) == {one, two})
-        jobs.add(Job("a", "acme", "tiny", "sha256:0", one, (1,), StoppingParams(100), seed=1))
+        jobs.add(Job("a", "acme", "tiny", "sha256:0", one, (1,), StoppingParams(100), sampling=SamplingParams(seed=1)))
         beating = asyncio.create_task(links.keep_alive())
         async with asyncio.timeout(30), busy.heard:
             await busy.heard.wait_for(lambda: busy.beats >= 2)

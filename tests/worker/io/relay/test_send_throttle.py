@@ -10,11 +10,12 @@ from typing import Any
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
-from broker.messages import Job, StoppingParams
+from broker.messages import Job
+from options import FinishKind, SamplingParams, StoppingParams
 from rpc.server import Server
 from tenancy.guard import open_guard
 from tests.worker.io.relay.handlers import AckHandler
-from worker.engine_api import FinishKind, Output
+from worker.engine_api import Output
 from worker.io.local_jobs import LocalChoice, LocalJobs
 from worker.io.relay.links import LinkSettings, RouterLinks
 
@@ -75,7 +76,9 @@ class Line:
     async def claim(self, job_id: str) -> LocalChoice:
         """Claim a job of one answer; returns when the link is open."""
         stopping = StoppingParams(max_tokens=100)
-        local = self._jobs.add(Job(job_id, "acme", "tiny", "sha256:0", self._address, (1,), stopping, seed=1))
+        local = self._jobs.add(
+            Job(job_id, "acme", "tiny", "sha256:0", self._address, (1,), stopping, sampling=SamplingParams(seed=1))
+        )
         self.links.claimed(local)
         async with asyncio.timeout(20):
             await self.router.greeted.wait()
