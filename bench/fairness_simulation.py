@@ -21,10 +21,9 @@ from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine_api import EngineLimits, NewSequence, Output
 from worker.io.capacity import row_to_share
 from worker.io.intake import FULL_S
+from worker.io.results import REPORT_S
 
 BASE = "sha256:0"
-# Interval in ms of the worker's usage reports.
-BEAT_MS = 500
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class FairnessSimulation:
         ended = [self._take(output) for output in outputs]
         reports = [report for report in ended if report]
         if self._now_ms >= self._beat_ms:
-            self._beat_ms = self._now_ms + BEAT_MS
+            self._beat_ms = self._now_ms + REPORT_S * 1e3
             reports += [UsageReport(job_id, 1, made) for job_id, made in self._made.items()]
         self._queue.charge(reports, int(self._now_ms))
         return True

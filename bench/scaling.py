@@ -17,7 +17,7 @@ from typing import Any
 from bench.command import run_command
 from bench.plots import PLOTS, Panel, draw
 from bench.report import Aim, Report, progress
-from bench.scaling_cluster import BEAT_MS, Result, Scale, VirtualCluster
+from bench.scaling_cluster import REPORT_MS, Result, Scale, VirtualCluster
 from bench.scaling_redis import CHARGE, CLAIM, CLAIM_8, EMPTY_CLAIM, ENQUEUE, FULL_CLAIM, WAITING, measure_costs
 
 AIMS = {
@@ -168,9 +168,9 @@ def _core_share(run: Run, costs: Mapping[str, float]) -> float:
     jobs, taking = scale.jobs / 2, result.claims - result.empty_claims - result.full_claims
     claims_us = taking * costs[CLAIM] + (jobs - taking) * (costs[CLAIM_8] - costs[CLAIM]) / 7
     claims_us += result.empty_claims * costs[EMPTY_CLAIM] + result.full_claims * costs[FULL_CLAIM]
-    # Each job is enqueued once and charged once at its end; every worker also charges with each beat.
+    # Each job is enqueued once and charged once at its end; every worker also charges what its jobs have made.
     jobs_us = claims_us + jobs * (costs[ENQUEUE] + costs[CHARGE] / 16)
-    beats_us = scale.workers * 1e3 / BEAT_MS * costs[CHARGE]
+    beats_us = scale.workers * 1e3 / REPORT_MS * costs[CHARGE]
     looks_us = ROUTERS * (_WATCHES_PER_S + _LOOKS_PER_S) * costs[WAITING]
     return (jobs_us / result.seconds + beats_us + looks_us) / 1e6
 

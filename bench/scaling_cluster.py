@@ -21,12 +21,13 @@ from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import FREE_ROWS_MS, OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
 from options import SamplingParams, StoppingParams
 from worker.io.intake import IDLE_S, PACE_S, PACED_ROWS
+from worker.io.results import REPORT_S
 
 BASE = "sha256:0"
 _NO_LIMITS = QueueLimits(jobs=1 << 40, bytes=1 << 50, tenant_jobs=1 << 40, tenant_bytes=1 << 50)
 # Intervals in ms of a worker's claims, while it is idle or full and while jobs wait, and of its beats, as in
-# worker.io.intake and broker.liveness.
-_IDLE_MS, _PACE_MS, BEAT_MS = IDLE_S * 1e3, PACE_S * 1e3, 500
+# worker.io.intake and broker.liveness; and of its usage reports.
+_IDLE_MS, _PACE_MS, BEAT_MS, REPORT_MS = IDLE_S * 1e3, PACE_S * 1e3, 500, REPORT_S * 1e3
 _Event = Literal["arrival", "end", "look", "beat", "watch"]
 
 
@@ -125,7 +126,7 @@ class VirtualCluster:
         gap_ms = job_ms / (scale.load * scale.rows * scale.workers)
         for worker in self._workers.values():
             self._at(self._chance.uniform(0, _IDLE_MS), "look", worker.worker_id)
-            self._at(self._chance.uniform(0, BEAT_MS), "beat", worker.worker_id)
+            self._at(self._chance.uniform(0, REPORT_MS), "beat", worker.worker_id)
         self._watch()
         self._at(0.0, "arrival", "")
         half_ms = 0.0
@@ -262,4 +263,4 @@ class VirtualCluster:
         self._queue.charge(reports, int(self._now_ms))
         if self._now_ms - worker.claimed_at > FREE_ROWS_MS:
             self._queue.clear_free_rows(worker.worker_id)
-        self._at(self._now_ms + BEAT_MS, "beat", worker.worker_id)
+        self._at(self._now_ms + REPORT_MS, "beat", worker.worker_id)

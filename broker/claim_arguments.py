@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from broker.messages import Capacity, RowToShare
 from broker.terms import UsageReport
 
@@ -26,7 +28,7 @@ class ScanPlace:
 
 def scan_arguments(
     base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], place: ScanPlace
-) -> list[str | int | float]:
+) -> list[str | bytes | int | float]:
     """Return the arguments after the prefix and the worker: what it can take, and where the scan begins."""
     return [
         base_digest,
@@ -34,19 +36,19 @@ def scan_arguments(
         *(place.scan_number, place.skipped_tenants),
         "*" if capacity.routers is None else "\n".join(capacity.routers),
         *(place.seen, place.news, int(place.woken)),
-        *report_arguments(reports),
+        packed_reports(reports),
         *_share_arguments(capacity.row_to_share),
         capacity.only_tenant,
         "\n".join(("", *capacity.adapters, "")),
     ]
 
 
-def report_arguments(reports: Sequence[UsageReport]) -> list[str | int]:
-    """Return how many reports there are, and their fields as broker/lua/include/charges.lua reads them."""
-    arguments: list[str | int] = [len(reports)]
+def packed_reports(reports: Sequence[UsageReport]) -> bytes:
+    """Return the fields of reports, one after the other, as broker/lua/include/charges.lua reads them."""
+    fields: list[str | int | bool] = []
     for report in reports:
-        arguments += [report.job_id, report.attempt, report.tokens, int(report.ended), int(report.ran)]
-    return arguments
+        fields += [report.job_id, report.attempt, report.tokens, report.ended, report.ran]
+    return msgspec.msgpack.encode(fields)
 
 
 def _share_arguments(row: RowToShare | None) -> list[str | int | float]:

@@ -130,10 +130,10 @@ class Claims:
             jobs[-1] = begin_apart(last)
         return [job for job in jobs if job is not None]
 
-    async def _scan(self, arguments: Sequence[str | int | float]) -> _ScanAnswer:
+    async def _scan(self, arguments: Sequence[str | bytes | int | float]) -> _ScanAnswer:
         return _ScanAnswer(*await self._claim(self._keys.waiting, arguments))
 
-    async def _scan_once_woken(self, arguments: Sequence[str | int | float], wait_s: float) -> _ScanAnswer:
+    async def _scan_once_woken(self, arguments: Sequence[str | bytes | int | float], wait_s: float) -> _ScanAnswer:
         """Send the wait and the scan together: the server scans as soon as it wakes, without another round trip."""
         if isinstance(self._redis, RedisCluster):  # its pipelines take no scripts
             await self.wait_for_work(wait_s)

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
 from broker.batched_script import BatchedScript
-from broker.claim_arguments import report_arguments
+from broker.claim_arguments import packed_reports
 from broker.claim_memory import ClaimMemory
 from broker.claims import Claims
 from broker.commands import CommandQueue
@@ -192,7 +192,7 @@ class JobQueue:
     async def charge(self, reports: Sequence[UsageReport]) -> None:
         """Charge tenants what their jobs have made since the last report. Idempotent by job, attempt and tokens."""
         for at in range(0, len(reports), CHARGES_AT_ONCE):
-            arguments = [self.keys.prefix, *report_arguments(reports[at : at + CHARGES_AT_ONCE])]
+            arguments = [self.keys.prefix, packed_reports(reports[at : at + CHARGES_AT_ONCE])]
             await self._charge(self.keys.waiting, arguments)
 
     async def stop_claiming(self) -> None:

@@ -37,6 +37,9 @@ def command(directory: Path, users: Path | None = None) -> list[str]:
         "save": "",
         "appendonly": "no",
         "maxmemory-policy": "noeviction",
+        # The scripts change large sets and hashes, whose compact form is read from its beginning at each change.
+        "zset-max-listpack-entries": "8",
+        "hash-max-listpack-entries": "8",
         **({} if users is None else {"aclfile": str(users)}),
     }
     return [str(_server_binary()), *(word for key, value in settings.items() for word in (f"--{key}", value))]

@@ -2,4 +2,4 @@
 -- Charge tenants for the usage that workers report.
 --- @include "charges"
 
-charge_reports(3, tonumber(ARGV[2]))
+charge_reports(ARGV[2])

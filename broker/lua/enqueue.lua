@@ -68,7 +68,7 @@ local function next_turn(begin, tenant_jobs)
   local claimed = kept[1] and number_of(kept[1]) or lowest
   local turn = math.min(math.max(claimed, number_of(kept[2])), TURNS_LIMIT)
   local finish = turn + turn_length(job.work, job.key_weight)
-  return turn, {turn_field, exact(claimed), finish_field, exact(finish)}
+  return turn, {turn_field, claimed, finish_field, finish}
 end
 
 -- Return a newcomer's place, and what is to be kept of its turn, if it has one. Members of equal score are ordered by their

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # see telemetry/tracing.py
 log = logging.getLogger(__name__)
 
 # Interval in seconds between reports of the jobs that run.
-REPORT_S = 0.5
+REPORT_S = 1.0
 
 
 class UsageLog:

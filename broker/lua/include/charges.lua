@@ -55,20 +55,20 @@ local function charge_report(record, report_attempt, report_tokens, ended, ran)
   return refunded > 0 and record or nil, tenant, cost
 end
 
--- Charge the usage reports that begin at argument `first`; returns how many arguments they take. Each is id, attempt,
--- output tokens so far, whether the attempt ended, whether it ran at all.
-local function charge_reports(first, reports)
+-- Charge usage reports, given packed: id, attempt, output tokens so far, whether the attempt ended, and whether it ran at
+-- all, of one after the other.
+local function charge_reports(packed)
   read_suspects()
-  if reports == 0 then return 0 end
+  local reports = cmsgpack.unpack(packed)
+  if #reports == 0 then return end
   local ids, records, costs, written, gone = {}, {}, {}, {}, {}
-  for i = first, first + 5 * (reports - 1), 5 do ids[#ids + 1] = ARGV[i] end
+  for i = 1, #reports, 5 do ids[#ids + 1] = reports[i] end
   for i, record in ipairs(hash_fields(CHARGED, unpack(ids))) do records[ids[i]] = record end
-  for n, id in ipairs(ids) do
-    local i = first + 5 * (n - 1)
-    local attempt, tokens, ended = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2]), ARGV[i + 3] == '1'
+  for i = 1, #reports, 5 do
+    local id, attempt, tokens, ended = reports[i], reports[i + 1], reports[i + 2], reports[i + 3]
     local former, tenant, cost, refund = records[id], nil, nil, nil
     if former then
-      records[id], tenant, cost, refund = charge_report(former, attempt, tokens, ended, ARGV[i + 4] == '1')
+      records[id], tenant, cost, refund = charge_report(former, attempt, tokens, ended, reports[i + 4])
       if cost and cost > 0 then costs[#costs + 1], costs[#costs + 2] = tenant, cost end
       if refund then costs[#costs + 1], costs[#costs + 2] = tenant, -refund end
       if not records[id] then
@@ -82,7 +82,6 @@ local function charge_reports(first, reports)
   charge_tenants(costs)
   if #written > 0 then redis.call('HSET', CHARGED, unpack(written)) end
   if #gone > 0 then redis.call('HDEL', CHARGED, unpack(gone)) end
-  return 5 * reports
 end
 
 -- Forget a job's charges, up to an attempt.

@@ -16,16 +16,16 @@ end
 local seen, news, was_woken = tonumber(ARGV[12]), ARGV[13], ARGV[14] == '1'
 local NEWS_ONLY, NEWS_LATER = 'only', 'later'
 -- Usage is charged before the claim: it counts for whose turn it is.
-local reports_end = 15 + charge_reports(16, tonumber(ARGV[15]))
+charge_reports(ARGV[15])
 -- The tenant whose row this worker would take for a tenant below its share, empty for none; the rows, over its weight,
 -- that it then still has; and the rows that each tenant has here.
-local row_of, rows_left, tenants_here = ARGV[reports_end + 1], tonumber(ARGV[reports_end + 2]), tonumber(ARGV[reports_end + 3])
-local tenants_end = reports_end + 3 + 2 * tenants_here
+local row_of, rows_left, tenants_here = ARGV[16], tonumber(ARGV[17]), tonumber(ARGV[18])
+local tenants_end = 18 + 2 * tenants_here
 -- The tenant of all jobs that the worker has; empty without any, or where they are of several.
 local only_tenant = ARGV[tenants_end + 1]
 -- Then the scan looks at more tenants, and at fewer jobs of each.
 local looks_around = row_of ~= '' and free_rows < 1
 local rows_here = {}
-for i = reports_end + 4, tenants_end, 2 do rows_here[ARGV[i]] = tonumber(ARGV[i + 1]) end
+for i = 19, tenants_end, 2 do rows_here[ARGV[i]] = tonumber(ARGV[i + 1]) end
 -- Digests of the adapters that the worker has, each between two ends of lines.
 local adapters_here = ARGV[tenants_end + 2]

@@ -63,7 +63,7 @@ local function take(id, tenant, name, weight, attempt, prompt, load, place, size
   if tenant then
     tenant.counter = tenant.counter + cost
     local is_idle = take_out(id, name, place, size, work, key, tenant.counter, tenant.places[tenant.next + 1] ~= nil)
-    if cost > 0 and not is_idle then redis.call('ZADD', TENANTS, exact(tenant.counter), name) end
+    if cost > 0 and not is_idle then redis.call('ZADD', TENANTS, tenant.counter, name) end
   else
     if cost > 0 then charge_tenants({name, cost}) end
     take_out(id, name, place, size, work, key)

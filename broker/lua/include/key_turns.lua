@@ -19,7 +19,7 @@ local function count_of_key(tenant, key, jobs, bytes)
   local kept = hash_fields(name, jobs_field, bytes_field)
   jobs = number_of(kept[1]) + jobs
   if jobs > 0 then
-    redis.call('HSET', name, jobs_field, exact(jobs), bytes_field, exact(math.max(0, number_of(kept[2]) + bytes)))
+    redis.call('HSET', name, jobs_field, jobs, bytes_field, math.max(0, number_of(kept[2]) + bytes))
   else
     redis.call('HDEL', name, jobs_field, bytes_field)
   end
@@ -46,7 +46,7 @@ local function note_turn(tenant, place)
   local turn = turn_of(place)
   if not turn then return end
   local name, field = keys_of(tenant), turn_fields(place, '', 0)
-  if turn > number_of(hash_fields(name, field)[1]) then redis.call('HSET', name, field, exact(turn)) end
+  if turn > number_of(hash_fields(name, field)[1]) then redis.call('HSET', name, field, turn) end
 end
 
 -- Give the turn of a job that leaves without a claim back to its key: the next one begins earlier.
@@ -55,5 +55,5 @@ local function give_turn_back(tenant, place, work, key, key_weight)
   local name, _, field = keys_of(tenant), turn_fields(place, key, key_weight)
   local finish = hash_fields(name, field)[1]
   if not finish then return end
-  redis.call('HSET', name, field, exact(math.max(0, number_of(finish) - turn_length(work, key_weight))))
+  redis.call('HSET', name, field, math.max(0, number_of(finish) - turn_length(work, key_weight)))
 end

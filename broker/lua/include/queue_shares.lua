@@ -24,7 +24,7 @@ local function keep_uses(max)
     local jobs = redis.pcall('ZCARD', PREFIX .. 'queue:' .. tenant)
     if type(jobs) == 'number' then
       read_totals(tenant)
-      redis.call('ZADD', USES, exact(use_of(jobs, totals[tenant].bytes, totals[tenant].weight, max)), tenant)
+      redis.call('ZADD', USES, use_of(jobs, totals[tenant].bytes, totals[tenant].weight, max), tenant)
     end
   end
 end
@@ -36,7 +36,7 @@ local function note_use(tenant, use, max)
     redis.call('DEL', USES)
     cell.uses = 0
   else
-    redis.call('ZADD', USES, exact(use), tenant)
+    redis.call('ZADD', USES, use, tenant)
   end
 end
 
@@ -68,7 +68,7 @@ local function displace(limit, size, use, max)
       if not found then
         redis.call('ZREM', USES, top[1])
       elseif found < tonumber(top[2]) then
-        redis.call('ZADD', USES, exact(found), top[1])
+        redis.call('ZADD', USES, found, top[1])
       else
         return found, id
       end

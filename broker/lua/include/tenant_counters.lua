@@ -36,7 +36,7 @@ local function activate_tenant(tenant, weight)
       cell.next_lift = counter + 1 / LIFTS_PER_TOKEN
     end
   end
-  redis.call('ZADD', TENANTS, exact(counter), tenant)
+  redis.call('ZADD', TENANTS, counter, tenant)
   set_terms(tenant, weight)
 end
 
@@ -48,10 +48,10 @@ local function deactivate_tenant(tenant, counter)
   if cell.uses == 1 then redis.call('ZREM', USES, tenant) end
   local lowest = redis.call('ZRANGE', TENANTS, 0, 0, 'WITHSCORES')[2]
   if not lowest then
-    redis.call('SET', FLOOR, exact(counter))
+    redis.call('SET', FLOOR, counter)
     cell.next_lift = 0
   elseif counter > number_of(lowest) then
-    redis.call('ZADD', IDLE, exact(counter), tenant)
+    redis.call('ZADD', IDLE, counter, tenant)
   end
   clear_totals(tenant)
   set_terms(tenant, 1, 0)
@@ -78,9 +78,9 @@ local function charge_tenants(costs)
   local raised = {}
   for _, name in ipairs(names) do
     if active[name] then
-      raised[#raised + 1], raised[#raised + 2] = exact(counters[name]), name
+      raised[#raised + 1], raised[#raised + 2] = counters[name], name
     elseif counters[name] > lowest then
-      redis.call('ZADD', IDLE, exact(counters[name]), name)
+      redis.call('ZADD', IDLE, counters[name], name)
     else
       redis.call('ZREM', IDLE, name)
     end
@@ -100,7 +100,7 @@ local function rebase_counters()
     local counters = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
     for i = 1, #counters, 2 do
       local lead = number_of(counters[i + 1]) - lowest
-      redis.call('ZADD', key, lead > 0 and lead <= COUNTERS_LIMIT and exact(lead) or 0, counters[i])
+      redis.call('ZADD', key, lead > 0 and lead <= COUNTERS_LIMIT and lead or 0, counters[i])
     end
   end
   redis.call('SET', FLOOR, 0)
@@ -108,5 +108,5 @@ end
 
 -- Forget the counters of idle tenants that would be lifted anyway.
 local function prune_idle_tenants()
-  redis.call('ZREMRANGEBYSCORE', IDLE, '-inf', exact(lowest_counter()))
+  redis.call('ZREMRANGEBYSCORE', IDLE, '-inf', lowest_counter())
 end

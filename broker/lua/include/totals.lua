@@ -12,9 +12,6 @@ local CELL_FIELD = '/cell'
 -- The records that were read, by tenant, the changes to them, and the cell's record.
 local totals, changes, cell = {}, {}, nil
 
--- Write a number with all its digits; Lua's own conversion writes 14.
-local function exact(number) return string.format('%.17g', number) end
-
 -- Return a tenant's record. Raises an error on one that these scripts cannot have packed.
 local function checked_totals(bytes, work, begun_bytes, begun_work, weight, turns)
   if bytes >= 0 and work >= 0 and begun_bytes >= 0 and begun_work >= 0 and weight > 0 and turns >= 0
