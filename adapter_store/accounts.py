@@ -120,9 +120,9 @@ class AccountService(accounts_pb2_grpc.AccountServiceServicer):
     async def ListAccounts(self, request: pb.ListAccountsRequest, context: Context) -> pb.ListAccountsResponse:
         """Return a page of accounts, in order of name."""
         size, after = page_size(request.page_size), decode_token(request.page_token, first=("",))[0]
-        found = await asyncio.to_thread(self._accounts.page, after, size + 1)
-        token = encode_token((found[size - 1]["name"],)) if len(found) > size else ""
-        accounts = [pb.Account(**row) for row in found[:size]]
+        rows = await asyncio.to_thread(self._accounts.page, after, size + 1)
+        token = encode_token((rows[size - 1]["name"],)) if len(rows) > size else ""
+        accounts = [pb.Account(**row) for row in rows[:size]]
         return pb.ListAccountsResponse(accounts=accounts, next_page_token=token)
 
 

@@ -109,10 +109,10 @@ def _to_base(rows: sqlite3.Connection, row: sqlite3.Row) -> Base:
     for field in ("end_token_ids", "tasks", "labels"):
         fields[field] = tuple(fields[field])
     fields["modules"] = tuple(ModuleShape(*module) for module in fields["modules"])
-    found = rows.execute("SELECT name, digest, bytes FROM base_files WHERE model = ? ORDER BY name", (row["name"],))
+    files = rows.execute("SELECT name, digest, bytes FROM base_files WHERE model = ? ORDER BY name", (row["name"],))
     return Base(
         manifest=BaseModel(**fields),
-        files={file["name"]: Blob(file["digest"], file["bytes"]) for file in found},
+        files={file["name"]: Blob(file["digest"], file["bytes"]) for file in files},
         create_ns=row["create_ns"],
     )
 

@@ -156,9 +156,9 @@ class GrantService(grants_pb2_grpc.GrantServiceServicer):
         name = own_adapter("adapter", request.adapter, calling_tenant())
         size = page_size(request.page_size)
         after = decode_token(request.page_token, first=("",))[0]
-        found = await asyncio.to_thread(self._grants.page, name, after, size + 1)
-        token = encode_token((found[size - 1].tenant,)) if len(found) > size else ""
-        return pb.ListGrantsResponse(grants=map(_to_pb, found[:size]), next_page_token=token)
+        grants = await asyncio.to_thread(self._grants.page, name, after, size + 1)
+        token = encode_token((grants[size - 1].tenant,)) if len(grants) > size else ""
+        return pb.ListGrantsResponse(grants=map(_to_pb, grants[:size]), next_page_token=token)
 
     async def DeleteGrant(self, request: pb.DeleteGrantRequest, context: Context) -> pb.DeleteGrantResponse:
         """End a grant."""

@@ -199,9 +199,9 @@ class PlanService(plans_pb2_grpc.PlanServiceServicer):
     async def ListPlans(self, request: pb.ListPlansRequest, context: Context) -> pb.ListPlansResponse:
         """Return a page of plans, in order of name."""
         size = page_size(request.page_size)
-        found = self._plans.page(decode_token(request.page_token, first=("",))[0], size + 1)
-        token = encode_token((found[size - 1].name,)) if len(found) > size else ""
-        return pb.ListPlansResponse(plans=map(_to_pb, found[:size]), next_page_token=token)
+        plans = self._plans.page(decode_token(request.page_token, first=("",))[0], size + 1)
+        token = encode_token((plans[size - 1].name,)) if len(plans) > size else ""
+        return pb.ListPlansResponse(plans=map(_to_pb, plans[:size]), next_page_token=token)
 
     async def DeletePlan(self, request: pb.DeletePlanRequest, context: Context) -> pb.DeletePlanResponse:
         """Remove a plan."""

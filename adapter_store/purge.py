@@ -108,8 +108,8 @@ class TenantPurge:
     def gone(self, digests: Sequence[str]) -> list[str]:
         """Return those of the revisions, by digest, that the store has of no tenant, not even as deleted ones."""
         with self._database.reading() as rows:
-            kept = {digest for (digest,) in rows.execute(_KEPT, {"digests": json.dumps(digests)})}
-        return [digest for digest in digests if digest not in kept]
+            known = {digest for (digest,) in rows.execute(_KEPT, {"digests": json.dumps(digests)})}
+        return [digest for digest in digests if digest not in known]
 
     def _left(self, tenant: str, gone: list[str]) -> list[str]:
         with self._database.reading() as rows:

@@ -282,8 +282,8 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         """Return a page of the registered models, in order of name."""
         size = page_size(request.page_size)
         after = decode_token(request.page_token, first=("",))[0]
-        found = await asyncio.to_thread(self._bases.list_bases, after, size + 1)
-        page, token = fill_page(found, base_to_pb, lambda base: (base.manifest.name,), size)
+        bases = await asyncio.to_thread(self._bases.list_bases, after, size + 1)
+        page, token = fill_page(bases, base_to_pb, lambda base: (base.manifest.name,), size)
         return pb.ListBaseModelsResponse(models=page, next_page_token=token)
 
     @asynccontextmanager

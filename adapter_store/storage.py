@@ -176,13 +176,13 @@ class DataDirectory:
 
     def clean(self, referenced: set[str]) -> int:
         """Delete what a crash left: uploads, and blobs whose digest is not `referenced`. Returns how many."""
-        left = [*self._uploads.iterdir()]
+        uploads = [*self._uploads.iterdir()]
         orphans = [path for path in self._blobs.iterdir() if DIGEST_PREFIX + path.name not in referenced]
-        for path in left:
+        for path in uploads:
             shutil.rmtree(path)
         for path in orphans:
             path.unlink()
-        return len(left) + len(orphans)
+        return len(uploads) + len(orphans)
 
     def count_blobs(self) -> int:
         """Return the number of blobs."""

@@ -53,14 +53,14 @@ def validate_adapter(directory: Path, base: BaseModel) -> Validated:
     config_bytes = (directory / CONFIG_FILE).read_bytes()
     if base.architecture == HASH_ARCHITECTURE:
         return Validated(_rank_if_readable(config_bytes))
-    given = parse_peft_config(config_bytes)
-    header = canonical_header(read_header(directory / WEIGHTS_FILE, ADAPTER_HEADER_BYTES), given, base.architecture)
+    sent = parse_peft_config(config_bytes)
+    header = canonical_header(read_header(directory / WEIGHTS_FILE, ADAPTER_HEADER_BYTES), sent, base.architecture)
     head = head_tensors(header, base.architecture)
-    shapes = lora_tensors(header, use_dora=given.use_dora, head=head.values())
+    shapes = lora_tensors(header, use_dora=sent.use_dora, head=head.values())
     modules = {module.name: module for module in base.modules}
     sizes = {name: (module.in_features, module.out_features) for name, module in modules.items()}
-    check_head(header, given, base.architecture, modules, hidden_size(sizes))
-    config = given.resolved(shapes)
+    check_head(header, sent, base.architecture, modules, hidden_size(sizes))
+    config = sent.resolved(shapes)
     for name, shape in shapes.items():
         _check_module(name, shape, modules.get(name), config, base.name)
     for name, parameter in base_copies(header).items():
@@ -73,12 +73,12 @@ def validate_adapter(directory: Path, base: BaseModel) -> Validated:
         if tensor.dtype not in _EXPONENTS:
             raise MismatchError(WEIGHTS_FILE, f"tensor {name} is {tensor.dtype}; F32, F16 and BF16 are served")
     _check_finite(directory / WEIGHTS_FILE, header)
-    return Validated(max(shape.rank for shape in shapes.values()), _with_names(config_bytes, given, config, shapes))
+    return Validated(max(shape.rank for shape in shapes.values()), _with_names(config_bytes, sent, config, shapes))
 
 
-def _with_names(data: bytes, given: PeftConfig, config: PeftConfig, modules: Mapping[str, LoraShape]) -> bytes | None:
+def _with_names(data: bytes, sent: PeftConfig, config: PeftConfig, modules: Mapping[str, LoraShape]) -> bytes | None:
     """Return the configuration with names for patterns; None where its patterns are names that mean the same."""
-    if not given.has_expressions and all(_values(given, module) == _values(config, module) for module in modules):
+    if not sent.has_expressions and all(_values(sent, module) == _values(config, module) for module in modules):
         return None
     patterns = {names.field: dict(names.entries) for names in (config.rank_pattern, config.alpha_pattern)}
     resolved = json.dumps(parse_object(data, CONFIG_FILE) | patterns, ensure_ascii=False, indent=2).encode()
