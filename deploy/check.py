@@ -147,8 +147,8 @@ class ComposeService:
         command = [str(word) for word in self.body.get("command", [])]
         health = [str(word) for word in self.body.get("healthcheck", {}).get("test", [])][1:]
         if len(command) == 2 and command[0] == "sh":
-            found = [self.root / source for source, target in self.mounts if target == command[1]]
-            commands = [line for path in found if path.is_file() for line in split_script(path.read_text())]
+            sources = [self.root / source for source, target in self.mounts if target == command[1]]
+            commands = [line for path in sources if path.is_file() for line in split_script(path.read_text())]
         else:
             commands = [command]
         return [words for words in (*commands, health) if words]

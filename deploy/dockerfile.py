@@ -27,9 +27,9 @@ def lock_problems(name: str, root: Path, project: Mapping[str, Any]) -> Iterator
         yield f"no lock {name}: run `make lock`"
         return
     pins = {_normal(pin[1]): pin for pin in _PIN.finditer(path.read_text())}
-    for wanted in _requirements(path.stem, project):
-        if wanted not in pins:
-            yield f"{name}: {wanted} of pyproject.toml is missing: run `make lock`"
+    for required in _requirements(path.stem, project):
+        if required not in pins:
+            yield f"{name}: {required} of pyproject.toml is missing: run `make lock`"
     for pin in _PIN.finditer((root / "constraints.txt").read_text()):
         locked = pins.get(_normal(pin[1]))
         if locked is not None and locked[2] != pin[2]:

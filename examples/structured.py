@@ -39,8 +39,8 @@ EXPERIMENTS = {
 
 def ask(client: Client, prompt: str, schema: dict[str, Any] | None, adapter: str | None) -> Any:
     """Return the parsed answer; without a schema None where it is no JSON."""
-    given = None if schema is None else json.dumps(schema)
-    answer = client.generate(prompt, adapter_id=adapter, json_schema=given, max_tokens=800)
+    schema_text = None if schema is None else json.dumps(schema)
+    answer = client.generate(prompt, adapter_id=adapter, json_schema=schema_text, max_tokens=800)
     try:
         return json.loads(answer.text)
     except ValueError:

@@ -51,8 +51,8 @@ def set_up_logging(process: str, log_format: str = "text", log_level: str = "inf
 
 def logging_of(environ: Mapping[str, str]) -> dict[str, str]:
     """Return a child's own `log_format` and `log_level`, as `environment_of` has given them to it."""
-    given = {"log_format": environ.get(FORMAT_VARIABLE), "log_level": environ.get(LEVEL_VARIABLE)}
-    return {name: value for name, value in given.items() if value}
+    values = {"log_format": environ.get(FORMAT_VARIABLE), "log_level": environ.get(LEVEL_VARIABLE)}
+    return {name: value for name, value in values.items() if value}
 
 
 def environment_of(log_format: str, log_level: str) -> Mapping[str, str]:

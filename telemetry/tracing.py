@@ -119,8 +119,8 @@ def traceparent_of(span: Span | None) -> str:
 
 def traceparent_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     """Return the traceparent of a call's metadata; empty without one. A malformed one is ignored when it is used."""
-    found = (value for key, value in metadata or () if key == TRACEPARENT)
-    value = next(found, "")
+    values = (value for key, value in metadata or () if key == TRACEPARENT)
+    value = next(values, "")
     return value if isinstance(value, str) else ""
 
 

@@ -296,10 +296,10 @@ def look_up(client: StoreClient, name: str) -> tuple[Adapter, tuple[Revision, ..
 
 def _whole(name: str, revisions: Sequence[Revision], text: str) -> str:
     """Return the only digest of an adapter that begins with `text`. Raises CommandError."""
-    found = [one.digest for one in revisions if one.digest.startswith((text, f"sha256:{text}"))]
-    if len(found) != 1:
-        raise CommandError(f"{name} has {'several revisions' if found else 'no alias or revision'} {text!r}")
-    return found[0]
+    matches = [one.digest for one in revisions if one.digest.startswith((text, f"sha256:{text}"))]
+    if len(matches) != 1:
+        raise CommandError(f"{name} has {'several revisions' if matches else 'no alias or revision'} {text!r}")
+    return matches[0]
 
 
 def warm(
@@ -354,8 +354,8 @@ def grant(
     request = grants_pb2.CreateGrantRequest(adapter=name, tenant=to)
     if ttl:
         request.ttl.CopyFrom(read_duration("--ttl", ttl))
-    made = _service(store, tenant).ask("CreateGrant", request).grant
-    out().print(f"{to} may use {made.adapter}{f' for {ttl}' if ttl else ''}", markup=False, soft_wrap=True)
+    created = _service(store, tenant).ask("CreateGrant", request).grant
+    out().print(f"{to} may use {created.adapter}{f' for {ttl}' if ttl else ''}", markup=False, soft_wrap=True)
 
 
 def ungrant(name: NameArgument, to: ToOption, tenant: TenantOption = TENANT, store: StoreOption = STORE) -> None:
@@ -373,7 +373,7 @@ def grants(
     from loraplex.admin.v1 import grants_pb2
 
     request = grants_pb2.ListGrantsRequest(adapter=name, page_size=1000)
-    found = _service(store, tenant).list("ListGrants", request, lambda page: page.grants)
+    granted = _service(store, tenant).list("ListGrants", request, lambda page: page.grants)
     if as_json:
         print_json(
             [
@@ -383,13 +383,13 @@ def grants(
                     "create_time": one.create_time.ToJsonString(),
                     "expire_time": one.expire_time.ToJsonString() if one.HasField("expire_time") else None,
                 }
-                for one in found
+                for one in granted
             ]
         )
         return
     print_rows(
         ("tenant", "since", "until"),
-        ((one.tenant, format_timestamp(one.create_time), format_timestamp(one.expire_time)) for one in found),
+        ((one.tenant, format_timestamp(one.create_time), format_timestamp(one.expire_time)) for one in granted),
     )
 
 

@@ -41,13 +41,13 @@ def verify(
     """
     from tenancy.audit_log import read, verify
 
-    found = verify(read(files), _head(known))
-    for fault in found.faults[:_FAULTS]:
+    verified = verify(read(files), _head(known))
+    for fault in verified.faults[:_FAULTS]:
         print_error(str(fault))
-    if len(found.faults) > _FAULTS:
-        print_error(f"{len(found.faults) - _FAULTS} further faults")
-    out().print(f"{found.records} records, head {found.head}", markup=False, soft_wrap=True)
-    if found.faults:
+    if len(verified.faults) > _FAULTS:
+        print_error(f"{len(verified.faults) - _FAULTS} further faults")
+    out().print(f"{verified.records} records, head {verified.head}", markup=False, soft_wrap=True)
+    if verified.faults:
         raise CommandError("the log is not as it was written", exit_code=1)
 
 

@@ -146,12 +146,12 @@ class Interval:
     def adapters(self) -> list[dict[str, Any]]:
         """Return the increase of each tenant's adapters, the busiest first."""
         last = {(row.tenant, row.adapter): row for row in self._last.adapters} if self._last is not None else {}
-        found = []
+        rows = []
         for row in self.now.traffic.adapters:
             before = last.get((row.tenant, row.adapter))
             requests = row.requests - (before.requests if before else 0)
             waited = row.time_to_first_token - (before.time_to_first_token if before else 0.0)
-            found.append(
+            rows.append(
                 {
                     "tenant": row.tenant,
                     "adapter": row.adapter,
@@ -161,7 +161,7 @@ class Interval:
                     "all_requests": row.requests,
                 }
             )
-        return sorted(found, key=lambda row: (-row["tokens"], -row["all_requests"], row["tenant"], row["adapter"]))
+        return sorted(rows, key=lambda row: (-row["tokens"], -row["all_requests"], row["tenant"], row["adapter"]))
 
     @property
     def _last(self) -> cluster_pb2.GetTrafficResponse | None:
@@ -172,9 +172,9 @@ class Interval:
 
 def workers(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
     """List the live workers: running rows, KV blocks, adapters on the device."""
-    found = ClusterReader(router, tenant).workers()
+    listed = ClusterReader(router, tenant).workers()
     if as_json:
-        print_json(found)
+        print_json(listed)
         return
     print_rows(
         ("worker", "phase", "model", "rows", "waiting", "blocks free", "in use", "adapters", "pinned", "steps"),
@@ -191,7 +191,7 @@ def workers(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_jso
                 worker["adapter_slots"]["pinned"],
                 worker["steps"],
             )
-            for worker in found
+            for worker in listed
         ),
     )
 
@@ -212,11 +212,11 @@ def worker_json(worker: cluster_pb2.Worker) -> dict[str, Any]:
 
 def queues(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
     """List the models' queues: jobs that wait for a worker, and running answers."""
-    found = ClusterReader(router, tenant).queues()
+    listed = ClusterReader(router, tenant).queues()
     if as_json:
-        print_json(found)
+        print_json(listed)
         return
-    print_rows(("model", "waiting", "running"), [tuple(queue.values()) for queue in found])
+    print_rows(("model", "waiting", "running"), [tuple(queue.values()) for queue in listed])
 
 
 def drain(worker: WorkerArgument, router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:
@@ -249,16 +249,16 @@ def jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List a router's running and waiting jobs; with `dead`, the jobs that were ended because they killed engines."""
-    found = _fetch(router, tenant, which)
+    listed = _fetch(router, tenant, which)
     if as_json:
-        print_json(found)
+        print_json(listed)
     elif which is Which.OPEN:
-        _print_open(found)
+        _print_open(listed)
     else:
-        _print_dead(found)
+        _print_dead(listed)
 
 
-def _print_open(found: list[dict[str, Any]]) -> None:
+def _print_open(listed: list[dict[str, Any]]) -> None:
     print_rows(
         ("job", "tenant", "model", "adapter", "worker", "attempt", "strikes", "prompt", "answer", "age s"),
         (
@@ -274,12 +274,12 @@ def _print_open(found: list[dict[str, Any]]) -> None:
                 job["completion_tokens"],
                 f"{job['age']:.1f}",
             )
-            for job in found
+            for job in listed
         ),
     )
 
 
-def _print_dead(found: list[dict[str, Any]]) -> None:
+def _print_dead(listed: list[dict[str, Any]]) -> None:
     print_rows(
         ("job", "tenant", "model", "adapter", "attempts", "prompt", "answer", "reason", "died at"),
         (
@@ -294,7 +294,7 @@ def _print_dead(found: list[dict[str, Any]]) -> None:
                 job["reason"],
                 job["died_at"],
             )
-            for job in found
+            for job in listed
         ),
     )
 

@@ -52,9 +52,9 @@ def top(
     """
     reader, names = ClusterReader(router, tenant), AdapterNames(store, tenant, router)
     if as_json:
-        found = reader.look()
-        workers = [{**worker, "adapter_names": names.of(worker["adapters"])} for worker in found.workers]
-        print_json({**found.to_json(), "workers": workers})
+        snapshot = reader.look()
+        workers = [{**worker, "adapter_names": names.of(worker["adapters"])} for worker in snapshot.workers]
+        print_json({**snapshot.to_json(), "workers": workers})
     elif not out().is_terminal:
         _print(Interval(reader.look(), None), names)
     elif once:
@@ -114,8 +114,8 @@ def view(
     adapters, shown = interval.adapters(), ADAPTERS_SHOWN
     if height is not None:
         # The table's head has two lines, and a last line may say that there are more.
-        left = height - 2 - len(out().render_lines(Group(*parts), out().options.update_width(width)))
-        shown = min(shown, max(1, left if len(adapters) <= left else left - 1))
+        lines_free = height - 2 - len(out().render_lines(Group(*parts), out().options.update_width(width)))
+        shown = min(shown, max(1, lines_free if len(adapters) <= lines_free else lines_free - 1))
     parts.append(
         table_of(_ADAPTERS if wide else _NARROW_ADAPTERS, [_adapter(row, interval) for row in adapters[:shown]])
     )

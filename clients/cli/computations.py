@@ -142,7 +142,7 @@ def compare_with_original(
 def print_report(figures: Mapping[str, Any]) -> None:
     """Print the figures: sizes, errors of the weights, effect on the text, and the text before and after."""
     sizes, text, continued = figures["weight_bytes"], figures["text"], figures["continuation"]
-    kept = figures["kv_bytes_per_token"]
+    kv_bytes = figures["kv_bytes_per_token"]
     print_fields((("model", figures["model"]), ("quantized", figures["quantized"]), ("text", figures["file"])))
     if figures["weight_errors"]:
         print_rows(
@@ -164,7 +164,7 @@ def print_report(figures: Mapping[str, Any]) -> None:
         ("figure", "original", "quantized", "change"),
         (
             ("MiB of weights", *_pair(sizes["original"] / 2**20, sizes["quantized"] / 2**20, ".1f")),
-            ("KiB of KV per token", *_pair(kept["original"] / 2**10, kept["quantized"] / 2**10, ".2f")),
+            ("KiB of KV per token", *_pair(kv_bytes["original"] / 2**10, kv_bytes["quantized"] / 2**10, ".2f")),
             ("perplexity", *_pair(before, after, ".3f")),
         ),
     )

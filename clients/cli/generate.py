@@ -196,8 +196,8 @@ def token_texts(client: Client, generation: Generation, model: str) -> dict[int,
     ids = {token for choice in generation.choices for token in choice.token_ids}
     ids |= {token for choice in generation.choices for one in choice.logprobs for token, _ in one.alternatives}
     listed = sorted(ids)
-    found = client.token_bytes(listed, model=model)
-    return {token: data.decode(errors="backslashreplace") for token, data in zip(listed, found, strict=True)}
+    token_bytes = client.token_bytes(listed, model=model)
+    return {token: data.decode(errors="backslashreplace") for token, data in zip(listed, token_bytes, strict=True)}
 
 
 def print_answers(generation: Generation) -> None:

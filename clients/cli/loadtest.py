@@ -241,11 +241,11 @@ def build_plan(
     from clients.loadtest.plan_file import load_toml, read_plan
 
     values = load_toml(file) if file is not None else {}
-    given = {key: value for key, value in flags.items() if value is not None}
-    if "requests" in given or "duration_s" in given:  # A flag replaces either, with its warm-up.
+    flag_values = {key: value for key, value in flags.items() if value is not None}
+    if "requests" in flag_values or "duration_s" in flag_values:  # A flag replaces either, with its warm-up.
         for key in ("requests", "duration_s", "warm_up_requests", "warm_up_s"):
             values.pop(key, None)
-    values |= given
+    values |= flag_values
     if arrivals is not None:
         values["arrivals"] = arrivals
         values.pop("sweep", None)

@@ -103,18 +103,18 @@ def _progress_line(label: str, latest: Sequence[Progress]) -> str:
 
 
 def _statuses(latest: Sequence[Progress]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for progress in latest:
         for status, count in progress.statuses.items():
-            found[status] = found.get(status, 0) + count
-    return found
+            counts[status] = counts.get(status, 0) + count
+    return counts
 
 
 def _ended(latest: Sequence[Progress]) -> tuple[int, int]:
-    found = _statuses(latest)
-    ok = found.pop(OK, 0)
-    found.pop(LEFT, 0)
-    return ok, sum(found.values())
+    counts = _statuses(latest)
+    ok = counts.pop(OK, 0)
+    counts.pop(LEFT, 0)
+    return ok, sum(counts.values())
 
 
 def _recent(parts: Sequence[Sequence[float]]) -> str:

@@ -118,8 +118,8 @@ def registered(model: artifacts.base_model.BaseModel) -> BaseModel:
 
 def layer_count(model: BaseModel) -> int:
     """Count the layers: the different beginnings of modules' names up to the first number, as in `model.layers.0.`."""
-    found = (re.match(r".*?\b\d+\.", module.name) for module in model.modules)
-    return len({match[0] for match in found if match})
+    matches = (re.match(r".*?\b\d+\.", module.name) for module in model.modules)
+    return len({match[0] for match in matches if match})
 
 
 def _model_json(model: BaseModel) -> dict[str, Any]:

@@ -170,14 +170,14 @@ KvCacheOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def read_adapters(given: list[str]) -> tuple[str | None, list[tuple[str, float]] | None]:
+def read_adapters(texts: list[str]) -> tuple[str | None, list[tuple[str, float]] | None]:
     """Parse --adapter: a single name, or several with weights, such as `a=0.5` and `b`."""
-    if not any(given):
+    if not any(texts):
         return None, None
-    if len(given) == 1 and "=" not in given[0]:
-        return given[0], None
+    if len(texts) == 1 and "=" not in texts[0]:
+        return texts[0], None
     pairs = []
-    for text in given:
+    for text in texts:
         name, equals, weight = text.partition("=")
         try:
             pairs.append((name, float(weight) if equals else 1.0))

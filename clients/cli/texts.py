@@ -59,11 +59,11 @@ def embed(  # noqa: PLR0913, PLR0917  # one parameter a flag
     """
     from loraplex_client import Client
 
-    given = texts or read_stdin().splitlines()
+    inputs = texts or read_stdin().splitlines()
     single, weighted = read_adapters(adapter or [])
     with explained("router", router), Client(router, tenant) as client:
-        found = client.embed(
-            given,
+        embeddings = client.embed(
+            inputs,
             pooling=None if pooling is None else pooling.value,
             normalize=not raw,
             adapter_id=single,
@@ -72,12 +72,12 @@ def embed(  # noqa: PLR0913, PLR0917  # one parameter a flag
             truncate=truncate,
         )
     if as_json:
-        vectors = zip(given, found.vectors, strict=True)
+        vectors = zip(inputs, embeddings.vectors, strict=True)
         print_json(
-            {"embeddings": [{"text": text, "vector": vector} for text, vector in vectors], **_summary_json(found)}
+            {"embeddings": [{"text": text, "vector": vector} for text, vector in vectors], **_summary_json(embeddings)}
         )
         return
-    for vector in found.vectors:
+    for vector in embeddings.vectors:
         shown = vector[:_SHOWN] if out().is_terminal else vector
         more = f" ... ({len(vector)} numbers)" if len(shown) < len(vector) else ""
         out().print(" ".join(f"{value:.6g}" for value in shown) + more, markup=False, highlight=False, soft_wrap=True)
@@ -98,29 +98,29 @@ def classify(
     """
     from loraplex_client import Client
 
-    given = texts or read_stdin().splitlines()
+    inputs = texts or read_stdin().splitlines()
     with explained("router", router), Client(router, tenant) as client:
-        found = client.classify(given, adapter_id=adapter or None, model=model or None, truncate=truncate)
+        classifications = client.classify(inputs, adapter_id=adapter or None, model=model or None, truncate=truncate)
     if as_json:
-        pairs = zip(given, found.classifications, strict=True)
+        pairs = zip(inputs, classifications.classifications, strict=True)
         labelled = [{"text": text, **dataclasses.asdict(one)} for text, one in pairs]
-        print_json({"classifications": labelled, "labels": found.labels, **_summary_json(found)})
+        print_json({"classifications": labelled, "labels": classifications.labels, **_summary_json(classifications)})
         return
     print_rows(
         ("LABEL", "PROBABILITY", "TEXT"),
         (
-            (one.label, f"{one.probabilities[found.labels.index(one.label)]:.4f}", text)
-            for text, one in zip(given, found.classifications, strict=True)
+            (one.label, f"{one.probabilities[classifications.labels.index(one.label)]:.4f}", text)
+            for text, one in zip(inputs, classifications.classifications, strict=True)
         ),
     )
 
 
-def _summary_json(found: Embeddings | Classifications) -> dict[str, Any]:
+def _summary_json(answer: Embeddings | Classifications) -> dict[str, Any]:
     return {
-        "adapter_revision": found.adapter_revision,
-        "usage": dataclasses.asdict(found.usage),
-        "request_id": found.request_id,
-        "continuations": found.continuations,
+        "adapter_revision": answer.adapter_revision,
+        "usage": dataclasses.asdict(answer.usage),
+        "request_id": answer.request_id,
+        "continuations": answer.continuations,
     }
 
 
@@ -193,15 +193,15 @@ def tokens(
     """
     from loraplex_client import Client
 
-    given = read_stdin() if text is None else text
+    prompt = read_stdin() if text is None else text
     with explained("router", router), Client(router, tenant) as client:
-        found = client.tokenize(
-            None if chat else given,
-            messages=[{"role": "user", "content": given}] if chat else None,
+        token_ids = client.tokenize(
+            None if chat else prompt,
+            messages=[{"role": "user", "content": prompt}] if chat else None,
             model=model,
             adapter_id=adapter or None,
         )
     if as_json:
-        print_json({"tokens": len(found), "token_ids": found})
+        print_json({"tokens": len(token_ids), "token_ids": token_ids})
     else:
-        sys.stdout.write(f"{' '.join(map(str, found)) if ids else len(found)}\n")
+        sys.stdout.write(f"{' '.join(map(str, token_ids)) if ids else len(token_ids)}\n")

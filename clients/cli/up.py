@@ -106,7 +106,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     # Refuse bad arguments before any process starts.
     base = read_model(model, name, quantize, kv_cache_dtype)
     check_quantization(quantize, device)
-    found = AdapterTree() if adapters is None else find_adapters(adapters)
+    tree = AdapterTree() if adapters is None else find_adapters(adapters)
     sizes = {"--rows": rows, "--max-rank": max_rank, "--adapter-slots": adapter_slots, "--kv-blocks": kv_blocks}
     check_plans(plans)
     engine = {
@@ -135,4 +135,4 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         ),
         store_flags=() if plans is None else ("--plans", str(plans)),
     )
-    asyncio.run(launch(LaunchPlan(settings, base, found, update=update, demo=demo or once, once=once)))
+    asyncio.run(launch(LaunchPlan(settings, base, tree, update=update, demo=demo or once, once=once)))

@@ -52,12 +52,12 @@ def find_adapters(root: Path) -> AdapterTree:
         raise CommandError(f"--adapters: {root} {'is not a directory' if root.exists() else 'does not exist'}")
     if (root / CONFIG_FILE).exists():
         raise CommandError(f"--adapters: {root} is an adapter itself; give its parent directory")
-    found: list[AdapterDirectory] = []
+    directories: list[AdapterDirectory] = []
     faults: list[str] = []
 
     def take(tenant: str, directory: Path) -> None:
         try:
-            found.append(_checked(tenant, directory))
+            directories.append(_checked(tenant, directory))
         except CommandError as error:
             faults.append(str(error))
 
@@ -70,15 +70,15 @@ def find_adapters(root: Path) -> AdapterTree:
             take(child.name, grandchild)
         if not below:
             faults.append(f"--adapters: {child} is not an adapter, and holds none: it has no {CONFIG_FILE}")
-    if not found:
+    if not directories:
         none = f"--adapters: {root} holds no adapters: no NAME/{CONFIG_FILE}, no TENANT/NAME/{CONFIG_FILE}"
         raise CommandError("; ".join(faults) or none)
-    return AdapterTree(tuple(sorted(found, key=lambda adapter: (adapter.tenant, adapter.name))), tuple(faults))
+    return AdapterTree(tuple(sorted(directories, key=lambda adapter: (adapter.tenant, adapter.name))), tuple(faults))
 
 
 def _directories(parent: Path, faults: list[str]) -> list[Path]:
     """Return the directories directly below `parent`, by name; links become faults."""
-    found = []
+    directories = []
     for path in sorted(path for path in parent.iterdir() if not path.name.startswith(".")):
         try:
             _check_no_link(path)
@@ -86,8 +86,8 @@ def _directories(parent: Path, faults: list[str]) -> list[Path]:
             faults.append(str(error))
             continue
         if path.is_dir():
-            found.append(path)
-    return found
+            directories.append(path)
+    return directories
 
 
 def _check_no_link(path: Path) -> None:
@@ -152,12 +152,12 @@ async def upload_tree(
         async with AsyncStoreClient(store, tenant) as client:
             for adapter in owned:
                 try:
-                    found = await _in_store(client, adapter, {base_model: bases[base_model]} if base_model else bases)
-                    if found is None:
+                    stored = await _in_store(client, adapter, {base_model: bases[base_model]} if base_model else bases)
+                    if stored is None:
                         step(f"uploading adapter {tenant}/{adapter.name}")
                         pushed = await client.push(adapter.directory, adapter.name, base_model=base_model, alias=_NONE)
-                        found = pushed.adapter, pushed.revision.digest
-                    await _make_live(client, *found, update=update)
+                        stored = pushed.adapter, pushed.revision.digest
+                    await _make_live(client, *stored, update=update)
                 except UnavailableError:
                     raise
                 except OSError as error:

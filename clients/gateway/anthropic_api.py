@@ -96,32 +96,32 @@ class ChatBuilder:
 
 def conversation(request: Mapping[str, Any]) -> ChatBuilder:
     """Return a request's chat. Raises HttpError on a block that is not served."""
-    made = ChatBuilder()
+    chat = ChatBuilder()
     if request.get("system"):
-        made.add("system", role="system", content=_text("system", request["system"]))
+        chat.add("system", role="system", content=_text("system", request["system"]))
     for index, message in enumerate(request["messages"]):
         at, content = f"messages[{index}]", message["content"]
         if isinstance(content, str) or message["role"] == "system":
-            made.add(at, role=message["role"], content=_text(f"{at}.content", content))
+            chat.add(at, role=message["role"], content=_text(f"{at}.content", content))
         elif message["role"] == "assistant":
-            made.add(at, **_assistant(f"{at}.content", content))
+            chat.add(at, **_assistant(f"{at}.content", content))
         else:
-            _add_user(made, at, content)
-    return made
+            _add_user(chat, at, content)
+    return chat
 
 
-def _add_user(made: ChatBuilder, at: str, blocks: list[Mapping[str, Any]]) -> None:
+def _add_user(chat: ChatBuilder, at: str, blocks: list[Mapping[str, Any]]) -> None:
     """Add the results of calls, each as a message, and then the rest."""
     rest = []
     for index, block in enumerate(blocks):
         place = f"{at}.content[{index}]"
         if block["type"] == "tool_result":
             content = _text(f"{place}.content", block.get("content", ""))
-            made.add(place, role="tool", tool_call_id=block["tool_use_id"], content=content)
+            chat.add(place, role="tool", tool_call_id=block["tool_use_id"], content=content)
         else:
             rest.append({"type": "text", "text": _text_of(place, block)})
     if rest:
-        made.add(at, role="user", content=rest[0]["text"] if len(rest) == 1 else rest)
+        chat.add(at, role="user", content=rest[0]["text"] if len(rest) == 1 else rest)
 
 
 def _assistant(at: str, blocks: list[Mapping[str, Any]]) -> dict[str, Any]:

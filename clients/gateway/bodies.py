@@ -33,10 +33,10 @@ class Body:
         """Return the fields of a body. Raises HttpError naming one that is wrong."""
         check_json_size(body)
         try:
-            found: dict[str, Any] = self._validator.validate_json(body, strict=True)
+            fields: dict[str, Any] = self._validator.validate_json(body, strict=True)
         except ValidationError as error:
             raise _told(error.errors(include_url=False)) from None
-        return found
+        return fields
 
 
 def _told(errors: Sequence[ErrorDetails]) -> HttpError:
@@ -63,8 +63,8 @@ def _unknown_kind(path: str, error: ErrorDetails) -> HttpError:
     tag = error["ctx"]["field"]
     if tag not in error["input"]:
         return HttpError(400, "missing_required_parameter", f"{path}.{tag}: is required", f"{path}.{tag}")
-    given = error["input"][tag]
-    shown = repr(given[:_SHOWN]) if isinstance(given, str) else "the value"
+    value = error["input"][tag]
+    shown = repr(value[:_SHOWN]) if isinstance(value, str) else "the value"
     return invalid(f"{path}.{tag}", f"{shown} is not one of {error['ctx']['kinds']}")
 
 
@@ -228,8 +228,8 @@ def _branch(value: str) -> str:
 
 def _reader(tag: str) -> Callable[[Any], str | None]:
     def read(value: Any) -> str | None:
-        found = value.get(tag) if isinstance(value, dict) else None
-        return _branch(found) if isinstance(found, str) else None
+        kind = value.get(tag) if isinstance(value, dict) else None
+        return _branch(kind) if isinstance(kind, str) else None
 
     return read
 

@@ -114,8 +114,8 @@ def _traffic(traffic: pb.GetTrafficResponse) -> dict[str, Any]:
     }
 
 
-def _distribution(found: pb.Distribution) -> dict[str, Any]:
-    return {"bounds": list(found.bounds), "counts": list(found.counts)}
+def _distribution(distribution: pb.Distribution) -> dict[str, Any]:
+    return {"bounds": list(distribution.bounds), "counts": list(distribution.counts)}
 
 
 def _fields(message: Any) -> dict[str, Any]:
@@ -227,12 +227,12 @@ class Cluster:
 
     async def models(self, caller: AsyncClient) -> tuple[ServedModel, ...]:
         """Return the base models. Raises LoraplexError."""
-        found = await caller.models()
-        if (digests := frozenset(model.digest for model in found)) != self._digests:
+        served = await caller.models()
+        if (digests := frozenset(model.digest for model in served)) != self._digests:
             self._digests = digests
             self._bytes.clear()
-        self._names, self._names_until = frozenset(model.name for model in found), time.monotonic() + _NAMES_S
-        return found
+        self._names, self._names_until = frozenset(model.name for model in served), time.monotonic() + _NAMES_S
+        return served
 
     async def named(self, caller: AsyncClient, name: str) -> Mapping[str, Any]:
         """Return the options of what `name` names: a base model, an adapter, or BASE:ADAPTER. Raises LoraplexError."""
@@ -247,17 +247,17 @@ class Cluster:
 
     async def token_bytes(self, caller: AsyncClient, model: str, ids: Iterable[int]) -> Mapping[int, bytes]:
         """Return the bytes of each of these tokens. Raises LoraplexError."""
-        wanted = set(ids)
-        missing = [token_id for token_id in wanted if (model, token_id) not in self._bytes]
+        distinct = set(ids)
+        missing = [token_id for token_id in distinct if (model, token_id) not in self._bytes]
         if missing:
             if len(self._bytes) + len(missing) > _TOKENS:
                 self._bytes.clear()
-                missing = list(wanted)
+                missing = list(distinct)
             for start in range(0, len(missing), _TOKENS_PER_CALL):
                 part = missing[start : start + _TOKENS_PER_CALL]
-                found = await _bytes_of(caller, model, part)
-                self._bytes.update(zip(((model, token_id) for token_id in part), found, strict=True))
-        return {token_id: self._bytes[model, token_id] for token_id in wanted}
+                part_bytes = await _bytes_of(caller, model, part)
+                self._bytes.update(zip(((model, token_id) for token_id in part), part_bytes, strict=True))
+        return {token_id: self._bytes[model, token_id] for token_id in distinct}
 
 
 async def _bytes_of(caller: AsyncClient, model: str, ids: Sequence[int]) -> tuple[bytes, ...]:

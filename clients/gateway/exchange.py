@@ -87,12 +87,12 @@ class Exchange:
 
     def timeout_s(self) -> float | None:
         """Return the client's deadline in seconds, if it gave one. Raises HttpError."""
-        given = self.headers.get(TIMEOUT_HEADER)
-        if given is None:
+        text = self.headers.get(TIMEOUT_HEADER)
+        if text is None:
             return None
-        if not (given.isascii() and given.isdecimal() and int(given[:12]) > 0 and len(given) <= 12):
-            raise invalid(TIMEOUT_HEADER, f"{given[:40]!r} is not a number of milliseconds above 0")
-        return int(given) / 1e3
+        if not (text.isascii() and text.isdecimal() and int(text[:12]) > 0 and len(text) <= 12):
+            raise invalid(TIMEOUT_HEADER, f"{text[:40]!r} is not a number of milliseconds above 0")
+        return int(text) / 1e3
 
     async def answer(
         self,

@@ -148,8 +148,8 @@ def chat_options(request: Mapping[str, Any]) -> dict[str, Any]:
 def completion_options(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a completion, without model and prompt. Raises HttpError on a field that is not served."""
     options = _options(request)
-    given = request.get("max_tokens")
-    options["max_tokens"] = _COMPLETION_TOKENS if given is None else given
+    limit = request.get("max_tokens")
+    options["max_tokens"] = _COMPLETION_TOKENS if limit is None else limit
     options["logprobs"] = request.get("logprobs")
     if options["logprobs"] is not None and request.get("echo"):
         raise not_served("logprobs", "is not served together with echo")
@@ -168,9 +168,9 @@ def _options(request: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _biases(given: Mapping[str, float]) -> dict[int, float]:
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     try:
-        return {int(token_id): bias for token_id, bias in given.items()}
+        return {int(token_id): bias for token_id, bias in biases.items()}
     except ValueError:
         raise invalid("logit_bias", "each key is a token id") from None
 
@@ -200,21 +200,21 @@ async def list_models(call: HttpCall) -> None:
 async def get_model(call: HttpCall) -> None:
     """Answer with one of them. Raises HttpError, LoraplexError."""
     name = call.parameters["model"]
-    found = next((model for model in await _models(call) if model["id"] == name), None)
-    if found is None:
+    entry = next((model for model in await _models(call) if model["id"] == name), None)
+    if entry is None:
         raise HttpError(404, "model_not_found", f"no model {name[:200]}", "model")
-    await call.exchange.answer(found)
+    await call.exchange.answer(entry)
 
 
 async def _models(call: HttpCall) -> list[dict[str, Any]]:
     bases = await call.cluster.models(call.caller)
-    found = [_base(model) for model in bases]
+    entries = [_base(model) for model in bases]
     if call.cluster.has_store:
         served = {model.name for model in bases}
         adapters = [adapter for adapter in await call.caller.store.list() if adapter.base_model in served]
         # A tenant's own adapter hides a shared one of the same name.
-        found += {model["id"]: model for model in map(_adapter, sorted(adapters, key=_is_own))}.values()
-    return found
+        entries += {model["id"]: model for model in map(_adapter, sorted(adapters, key=_is_own))}.values()
+    return entries
 
 
 def _is_own(adapter: Adapter) -> bool:
@@ -252,15 +252,15 @@ async def embeddings(call: HttpCall) -> None:
         raise not_served("dimensions")
     texts = _texts(request["input"])
     named = await call.cluster.named(call.caller, request["model"])
-    found = await call.caller.embed(texts, timeout_s=call.timeout_s, **named)
+    answer = await call.caller.embed(texts, timeout_s=call.timeout_s, **named)
     as_text = request.get("encoding_format") == "base64"
-    tokens = found.usage.prompt_tokens
+    tokens = answer.usage.prompt_tokens
     await call.exchange.answer(
         {
             "object": "list",
             "data": [
                 {"object": "embedding", "index": index, "embedding": _encoded(vector) if as_text else vector}
-                for index, vector in enumerate(found.vectors)
+                for index, vector in enumerate(answer.vectors)
             ],
             "model": request["model"],
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
@@ -268,13 +268,13 @@ async def embeddings(call: HttpCall) -> None:
     )
 
 
-def _texts(given: Any) -> list[Any]:
+def _texts(value: Any) -> list[Any]:
     """Return each text, or its ids. Raises HttpError."""
-    if isinstance(given, str):
-        return [given]
-    if not given:
+    if isinstance(value, str):
+        return [value]
+    if not value:
         raise invalid("input", "is empty")
-    return [given] if isinstance(given[0], int) else list(given)
+    return [value] if isinstance(value[0], int) else list(value)
 
 
 def _encoded(vector: Sequence[float]) -> str:

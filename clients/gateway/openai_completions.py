@@ -39,11 +39,11 @@ class LogprobTexts:
 
     async def of_chat(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Return the logprobs of a chat's tokens. Raises LoraplexError."""
-        found = await self._bytes(ids, logprobs)
+        token_bytes = await self._bytes(ids, logprobs)
         content = [
             {
-                **_entry(found[token_id], token.logprob),
-                "top_logprobs": [_entry(found[other], logprob) for other, logprob in token.alternatives],
+                **_entry(token_bytes[token_id], token.logprob),
+                "top_logprobs": [_entry(token_bytes[other], logprob) for other, logprob in token.alternatives],
             }
             for token_id, token in zip(ids, logprobs, strict=True)
         ]
@@ -51,13 +51,13 @@ class LogprobTexts:
 
     async def of_completion(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], at: int) -> dict[str, Any]:
         """Return the logprobs of a completion's tokens; `at` characters of its text come before them."""
-        found = await self._bytes(ids, logprobs)
-        texts = [_text(found[token_id]) for token_id in ids]
+        token_bytes = await self._bytes(ids, logprobs)
+        texts = [_text(token_bytes[token_id]) for token_id in ids]
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in logprobs],
             "top_logprobs": [
-                {_text(found[other]): logprob for other, logprob in token.alternatives} for token in logprobs
+                {_text(token_bytes[other]): logprob for other, logprob in token.alternatives} for token in logprobs
             ],
             "text_offset": [at + sum(map(len, texts[:index])) for index in range(len(texts))],
         }
@@ -240,15 +240,15 @@ async def completions(call: HttpCall) -> None:
             )
 
 
-def _prompts(given: Any) -> list[dict[str, Any]]:
+def _prompts(value: Any) -> list[dict[str, Any]]:
     """Return each prompt as options of the SDK: a text or ids. Raises HttpError."""
-    if given is None:
+    if value is None:
         raise invalid("prompt", "is required")
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
-    if not 1 <= len(given) <= _PROMPTS:
-        raise invalid("prompt", f"{len(given)} prompts; 1 to {_PROMPTS} of them")
-    return [{"prompt": one} if isinstance(one, str) else {"token_ids": one} for one in given]
+    if isinstance(value, str) or (value and isinstance(value[0], int)):
+        value = [value]
+    if not 1 <= len(value) <= _PROMPTS:
+        raise invalid("prompt", f"{len(value)} prompts; 1 to {_PROMPTS} of them")
+    return [{"prompt": one} if isinstance(one, str) else {"token_ids": one} for one in value]
 
 
 async def _results(streams: Sequence[AsyncGenerationStream]) -> list[Generation]:

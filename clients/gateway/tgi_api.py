@@ -38,7 +38,7 @@ def event(payload: Any) -> bytes:
 
 def error_of(error: HttpError) -> Mapping[str, Any]:
     """Return an error's answer."""
-    error = renamed(error, _PARAMETER, lambda found: _PARAMETERS[found[0]])
+    error = renamed(error, _PARAMETER, lambda match: _PARAMETERS[match[0]])
     status = _STATUSES.get(error.status, error.status)
     return {"error": error.message, "error_type": _TYPES.get(status, error.code if status < 500 else "generation")}
 
@@ -128,7 +128,7 @@ _RENAMED = {"stop": "stop_sequences", "top_n_tokens": "return_k_alternatives"}
 
 def ask_of(request: Mapping[str, Any]) -> Ask:
     """Return a request as the SDK reads LoRAX's. Raises HttpError, LoraplexError on what is not served."""
-    given = {
+    arguments = {
         _RENAMED.get(name, name): value
         for name, value in (request.get("parameters") or {}).items()
         if value is not None and name not in ("adapter_id", "adapter_source", "grammar", "apply_chat_template")
@@ -138,13 +138,13 @@ def ask_of(request: Mapping[str, Any]) -> Ask:
         raise not_served("apply_chat_template", "is not served; send the chat to /v1/chat/completions")
     grammar = parameters.get("grammar")
     if grammar is not None and grammar["type"] == "json":
-        given["response_format"] = {"type": "json_object", "schema": grammar["value"]}
-    given["details"] = True  # the answer has them where the request asks for them
+        arguments["response_format"] = {"type": "json_object", "schema": grammar["value"]}
+    arguments["details"] = True  # the answer has them where the request asks for them
     ask = Ask(
         request["inputs"],
         parameters.get("adapter_id"),
         parameters.get("adapter_source"),
-        given,  # type: ignore[arg-type]
+        arguments,  # type: ignore[arg-type]
     )
     if grammar is not None and grammar["type"] == "regex":
         ask.options["regex"] = grammar["value"]
@@ -224,13 +224,13 @@ async def _event(call: HttpCall, index: int, response: StreamResponse) -> dict[s
 
 async def _tokens(call: HttpCall, tokens: Sequence[Token]) -> list[dict[str, Any]]:
     """Return tokens; the texts of their alternatives are asked for, all at once."""
-    found = [asdict(token) for token in tokens]
-    others = [other for token in found for other in token["alternative_tokens"] or ()]
+    values = [asdict(token) for token in tokens]
+    others = [other for token in values for other in token["alternative_tokens"] or ()]
     if others:
         texts = await call.cluster.token_bytes(call.caller, "", (other["id"] for other in others))
         for other in others:
             other |= {"text": texts[other["id"]].decode(errors="replace"), "special": False}
-    return found
+    return values
 
 
 def _tops(tokens: list[dict[str, Any]]) -> list[Any] | None:
@@ -279,10 +279,10 @@ async def tokenize(call: HttpCall) -> None:
     adapter = (request.get("parameters") or {}).get("adapter_id")
     add = request.get("add_special_tokens")
     ids = await call.caller.tokenize(text, adapter_id=adapter, add_special_tokens=add)
-    found = await call.cluster.token_bytes(call.caller, "", ids)
+    token_bytes = await call.cluster.token_bytes(call.caller, "", ids)
     data, begin, at, tokens = text.encode(), 0, 0, []
     for token_id in ids:
-        own, start = found[token_id], at
+        own, start = token_bytes[token_id], at
         if data.startswith(own, begin):  # others, such as a beginning of sequence, are not in the text
             begin += len(own)
             at += sum(byte & 0xC0 != 0x80 for byte in own)  # characters that begin in the token

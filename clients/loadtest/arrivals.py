@@ -142,15 +142,15 @@ def _renewal(gaps: Callable[[int], Seconds], extent: Extent) -> Seconds:
 
 def _ramp(stages: tuple[Stage, ...], rng: np.random.Generator) -> Seconds:
     """Draw an inhomogeneous Poisson process by inversion (Cinlar): unit-rate arrivals, inverse expected count."""
-    found, begin_s, missing = [], 0.0, float(rng.exponential())
+    times, begin_s, missing = [], 0.0, float(rng.exponential())
     for stage in stages:
         slope = (stage.to_per_s - stage.from_per_s) / stage.for_s
         expected = (stage.from_per_s + stage.to_per_s) / 2 * stage.for_s
         while missing < expected:
             # from * t + slope * t^2 / 2 = missing, in the form that also holds for slope 0
             root = math.sqrt(stage.from_per_s**2 + 2 * slope * missing)
-            found.append(begin_s + min(stage.for_s, 2 * missing / (stage.from_per_s + root)))
+            times.append(begin_s + min(stage.for_s, 2 * missing / (stage.from_per_s + root)))
             missing += float(rng.exponential())
         missing -= expected
         begin_s += stage.for_s
-    return np.asarray(found, dtype=np.float64)
+    return np.asarray(times, dtype=np.float64)

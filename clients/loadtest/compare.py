@@ -27,7 +27,7 @@ _RUN_TO_RUN_SHARE = 0.05
 def settings_of(plan: LoadPlan, router: str) -> dict[str, str]:
     """Return the settings of a test, by name."""
     sweep = f", swept over {', '.join(f'{value:g}' for value in plan.sweep)}" if plan.sweep else ""
-    found = {
+    settings = {
         "router": router,
         "version": version("loraplex"),
         "arrivals": describe(plan.arrivals) + sweep,
@@ -40,8 +40,8 @@ def settings_of(plan: LoadPlan, router: str) -> dict[str, str]:
         "processes": str(plan.processes),
     }
     for tenant in plan.tenants:
-        found |= {f"{tenant.name}: {name}": value for name, value in _of_tenant(tenant).items()}
-    return found
+        settings |= {f"{tenant.name}: {name}": value for name, value in _of_tenant(tenant).items()}
+    return settings
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -57,8 +57,8 @@ class Condition:
 
     def value(self, run: Mapping[str, Any]) -> float | None:
         """Return the value in a run of a report; None if nothing was measured."""
-        found = run["times"][self.metric][self.statistic] if self.statistic else run["figures"][self.metric]
-        return None if found is None else float(found)
+        figure = run["times"][self.metric][self.statistic] if self.statistic else run["figures"][self.metric]
+        return None if figure is None else float(figure)
 
     def holds(self, run: Mapping[str, Any]) -> bool:
         """Return whether the condition holds. A time that was never measured counts as above every limit."""

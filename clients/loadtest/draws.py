@@ -110,8 +110,8 @@ class Popularity:
         """Draw `count` indices into `names`."""
         # Inverse transform sampling.
         steps = np.cumsum(self.weights)
-        found = np.searchsorted(steps, rng.random(count) * steps[-1], side="right")
-        return np.asarray(np.minimum(found, len(self.names) - 1), dtype=np.int64)
+        indices = np.searchsorted(steps, rng.random(count) * steps[-1], side="right")
+        return np.asarray(np.minimum(indices, len(self.names) - 1), dtype=np.int64)
 
 
 BASE_ONLY = Popularity((BASE,), (1.0,))
@@ -136,9 +136,9 @@ class AdapterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str | None = None
 
     def __post_init__(self) -> None:
-        given = {key for key in self.__struct_fields__ if key != "kind" and getattr(self, key) is not None}
+        present = {key for key in self.__struct_fields__ if key != "kind" and getattr(self, key) is not None}
         choices = _KEYS[self.kind]
-        if given not in [set(keys) for keys in choices]:
+        if present not in [set(keys) for keys in choices]:
             raise ValueError(f"kind {self.kind} takes {', or '.join(' and '.join(keys) for keys in choices)}")
         if self.pattern is not None and self.pattern.count("{}") != 1:
             raise ValueError(f"pattern: {self.pattern!r} must have one {{}}, where the number goes")

@@ -135,8 +135,8 @@ def _ids(client: httpx2.Client, model: str) -> tuple[int, ...]:
         answer = client.post("/tokenize", json={field: WORDS} | ({"model": model} if field == "prompt" else {}))
         if answer.status_code != 200:
             continue
-        found = answer.json()
-        tokens = found.get("tokens", []) if isinstance(found, dict) else [token.get("id") for token in found]
+        value = answer.json()
+        tokens = value.get("tokens", []) if isinstance(value, dict) else [token.get("id") for token in value]
         if tokens and all(isinstance(token, int) for token in tokens):
             return tuple(dict.fromkeys(tokens))
     return ()
@@ -145,10 +145,10 @@ def _ids(client: httpx2.Client, model: str) -> tuple[int, ...]:
 def error_text(body: bytes) -> tuple[str, str]:
     """Return the code and the message of an error's body."""
     try:
-        found = msgspec.json.decode(body)
+        value = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return "", body[:200].decode(errors="replace")
-    error = found.get("error", found) if isinstance(found, Mapping) else found
+    error = value.get("error", value) if isinstance(value, Mapping) else value
     if not isinstance(error, Mapping):
         return "", str(error)
     return str(error.get("code") or error.get("type") or ""), str(error.get("message") or error)

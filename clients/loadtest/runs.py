@@ -84,7 +84,7 @@ def run_report(label: str, plan: LoadPlan, run: LoadRun) -> tuple[dict[str, Any]
     cost = generator_cost(run.shares, samples)
     gave_up_s = [share.gave_up_s for share in run.shares if not math.isnan(share.gave_up_s)]
     never_sent = sum(share.never_sent for share in run.shares)
-    kept = len(measured(plan, samples).samples)
+    measured_count = len(measured(plan, samples).samples)
     ended_early = ""
     if run.interrupted:
         ended_early = "interrupted"
@@ -97,8 +97,8 @@ def run_report(label: str, plan: LoadPlan, run: LoadRun) -> tuple[dict[str, Any]
         "ended_early": ended_early,
         "accounting": {
             "sent": len(samples),
-            "warm_up": len(samples) - kept,
-            "measured": kept,
+            "warm_up": len(samples) - measured_count,
+            "measured": measured_count,
             "never_sent": never_sent,
         },
         **summary,
@@ -135,9 +135,9 @@ def generator_cost(shares: Sequence[Share], samples: Samples) -> dict[str, Any]:
 
 def warnings(cost: Mapping[str, Any], times: Mapping[str, Mapping[str, float | None]]) -> list[str]:
     """Return warnings for figures that the generator distorts, each with advice."""
-    found = []
+    lines = []
     if cost["busy_share"] > BUSY_SHARE:
-        found.append(
+        lines.append(
             f"the generator is the bottleneck: a process used {cost['busy_share']:.0%} of a core; "
             "give it more with --processes, or send less"
         )
@@ -147,8 +147,8 @@ def warnings(cost: Mapping[str, Any], times: Mapping[str, Mapping[str, float | N
     ):
         late_s = cost[name]["p99"]
         if late_s is not None and late_s > max(LATE_S, spoilt_s):
-            found.append(
+            lines.append(
                 f"the generator {what} up to {late_s * 1e3:.1f} ms late (p99), and the times above have that in them; "
                 "give it more with --processes, or a machine of its own"
             )
-    return found
+    return lines

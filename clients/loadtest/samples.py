@@ -110,8 +110,8 @@ class Samples:
 
     def with_status(self, *statuses: str) -> Mask:
         """Return a mask of the requests with this status."""
-        wanted = [number for number, status in enumerate(self.statuses) if status in statuses]
-        return np.isin(self.column("status"), wanted)
+        numbers = [number for number, status in enumerate(self.statuses) if status in statuses]
+        return np.isin(self.column("status"), numbers)
 
     def gap_counts(self) -> npt.NDArray[np.int64]:
         """Return the number of gaps of each request."""

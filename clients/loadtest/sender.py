@@ -199,18 +199,18 @@ class EncodeSender(GrpcSender):
         self, request: LoadRequest, texts: Sequence[str | list[int]], options: lx.EncodeOptions, outcome: Outcome
     ) -> None:
         client, timeout_s = self._clients[request.tenant], request.deadline_s or self._timeout_s
-        found: lx.Embeddings | lx.Classifications
+        answer: lx.Embeddings | lx.Classifications
         if self._task == "embed":
-            found = await client.embed(texts, timeout_s=timeout_s, **options)
-            outcome.texts = len(found.vectors)
+            answer = await client.embed(texts, timeout_s=timeout_s, **options)
+            outcome.texts = len(answer.vectors)
         else:
-            found = await client.classify(texts, timeout_s=timeout_s, **options)
-            outcome.texts = len(found.classifications)
+            answer = await client.classify(texts, timeout_s=timeout_s, **options)
+            outcome.texts = len(answer.classifications)
         outcome.first_s = outcome.last_s = self.now_s()
         outcome.messages = 1
-        outcome.prompt_tokens = found.usage.prompt_tokens
-        outcome.cached_tokens = found.usage.cached_tokens
-        outcome.queue_s = found.timings.queue_s
-        outcome.adapter_s = found.timings.adapter_s
-        outcome.server_ttft_s = found.timings.ttft_s
-        outcome.continuations = found.continuations
+        outcome.prompt_tokens = answer.usage.prompt_tokens
+        outcome.cached_tokens = answer.usage.cached_tokens
+        outcome.queue_s = answer.timings.queue_s
+        outcome.adapter_s = answer.timings.adapter_s
+        outcome.server_ttft_s = answer.timings.ttft_s
+        outcome.continuations = answer.continuations

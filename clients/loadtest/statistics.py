@@ -41,14 +41,14 @@ COLD_S = 0.001
 def spread(values: Column) -> dict[str, float | None]:
     """Compute count, mean, extremes and percentiles; None without values."""
     count = len(values)
-    found: dict[str, float | None] = {"count": count}
+    figures_by_name: dict[str, float | None] = {"count": count}
     if not count:
-        return found | dict.fromkeys(("mean", "min", "max", *PERCENTILES))
-    found |= {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
+        return figures_by_name | dict.fromkeys(("mean", "min", "max", *PERCENTILES))
+    figures_by_name |= {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
     ordered = np.sort(values)
     # In thousandths, because rounding would make the rank of p99.9 of 1,000 values 1,000 instead of 999.
     ranks = {name: -(-thousandths * count // 1000) for name, thousandths in PERCENTILES.items()}
-    return found | {name: float(ordered[rank - 1]) for name, rank in ranks.items()}
+    return figures_by_name | {name: float(ordered[rank - 1]) for name, rank in ranks.items()}
 
 
 def histogram(values: Column) -> dict[str, list[float]]:
@@ -281,8 +281,8 @@ def intervals(plan: LoadPlan, run: Measured) -> dict[str, Interval]:
 def statuses(samples: Samples) -> dict[str, int]:
     """Count the requests by status, the most frequent first."""
     numbers, counts = np.unique(samples.column("status").astype(np.int64), return_counts=True)
-    found = {samples.statuses[number]: int(count) for number, count in zip(numbers, counts, strict=True)}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    by_status = {samples.statuses[number]: int(count) for number, count in zip(numbers, counts, strict=True)}
+    return dict(sorted(by_status.items(), key=lambda item: -item[1]))
 
 
 def messages(samples: Samples) -> dict[str, str]:

@@ -94,12 +94,12 @@ class Workload:
         return sorted(requests, key=lambda request: request.index)
 
     def _from_trace(self, block: int, drawn_tenants: Whole, rng: np.random.Generator) -> list[LoadRequest]:
-        found = []
+        requests = []
         for offset, row in enumerate(self._trace[block * _BLOCK : (block + 1) * _BLOCK]):
             number = int(drawn_tenants[offset]) if row.tenant is None else self._numbers[row.tenant]
             (drawn,) = self._draw_of(number, np.asarray([block * _BLOCK + offset]), rng)
-            found.append(self._as_traced(drawn, row))
-        return found
+            requests.append(self._as_traced(drawn, row))
+        return requests
 
     def _draw_of(self, number: int, rows: npt.NDArray[np.int64], rng: np.random.Generator) -> list[LoadRequest]:
         """Draw the requests with these numbers, all of one tenant."""

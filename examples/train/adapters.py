@@ -87,17 +87,17 @@ def _pirate_word(match: re.Match[str]) -> str:
 def examples(documents: Sequence[Document], voice: Voice, seed: int) -> list[Example]:
     """Return prompts in the plain voice with answers in `voice`: cut sentences, and questions as a chat."""
     chance = random.Random(seed)
-    made: list[Example] = []
+    pairs: list[Example] = []
     for name, text in _prose(documents):
         if chance.random() < 0.4:
-            made.append(Example(f"User: {as_question(name)}\nAssistant:", voice(text, True, chance)))
+            pairs.append(Example(f"User: {as_question(name)}\nAssistant:", voice(text, True, chance)))
         first = text.split(". ")[0].split(" ")
         for cut in {chance.randint(1, 3), chance.randint(3, 6), chance.randint(5, 9)}:
             if cut + 3 <= len(first):
                 words = text.split(" ")
-                made.append(Example(" ".join(words[:cut]), voice(" ".join(words[cut:]), False, chance)))
-    chance.shuffle(made)
-    return made
+                pairs.append(Example(" ".join(words[:cut]), voice(" ".join(words[cut:]), False, chance)))
+    chance.shuffle(pairs)
+    return pairs
 
 
 def _prose(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
@@ -128,10 +128,10 @@ VOICES: dict[str, tuple[Voice, int]] = {
 }
 
 
-def encode(tokenizer: Tokenizer, made: Sequence[Example]) -> list[tuple[list[int], int]]:
+def encode(tokenizer: Tokenizer, pairs: Sequence[Example]) -> list[tuple[list[int], int]]:
     """Return each example as (prompt ids + answer ids + end token, length of the prompt), cut at `LONGEST` ids."""
     encoded = []
-    for example in made:
+    for example in pairs:
         prompt = tokenizer.encode(example.prompt).ids
         answer = tokenizer.encode(example.answer).ids
         encoded.append(((prompt + answer + [0])[:LONGEST], len(prompt)))

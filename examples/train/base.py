@@ -176,8 +176,8 @@ def train(arguments: argparse.Namespace) -> None:
     print(f"{len(documents)} documents, {len(stream)} tokens, {parameters:.2f} M parameters", flush=True)
 
     decayed = [p for p in model.parameters() if p.dim() > 1]
-    kept = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     chance = torch.Generator().manual_seed(arguments.seed)
     started = time.monotonic()

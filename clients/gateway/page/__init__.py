@@ -88,10 +88,10 @@ async def _shared(
 ) -> SharedState:
     """Return the cluster as the first router that answers sees it. Raises HttpError where none does."""
     for (_, connection), answer in zip(routers, answers, strict=True):
-        found = await _ask(connection, read_shared()) if isinstance(answer, RouterState) else answer
-        if isinstance(found, SharedState):
-            return found
-        failure = found
+        shared = await _ask(connection, read_shared()) if isinstance(answer, RouterState) else answer
+        if isinstance(shared, SharedState):
+            return shared
+        failure = shared
     raise http_error(failure)
 
 

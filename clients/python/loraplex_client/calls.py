@@ -68,12 +68,12 @@ def single(method: str, request: Any) -> Script[Any]:
 
 def pages(method: str, request: Any, items: Callable[[Any], Iterable[Any]]) -> Script[list[Any]]:
     """Return the items of all pages of a list; `items` takes those of one page."""
-    found: list[Any] = []
+    listed: list[Any] = []
     while True:
         page = yield Call(method, request)
-        found += items(page)
+        listed += items(page)
         if not page.next_page_token:
-            return found
+            return listed
         request.page_token = page.next_page_token
 
 
@@ -197,10 +197,10 @@ def score(prompt: str | None, continuations: Sequence[str | Sequence[int]], opti
     )
 
 
-def _continuation(given: str | Sequence[int]) -> inference_pb2.Continuation:
-    if isinstance(given, str):
-        return inference_pb2.Continuation(text=given)
+def _continuation(value: str | Sequence[int]) -> inference_pb2.Continuation:
+    if isinstance(value, str):
+        return inference_pb2.Continuation(text=value)
     try:
-        return inference_pb2.Continuation(token_ids=inference_pb2.TokenIds(ids=given))
+        return inference_pb2.Continuation(token_ids=inference_pb2.TokenIds(ids=value))
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"continuations: {error}", field="continuations") from error

@@ -89,15 +89,15 @@ _MODES = {
 
 def chat_of(messages: ChatMessages, options: Mapping[str, Any] | None = None) -> inference_pb2.Chat:
     """Return the chat as a message; `options` are CHAT_OPTIONS. Raises InvalidRequestError, naming what is wrong."""
-    given = options or {}
+    settings = options or {}
     chat = inference_pb2.Chat(messages=_each("messages", _message, messages))
-    chat.tools.extend(_each("tools", _tool, given.get("tools") or ()))
-    if (choice := given.get("tool_choice")) is not None:
+    chat.tools.extend(_each("tools", _tool, settings.get("tools") or ()))
+    if (choice := settings.get("tool_choice")) is not None:
         chat.tool_choice.CopyFrom(_tool_choice(choice))
     for name in ("parallel_tool_calls", "continue_final_message", "add_generation_prompt"):
-        if given.get(name) is not None:
-            setattr(chat, name, given[name])
-    if (variables := given.get("template_args")) is not None:
+        if settings.get(name) is not None:
+            setattr(chat, name, settings[name])
+    if (variables := settings.get("template_args")) is not None:
         chat.template_args = _json(variables)
     return chat
 

@@ -41,8 +41,8 @@ class Tls:
 
     def files(self) -> list[Path]:
         """Return the files."""
-        given = [None if self.ca == SYSTEM_CA else self.ca, self.cert, self.key]
-        return [Path(path) for path in given if path is not None]
+        paths = [None if self.ca == SYSTEM_CA else self.ca, self.cert, self.key]
+        return [Path(path) for path in paths if path is not None]
 
     def version(self) -> tuple[int, ...]:
         """Return numbers that change with the files; a file that is missing for a moment counts as 0."""

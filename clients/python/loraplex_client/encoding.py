@@ -104,19 +104,25 @@ def embed(
 
 def classify(texts: Sequence[EncodeInput], options: EncodeOptions) -> Script[Classifications]:
     """Return the labels of these texts."""
-    found: list[Classification] = []
+    classifications: list[Classification] = []
     labels: tuple[str, ...] = ()
     parts = _Parts(texts, options)
     for spec in parts:
         with parts.named():
             response = yield Call("Classify", inference_pb2.ClassifyRequest(spec=spec))
-        found += (
+        classifications += (
             Classification(one.label, tuple(one.probabilities), tuple(one.logits)) for one in response.classifications
         )
         labels = tuple(response.labels)
-        parts.answered(response.summary, len(found))
+        parts.answered(response.summary, len(classifications))
     return Classifications(
-        tuple(found), labels, parts.usage, parts.timings, parts.revision, parts.request_id, parts.continuations
+        tuple(classifications),
+        labels,
+        parts.usage,
+        parts.timings,
+        parts.revision,
+        parts.request_id,
+        parts.continuations,
     )
 
 
@@ -155,7 +161,7 @@ class _Parts:
             raise
 
     def _renamed(self, text: str) -> str:
-        return re.sub(r"^inputs\[(\d+)\]", lambda found: f"inputs[{int(found[1]) + self._start}]", text)
+        return re.sub(r"^inputs\[(\d+)\]", lambda match: f"inputs[{int(match[1]) + self._start}]", text)
 
     def answered(self, summary: inference_pb2.EncodeSummary, texts: int) -> None:
         """Add up what a call has cost, the one that brought the answers to the first `texts`. Raises InternalError."""

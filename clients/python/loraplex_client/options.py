@@ -76,10 +76,10 @@ def parse_answer(generation: Generation, response_format: Any) -> Generation:
         ) from error
 
 
-def _unwrapped(given: Mapping[str, Any]) -> Any:
-    if given.get("type") not in ("json_object", "json_schema"):
-        return given
-    inner = given.get("json_schema", given)
+def _unwrapped(form: Mapping[str, Any]) -> Any:
+    if form.get("type") not in ("json_object", "json_schema"):
+        return form
+    inner = form.get("json_schema", form)
     schema = inner.get("schema", _ANY_OBJECT) if isinstance(inner, Mapping) else inner
     return json.loads(schema) if isinstance(schema, str) else schema
 
@@ -213,13 +213,13 @@ def with_keywords(options: type) -> Callable[[F], F]:
 
     def shown(function: F) -> F:
         signature = inspect.signature(function)
-        kept = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        others = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
         kind = inspect.Parameter.KEYWORD_ONLY
-        found = [
-            inspect.Parameter(name, kind, default=None, annotation=given.__forward_arg__)
-            for name, given in options.__annotations__.items()
+        keywords = [
+            inspect.Parameter(name, kind, default=None, annotation=annotation.__forward_arg__)
+            for name, annotation in options.__annotations__.items()
         ]
-        function.__signature__ = signature.replace(parameters=[*kept, *found])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*others, *keywords])  # type: ignore[attr-defined]
         return function
 
     return shown
@@ -232,21 +232,21 @@ def generate_request(
 
     Raises InvalidRequestError with the field of a bad value, and TypeError for an unknown option.
     """
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    if (prompt is not None) + ("token_ids" in given) + ("messages" in given) != 1:
+    values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if (prompt is not None) + ("token_ids" in values) + ("messages" in values) != 1:
         raise InvalidRequestError("prompt: give exactly one of prompt, token_ids and messages", field="prompt")
     spec = inference_pb2.GenerateSpec()
     if prompt is not None:
         _place(spec, "prompt", prompt)
     if response_format is not None:
-        if "json_schema" in given:
+        if "json_schema" in values:
             raise InvalidRequestError("response_format: give either this or json_schema", field="response_format")
-        given["json_schema"] = schema_of(response_format)
-    of_chat = {name: given.pop(name) for name in CHAT_OPTIONS if name in given}
-    if of_chat and "messages" not in given:
+        values["json_schema"] = schema_of(response_format)
+    of_chat = {name: values.pop(name) for name in CHAT_OPTIONS if name in values}
+    if of_chat and "messages" not in values:
         name = min(of_chat)
         raise InvalidRequestError(f"{name}: belongs to a chat; give messages", field=name)
-    for name, value in given.items():
+    for name, value in values.items():
         if name == "messages":
             spec.chat.CopyFrom(chat_of(value, of_chat))
         elif name == "adapters":

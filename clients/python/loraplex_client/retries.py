@@ -46,13 +46,13 @@ RETRIES_KEPT = 100.0
 RETRIES_AT_START = 10.0
 
 
-def read_addresses(given: str | Sequence[str]) -> tuple[str, ...]:
+def read_addresses(text: str | Sequence[str]) -> tuple[str, ...]:
     """Return the addresses in `a:1,b:2`, or in a sequence. Raises InvalidRequestError."""
-    listed = given.split(",") if isinstance(given, str) else given
+    listed = text.split(",") if isinstance(text, str) else text
     addresses = tuple(dict.fromkeys(address.strip() for address in listed))
     if not addresses or not all(addresses):
         raise InvalidRequestError(
-            f"address: {given!r} is not HOST:PORT, or several with commas between them", field="address"
+            f"address: {text!r} is not HOST:PORT, or several with commas between them", field="address"
         )
     return addresses
 

@@ -37,41 +37,41 @@ _REASONS = {
 }
 
 
-def options_of(given: Mapping[str, Any], adapter_id: str | None, most: int) -> GenerateOptions:
+def options_of(arguments: Mapping[str, Any], adapter_id: str | None, most: int) -> GenerateOptions:
     """Return a request's options for parameters of LoRAX. Raises InvalidRequestError."""
     options: dict[str, Any] = {
-        name: given[name]
+        name: arguments[name]
         for name in ("best_of", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed")
-        if name in given
+        if name in arguments
     }
-    options |= {"adapter_id": adapter_id, "max_tokens": most, "stop": list(given.get("stop_sequences", ()))}
-    options |= {"ignore_eos": given.get("ignore_eos_token"), "logprobs": given.get("return_k_alternatives", 0)}
-    if "truncate" in given:
+    options |= {"adapter_id": adapter_id, "max_tokens": most, "stop": list(arguments.get("stop_sequences", ()))}
+    options |= {"ignore_eos": arguments.get("ignore_eos_token"), "logprobs": arguments.get("return_k_alternatives", 0)}
+    if "truncate" in arguments:
         # 0 means to Loraplex: to what the context leaves.
-        if not isinstance(given["truncate"], int) or given["truncate"] < 1:
+        if not isinstance(arguments["truncate"], int) or arguments["truncate"] < 1:
             raise InvalidRequestError("truncate: must be at least 1", field="truncate")
-        options["truncate_prompt_tokens"] = given["truncate"]
-    if given.get("merged_adapters") is not None:
+        options["truncate_prompt_tokens"] = arguments["truncate"]
+    if arguments.get("merged_adapters") is not None:
         if adapter_id is not None:
             raise InvalidRequestError("merged_adapters: give either this or adapter_id", field="merged_adapters")
-        options["adapters"] = _merged(given["merged_adapters"])
-    shapes = {name: given[name] for name in ("top_k", "top_p", "typical_p") if name in given}
-    temperature = float(given.get("temperature", 1.0))
-    if given.get("do_sample") or shapes or temperature != 1.0:
+        options["adapters"] = _merged(arguments["merged_adapters"])
+    shapes = {name: arguments[name] for name in ("top_k", "top_p", "typical_p") if name in arguments}
+    temperature = float(arguments.get("temperature", 1.0))
+    if arguments.get("do_sample") or shapes or temperature != 1.0:
         options |= {"temperature": temperature, **shapes}
     return cast(GenerateOptions, options)
 
 
-def schema_of(given: ResponseFormat | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def schema_of(form: ResponseFormat | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return a format as the SDK's own client takes it."""
-    if given is None or isinstance(given, Mapping):
-        return given
-    return {"type": given.type, **({} if given.schema is None else {"schema": given.schema})}
+    if form is None or isinstance(form, Mapping):
+        return form
+    return {"type": form.type, **({} if form.schema is None else {"schema": form.schema})}
 
 
-def _merged(given: MergedAdapters | Mapping[str, Any]) -> list[tuple[str, float]]:
+def _merged(adapters: MergedAdapters | Mapping[str, Any]) -> list[tuple[str, float]]:
     """Return a weighted set. Raises InvalidRequestError on a strategy that is not a sum."""
-    fields = dict(given) if isinstance(given, Mapping) else dict(vars(given))
+    fields = dict(adapters) if isinstance(adapters, Mapping) else dict(vars(adapters))
     # `density` and `majority_sign_method` are of other strategies; LoRAX's own client sends a density always.
     strategy = fields.get("merge_strategy") or MergeStrategy.LINEAR
     if strategy != MergeStrategy.LINEAR:
@@ -89,13 +89,13 @@ def _merged(given: MergedAdapters | Mapping[str, Any]) -> list[tuple[str, float]
 
 def addresses_of(base_url: str) -> str:
     """Return HOST:PORT of http://HOST:PORT/, or of each of several with commas."""
-    found = []
+    addresses = []
     for url in base_url.split(","):
         parts = urlsplit(url.strip() if "://" in url else f"http://{url.strip()}")
         if parts.scheme != "http" or not parts.netloc:
             raise InvalidRequestError(f"base_url: {url!r} is not http://HOST:PORT of a router", field="base_url")
-        found.append(parts.netloc)
-    return ",".join(found)
+        addresses.append(parts.netloc)
+    return ",".join(addresses)
 
 
 def tenant_of(headers: Mapping[str, str] | None) -> str:
@@ -123,18 +123,18 @@ class Ask:
             raise InvalidRequestError(
                 f"adapter_source: {adapter_source!r} is none of {sources}", field="adapter_source"
             )
-        given: dict[str, Any] = {name: value for name, value in parameters.items() if value is not None}
-        for name, value in given.items():
+        arguments: dict[str, Any] = {name: value for name, value in parameters.items() if value is not None}
+        for name, value in arguments.items():
             if name not in Parameters.__annotations__:
                 raise TypeError(f"unexpected keyword argument {name!r}")
             if name in _NOT_SERVED and value:
                 raise InvalidRequestError(f"{name}: not served", field=name)
-        self._prefix = prompt if given.get("return_full_text") else ""
-        self._seed: int | None = given.get("seed")
-        self._with_details = bool(given.get("details", True))
-        self._most = int(given.get("max_new_tokens", DEFAULT_TOKENS))
-        self.options = options_of(given, adapter_id, self._most)
-        self.format = schema_of(given.get("response_format"))
+        self._prefix = prompt if arguments.get("return_full_text") else ""
+        self._seed: int | None = arguments.get("seed")
+        self._with_details = bool(arguments.get("details", True))
+        self._most = int(arguments.get("max_new_tokens", DEFAULT_TOKENS))
+        self.options = options_of(arguments, adapter_id, self._most)
+        self.format = schema_of(arguments.get("response_format"))
         self._count = 0
         self._held: Token | None = None
 
