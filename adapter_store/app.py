@@ -61,7 +61,7 @@ class StoreSettings(AccessSettings):
     data: Path = setting("directory that holds everything; made when it is missing")  # a field
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("port to listen on, 0 for one that the system chooses", 50052)
-    max_adapter_bytes: int = setting("largest safetensors file accepted", 4 * 1024**3)
+    max_adapter_bytes: int = setting("maximum of bytes of a safetensors file", 4 * 1024**3)
     keep_deleted_s: float = setting(
         "seconds for which a deleted adapter's files can still be fetched, for answers that run on it: at least the "
         "longest answer",
@@ -86,7 +86,9 @@ class StoreSettings(AccessSettings):
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     bootstrap_key: str = setting("file with the first operator's API key; `loraplex keys bootstrap` makes it", "")
     audit: str = setting(FILE_HELP, "")
-    insecure_tenants: bool = setting("listen beyond loopback although callers name their tenant unproved", False)
+    insecure_tenants: bool = setting(
+        "allow listening beyond this machine although any caller can name any tenant", False
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:

@@ -46,30 +46,28 @@ class Settings(AccessSettings):
     redis_url: str = setting(REDIS_URL_HELP, variable=REDIS_URL_VARIABLE)
     host: str = setting("the address to listen on for clients", "127.0.0.1")
     port: int = setting("the port to listen on for clients; 0: the system chooses", 50051)
-    processes: int = setting("how many router processes share the port (docs/guides/operating.md)", 1)
+    processes: int = setting("number of router processes that share the port (docs/guides/operating.md)", 1)
     relay_host: str = setting("the address to listen on for workers", "127.0.0.1")
     relay_port: int = setting("the port to listen on for workers; 0: the system chooses", 0)
     relay_advertise: str = setting("HOST that workers reach this router's relay at; empty: the relay host", "")
     cell: str = setting("the cell of the queue", "main")
-    waiting_limit: int = setting("how many jobs may wait in a model's queue", 10_000)
-    waiting_bytes: int = setting("how many bytes these may take", 1 << 30)
-    tenant_waiting_limit: int = setting("how many jobs of one tenant may wait in a model's queue", 5_000)
-    tenant_waiting_bytes: int = setting("how many bytes these may take", 1 << 28)
-    open_calls_limit: int = setting("how many calls of clients may be open; a tenant gets a share of them", 8_192)
-    open_bytes_limit: int = setting("how many bytes the messages of these may have", 1 << 28)
+    waiting_limit: int = setting("maximum of jobs that wait in a model's queue", 10_000)
+    waiting_bytes: int = setting("maximum of bytes of these jobs", 1 << 30)
+    tenant_waiting_limit: int = setting("maximum of one tenant's jobs that wait in a model's queue", 5_000)
+    tenant_waiting_bytes: int = setting("maximum of bytes of these jobs", 1 << 28)
+    open_calls_limit: int = setting("maximum of clients' open calls; a tenant gets a share of them", 8_192)
+    open_bytes_limit: int = setting("maximum of bytes of their messages", 1 << 28)
     tenant_weights: str = setting("shares of tenants beside the others' 1, such as acme=3,globex=0.5", "")
     plans: str = setting("a TOML file with the plans (docs/guides/quotas.md), instead of those that the store has", "")
     usage_file: str = setting("a file that usage events are appended to (docs/guides/quotas.md); empty: none", "")
     usage_url: str = setting("an HTTP collector that the events of --usage-file are sent to; empty: none", "")
     adapter_mib_tokens: float = setting("prompt tokens that a MiB of an adapter's load is charged as", 10.0)
-    client_stall_s: float = setting(
-        "seconds that a client may leave what is there for it unread; then its request is dropped", 10.0
-    )
+    client_stall_s: float = setting("seconds that a client may read nothing; then its request is dropped", 10.0)
     drain_s: float = setting("seconds that running streams get when the router is told to stop", 5.0)
     job_key: str = setting(JOB_KEY_HELP, "")
     resume_key: str = setting(
-        "a secret that all routers share, so that one's streams can be resumed on another, better given as the "
-        "variable than as the flag; empty: the one that the routers keep in Redis",
+        "a secret of all routers, with which streams are resumed at another; prefer the variable to the flag; "
+        "empty: the one that the routers keep in Redis",
         "",
     )
     accepted_resume_keys: str = setting(
@@ -79,7 +77,7 @@ class Settings(AccessSettings):
         "a protocol for gateways that is served too: sglang (docs/reference/engine-protocol.md); empty: none", ""
     )
     engine_tenant: str = setting(
-        "the tenant of its calls that name none, as gateways' do; with credentials these alone say it", DEFAULT_TENANT
+        "the tenant of its calls without one, such as those of gateways; not used with credentials", DEFAULT_TENANT
     )
     engine_adapter: str = setting("the adapter of its calls without lora_id; empty: the base model", "")
     metrics_port: int = setting(PORT_HELP, 0)
@@ -87,8 +85,7 @@ class Settings(AccessSettings):
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     audit: str = setting(FILE_HELP, "")
     insecure_tenants: bool = setting(
-        "allow listening beyond this machine although the tenant is taken from a header that anyone can write, and "
-        "anyone may answer as a worker",
+        "allow listening beyond this machine although any caller can name any tenant, and act as a worker",
         False,
     )
 

@@ -16,8 +16,8 @@ FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 # Log settings that all processes of a host share.
 FORMAT_VARIABLE, LEVEL_VARIABLE = "LORAPLEX_LOG_FORMAT", "LORAPLEX_LOG_LEVEL"
-FORMAT_HELP = f"how log lines are written: text or json; also {FORMAT_VARIABLE}"
-LEVEL_HELP = f"the least that is logged: {', '.join(LEVELS)}; also {LEVEL_VARIABLE}"
+FORMAT_HELP = f"format of log lines: text or json; also {FORMAT_VARIABLE}"
+LEVEL_HELP = f"minimum level of log lines: {', '.join(LEVELS)}; also {LEVEL_VARIABLE}"
 
 _FIELDS = "loraplex_fields"
 # Control characters and line ends: what a client has sent must not begin a line of its own, or control a terminal.

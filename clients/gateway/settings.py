@@ -46,8 +46,8 @@ class GatewaySettings:
     port: int = setting("the port to listen on; 0: the system chooses", 8000)
     tls_cert: str = setting("PEM file with the gateway's own certificate: it then speaks HTTPS; with --tls-key", "")
     tls_key: str = setting("PEM file with the certificate's private key", "")
-    connections_limit: int = setting("how many connections may be open; an address gets half of them", 10_000)
-    requests_limit: int = setting("how many requests may run at once; a caller gets a share of them", 8_192)
+    connections_limit: int = setting("maximum of open connections; an address gets half of them", 10_000)
+    requests_limit: int = setting("maximum of requests that run at once; a caller gets a share of them", 8_192)
     client_stall_s: float = setting(
         "seconds that a client may leave an answer unread; then its connection is closed", 15.0
     )
@@ -56,7 +56,7 @@ class GatewaySettings:
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     insecure_tenants: bool = setting(
-        "allow listening beyond this machine although the tenant is taken from a header that anyone can write", False
+        "allow listening beyond this machine although any caller can name any tenant", False
     )
     insecure_http: bool = setting(
         "allow listening beyond this machine although API keys come in clear, as behind a proxy that ends TLS", False

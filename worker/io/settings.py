@@ -33,7 +33,7 @@ class Settings:
     dtype: str = setting("auto, float32, bfloat16 or float16", "auto")
     quantize: str = setting(QUANTIZE_HELP, "")
     kv_cache_dtype: str = setting(KV_CACHE_HELP, "")
-    rows: int = setting("how many answers are produced at once", 32)
+    rows: int = setting("maximum of answers that are computed at once", 32)
     kv_blocks: int = setting("blocks of KV cache; 0: as many as memory allows", 0)
     block_size: int = setting("tokens in a block", 16)
     adapter_slots: int = setting("adapters on the device at once", 32)
@@ -48,7 +48,7 @@ class Settings:
     fetch_s: float = setting("seconds that the store gets to send an adapter", 300.0)
     fetch_silent_s: float = setting("seconds without a piece (1 MiB) from the store that end the fetch", 10.0)
     cell: str = setting("the cell of the queue", "main")
-    tls_cert: str = setting("PEM file with this worker's certificate, with which it comes to the store", "")
+    tls_cert: str = setting("PEM file with this worker's certificate", "")
     tls_key: str = setting(KEY_HELP, "")
     tls_ca: str = setting("PEM file with the authorities that sign the certificates of the other processes", "")
     job_key: str = setting(JOB_KEY_HELP, "")
@@ -62,8 +62,8 @@ class Settings:
         "seconds that running answers get when the worker is told to stop; in the last ones the rest is given back",
         5.0,
     )
-    stall_s: float = setting("seconds without a sign of the engine after which this worker is out of service", 1.25)
-    replace_s: float = setting("seconds without a sign of the engine after which another is started", 5.0)
+    stall_s: float = setting("seconds without a sign of life of the engine until this worker stops serving", 1.25)
+    replace_s: float = setting("seconds without a sign of life of the engine until another one is started", 5.0)
 
     def __post_init__(self) -> None:
         """Check the values. Raises ValueError or ArtifactError on one that no engine can work with."""
