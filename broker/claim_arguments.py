@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from broker.messages import Capacity, RowToShare
-from broker.terms import UsageReport
+from broker.terms import ADAPTER_DIGITS, UsageReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def scan_arguments(
         packed_reports(reports),
         *_share_arguments(capacity.row_to_share),
         capacity.only_tenant,
-        "\n".join(("", *capacity.adapters, "")),
+        "\n".join(("", *(adapter[-ADAPTER_DIGITS:] for adapter in capacity.adapters), "")),
     ]
 
 

@@ -27,5 +27,5 @@ local only_tenant = ARGV[tenants_end + 1]
 local looks_around = row_of ~= '' and free_rows < 1
 local rows_here = {}
 for i = 19, tenants_end, 2 do rows_here[ARGV[i]] = tonumber(ARGV[i + 1]) end
--- Digests of the adapters that the worker has, each between two ends of lines.
+-- The last digits of the adapters that the worker has, each between two ends of lines.
 local adapters_here = ARGV[tenants_end + 2]

@@ -18,7 +18,9 @@ local function owner_lives(router)
   return router_alive[router]
 end
 
-local function is_resident(adapter) return string.find(adapters_here, '\n' .. adapter .. '\n', 1, true) ~= nil end
+local function is_resident(adapter)
+  return string.find(adapters_here, '\n' .. string.sub(adapter, -ADAPTER_DIGITS) .. '\n', 1, true) ~= nil
+end
 
 -- Return whether the worker has a link to a router; one without is in the answer, so that the worker opens it.
 local function has_link(router)
