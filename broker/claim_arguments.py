@@ -27,19 +27,19 @@ class ScanPlace:
 
 
 def scan_arguments(
-    base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], place: ScanPlace
-) -> list[str | bytes | int | float]:
-    """Return the arguments after the prefix and the worker: what it can take, and where the scan begins."""
+    worker_id: str, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], place: ScanPlace
+) -> list[str | bytes | int]:
+    """Return the arguments after the prefix: the worker, what it can take, and where the scan begins."""
+    links = "*" if capacity.routers is None else "\n".join(capacity.routers)
+    row = capacity.row_to_share or RowToShare("", 0, ())
+    limits = (capacity.rows, capacity.rows_limit, capacity.tokens, capacity.max_tokens, capacity.max_rank)
     return [
-        base_digest,
-        *(capacity.rows, capacity.rows_limit, capacity.tokens, capacity.max_tokens, capacity.max_rank),
-        *(place.scan_number, place.skipped_tenants),
-        "*" if capacity.routers is None else "\n".join(capacity.routers),
-        *(place.seen, place.news, int(place.woken)),
+        _packed(worker_id, base_digest, *limits),
+        _packed(place.scan_number, place.skipped_tenants, links, place.seen, place.news, place.woken),
         packed_reports(reports),
-        *_share_arguments(capacity.row_to_share),
-        capacity.only_tenant,
+        _packed(row.tenant, row.rows_left, capacity.only_tenant),
         "\n".join(("", *(adapter[-ADAPTER_DIGITS:] for adapter in capacity.adapters), "")),
+        *(part for pair in row.tenant_rows for part in pair),
     ]
 
 
@@ -51,8 +51,6 @@ def packed_reports(reports: Sequence[UsageReport]) -> bytes:
     return msgspec.msgpack.encode(fields)
 
 
-def _share_arguments(row: RowToShare | None) -> list[str | int | float]:
-    """Return the tenant above its share, its rows left, the number of tenants, and their names and rows."""
-    if row is None:
-        return ["", 0, 0]
-    return [row.tenant, row.rows_left, len(row.tenant_rows), *(part for pair in row.tenant_rows for part in pair)]
+def _packed(*values: str | float) -> bytes:
+    """Return at most 15 values in MessagePack, without the array's one byte."""
+    return msgspec.msgpack.encode(values)[1:]

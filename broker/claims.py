@@ -91,7 +91,7 @@ class Claims:
         for scan in range(plan.scans):
             when = "only" if plan.news_only else "later" if scan < plan.scans - 1 else "now"
             place = ScanPlace(self._scan_number, skip, plan.seen, when, woken=bool(wait_s))
-            arguments = [self._keys.prefix, self._worker_id, *scan_arguments(base_digest, capacity, reports, place)]
+            arguments = [self._keys.prefix, *scan_arguments(self._worker_id, base_digest, capacity, reports, place)]
             self._scan_number += 1
             answer = await (self._scan_once_woken(arguments, wait_s) if wait_s else self._scan(arguments))
             reports, wait_s, looks = (), 0.0, looks + answer.looks
@@ -130,10 +130,10 @@ class Claims:
             jobs[-1] = begin_apart(last)
         return [job for job in jobs if job is not None]
 
-    async def _scan(self, arguments: Sequence[str | bytes | int | float]) -> _ScanAnswer:
+    async def _scan(self, arguments: Sequence[str | bytes | int]) -> _ScanAnswer:
         return _ScanAnswer(*await self._claim(self._keys.waiting, arguments))
 
-    async def _scan_once_woken(self, arguments: Sequence[str | bytes | int | float], wait_s: float) -> _ScanAnswer:
+    async def _scan_once_woken(self, arguments: Sequence[str | bytes | int], wait_s: float) -> _ScanAnswer:
         """Send the wait and the scan together: the server scans as soon as it wakes, without another round trip."""
         if isinstance(self._redis, RedisCluster):  # its pipelines take no scripts
             await self.wait_for_work(wait_s)

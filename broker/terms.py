@@ -32,8 +32,8 @@ LOOKAHEAD_PER_TENANT = 4
 PLACES_AT_ONCE = 8
 # Minimum number of the last arrivals that are kept for workers that have looked at all older jobs.
 NEWS_LIMIT = 64
-# Number of last digits of an adapter's digest by which a claim names those that its worker has: a short message, and one
-# that is taken for another changes where a job runs, or what it is charged for a load, and nothing else.
+# Number of last digits of a digest by which a claim names the worker's adapters. One that is taken for another changes
+# where a job runs, or what it is charged for a load, and nothing else.
 ADAPTER_DIGITS = 16
 # Maximum adapter requests that a claim answers with.
 ADAPTER_REQUESTS_LIMIT = 4
