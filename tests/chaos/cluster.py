@@ -40,7 +40,7 @@ _ROUTER_FLAGS = (
     *("--client-stall-s", str(CLIENT_STALL_S), "--drain-s", "0.5"),
 )
 # Keys of a cell that are there without any job, by the word after the tag; the others must go, or expire.
-_OF_QUEUE = {"arrivals", "news", "floor", "idle", "pace", "wake", "dead", "commands"}
+_OF_QUEUE = {"arrivals", "news", "floor", "idle", "pace", "wake", "rooms", "dead", "commands"}
 _LASTING = {"born", "routers", "workers", "worker", *_OF_QUEUE} | {
     "keys",  # of resume tokens
     *("state", "usage"),  # of the ledger
