@@ -41,7 +41,7 @@ LOOKS_AT_ONCE = 256
 BEGUN_BYTES_WHEN_FULL = 1 << 26
 
 # Index of the argument of broker/lua/enqueue.lua that is empty unless Redis is full.
-_WHEN_FULL = 4
+_WHEN_FULL = 3
 
 
 class QueueFullError(Exception):
@@ -118,11 +118,10 @@ class JobQueue:
         arguments = [
             self.keys.prefix,
             job.job_id,
-            job.deadline_ms,
-            msgspec.msgpack.encode(astuple(limits))[1:],
+            msgspec.msgpack.encode((job.deadline_ms, entry.begun, entry.priority, entry.strikes, *astuple(limits)))[1:],
             "",
             entry.facts,
-            *(entry.begun, entry.priority, entry.strikes, entry.wanted, entry.body),
+            *(entry.wanted, entry.body),
         ]
         try:
             answer = await self._send_entry(arguments, reserve)

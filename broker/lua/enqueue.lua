@@ -13,10 +13,10 @@
 --- @include "claim_rate"
 --- @include "wrong_types"
 
--- Return the limits, in the order of broker/terms.py.
-local function limits_of(jobs, bytes, tenant_jobs, tenant_bytes, key_jobs, key_bytes)
-  return {jobs = jobs, bytes = bytes, tenant_jobs = tenant_jobs, tenant_bytes = tenant_bytes, key_jobs = key_jobs,
-    key_bytes = key_bytes}
+-- Return what is not among a job's facts, and the limits, in the order of broker/terms.py.
+local function terms_of(deadline_ms, begun, priority, strikes, jobs, bytes, tenant_jobs, tenant_bytes, key_jobs, key_bytes)
+  return deadline_ms, begun, priority, strikes, {jobs = jobs, bytes = bytes, tenant_jobs = tenant_jobs,
+    tenant_bytes = tenant_bytes, key_jobs = key_jobs, key_bytes = key_bytes}
 end
 
 -- Return the fields of broker/queue_entry.py that are used here, of the packed facts.
@@ -26,10 +26,10 @@ local function facts_of(tenant, _, adapter, prefer, router, attempt, weight, tok
     tokens = tokens, prefill = prefill, prompt = prompt, rows = rows, key = key, key_weight = key_weight}
 end
 
-local id, deadline_ms, begun_bytes_when_full = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[5])
-local max, job = limits_of(cmsgpack.unpack(ARGV[4])), facts_of(cmsgpack.unpack(ARGV[6]))
-job.begun, job.priority, job.strikes = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
-job.size, job.queued, job.deadline = #ARGV[11], now, deadline_ms > 0 and now + deadline_ms or 0
+local id, begun_bytes_when_full = ARGV[2], tonumber(ARGV[4])
+local deadline_ms, begun, priority, strikes, max = terms_of(cmsgpack.unpack(ARGV[3]))
+local job = facts_of(cmsgpack.unpack(ARGV[5]))
+job.size, job.queued, job.deadline = #ARGV[7], now, deadline_ms > 0 and now + deadline_ms or 0
 job.work = PROMPT_WEIGHT * job.prompt + OUTPUT_WEIGHT * math.max(0, job.tokens - job.prompt)
 local key, queue = PREFIX .. 'job:' .. id, PREFIX .. 'queue:' .. job.tenant
 local of_tenant
@@ -76,7 +76,7 @@ end
 -- turn, which came before the weight, are before those that have one. A later attempt, whose job has waited before, comes
 -- with its '-' before the first attempts that are its equals. PLACE_BYTES stand before the id.
 local function place_of(arrival, tenant_jobs)
-  local begin = string.format('%03d', PRIORITY_LIMIT - job.priority)
+  local begin = string.format('%03d', PRIORITY_LIMIT - priority)
   local rest = (job.attempt > 1 and '-' or '0') .. string.format('%015d:', arrival) .. id
   local turns_before = of_tenant.turns > 0
   if tenant_jobs == 0 and (turns_before or job.key ~= '') then
@@ -140,8 +140,8 @@ if left[1] or left[2] then
   forget_job(id)
   flush_counts()
 end
-if job.strikes > 0 then
-  write_suspect(id, job.tenant, job.adapter, job.attempt, job.strikes, now + SUSPECT_MS, 0)
+if strikes > 0 then
+  write_suspect(id, job.tenant, job.adapter, job.attempt, strikes, now + SUSPECT_MS, 0)
 end
 local ms_left = quarantined_ms(job.tenant, job.adapter)
 if ms_left > 0 and not goes_on_in_quarantine(job.attempt, job.prompt, job.prefill, job.rows) then
@@ -149,7 +149,7 @@ if ms_left > 0 and not goes_on_in_quarantine(job.attempt, job.prompt, job.prefil
 end
 read_totals(job.tenant)
 of_tenant = totals[job.tenant]
-local has_begun = job.begun == 1 and (job.attempt > 1 or may_lead())
+local has_begun = begun == 1 and (job.attempt > 1 or may_lead())
 if begun_bytes_when_full and (not has_begun or cell.begun_bytes + job.size > begun_bytes_when_full) then
   return {'full', 'begun_bytes_when_full', ''}
 end
@@ -174,8 +174,8 @@ else
   note_use(job.tenant, use, max)
 end
 -- In the order that include/waiting_jobs.lua gives.
-local facts = ARGV[6] .. cmsgpack.pack(job.place, job.size, job.work, job.queued, job.deadline)
-redis.call('HSET', key, 'body', ARGV[11], 'wanted', ARGV[10], 'attempt', job.attempt, 'facts', facts)
+local facts = ARGV[5] .. cmsgpack.pack(job.place, job.size, job.work, job.queued, job.deadline)
+redis.call('HSET', key, 'body', ARGV[7], 'wanted', ARGV[6], 'attempt', job.attempt, 'facts', facts)
 redis.call('ZADD', WAITING, deadline_ms > 0 and job.deadline or '+inf', id)
 count_waiting(job.tenant, job.size, job.work, has_begun)
 if job.key ~= '' then count_of_key(job.tenant, job.key, 1, job.size) end
