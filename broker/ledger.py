@@ -227,11 +227,14 @@ class Ledger:
         """Use the ledger from now on, with these accounts and reservations. One that has lost data is closed then."""
         nothing: dict[str, Any] = {"begins": False, "closed_ms": closed_ms}
         nothing |= {"accounts": (), "reservations": (), "events": ()}
+        told = [
+            event for _, event in self._events
+        ]  # of the last seconds before the loss, which may be longer ago by now
         for _, accounts in _chunks([*saved, *self.unsaved.values()]):
             await self._ask("ledger_fill", {**nothing, "accounts": accounts})
         for at, some in _chunks(reservations):
             await self._ask("ledger_fill", {**nothing, "begins": at == 0, "reservations": some})
-        for _, events in _chunks([event for _, event in self._events]):
+        for _, events in _chunks(told):
             await self._ask("ledger_fill", {**nothing, "events": events})
 
     async def _ask(self, name: str, message: Mapping[str, Any], send: SendReserve | None = None) -> _Answer:

@@ -221,8 +221,9 @@ class Quotas:
 
     def settle(self, grant: Grant) -> None:
         """Tell the ledger of a grant's end, until it has answered."""
-        grant.count(ended=True).open = False
-        self._tell_soon(grant)
+        if grant.reservation.open:
+            grant.count(ended=True).open = False
+            self._tell_soon(grant)
 
     def leave(self, grant: Grant) -> None:
         """Tell the ledger that a grant's call has ended, and later its end."""
@@ -261,8 +262,9 @@ class Quotas:
 
     async def _tell_news(self, renews: bool) -> None:
         urgent, self._urgent = self._urgent, set()
-        running = {grant for grant in self._grants if grant.end is None} if renews else ()
-        told = [*urgent, *(grant for grant in running if grant.count().has_news)]
+        running = {grant for grant in self._grants if grant.reservation.open} - urgent if renews else ()
+        # Of one whose call has left it the answer tells whether another router goes on with the request.
+        told = [*urgent, *(grant for grant in running if grant.end is not None or grant.count().has_news)]
         ended = [grant for grant in urgent if not grant.reservation.open]
         try:
             expired, moved = await self.ledger.tell([grant.reservation for grant in told], renews=renews)
@@ -270,8 +272,11 @@ class Quotas:
             self._urgent |= urgent
             raise
         self._metrics.reservations_expired.inc(expired)
-        for routed in (routed for place in moved for routed in told[place].jobs):
-            routed.end_reader(Aborted("another router goes on with the request", reason="TAKEN_OVER"))
+        for grant in (told[place] for place in moved):
+            for routed in grant.jobs:
+                routed.end_reader(Aborted("another router goes on with the request", reason="TAKEN_OVER"))
+            if grant.end is not None:
+                self.settle(grant)
         for grant in ended:
             self._grants.discard(grant)
             if grant.end is not None and not grant.end.done():

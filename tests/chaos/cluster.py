@@ -40,7 +40,7 @@ _ROUTER_FLAGS = (
     *("--client-stall-s", str(CLIENT_STALL_S), "--drain-s", "0.5"),
 )
 # Keys of a cell that are there without any job, by the word after the tag; the others must go, or expire.
-_OF_QUEUE = {"arrivals", "news", "floor", "idle", "pace", "wake", "rooms", "dead", "commands"}
+_OF_QUEUE = {"arrivals", "news", "floor", "idle", "totals", "rooms", "wake", "dead", "commands"}
 _LASTING = {"born", "routers", "workers", "worker", *_OF_QUEUE} | {
     "keys",  # of resume tokens
     *("state", "usage"),  # of the ledger
@@ -173,10 +173,8 @@ async def what_is_left(workers: Iterable[cluster_pb2.Worker], redis: Redis) -> L
     keys: list[str] = []
     async for key in redis.scan_iter("lp:*"):
         word = key.decode().partition("}:")[2].partition(":")[0]
-        if word == "bytes":
-            if any(float(value) for value in await redis.hvals(key)):
-                keys.append(key.decode())
-        elif word not in _LASTING and await redis.ttl(key) == -1:
+        of_tenants = word == "totals" and set(await redis.hkeys(key)) - {b"/cell"}
+        if of_tenants or (word not in _LASTING and await redis.ttl(key) == -1):
             keys.append(key.decode())
     states = tuple(workers)
     return Left(

@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 
 from broker.keys import LEDGER, is_key_account
 from broker.ledger import Ledger, Reservation, TokenLimits
-from broker.terms import HELD_MS
+from broker.terms import HELD_MS, RECOVERY_MS
 from router.catalog.store_client import StoreClient
 from router.quotas.plans import Plans
 from router.quotas.quotas import LINGER_S, RENEW_S, Quotas
@@ -54,6 +54,8 @@ LOSSES = frozenset({Kind.REDIS_RESTART, Kind.REDIS_FAILOVER, Kind.KEYS_LOST, Kin
 _WIPES = frozenset({Kind.REDIS_WIPE, Kind.RESTART_WIPE})
 # Maximum time in seconds between two reports of a router, and until reservations end of one that died.
 _REPORT_S, _ENDED_S = RENEW_S + 0.5, HELD_MS / 1e3 + 2.0
+# Time in seconds after a wipe in which nothing is charged, because the ledger is filled.
+_CLOSED_S = RECOVERY_MS / 1e3 + 1.0
 
 
 def draw_quotas(plan: Plan) -> list[Quota]:
@@ -216,20 +218,37 @@ class _LedgerCheck:
             self._verdict.findings.append(what)
 
     def _is_unsure(self, observation: Observation) -> bool:
-        """Tell whether a router of the request stood still, or died before a wipe.
+        """Tell whether a router of the request stood still, or lost with its life what a wipe took from Redis.
 
-        What such a router charged in its last second is not in the store, and its reservations may end unknown.
+        What such a router charged in its last second is not in the store, and its reservations may end unknown. A
+        router that another one has taken the request from may charge its part again if a wipe comes before it knows.
         """
+        wipes = [fault for fault in self._faults if fault.kind in _WIPES]
+        for call in (call for call in observation.calls if call.method == "Resume"):
+            if any(call.at <= wipe.mended <= call.at + _REPORT_S + _CLOSED_S for wipe in wipes):
+                return True
         for fault in self._faults:
             if fault.kind == Kind.ROUTER_STOP and observation.request.number in fault.hit:
                 return True
             if fault.kind not in {Kind.ROUTER_KILL, Kind.ROUTER_STOP}:
                 continue
-            until = _end_of(fault) if fault.kind == Kind.ROUTER_STOP else math.inf
-            wiped = any(one.kind in _WIPES and fault.began <= one.mended <= until for one in self._faults)
-            if wiped and observation.calls[0].at <= _end_of(fault) and observation.ended >= fault.began - _REPORT_S:
+            until, since = _end_of(fault) if fault.kind == Kind.ROUTER_STOP else math.inf, self._saved_until(fault)
+            wiped = any(since <= wipe.mended <= until for wipe in wipes)
+            if wiped and observation.calls[0].at <= _end_of(fault) and observation.ended >= since:
                 return True
         return False
+
+    def _saved_until(self, fault: Fault) -> float:
+        """Return the time up to which a router had saved its charges when the fault came: the store may have been away
+        then, and after a wipe calls that have ended are charged once the ledger is filled.
+        """
+        since = fault.began - _REPORT_S
+        for one in sorted(self._faults, key=lambda one: one.mended, reverse=True):
+            if one.began < fault.began and one.kind == Kind.STORE_KILL and one.mended >= since - _REPORT_S:
+                since = min(since, one.began - _REPORT_S)
+            elif one.began < fault.began and one.kind in _WIPES and one.mended >= since - _CLOSED_S:
+                since = min(since, one.mended - _REPORT_S)
+        return since
 
     def _check_request(self, observation: Observation, *, exact: bool) -> None:
         request_id = f"{observation.request.number}.{len(observation.refused) + 1}"
@@ -242,9 +261,10 @@ class _LedgerCheck:
         times = sum(call.method != "Resume" for call in observation.calls)
         if charged == used or (times > 1 and sum(used) <= sum(charged) <= times * sum(used)):
             return
-        # Tokens on their way to a client that resumes are made and charged again.
-        resumes = len(observation.calls) - times
-        if charged[0] == used[0] and 0 < charged[1] - used[1] <= resumes * AGAIN_TOKENS * observation.request.n:
+        # Tokens on their way to a client that resumes are made and charged again; of ranked answers that is all.
+        resumes, request = len(observation.calls) - times, observation.request
+        again = used[1] if request.best_of else AGAIN_TOKENS * request.n
+        if charged[0] == used[0] and 0 < charged[1] - used[1] <= resumes * again:
             return
         far = abs(sum(charged) - sum(used)) > (times + 1) * _asked(self._model, observation.request)
         what = f"request {request_id} used {used[0]} + {used[1]} tokens, its events have {charged[0]} + {charged[1]}"

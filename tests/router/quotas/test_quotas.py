@@ -142,13 +142,32 @@ async def test_a_resumed_request_is_charged_once_though_both_routers_settle(new:
     first, second = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
     grant = await granted(first, 2, 100)
     begun(grant, 30)
-    resumed = await granted(second, 2, 100, resumed=(grant.reservation.id, 20))
+    resumed = await granted(second, 2, 100, resumed=(grant.reservation.id, 30))
     grant.leave()
     await first.drain(5.0)
     begun(resumed, 100)
     resumed.settle()
     await second.drain(5.0)
     assert await day_tokens(redis) == 102
+
+
+async def test_a_router_learns_soon_that_a_request_which_was_left_to_it_is_resumed(
+    new: New, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.quotas.quotas.LINGER_S", 3600.0)
+    first, second = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
+    begun(left := await granted(first, 2, 100), 30)
+    left.leave()
+    await first.renew()
+    begun(resumed := await granted(second, 2, 100, resumed=(left.reservation.id, 20)), 100)
+    await first.renew()
+    await asyncio.wait_for(left.leave(), 5.0)
+    resumed.settle()
+    await second.drain(5.0)
+    await redis.flushdb()
+    await first.drain(5.0)
+    await second.drain(5.0)
+    assert await day_tokens(redis) == 112
 
 
 async def test_a_request_resumed_at_its_own_router_is_charged_once(new: New, redis: Redis) -> None:

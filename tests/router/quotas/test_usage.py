@@ -126,7 +126,11 @@ async def test_a_router_that_dies_before_it_has_told_all_of_a_write_leaves_nothi
     assert await redis.xlen(LEDGER + "usage") == 0
 
 
-async def test_a_redis_that_lost_its_data_gets_the_last_events_again(new: New, tmp_path: Path, redis: Redis) -> None:
+@pytest.mark.parametrize("kept_s", [10.0, 0.0], ids=["at once", "after the router stood still"])
+async def test_a_redis_that_lost_its_data_gets_the_last_events_again(
+    new: New, tmp_path: Path, redis: Redis, monkeypatch: pytest.MonkeyPatch, kept_s: float
+) -> None:
+    monkeypatch.setattr("broker.ledger._EVENTS_S", kept_s)
     quotas, log = new("router-a")
     begun(settled := await granted(quotas, 2, 100), 60)
     await settled.settle()
