@@ -4,7 +4,7 @@ Store and routers read from this table what may be registered and which modules 
 load. tests/worker/engine/model/test_architectures.py checks every line.
 
 The shape of keys and values is read from a config.json, for planning without the model; an engine measures it
-(worker/engine/model/probe.py).
+(worker/engine/model/loader.py).
 """
 
 from __future__ import annotations
