@@ -115,7 +115,7 @@ class JobQueue:
         """
         placement = placement or Placement()
         entry, limits = entry or await self._entry(job, placement), self._limits.for_placement(placement)
-        arguments = [
+        arguments: list[Any] = [
             self.keys.prefix,
             job.job_id,
             msgspec.msgpack.encode((job.deadline_ms, entry.begun, entry.priority, entry.strikes, *astuple(limits)))[1:],
