@@ -204,13 +204,14 @@ async def test_an_operator_s_drain_ends_it_and_takes_its_key_and_room_back(store
             await worker.says("ready worker=w-1")
             (state,) = await living(url, "drained", 1)
             redis = await connect(url)
-            room = f"{keys.prefix}room:w-1"
+            rooms = f"{keys.prefix}rooms"
             async with asyncio.timeout(20):
-                while not await redis.exists(room):  # noqa: ASYNC110 - keys are all there is
+                while not await redis.hexists(rooms, "w-1"):  # noqa: ASYNC110 - keys are all there is
                     await asyncio.sleep(0.02)
             await CommandQueue(redis, keys).send(state.incarnation, DRAIN)
             assert await worker.ends() == 0
-            assert await redis.exists(room, keys.worker(state.incarnation), keys.commands(state.incarnation)) == 0
+            assert await redis.exists(keys.worker(state.incarnation), keys.commands(state.incarnation)) == 0
+            assert not await redis.hexists(rooms, "w-1")
             await redis.aclose()
 
 
