@@ -108,8 +108,8 @@ class BaseModel:
     modules: tuple[Module, ...]
     files: tuple[ModelFile, ...] = ()
     create_time: datetime | None = None
-    # What the model does without an adapter: generate, embed, classify; empty in older manifests, which generate.
-    tasks: tuple[str, ...] = ()
+    # What the model does without an adapter: generate, embed, classify.
+    tasks: tuple[str, ...] = ("generate",)
     # The names of its own classifier's labels, in the order of the logits.
     labels: tuple[str, ...] = ()
     # How hidden states become one vector where a request does not say: cls, mean or last.

@@ -21,7 +21,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "some of a group": {"r": 2, "lora_alpha": 6, "target_modules": ["k_proj", "gate_proj"], "use_rslora": True},
     "patterned": {
         "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"],
-        "rank_pattern": {"v_proj": 20, "layers.1.*q_proj": 1},
+        "rank_pattern": {"v_proj": 20, "layers.1.self_attn.q_proj": 1},
     },
     "DoRA": {"r": 5, "lora_alpha": 8, "use_dora": True, "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]},
 }  # fmt: skip
