@@ -120,7 +120,7 @@ async def find_classifier(
     """
     if request.task == "embed":
         if "embed" not in manifest.tasks:
-            message = "was registered by a version without vectors; register it again (loraplex models push)"
+            message = "makes no vectors; if it was registered without its tasks: loraplex models push --replace"
             raise Mismatch(manifest.name, message, reason=WRONG_TASK)
         return Classifier()
     settings = await configs.of(request.tenant, adapter)

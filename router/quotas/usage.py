@@ -127,7 +127,7 @@ class UsageLog:
                 return False
         return True
 
-    async def _read(self) -> list[Entry]:
+    async def _read(self, *, again: bool = True) -> list[Entry]:
         """Return new events, and from time to time those that a router has read and not written."""
         try:
             if time.monotonic() - self._claimed_at > CLAIM_S:
@@ -139,11 +139,11 @@ class UsageLog:
         except ResponseError as error:
             if "WRONGTYPE" in str(error):
                 await set_aside(self._redis, _STREAM, "stream")
-            elif "NOGROUP" not in str(error):
+            elif "NOGROUP" not in str(error) or not again:
                 raise
-            with suppress(ResponseError):  # another router has made it
+            with suppress(ResponseError):  # another router has made it, or a full Redis refuses it
                 await self._redis.xgroup_create(_STREAM, _GROUP, "0", mkstream=True)
-            return await self._read()
+            return await self._read(again=False)
         streams = found.items() if isinstance(found, dict) else found or ()
         return [entry for _, entries in streams for entry in entries]
 

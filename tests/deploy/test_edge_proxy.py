@@ -71,7 +71,7 @@ async def edge(directory: Path, answers: Answers) -> AsyncIterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         edge_port = free.getsockname()[1]
     variables = {"EDGE_ADDRESS": f"127.0.0.1:{edge_port}", "EDGE_CERT": str(directory / "edge.pem"), "EDGE_CA": str(ca)}
-    variables["ROUTERS"] = f"127.0.0.1:{port}"
+    variables |= {"ROUTERS": f"127.0.0.1:{port}", "ROUTER_NAME": "localhost"}
     assert HAPROXY is not None
     proxy = await asyncio.create_subprocess_exec(HAPROXY, "-f", str(config), env=os.environ | variables)
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError
 
 from broker.keys import LEDGER
 from broker.ledger import Ledger
@@ -124,6 +125,22 @@ async def test_a_router_that_dies_before_it_has_told_all_of_a_write_leaves_nothi
     assert not await log.write()
     assert await other.write()
     assert await redis.xlen(LEDGER + "usage") == 0
+
+
+async def test_events_wait_while_a_full_redis_takes_no_group(
+    new: New, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quotas, log = new("router-a")
+    begun(grant := await granted(quotas, 2, 100), 60)
+    await grant.settle()
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+
+    with monkeypatch.context() as full:
+        full.setattr(redis, "xgroup_create", refuse)
+        assert not await log.write()
+    assert await log.write()
 
 
 @pytest.mark.parametrize("kept_s", [10.0, 0.0], ids=["at once", "after the router stood still"])
