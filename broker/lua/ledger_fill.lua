@@ -12,7 +12,10 @@ for _, saved in ipairs(message.accounts) do
 end
 if message.begins then
   -- A ledger that has lost data is closed for a while, in which all routers find that out.
-  if not opens_at or number and opens_at <= now then redis.call('SET', STATE, now + message.closed_ms) end
+  -- A time of opening that is too late is of a clock that was ahead.
+  if not opens_at or number and (opens_at <= now or opens_at > now + RECOVERY_MS) then
+    redis.call('SET', STATE, now + message.closed_ms)
+  end
   count_call(now + HELD_MS)
   for _, id in ipairs(redis.call('SMEMBERS', held_by(message.router))) do
     local r = reservation_of(id)

@@ -57,7 +57,8 @@ for i = 1, #routers, 2 do
   -- While nobody has renewed anything, as when Redis was away, nothing ends: all get their full time again. A time later
   -- than that is of a clock that was ahead.
   if latest <= now or expires > now + HELD_MS then expires = now + HELD_MS end
-  if router ~= message.router and expires <= now and expires >= now - HELD_MS and end_some(router) then expires = now end
+  local is_dead = router ~= message.router and expires <= now
+  if is_dead and redis.call('EXISTS', held_by(router)) == 1 and end_some(router) then expires = now end
   if not calls or expires < now - DAY_MS then
     redis.call('HDEL', ROUTERS, router)
   elseif router ~= message.router and expires ~= tonumber(until_ms) then

@@ -192,6 +192,24 @@ async def test_a_dead_routers_reservations_end_with_its_last_count(cluster: Clus
     assert len(await cluster.events()) == 300
 
 
+async def test_a_router_that_comes_long_after_all_others_died_ends_their_reservations(cluster: Cluster) -> None:
+    reservation = await cluster.reserve()
+    reservation.use(10, 30)
+    await (await cluster.router("a")).tell([reservation], renews=True)
+    await cluster.clock.advance(3 * terms.HELD_MS)
+    assert await (await cluster.router("b")).tell([], renews=True) == (1, [])
+    account = await cluster.account()
+    assert (account["day_tokens"], account["held_streams"]) == (40, 0)
+
+
+async def test_a_request_whose_first_router_tells_of_tokens_late_counts_once(cluster: Cluster) -> None:
+    first = await cluster.reserve()
+    second = await cluster.reserve(router="b", received=0)
+    await cluster.settle(first, 10, 5)
+    await cluster.settle(second, 10, 20, "b")
+    assert (await cluster.account())["requests"] == 1
+
+
 async def test_what_a_router_that_stood_still_settles_later_is_charged_too(cluster: Cluster) -> None:
     reservation = await cluster.reserve(output=900)
     reservation.use(10, 45)

@@ -117,6 +117,9 @@ class _Server:
     def _del(self, *keys: str) -> int:
         return len([self.keys.pop(key, None) for key in keys])
 
+    def _exists(self, key: str) -> int:
+        return int(bool(self.keys.get(key)))
+
     def _sadd(self, key: str, *members: str) -> int:
         self.keys.setdefault(key, {}).update(dict.fromkeys(members))
         return 1

@@ -97,7 +97,7 @@ local function drop_old_charges()
   local drawn = redis.call('HRANDFIELD', CHARGED, CHARGES_PER_CENSUS, 'WITHVALUES')
   for i = 1, #drawn, 2 do
     local is_readable, _, _, _, _, _, refunded, changed = read_packed(checked_charges, drawn[i + 1])
-    if not is_readable or now - changed > (refunded > 0 and REFUND_RECORD_MS or CHARGE_RECORD_MS) then
+    if not is_readable or math.abs(now - changed) > (refunded > 0 and REFUND_RECORD_MS or CHARGE_RECORD_MS) then
       redis.call('HDEL', CHARGED, drawn[i])
     end
   end

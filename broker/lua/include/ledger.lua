@@ -107,7 +107,8 @@ local function charge(r, input, output)
     events[#events + 1] = {'id', string.format('%s:%.0f', r.id, r.charges), 'input', string.format('%.0f', input),
       'output', string.format('%.0f', output), 'at_ms', string.format('%.0f', now), 'facts', r.facts}
   end
-  r.charges = r.charges + 1
+  add(r, 'held_', -r.requests, 0, 0, 0)
+  r.requests, r.charges = 0, r.charges + 1
 end
 
 -- End a reservation, and charge what was used of it and is not paid yet: after an earlier end only what that did not know

@@ -49,6 +49,7 @@ local function drop_remains()
       if tenant ~= CELL_FIELD then
         read_totals(tenant)
         count_waiting(tenant, -totals[tenant].begun_bytes, -totals[tenant].begun_work, true)
+        flush_counts() -- one command has no room for thousands of tenants
       end
     end
     cell.begun_bytes = 0

@@ -5,7 +5,7 @@
 
 -- Return the rows of a packed room. Raises an error on one that these scripts cannot have packed, or that is too old.
 local function checked_room(rows, until_ms)
-  if until_ms > now and rows < math.huge then return rows end
+  if until_ms > now and until_ms <= now + FREE_ROWS_MS and rows < math.huge then return rows end
   error('unreadable')
 end
 
@@ -18,6 +18,14 @@ end
 
 local function note_free_rows(worker, rows)
   redis.call('HSET', ROOMS, worker, cmsgpack.pack(rows, now + FREE_ROWS_MS))
+end
+
+-- Drop the free rows of workers that have not claimed for long.
+local function drop_old_rooms()
+  local rooms = redis.call('HGETALL', ROOMS)
+  for i = 1, #rooms, 2 do
+    if not read_packed(checked_room, rooms[i + 1]) then redis.call('HDEL', ROOMS, rooms[i]) end
+  end
 end
 
 -- Wake one idle worker, unless a wake-up is on its way already.
