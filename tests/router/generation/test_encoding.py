@@ -211,7 +211,7 @@ async def test_the_largest_worker_bounds_texts(calls: Calls, cluster: Cluster) -
         (("embed",), {"modules_to_save": ["classifier"], "id2label": {"0": "a", "1": "b"}}, "classify", ("a", "b")),
         (ALL, {"modules_to_save": ["score"]}, "classify", ("LABEL_0", "LABEL_1", "LABEL_2")),
         (("generate", "embed"), {}, "classify", "has no classification head; name an adapter that brings one"),
-        (("generate",), {}, "embed", r"register it again \(loraplex models push\)"),
+        (("generate",), {}, "embed", r"loraplex models push --replace"),
     ],
 )
 async def test_base_and_adapter_say_what_is_served(
