@@ -61,9 +61,11 @@ ROUTER_BEAT_MS = 250
 CHARGE_RECORD_MS = 15_000
 # Time in ms for which the refund of a job that never ran is remembered: its next claim charges the prompt again.
 REFUND_RECORD_MS = 120_000
-# Interval in ms over which the claim rate is measured, and the time from which on a measurement counts.
+# Interval in ms over which the claim rate is measured, the time from which on a measurement counts, and the time after
+# which it tells nothing: claims had stopped, or Redis's clock was put forward.
 CLAIM_RATE_MS = 10_000
 CLAIM_RATE_MIN_MS = 2_000
+CLAIM_RATE_MAX_MS = 60_000
 # Maximum tenants whose waiting work is read for an estimate of when a job's turn comes; that of others is reckoned.
 TENANTS_PER_ESTIMATE = 32
 # Tenants that become active in one moment get counters that differ by a part of a token, in their order: the number of

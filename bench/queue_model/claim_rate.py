@@ -20,6 +20,8 @@ class ClaimRate:
             self._since_ms, self._work, self._per_ms = None, 0, 0.0
         elif self._since_ms is None or self._since_ms > now_ms:
             self._since_ms, self._work = now_ms, 0
+        elif now_ms - self._since_ms >= terms.CLAIM_RATE_MAX_MS:
+            self._since_ms, self._work, self._per_ms = now_ms, 0, 0.0
         elif now_ms - self._since_ms >= terms.CLAIM_RATE_MS:
             self._per_ms = (self._work + work) / (now_ms - self._since_ms)
             self._since_ms, self._work = now_ms, 0
@@ -28,7 +30,6 @@ class ClaimRate:
 
     def per_ms(self, now_ms: int) -> float:
         """Return the rate of the last interval, or of the current one if it is higher; 0 where none is measured."""
-        if self._since_ms is None:
+        if self._since_ms is None or (measured_ms := now_ms - self._since_ms) >= terms.CLAIM_RATE_MAX_MS:
             return 0.0
-        measured_ms = now_ms - self._since_ms
         return max(self._per_ms, self._work / measured_ms if measured_ms >= terms.CLAIM_RATE_MIN_MS else 0.0)

@@ -144,7 +144,8 @@ class Crowd:
         while self._arena.driver.now < until:
             ended = await self._call(sort)
             if ended.code != "OK":
-                await asyncio.sleep(_PAUSE_S if ended.retry_s is None else ended.retry_s)
+                pause_s = _PAUSE_S if ended.retry_s is None else ended.retry_s
+                await asyncio.sleep(min(pause_s, max(0.0, until - self._arena.driver.now)))
 
     async def _call(self, sort: Sort) -> CrowdCall:
         self.begun += 1

@@ -16,6 +16,8 @@ from tests.chaos.verdict import Verdict
 
 # Seconds for which the end of a broken connection may still show after it was mended: keepalive takes five of them.
 BROKEN_S = 10.0
+# Maximum seconds that a refused call of a crowd is told to wait: no fault lasts as long.
+RETRY_MAX_S = 120.0
 # Statuses that no refusal has: they say that something was not refused but failed.
 _FAILURES = {"CANCELLED", "UNKNOWN", "INTERNAL", "DEADLINE_EXCEEDED"}
 # Reasons after which no wait helps, so that no RetryInfo belongs to them.
@@ -86,6 +88,8 @@ def _problem_of_refusal(call: CrowdCall) -> str:
         return f"ended with {call.code} and {call.reason or 'no reason'}"
     if call.code == "RESOURCE_EXHAUSTED" and call.retry_s is None and call.reason not in _FINAL:
         return f"were refused with {call.reason} and no RetryInfo"
+    if (call.retry_s or 0) > RETRY_MAX_S:
+        return f"were refused with {call.reason} and told to wait for more than {RETRY_MAX_S:.0f} s"
     return f"had begun and were ended with {call.reason}" if call.token_ids and not call.may_break else ""
 
 

@@ -46,6 +46,7 @@ def test_answers_and_refusals_are_counted() -> None:
         (changed(REFUSED, code="UNAVAILABLE", reason=""), "ended with UNAVAILABLE and no reason"),
         (changed(REFUSED, code="INTERNAL", reason="INTERNAL"), "ended with INTERNAL and INTERNAL"),
         (changed(REFUSED, retry_s=None), "were refused with QUEUE_FULL and no RetryInfo"),
+        (changed(REFUSED, retry_s=121.0), "were refused with QUEUE_FULL and told to wait for more than 120 s"),
         (changed(REFUSED, token_ids=IDS[:3]), "had begun and were ended with QUEUE_FULL"),
         (changed(REFUSED, token_ids=IDS[1:3]), "got tokens that are not the answer's"),
         (changed(REFUSED, ends=1), "ended twice"),

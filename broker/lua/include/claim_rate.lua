@@ -11,6 +11,8 @@ local function measure_claim_rate(claimed_work, is_ended)
     cell.rate_since, cell.rate_work, cell.rate = 0, 0, 0
   elseif since == 0 or since > now then -- the clock went back
     cell.rate_since, cell.rate_work = now, 0
+  elseif now - since >= CLAIM_RATE_MAX_MS then -- claims had stopped, or the clock was put forward
+    cell.rate_since, cell.rate_work, cell.rate = now, 0, 0
   elseif now - since >= CLAIM_RATE_MS then
     cell.rate_since, cell.rate_work, cell.rate = now, 0, work / (now - since)
   else
@@ -22,6 +24,8 @@ end
 -- waits for a row.
 local function claim_rate()
   local since, rate = cell.rate_since, cell.rate
-  if since > 0 and now - since >= CLAIM_RATE_MIN_MS then rate = math.max(rate, cell.rate_work / (now - since)) end
+  local age = now - since
+  if age >= CLAIM_RATE_MAX_MS then return 0 end
+  if since > 0 and age >= CLAIM_RATE_MIN_MS then rate = math.max(rate, cell.rate_work / age) end
   return rate
 end

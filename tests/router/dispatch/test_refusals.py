@@ -127,6 +127,24 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once(redis: Redis) -
     assert await queue.count_waiting() == 0
 
 
+async def test_a_clock_that_was_ahead_for_a_moment_refuses_no_deadline(redis: Redis) -> None:
+    clock = Clock(redis)
+    dispatcher, queue = dispatcher_of(redis, scripts=SCRIPTS_ON_TEST_CLOCK)
+    await clock.advance(0)
+    async with AsyncExitStack() as stack:
+        for number in range(30):
+            job = replace(JOB, job_id=f"{number}", request_id=f"{number}")
+            await stack.enter_async_context(dispatched(dispatcher, job))
+        for step_ms in (0, CLAIM_RATE_MIN_MS, 600_000, 100, -600_000, 100):
+            await clock.advance(step_ms)
+            for moment in ("before a claim", "after it"):
+                job_id = f"{step_ms} {moment}"
+                async with dispatched(dispatcher, replace(JOB, job_id=job_id, deadline_ms=900_000, priority=-1)):
+                    pass
+                assert (await queue.claim("sha256:0", ONE)).jobs
+    await dispatcher.drain_tasks()
+
+
 async def test_a_job_whose_deadline_passed_in_the_queue_ends_and_is_not_dispatched_again(redis: Redis) -> None:
     dispatcher, queue = dispatcher_of(redis)
     watch = asyncio.create_task(dispatcher.redispatch_missing())
