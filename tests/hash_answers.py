@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from artifacts.hash_model import parse_hash_model
 from options import Encode, Pooling, SamplingParams, StoppingParams, Task, TokenLogprobs
-from worker.engine.hash_engine import expected_prompt_logprobs, expected_tokens, expected_vector, matching_after
+from tests.hash_oracle import expected_prompt_logprobs, expected_tokens, expected_vector, matching_after
 
 # A token's log probability, and the likeliest tokens at its place as (id, log probability).
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]

@@ -18,8 +18,9 @@ from tests.hash_answers import (
     expected_vector_of,
 )
 from tests.hash_formats import GRAMMARS
+from tests.hash_oracle import matching_after
 from worker.engine import hash_engine
-from worker.engine.hash_engine import hash_root, id_bytes, matching_after, next_allowed_token
+from worker.engine.hash_engine import hash_root, id_bytes, next_allowed_token
 
 
 def truth(model: str, request: Request, choice: int) -> ExpectedChoice:

@@ -19,7 +19,7 @@ import pytest
 from loraplex_client import AsyncClient, AsyncStoreClient
 
 from options import StoppingParams
-from worker.engine.hash_engine import expected_ids
+from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

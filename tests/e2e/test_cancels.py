@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from options import StoppingParams
-from worker.engine.hash_engine import expected_ids
+from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

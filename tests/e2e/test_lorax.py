@@ -14,7 +14,7 @@ from loraplex_client.lorax.errors import NotFoundError, ValidationError
 from loraplex_client.lorax.types import FinishReason
 
 from options import SamplingParams, StoppingParams
-from worker.engine.hash_engine import expected_ids
+from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 END_AFTER = 30

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from clients.cli.__main__ import app
 from options import SamplingParams, StoppingParams
-from worker.engine.hash_engine import expected_ids
+from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

@@ -11,8 +11,8 @@ from loraplex_client import AsyncClient
 from broker.keys import LEDGER, Keys
 from options import StoppingParams
 from tests.e2e.conftest import StartCluster
+from tests.hash_oracle import expected_ids
 from tests.valkey_cluster import ValkeyCluster
-from worker.engine.hash_engine import expected_ids
 
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"
 CALLERS = 8

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from clients.cli.__main__ import app
 from options import StoppingParams
-from worker.engine.hash_engine import expected_ids
+from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=50"

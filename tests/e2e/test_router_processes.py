@@ -16,7 +16,7 @@ from loraplex_client import AsyncClient, AsyncGenerationStream, Generation
 
 from options import StoppingParams
 from tests.e2e.conftest import TENANT
-from worker.engine.hash_engine import expected_ids
+from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=10"

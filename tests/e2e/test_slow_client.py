@@ -16,7 +16,7 @@ from loraplex.inference.v1 import inference_pb2_grpc
 from options import StoppingParams
 from rpc.principal import TENANT_KEY
 from rpc.status import DETAILS_KEY
-from worker.engine.hash_engine import expected_ids
+from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

@@ -22,7 +22,7 @@ from loraplex_client import AsyncGenerationStream, Generation
 
 from options import Encode, SamplingParams, StoppingParams
 from tests.e2e.conftest import TENANT, Cluster, running_cluster, write_hash_adapters
-from worker.engine.hash_engine import expected_ids, expected_vector
+from tests.hash_oracle import expected_ids, expected_vector
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]

@@ -1,7 +1,6 @@
 """An engine whose next token is a hash of everything that it may depend on: real scheduler, blocks and slots, no model.
 
-A token that is lost, repeated, out of order, or of another adapter changes every id after it;
-`expected_ids` tells what they must be.
+A token that is lost, repeated, out of order, or of another adapter changes every id after it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterable
-from collections.abc import Sequence as Ids
 from dataclasses import fields
 from hashlib import blake2b
 from io import SEEK_END
@@ -23,12 +21,12 @@ from artifacts.base_model import HASH_LABELS
 from artifacts.hash_model import VECTOR_SIZE, HashModel, parse_hash_model
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
-from grammars.matching import compile_grammar, hash_vocabulary
+from grammars.matching import hash_vocabulary
 from grammars.prover import Prover
-from options import Encode, SamplingParams, StoppingParams, TokenLogprobs
+from options import Encode, SamplingParams, TokenLogprobs
 from worker.engine.engine import Engine
 from worker.engine.scheduling.adapter_cache import AdapterCache
-from worker.engine.scheduling.grammars import GrammarState, GrammarThread
+from worker.engine.scheduling.grammars import GrammarThread
 from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Batch, Row, Sequence
@@ -43,86 +41,6 @@ _DRAWING = tuple(
     declared.name for declared in fields(SamplingParams) if declared.name not in {*_ADJUSTING, "logit_bias"}
 )
 _FLOATS = frozenset(declared.name for declared in fields(SamplingParams) if declared.type == "float")
-
-
-def expected_ids(
-    spec: str,
-    prompt_ids: Iterable[int],
-    *,
-    adapter_digest: str = "",
-    sampling: SamplingParams | None = None,
-    stopping: StoppingParams | None = None,
-    choice: int = 0,
-    grammar: str = "",
-) -> tuple[int, ...]:
-    """Return the whole answer of the model `spec` (`hash:?...`), ending token included. Raises ArtifactError."""
-    answer = expected_tokens(
-        spec,
-        prompt_ids,
-        adapter_digest=adapter_digest,
-        sampling=sampling,
-        stopping=stopping,
-        choice=choice,
-        grammar=grammar,
-    )
-    return tuple(token for token, _ in answer)
-
-
-def expected_tokens(
-    spec: str,
-    prompt_ids: Iterable[int],
-    *,
-    adapter_digest: str = "",
-    sampling: SamplingParams | None = None,
-    stopping: StoppingParams | None = None,
-    choice: int = 0,
-    alternatives: int = 0,
-    grammar: str = "",
-) -> list[tuple[int, TokenLogprobs]]:
-    """Return the whole answer like `expected_ids`, each token with its log probabilities. Raises ArtifactError."""
-    model = parse_hash_model(spec)
-    stopping = stopping or StoppingParams()
-    ends = set() if stopping.ignore_eos else set(model.end_token_ids)
-    ends |= set(stopping.stop_token_ids)
-    state = hash_root(model, adapter_digest, sampling or SamplingParams(), choice)
-    state.update(id_bytes(prompt_ids))
-    matching = matching_after(spec, grammar, (), stopping) if grammar else None
-    answer: list[tuple[int, TokenLogprobs]] = []
-    while (answered := len(answer)) < stopping.max_tokens:
-        may_end = answered >= stopping.min_tokens
-        if matching is None:
-            token = next_token(model, state, answered, () if may_end else ends)
-        else:
-            allowed = matching.allowed_ids(frozenset() if may_end else frozenset(ends))
-            token = next_allowed_token(model, state, answered, allowed)
-            matching.advance(token)
-        answer.append((token, hash_logprobs(model, token, state.digest()[0], alternatives)))
-        if (may_end and token in ends) or (matching is not None and matching.complete):
-            break
-        state.update(id_bytes((token,)))
-    return answer
-
-
-def matching_after(spec: str, grammar: str, ids: Iterable[int], stopping: StoppingParams | None = None) -> GrammarState:
-    """Return the state inside a grammar after these ids of an answer."""
-    vocabulary = hash_vocabulary(parse_hash_model(spec))
-    matcher = compile_grammar(vocabulary.tokens, grammar)
-    state = GrammarState(matcher, vocabulary, hides_end=stopping is not None and stopping.ignore_eos)
-    state.replay(ids)
-    return state
-
-
-def expected_prompt_logprobs(spec: str, prompt_ids: Ids[int], alternatives: int) -> tuple[TokenLogprobs, ...]:
-    """Return the log probabilities of every prompt token but the first. Raises ArtifactError."""
-    model = parse_hash_model(spec)
-    return tuple(hash_logprobs(model, following, following, alternatives) for following in prompt_ids[1:])
-
-
-def expected_vector(
-    spec: str, prompt_ids: Iterable[int], encode: Encode, *, adapter_digest: str = ""
-) -> tuple[float, ...]:
-    """Return the vector of a text. Raises ArtifactError."""
-    return hash_vector(parse_hash_model(spec), adapter_digest, prompt_ids, encode)
 
 
 def hash_vector(model: HashModel, adapter_digest: str, ids: Iterable[int], encode: Encode) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from options import SamplingParams, StoppingParams
 from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
-from worker.engine.hash_engine import expected_ids
+from tests.hash_oracle import expected_ids
 
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 MODEL = "hash:?vocab=32000&seed=1&step_ms=5"

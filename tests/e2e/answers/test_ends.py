@@ -12,7 +12,7 @@ from loraplex_client import AlreadyExistsError, DeadlineExceededError, FinishRea
 from options import StoppingParams
 from tests.e2e.answers.conftest import MODEL, Eventually, expected
 from tests.e2e.conftest import Cluster
-from worker.engine.hash_engine import expected_ids
+from tests.hash_oracle import expected_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -15,7 +15,7 @@ from options import SamplingParams, StoppingParams
 from tests.e2e.answers.conftest import MODEL, expected
 from tests.e2e.conftest import TENANT, Cluster
 from tests.hash_formats import FORMATS, GRAMMARS
-from worker.engine.hash_engine import expected_ids, matching_after
+from tests.hash_oracle import expected_ids, matching_after
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -13,7 +13,7 @@ from loraplex_client import FinishReason, InvalidRequestError, NotFoundError
 from options import SamplingParams
 from tests.e2e.answers.conftest import MODEL, expected
 from tests.e2e.conftest import Cluster
-from worker.engine.hash_engine import expected_prompt_logprobs
+from tests.hash_oracle import expected_prompt_logprobs
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -12,7 +12,7 @@ import pytest
 from options import Encode
 from tests.e2e.answers.conftest import MODEL, Eventually
 from tests.e2e.conftest import Cluster
-from worker.engine.hash_engine import expected_vector
+from tests.hash_oracle import expected_vector
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 TEXTS: list[Any] = ["one", ("a query", "a passage"), [1, 300, 9_000], "x" * 3_000]

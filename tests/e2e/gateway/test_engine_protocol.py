@@ -11,7 +11,7 @@ import pytest
 from options import Encode, StoppingParams
 from tests.e2e.conftest import TENANT, Cluster
 from tests.e2e.gateway.conftest import MODEL, Eventually
-from worker.engine.hash_engine import expected_ids, expected_vector
+from tests.hash_oracle import expected_ids, expected_vector
 
 pytest.importorskip("smg_grpc_proto", reason="the engine protocol's package is not installed: pip install '.[smg]'")
 

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from options import Encode, SamplingParams
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import MESSAGES, MODEL, PROMPT, Eventually, expected
-from worker.engine.hash_engine import expected_vector
+from tests.hash_oracle import expected_vector
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 Client = openai.AsyncOpenAI

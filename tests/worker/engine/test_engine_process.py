@@ -16,7 +16,7 @@ from typing import TypeVar
 import pytest
 
 from options import FinishKind, SamplingParams, StoppingParams
-from worker.engine.hash_engine import expected_ids
+from tests.hash_oracle import expected_ids
 from worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output
 from worker.ipc import (
     Abort,

@@ -20,7 +20,7 @@ from grammars.build import json_grammar
 from grammars.matching import hash_token_text
 from options import FinishKind, SamplingParams, StoppingParams
 from tests.drawn_schemas import Schema, byte_tokenizer, draw_schema
-from worker.engine.hash_engine import expected_ids
+from tests.hash_oracle import expected_ids
 from worker.engine_api import AdapterSource, EngineConfig, NewSequence
 from worker.io.engine_client import EngineProcess
 from worker.ipc import Add, Configure, Stepped

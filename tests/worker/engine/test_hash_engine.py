@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from options import Encode, FinishKind, SamplingParams, StoppingParams
-from worker.engine.hash_engine import HashEngine, expected_ids, expected_vector
+from tests.hash_oracle import expected_ids, expected_vector
+from worker.engine.hash_engine import HashEngine
 from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, SequenceRefusedError
 
 SPEC = "hash:?vocab=600&seed=3"

@@ -14,7 +14,8 @@ from grammars.build import grammar_digest, regex_grammar
 from grammars.matching import Vocabulary, compile_grammar, hash_vocabulary
 from grammars.prover import Prover, ProverBusyError
 from options import FinishKind, StoppingParams
-from worker.engine.hash_engine import HashEngine, expected_ids
+from tests.hash_oracle import expected_ids
+from worker.engine.hash_engine import HashEngine
 from worker.engine.scheduling.grammars import CompiledGrammars, GrammarThread
 from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine_api import EngineConfig, NewSequence, Output
