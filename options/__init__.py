@@ -52,7 +52,7 @@ class SamplingParams:
 
     First what changes the logits, greedy or not: `logit_bias` is added to those of single token ids; then the
     repetition penalty (ids of prompt and answer), the frequency and the presence penalty (ids of the answer alone).
-    Then temperature, top_k, top_p, min_p and typical_p, in this order.
+    Then temperature, top_k, top_p, min_p, top_n_sigma and typical_p, in this order.
     """
 
     temperature: float = _in_range(0.0, 0, 100)
@@ -68,6 +68,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     # The seed of the noise, 64 bits.
     seed: int = 0
+    # 0: no limit.
+    top_n_sigma: float = _in_range(0.0, 0, 100)
 
     @property
     def penalizes(self) -> bool:

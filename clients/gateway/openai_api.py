@@ -78,6 +78,7 @@ class Extensions(TypedDict, total=False):
     top_k: int | None
     min_p: float | None
     typical_p: float | None
+    top_n_sigma: float | None
     repetition_penalty: float | None
     min_tokens: int | None
     stop_token_ids: list[int] | None

@@ -144,6 +144,7 @@ class ChatOptions(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     typical_p: float | None
+    top_n_sigma: float | None
     repetition_penalty: float | None
     frequency_penalty: float | None
     presence_penalty: float | None
@@ -196,8 +197,8 @@ _PATHS: dict[str, str] = {
     **{
         name: f"sampling.{name}"
         for name in (
-            "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
-            "presence_penalty", "logit_bias", "seed",
+            "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "repetition_penalty",
+            "frequency_penalty", "presence_penalty", "logit_bias", "seed",
         )
     },
     **{name: f"stopping.{name}" for name in ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")},

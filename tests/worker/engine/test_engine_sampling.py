@@ -19,7 +19,7 @@ CRAMPED = ROOMY | {"rows": 5, "kv_blocks": 22, "step_tokens": 9}
 SAMPLINGS = [
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.7, top_k=5),
-    SamplingParams(temperature=1.3, top_p=0.8),
+    SamplingParams(temperature=1.3, top_p=0.8, top_n_sigma=3.0),
     SamplingParams(temperature=0.9, top_k=40, top_p=0.95),
     SamplingParams(temperature=1.0, min_p=0.02, repetition_penalty=1.3, logit_bias=((77, 3.0), (5, -100.0))),
     SamplingParams(temperature=1.2, typical_p=0.9, frequency_penalty=0.6, presence_penalty=0.4),

@@ -1,4 +1,4 @@
-"""top_k, top_p, min_p and typical_p keep what transformers' warpers keep, alone and one after the other."""
+"""Each limit keeps what transformers' warpers keep, or what its paper defines, alone and one after the other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from transformers.generation.logits_process import (
-    LogitsProcessorList,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -22,11 +21,19 @@ from worker.engine.sampling.sampler import Draw, mask_atypical, sample, smallest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WARPERS: dict[str, Callable[[Any], Any]] = {
+
+def smallest_by_sigma(scores: torch.Tensor, sigmas: float) -> torch.Tensor:
+    """The definition of top_n_sigma (Tang et al. 2024, algorithm 1) in float64; transformers does not have it."""
+    exact = scores.double()
+    return exact.amax(-1, keepdim=True) - sigmas * exact.std(-1, correction=0, keepdim=True)
+
+
+WARPERS: dict[str, Callable[..., Any]] = {
     "temperature": TemperatureLogitsWarper,
     "top_k": TopKLogitsWarper,
     "top_p": TopPLogitsWarper,
     "min_p": MinPLogitsWarper,
+    "top_n_sigma": smallest_by_sigma,
     "typical_p": TypicalLogitsWarper,
 }
 LIMITS: list[dict[str, Any]] = [
@@ -37,20 +44,27 @@ LIMITS: list[dict[str, Any]] = [
     {"min_p": 0.02},
     {"min_p": 0.5},
     {"min_p": 1.0},
+    {"top_n_sigma": 0.5},
+    {"top_n_sigma": 2.5},
     {"typical_p": 0.2},
     {"typical_p": 0.6},
     {"typical_p": 0.97},
     {"top_k": 40, "top_p": 0.7},
     {"top_p": 0.9, "min_p": 0.05},
-    {"top_k": 30, "top_p": 0.9, "min_p": 0.03, "typical_p": 0.8},
+    {"top_p": 0.9, "top_n_sigma": 1.5},
+    {"top_k": 30, "top_p": 0.9, "min_p": 0.03, "top_n_sigma": 2.0, "typical_p": 0.8},
 ]
 
 
 def warped(scores: torch.Tensor, limits: dict[str, Any]) -> torch.Tensor:
-    """Scores [rows, vocab] as transformers leaves them, in its order."""
-    chain: Any = LogitsProcessorList([WARPERS[name](limits[name]) for name in WARPERS if name in limits])
-    warped_scores: torch.Tensor = chain(torch.zeros(len(scores), 1, dtype=torch.int64), scores.clone())
-    return warped_scores
+    """Scores [rows, vocab] as transformers leaves them, in its order, and top_n_sigma as its paper defines it."""
+    kept, every_score = scores.clone(), scores / limits.get("temperature", 1)
+    for name, warper in WARPERS.items():
+        if name == "top_n_sigma" and name in limits:
+            kept = kept.masked_fill(kept < warper(every_score, limits[name]), -math.inf)
+        elif name in limits:
+            kept = warper(limits[name])(torch.zeros(len(scores), 1, dtype=torch.int64), kept)
+    return kept
 
 
 def random_scores(rows: int, vocab: int) -> torch.Tensor:
@@ -108,6 +122,7 @@ def test_limits_of_other_rows_change_nothing() -> None:
     "limits",
     [
         {"min_p": 0.1},
+        {"top_n_sigma": 0.2},
         {"typical_p": 0.5},
         {"typical_p": 0.9},
         {"top_k": 6, "top_p": 0.95, "min_p": 0.08, "typical_p": 0.9},

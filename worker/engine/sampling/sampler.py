@@ -6,7 +6,7 @@
 A batch of plain greedy rows costs one pass over the logits, with grammars one more.
 
     adjustments     + logit_bias ──▶ repetition_penalty ──▶ frequency and presence penalty ──▶ banned ids to -inf
-    limits          typical_p; top_k, top_p and min_p, each of the tokens that the one before kept
+    limits          top_k, top_p, min_p, top_n_sigma and typical_p, each of the tokens that the one before kept
 
 The repetition penalty (Keskar et al. 2019, CTRL, section 4.1; as in transformers) counts tokens of prompt and answer;
 the other two (as OpenAI's API defines them) count the answer's alone, ids of earlier attempts included.
@@ -73,16 +73,17 @@ _OFF = float("-inf")
 
 def limits_likeliest(sampling: SamplingParams) -> bool:
     """Tell whether `smallest_kept` cuts any token of a row."""
-    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.top_n_sigma)
 
 
 def smallest_kept(scores: Tensor, values: Tensor, samplings: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """Return the smallest score that top_k, top_p and min_p keep [rows, 1], and whether `values` suffice [rows].
+    """Return the smallest score that all limits but typical_p keep [rows, 1], and whether `values` suffice [rows].
 
     `values` [rows, width] are the largest of scores [rows, vocab], in descending order. Kept are the top_k largest; of
-    those the fewest that together reach top_p of their probability (nucleus sampling, Holtzman et al. 2020); and of
-    those the ones with at least min_p of the largest's probability (Nguyen et al. 2024). Ties with the smallest kept
-    score are kept.
+    those the fewest that together reach top_p of their probability (nucleus sampling, Holtzman et al. 2020); of those
+    the ones with at least min_p of the largest's probability (Nguyen et al. 2024); and of those the ones whose score is
+    at most top_n_sigma standard deviations of all scores below the largest (Tang et al. 2024). Ties with the smallest
+    kept score are kept.
     """
     vocab, width = scores.shape[-1], values.shape[-1]
     top_k = upload([min(sampling.top_k or vocab, vocab) for sampling in samplings], scores.device)[:, None]
@@ -98,11 +99,22 @@ def smallest_kept(scores: Tensor, values: Tensor, samplings: Sequence[SamplingPa
     before[:, 0] = 0
     keep = ((before < top_p) & (ranks < top_k)).sum(-1, keepdim=True)
     smallest = values.gather(-1, keep - 1).maximum(values[:, :1] + upload(min_p, scores.device)[:, None])
+    if any(sampling.top_n_sigma for sampling in samplings):
+        sigmas = upload([sampling.top_n_sigma or math.inf for sampling in samplings], scores.device)[:, None]
+        smallest = smallest.maximum(values[:, :1] - sigmas * _deviation(scores))
     if width == vocab:
         return smallest, torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
     decided = (top_k <= width) | (top_k == vocab)
     # Beyond `values` there may be ties with their smallest.
     return smallest, (decided & (smallest > values[:, -1:]))[:, 0]
+
+
+def _deviation(scores: Tensor) -> Tensor:
+    """Return the standard deviation [rows, 1] of the finite scores of each row; those of forbidden ids are -inf."""
+    finite = scores.isfinite()
+    count = finite.sum(-1, keepdim=True)
+    mean = scores.masked_fill(~finite, 0.0).sum(-1, keepdim=True) / count
+    return ((scores - mean).masked_fill(~finite, 0.0).square().sum(-1, keepdim=True) / count).sqrt()
 
 
 def mask_atypical(scores: Tensor, samplings: Sequence[SamplingParams], width: int) -> tuple[Tensor, Tensor]:
