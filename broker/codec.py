@@ -95,6 +95,8 @@ def decode_job(data: bytes) -> Job:
         raise DecodeError("the job has no id")
     if message.n > MAX_ANSWERS:
         raise DecodeError(f"n: {message.n} answers; a job has at most {MAX_ANSWERS}")
+    if not 0 < message.weight < math.inf:  # a worker divides by it
+        raise DecodeError(f"weight: {message.weight:g} is not a finite number above 0")
     if message.HasField("sealed"):
         raise DecodeError("the job is sealed, and this process runs without credentials")
     return Job(
@@ -125,8 +127,7 @@ def decode_job(data: bytes) -> Job:
         done=tuple(message.done),
         traceparent=message.traceparent,
         resumed=message.resumed,
-        # Unset by an older version; a worker divides by it.
-        weight=message.weight if 0 < message.weight < math.inf else 1.0,
+        weight=message.weight,
         grammar=message.grammar,
         encode=_read_encode(message.encode) if message.HasField("encode") else None,
     )

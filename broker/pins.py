@@ -45,7 +45,7 @@ def _adapter(ref: AdapterRef) -> str:
 class PinnedAdapters:
     """Pinned adapters in Redis, a hash by digest and tenant; with `seals` each is sealed for its field.
 
-    Tenants that pin the same bytes have a record each. Records of older versions have the digest alone as their field.
+    Tenants that pin the same bytes have a record each.
     """
 
     def __init__(self, redis: Redis, keys: Keys, seals: Seals | None = None) -> None:

@@ -64,9 +64,3 @@ class WorkerState:
     pid: int
     engine_pid: int
     tiers: AdapterTiers = AdapterTiers()
-    # True if the worker keeps a link to every live router, and claims only jobs of routers that it has a link to.
-    keeps_links: bool = False
-    # True if its engine keeps answers to a job's grammar; older workers ignore the grammar.
-    constrains: bool = False
-    # True if it answers jobs that ask for a vector; older workers ignore what those ask for.
-    encodes: bool = False

@@ -43,7 +43,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredModel:
-    """A base model as the store lists it. `tasks` change where a manifest of an older version is registered again."""
+    """A base model as the store lists it. `tasks` change where it is registered again with others."""
 
     digest: str
     tasks: tuple[str, ...] = ("generate",)
@@ -51,7 +51,7 @@ class RegisteredModel:
 
 def registered_model(model: pb.BaseModel) -> RegisteredModel:
     """Return a base model of the store's list."""
-    return RegisteredModel(model.digest, _tasks(model))
+    return RegisteredModel(model.digest, tuple(model.tasks))
 
 
 def read_manifest(model: pb.BaseModel, files: Mapping[str, bytes]) -> Manifest:
@@ -65,7 +65,7 @@ def read_manifest(model: pb.BaseModel, files: Mapping[str, bytes]) -> Manifest:
         files,
         model.original_digest,
         model.quantization,
-        tasks=_tasks(model),
+        tasks=tuple(model.tasks),
         labels=tuple(model.labels),
         problem_type=_problem_type(files.get(_CONFIG, b"{}")),
     )
@@ -76,8 +76,3 @@ def _problem_type(config: bytes) -> str:
         return str(parse_object(config, _CONFIG).get("problem_type") or "")
     except ArtifactError:  # anybody may have written it
         return ""
-
-
-def _tasks(model: pb.BaseModel) -> tuple[str, ...]:
-    """Return what a base model does; manifests of older versions do not say it."""
-    return tuple(model.tasks) or ("generate",)

@@ -13,7 +13,6 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 from loraplex.admin.v1 import accounts_pb2, accounts_pb2_grpc, keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
 
-from artifacts.peft_config import CONFIG_FILE
 from broker.messages import AdapterRef
 from broker.pins import is_of_tenant
 from router.catalog.manifest import Manifest, RegisteredModel, read_manifest, registered_model
@@ -201,8 +200,6 @@ class StoreClient:
             try:
                 async for part in call:
                     if part.HasField("chunk"):
-                        if part.chunk.name != CONFIG_FILE:  # a store that does not know config_only
-                            break
                         config.extend(part.chunk.data)
             finally:
                 call.cancel()
@@ -255,8 +252,6 @@ class StoreClient:
         try:
             return await self._channel.stub(plans_pb2_grpc.PlanServiceStub).ListPlanChanges(request, timeout=CALL_S)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a store of an older version has no plans
-                return plans_pb2.ListPlanChangesResponse(epoch="none")
             raise self._translate(error, "plan", "") from error
 
     async def save_accounts(self, accounts: Sequence[accounts_pb2.Account]) -> None:
@@ -269,8 +264,6 @@ class StoreClient:
             try:
                 await self._accounts.SaveAccounts(request, timeout=CALL_S)
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a store of an older version keeps none
-                    return
                 raise self._translate(error, "account", "") from error
 
     async def accounts(self) -> list[accounts_pb2.Account]:
@@ -282,8 +275,6 @@ class StoreClient:
             try:
                 page = await self._accounts.ListAccounts(request, timeout=CALL_S)
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # a store of an older version has none
-                    return []
                 raise self._translate(error, "account", "") from error
             accounts += page.accounts
             if not (token := page.next_page_token):

@@ -54,7 +54,7 @@ class PaceLimits:
         return min(self.longest_ms, max(1, steps) * self.shortest_ms)
 
 
-# Timeout in seconds for a worker's answer: it asks the store and its engine. Workers of older versions give none.
+# Timeout in seconds for a worker's answer: it asks the store and its engine.
 ANSWER_S = 6.0
 
 
@@ -84,7 +84,7 @@ class WorkerForgets:
             async with asyncio.timeout(self._answer_s):
                 return await answer
         except TimeoutError:
-            return pb.Forgotten(error=f"no answer within {self._answer_s:g} s; workers of older versions give none")
+            return pb.Forgotten(error=f"no answer within {self._answer_s:g} s")
         finally:
             del self._asked[incarnation, number]
 

@@ -116,9 +116,9 @@ class RelayReach:
         self._some_model_reached = True
 
     def linked(self, states: Sequence[WorkerState]) -> list[WorkerState]:
-        """Return the workers that may claim jobs of this router; one of an older version dials when it has claimed."""
+        """Return the workers that may claim jobs of this router."""
         open_links = self.links.incarnations
-        return [state for state in states if not state.keeps_links or state.incarnation in open_links]
+        return [state for state in states if state.incarnation in open_links]
 
     def look(self, serving: Mapping[str, Sequence[WorkerState]]) -> list[str]:
         """Take the live workers of each model; return the models whose workers have all had no link for long."""

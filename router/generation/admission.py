@@ -222,9 +222,7 @@ class Admission:
         template = await self._template(request, model, adapter)
         prompt_ids = await self._tokenize(request, model, template)
         answer_format, grammar = await self._formats(request, model, template, prompt_ids)
-        workers = workers_for_new_jobs(self._models, self._reach, model.manifest)
-        if grammar and not all(state.constrains for state in workers):
-            raise Unavailable("a worker of an older version is still there, which ignores formats", reason="OLD_WORKER")
+        workers_for_new_jobs(self._models, self._reach, model.manifest)
         max_tokens = _max_tokens(request, len(prompt_ids), context)
         _check_all_ids(request, prompt_ids, model.manifest.vocab_size)
         job = self._job(request, model.manifest, adapter, prompt_ids, grammar, max_tokens, deadline_s)

@@ -26,7 +26,7 @@ from router.generation.admission import check_ids, workers_for_new_jobs
 from router.generation.generation import Generation
 from router.request import EncodeRequest, Summary, WeightedAdapter
 from router.text.prompt_encoder import PromptEncoder
-from rpc.errors import Internal, InvalidField, Unavailable
+from rpc.errors import Internal, InvalidField
 
 T = TypeVar("T")
 
@@ -120,8 +120,6 @@ class Encoding:
         adapter = await resolve_adapters(request, manifest, self._store)
         classifier = await find_classifier(request, manifest, adapter, self._configs)
         workers = workers_for_new_jobs(self._models, self._reach, manifest)
-        if not all(state.encodes for state in workers):
-            raise Unavailable("a worker of a version without vectors is still there", reason="OLD_WORKER")
         check_rank(adapter, max(state.max_rank for state in workers))
         limit = min(manifest.context_length, max(state.max_tokens for state in workers))
         encoded = await self._encoder.encode_inputs(model.text, request, limit)
@@ -162,9 +160,7 @@ class Encoding:
 
 def _vector(routed: RoutedJob, classifier: Classifier) -> Vector:
     vector = routed.choices[0].vector
-    if not vector:
-        raise Unavailable("a worker of an older version took a text and gave no vector", reason="OLD_WORKER")
-    if len(vector) != len(classifier.labels or vector):
+    if not vector or len(vector) != len(classifier.labels or vector):
         raise Internal(f"{len(vector)} logits of {len(classifier.labels)} labels", reason="WRONG_LOGITS")
     return Vector(vector, len(routed.job.prompt_ids), classifier)
 

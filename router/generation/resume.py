@@ -186,7 +186,6 @@ class ResumeEpochs:
         if adapter is None:
             return
         parts = adapter.summands
-        known = epochs if len(epochs) == len(parts) else (0,) * len(parts)
         try:
             async with asyncio.timeout(self._check_s):
                 found = await asyncio.gather(*(self._epoch_now(part.revision, tenant) for part in parts))
@@ -195,7 +194,7 @@ class ResumeEpochs:
         except (TimeoutError, Unavailable):
             log.warning("a request is resumed unchecked: the adapter store does not answer")
             return
-        if any(epoch not in {0, now} for epoch, now in zip(known, found, strict=True)):
+        if any(epoch not in {0, now} for epoch, now in zip(epochs, found, strict=False)):
             raise _ended("the adapter")
 
     async def _epoch_now(self, revision: str, tenant: str) -> int:
@@ -215,7 +214,7 @@ def _ended(what: str) -> InvalidField:
 
 # Version of the payload's layout, the first byte of a payload; tokens of other versions are refused by that name.
 VERSION = 2
-# Time in seconds for which a token is good. Those of routers before tokens had an end count from their admission.
+# Time in seconds for which a token is good.
 TOKEN_S = 86_400.0
 _MAC_BYTES = hashlib.sha256().digest_size
 # Maximum length of a token in characters, so that nothing longer is hashed.
@@ -250,7 +249,7 @@ class ResumeClaims(msgspec.Struct, frozen=True, array_like=True):
     rendered_at_s: float = 0.0
     # Id of the request's reservation of tokens; empty: its tenant had no limits.
     reservation: str = ""
-    # Wall clock's time in seconds from which on the token is refused; 0 in those of routers before.
+    # Wall clock's time in seconds from which on the token is refused.
     expires_at_s: float = 0.0
     # Name of the resume key that has signed it; see key_name.
     signed_by: str = ""
@@ -322,7 +321,7 @@ class ResumeTokens:
                 reason="RESUME_TOKEN_VERSION",
             )
         claims = self._decoder.decode(payload[1:])
-        if self._now() >= (claims.expires_at_s or claims.rendered_at_s + TOKEN_S):
+        if self._now() >= claims.expires_at_s:
             raise InvalidField("resume_token", "has expired; call Generate again", reason="RESUME_TOKEN_EXPIRED")
         if self._epochs is not None:
             await self._epochs.check(claims.api_key, claims.adapter, claims.epochs, tenant)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from broker.codec import encode_adapter_request
 from broker.commands import DRAIN, Command, CommandQueue, Verb, decode_command, encode_command
 from broker.keys import Keys
 from broker.messages import AdapterRef, AdapterRequest
@@ -59,9 +58,7 @@ async def test_to_unpin_an_adapter_is_to_unpin_its_revisions_and_no_others(redis
 async def test_a_purge_leaves_pins_of_the_same_bytes_to_other_tenants(redis: Redis) -> None:
     pins = PinnedAdapters(redis, KEYS)
     shared = AdapterRef("tenants/shared/adapters/a/revisions/sha256-1", "sha256-1", 8, 1)
-    old = AdapterRequest(shared, "initech")  # an older version wrote it, by the digest alone
-    await redis.hset(KEYS.pins, shared.digest, encode_adapter_request(old))
-    for tenant in ("acme", "globex"):
+    for tenant in ("acme", "globex", "initech"):
         await pins.pin(AdapterRequest(shared, tenant))
     assert await pins.forget_tenant("globex") == 1
     assert {pin.tenant for pin in await pins.list()} == {"acme", "initech"}

@@ -32,9 +32,6 @@ def worker(worker_id: str) -> WorkerState:
         adapters=("sha256:1", "sha256:2"),
         host="here",
         tiers=AdapterTiers(**{name: at for at, name in enumerate(AdapterTiers.__dataclass_fields__, 1)}),
-        keeps_links=True,
-        constrains=True,
-        encodes=True,
         **numbers,
     )
 

@@ -65,10 +65,9 @@ def test_a_job_survives_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
-def test_a_weight_that_no_worker_can_divide_by_counts_as_1(weight: float) -> None:
-    """0 is what a router of an older version sends."""
-    assert decode_job(encode_job(job("j", weight=weight))).weight == 1.0
-    assert decode_job(encode_job(job("j", weight=0.5))).weight == 0.5
+def test_a_job_with_a_weight_that_no_worker_can_divide_by_is_not_read(weight: float) -> None:
+    with pytest.raises(DecodeError, match="weight: "):
+        decode_job(encode_job(job("j", weight=weight)))
 
 
 def test_a_job_of_more_answers_than_any_router_admits_is_not_read() -> None:

@@ -137,9 +137,6 @@ def worker_state(
         pid=os.getpid(),
         engine_pid=engine_pid,
         tiers=_tiers(stats, disk),
-        keeps_links=True,
-        constrains=True,
-        encodes=True,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import grpc
 import pytest
 from loraplex.admin.v1.accounts_pb2 import Account
 
@@ -34,13 +33,3 @@ async def test_accounts_are_saved_and_read_in_batches(tmp_path: Path) -> None:
     with pytest.raises(Unavailable):
         await client.accounts()
     await client.close()
-
-
-async def test_a_store_of_an_older_version_saves_nothing() -> None:
-    server = grpc.aio.server()
-    client = StoreClient(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
-    await server.start()
-    await client.save_accounts([Account(name="acme")])
-    assert await client.accounts() == []
-    await client.close()
-    await server.stop(None)

@@ -38,7 +38,7 @@ class Watched:
 
 
 def lives(name: str) -> WorkerState:
-    return replace(worker(name), incarnation=f"{name}-1", keeps_links=True)
+    return replace(worker(name), incarnation=f"{name}-1")
 
 
 def test_a_router_that_no_worker_reaches_refuses_and_names_its_address(caplog: pytest.LogCaptureFixture) -> None:
@@ -89,10 +89,3 @@ def test_nobody_is_judged_before_redis_has_answered_again() -> None:
     watched.reach.forget()
     watched.reach.check("tiny")
     assert watched.look(100.0) == []
-
-
-def test_a_worker_of_an_older_version_opens_its_link_with_a_job() -> None:
-    watched = Watched("w1")
-    watched.live = [replace(watched.live[0], keeps_links=False)]
-    assert watched.reach.linked(watched.live) == watched.live
-    assert watched.look() == watched.look(100.0) == []

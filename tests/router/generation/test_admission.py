@@ -38,7 +38,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.served = {"tiny": SimpleNamespace(manifest=MANIFEST, text=HashText())}
-        self.workers = [SimpleNamespace(max_rank=16, max_tokens=200, constrains=True)]
+        self.workers = [SimpleNamespace(max_rank=16, max_tokens=200)]
         self.unservable: CallError | None = None
 
     def with_digest(self, name: str, digest: str) -> Any:
@@ -161,17 +161,6 @@ async def test_a_format_is_proven_before_its_job_is_made(admission: Admission) -
     error = await refusal(admission, replace(request, grammar=regex_grammar("(a")))
     assert (type(error), error.reason) == (InvalidField, "INVALID_FORMAT")
     assert "regex: unclosed group" in str(error)
-
-
-async def test_a_format_waits_until_no_worker_would_ignore_it(admission: Admission, cluster: Cluster) -> None:
-    cluster.workers.append(SimpleNamespace(max_rank=16, max_tokens=200, constrains=False))
-    request = replace(REQUEST, format_field="regex", grammar=regex_grammar("[0-9]+"))
-    error = await refusal(admission, request)
-    assert (type(error), error.reason) == (Unavailable, "OLD_WORKER")
-    resumption = Resumption(CLAIMS, {})
-    with pytest.raises(Unavailable, match="older version"):
-        await admission.readmit(request, resumption, None)
-    assert (await admission.admit(REQUEST, None)).job.grammar == ""
 
 
 SIZED = Request("acme", "x", "prompt")

@@ -50,12 +50,6 @@ def same(found: ResumeClaims, claims: ResumeClaims) -> bool:
     return msgspec.structs.replace(found, signed_by="", expires_at_s=0.0) == claims
 
 
-def as_before(claims: ResumeClaims, fields: int, tenant: str = "acme", key: str = KEY) -> str:
-    """Return the token of a router that knew the first fields alone."""
-    payload = bytes([resume.VERSION]) + msgspec.msgpack.encode(msgspec.structs.astuple(claims)[:fields])
-    return base64.urlsafe_b64encode(resume._mac(key, tenant, payload) + payload).decode()
-
-
 @pytest.mark.parametrize("adapter", [None, PART, SET])
 async def test_a_token_holds_its_ticket(adapter: AdapterRef | None) -> None:
     claims = msgspec.structs.replace(CLAIMS, adapter=adapter)

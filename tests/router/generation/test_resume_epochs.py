@@ -16,7 +16,7 @@ from router.generation.resume import TOKEN_S, GivenKeys, ResumeEpochs, ResumeTok
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.principal import CredentialKind, Principal, Role, set_caller
 from tenancy.api_keys import HashedKey, KeyDirectory
-from tests.router.generation.test_resume import CLAIMS, KEY, PART, SET, as_before, same
+from tests.router.generation.test_resume import CLAIMS, KEY, PART, SET, same
 
 HASHED = HashedKey("0123456789abcdef", "acme", Role.TENANT_USER, frozenset(), None, False, ())
 
@@ -81,15 +81,6 @@ async def test_a_token_expires(router: Router) -> None:
     assert await router.refusal(token) == ""
     router.now += 1
     assert await router.refusal(token) == "RESUME_TOKEN_EXPIRED"
-
-
-async def test_a_token_of_a_router_before_ends_a_day_after_its_admission(router: Router) -> None:
-    token = as_before(msgspec.structs.replace(CLAIMS, rendered_at_s=router.now), fields=10)
-    router.now += TOKEN_S - 1
-    assert await router.refusal(token) == ""
-    router.now += 1
-    assert await router.refusal(token) == "RESUME_TOKEN_EXPIRED"
-    assert await router.refusal(as_before(CLAIMS, fields=9)) == "RESUME_TOKEN_EXPIRED"
 
 
 @pytest.mark.parametrize("how", ["revoked", "expired", "gone"])
