@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import loraplex_client as lx
 import pytest
+from loraplex_client import lorax
+from loraplex_client.lorax.types import Parameters
 
 ROOMS = {
     *("adapter_store", "artifacts", "bench", "broker", "clients", "deploy", "files", "grammars"),
@@ -21,9 +25,9 @@ SHIPPED = {"loraplex.inference", "loraplex.adapters"}
 )
 def test_sync_and_async_take_the_same(blocking: type, on_asyncio: type) -> None:
     def methods(cls: type) -> dict[str, list[inspect.Parameter]]:
-        found = inspect.getmembers(cls, inspect.isfunction)
+        members = inspect.getmembers(cls, inspect.isfunction)
         return {
-            name: list(inspect.signature(one).parameters.values()) for name, one in found if not name.startswith("_")
+            name: list(inspect.signature(one).parameters.values()) for name, one in members if not name.startswith("_")
         }
 
     assert methods(blocking) == methods(on_asyncio)
@@ -36,3 +40,25 @@ def test_the_sdk_stands_alone() -> None:
     assert not {name.partition(".")[0] for name in modules} & ROOMS
     packages = {".".join(name.split(".")[:2]) for name in modules if name.startswith("loraplex.")}
     assert packages == SHIPPED
+
+
+@pytest.mark.parametrize("page", ["README.md", "clients/python/README.md", *map(str, Path("docs").rglob("*.md"))])
+def test_examples_have_the_present_keywords(page: str) -> None:
+    check_keywords(Path(page).read_text().partition("## Programs written for LoRAX")[0])
+
+
+@pytest.mark.parametrize(
+    "text", [Path("clients/python/README.md").read_text().partition("## Programs written for LoRAX")[2], lorax.__doc__]
+)
+def test_examples_for_lorax_have_its_keywords(text: str) -> None:
+    check_keywords(text, {"prompt", "adapter_id", "adapter_source", *Parameters.__annotations__})
+
+
+def check_keywords(text: str, known: set[str] | None = None) -> None:
+    """Check the keywords of each call of a client's method in a text; by default the SDK's own."""
+    for name, arguments in re.findall(r"\bclient\.(\w+)\(((?:[^()]|\([^()]*\))*)\)", text):
+        keywords = set(re.findall(r"\b(\w+)=(?!=)", re.sub(r'"[^"]*"|\{[^}]*\}', "", arguments)))
+        if not keywords:
+            continue
+        cls = lx.Client if hasattr(lx.Client, name) else lx.StoreClient
+        assert keywords <= (known or set(inspect.signature(getattr(cls, name)).parameters)), (name, arguments)
