@@ -34,9 +34,12 @@ class Service:
 
     def ask(self, method: str, request: Any) -> Any:
         """Make one call and return its answer."""
-        from loraplex_client.calls import single
+        from loraplex_client.calls import Call
 
-        return self.run(single(method, request))
+        def script() -> Script[Any]:
+            return (yield Call(method, request))
+
+        return self.run(script())
 
     def list(self, method: str, request: Any, items: Callable[[Any], Iterable[Any]]) -> list[Any]:
         """Return the items of all pages; `items` takes those of one page."""

@@ -67,27 +67,27 @@ def cluster_connection(address: str, credentials: Credentials) -> AsyncConnectio
     return AsyncConnection(address, cluster_pb2_grpc.ClusterServiceStub, credentials=credentials)
 
 
-class _Once(Call):
-    """A call that is not repeated: the page asks again every second."""
+# Timeout in seconds of a router's answers for the page: a router that is slower is shown as silent.
+_ROUTER_S = 2.0
 
-    @property
-    def may_repeat(self) -> bool:
-        """See Call."""
-        return False
+
+def _once(method: str, request: Any) -> Call:
+    """Return a call that is not repeated: the page asks again every second."""
+    return Call(method, request, timeout_s=_ROUTER_S, once=True)
 
 
 def read_router() -> Script[RouterState]:
     """Return what a router itself does now."""
-    traffic = yield _Once("GetTraffic", pb.GetTrafficRequest())
-    jobs = yield _Once("ListJobs", pb.ListJobsRequest())
+    traffic = yield _once("GetTraffic", pb.GetTrafficRequest())
+    jobs = yield _once("ListJobs", pb.ListJobsRequest())
     counts = Counter((job.tenant, job.model, bool(job.worker_id)) for job in jobs.jobs)
     return RouterState(_traffic(traffic), counts)
 
 
 def read_shared() -> Script[SharedState]:
     """Return what a router sees of the cluster now."""
-    workers = yield _Once("ListWorkers", pb.ListWorkersRequest())
-    queues = yield _Once("ListQueues", pb.ListQueuesRequest())
+    workers = yield _once("ListWorkers", pb.ListWorkersRequest())
+    queues = yield _once("ListQueues", pb.ListQueuesRequest())
     return SharedState([_worker(worker) for worker in workers.workers], [_fields(queue) for queue in queues.queues])
 
 
@@ -214,12 +214,12 @@ class Cluster:
         """Return whether a router answers that requests are served."""
 
         def check() -> Script[bool]:
-            answer = yield Call("Check", health_pb2.HealthCheckRequest())
+            answer = yield Call("Check", health_pb2.HealthCheckRequest(), timeout_s=_HEALTH_S)
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
         async def one(connection: AsyncConnection) -> bool:
             try:
-                return await connection.run(check(), _HEALTH_S)
+                return await connection.run(check())
             except LoraplexError:
                 return False
 

@@ -40,8 +40,6 @@ _FILE_HEADERS = (
     ("x-content-type-options", "nosniff"),
 )
 State = TypeVar("State", RouterState, SharedState)
-# Timeout in seconds of a router's answers: a router that is slower is shown as silent.
-_ROUTER_S = 2.0
 _STATE_HEADERS = (("cache-control", "no-store"), ("x-content-type-options", "nosniff"))
 
 
@@ -98,7 +96,7 @@ async def _shared(
 async def _ask(router: AsyncConnection, script: Script[State]) -> State | LoraplexError:
     """Return a router's answer, or why there is none."""
     try:
-        return await router.run(script, _ROUTER_S)
+        return await router.run(script)
     except LoraplexError as error:
         return error
 

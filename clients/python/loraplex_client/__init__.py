@@ -10,10 +10,8 @@ AsyncClient has the same methods for `await` and `async for`. StoreClient and As
 Every error is a LoraplexError; `loraplex_client.errors` shows the tree of its classes.
 """
 
-from loraplex_client.aio import AsyncClient, AsyncStoreClient
-from loraplex_client.calls import ContinuationScore, Scores, ServedModel
 from loraplex_client.chat import ToolCall, ToolCallPart
-from loraplex_client.client import Client, StoreClient
+from loraplex_client.client import AsyncClient, AsyncStoreClient, Client, StoreClient
 from loraplex_client.connection import AsyncGenerationStream, GenerationStream
 from loraplex_client.credentials import Tls
 from loraplex_client.encoding import Classification, Classifications, Embeddings, EncodeOptions
@@ -35,7 +33,18 @@ from loraplex_client.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from loraplex_client.generation import Choice, FinishReason, Generation, Piece, Timings, TokenLogprobs, Usage
+from loraplex_client.generation import (
+    Choice,
+    ContinuationScore,
+    FinishReason,
+    Generation,
+    Piece,
+    Scores,
+    ServedModel,
+    Timings,
+    TokenLogprobs,
+    Usage,
+)
 from loraplex_client.options import ChatOptions, GenerateOptions
 from loraplex_client.resources import Adapter, BaseModel, FitnessCertificate, ModelFile, Module, Pushed, Revision
 

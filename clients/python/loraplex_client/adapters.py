@@ -1,17 +1,20 @@
-"""The adapter store's calls without a transport, and the files that they upload and download."""
+"""The methods of the adapter store's clients, and the files that they upload and download."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Self, TypeAlias
 
-from loraplex.adapters.v1 import adapters_pb2
+from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 
 from loraplex_client.calls import Call, Script, UploadRequests, pages
+from loraplex_client.connection import method
+from loraplex_client.credentials import ApiKey, Tls, credentials_of
 from loraplex_client.errors import DataLossError, InvalidRequestError
 from loraplex_client.resources import (
     Adapter,
@@ -26,6 +29,7 @@ from loraplex_client.resources import (
     model_of,
     revision_of,
 )
+from loraplex_client.retries import read_addresses
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -43,19 +47,146 @@ PAGE_SIZE = 1000
 Progress: TypeAlias = Callable[[int, int], None]
 
 
-def full_name(name: str, tenant: str) -> str:
-    """Return the full name of an adapter; a short name means the tenant's own, whom the store knows where we do not."""
-    return name if "/" in name or not tenant else f"tenants/{tenant}/adapters/{name}"
+class StoreCalls:
+    """Adapters and base models at the adapter store's `address`, as `tenant`. Short names are the tenant's own.
 
-
-def push(directory: Path, header: adapters_pb2.UploadHeader, progress: Progress | None) -> Script[Pushed]:
-    """Upload the two files of a peft adapter, with a chat template and prompts beside them in the configuration.
-
-    Raises InvalidRequestError if `directory` has none, or a line of the prompts is none.
+    Every method raises LoraplexError. `timeout_s` is the deadline of each call; none by default. `api_key` is a key or
+    a token, or a function that returns the current one; `tls` has the certificate files. Without them the variables
+    LORAPLEX_API_KEY or LORAPLEX_API_KEY_FILE, LORAPLEX_CA, LORAPLEX_CERT and LORAPLEX_KEY are read. With a credential
+    the tenant is the credential's, and `tenant` may stay empty; without one an empty `tenant` is `default`.
     """
-    config, weights = read_config(directory), directory / WEIGHTS_FILE
-    response = yield Call("UploadRevision", UploadRequests(_upload_requests(header, config, weights, progress)))
-    return Pushed(adapter_of(response.adapter), revision_of(response.revision), response.created)
+
+    _connect: Any
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        tenant: str = "",
+        *,
+        timeout_s: float | None = None,
+        api_key: ApiKey | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        self.address = ",".join(read_addresses(address))
+        self._connection = self._connect(
+            address,
+            adapters_pb2_grpc.AdapterServiceStub,
+            tenant=tenant,
+            timeout_s=timeout_s,
+            credentials=credentials_of(api_key, tls),
+        )
+        self.tenant: str = self._connection.tenant
+
+    def for_caller(self, tenant: str = "", api_key: ApiKey = "") -> Self:
+        """Return a client for calls of another tenant or key, with the channels of this one, which closes them."""
+        other = copy(self)
+        other._connection = self._connection.for_caller(tenant, api_key)
+        other.tenant = other._connection.tenant
+        return other
+
+    @method
+    def push(
+        self,
+        directory: str | Path,
+        name: str,
+        *,
+        base_model: str = "",
+        alias: str = "",
+        progress: Progress | None = None,
+    ) -> Script[Pushed]:
+        """Upload the peft adapter in `directory` as a revision of `name`, and move `alias` (`live`) to it.
+
+        A `chat_template.jinja` in the directory becomes the adapter's own chat template; the prompts in a
+        `certificate_prompts.jsonl` become those that its certificates are made with.
+        `base_model` may be empty if the store has only one. Alias `-` moves no alias. `progress` is called with the
+        bytes sent and the bytes in all. Raises InvalidRequestError if `directory` has no adapter, or a line of the
+        prompts is none.
+        """
+        header = adapters_pb2.UploadHeader(adapter=name, base_model=base_model, alias=alias)
+        config, weights = read_config(Path(directory)), Path(directory) / WEIGHTS_FILE
+        response = yield Call("UploadRevision", UploadRequests(_upload_requests(header, config, weights, progress)))
+        return Pushed(adapter_of(response.adapter), revision_of(response.revision), response.created)
+
+    @method
+    def list(self, tenant: str = "") -> Script[tuple[Adapter, ...]]:
+        """Return the adapters that the caller may use: its own and the shared ones, or those of one `tenant`."""
+        request = adapters_pb2.ListAdaptersRequest(parent=f"tenants/{tenant}" if tenant else "", page_size=PAGE_SIZE)
+        messages = yield from pages("ListAdapters", request, lambda page: page.adapters)
+        return tuple(map(adapter_of, messages))
+
+    @method
+    def get(self, name: str) -> Script[tuple[Adapter, Revision]]:
+        """Return an adapter, and the revision that `name` (with `@alias` or `@sha256:...`) currently means."""
+        return (yield from _get(name))
+
+    @method
+    def delete(self, name: str, *, purge: bool = False) -> Script[None]:
+        """Remove an adapter with all its revisions; with `purge` their files at once, even if answers run."""
+        yield Call("DeleteAdapter", adapters_pb2.DeleteAdapterRequest(name=self._full_name(name), purge=purge))
+
+    @method
+    def revisions(self, name: str) -> Script[tuple[Revision, ...]]:
+        """Return an adapter's revisions, newest first."""
+        request = adapters_pb2.ListRevisionsRequest(parent=self._full_name(name), page_size=PAGE_SIZE)
+        messages = yield from pages("ListRevisions", request, lambda page: page.revisions)
+        return tuple(map(revision_of, messages))
+
+    @method
+    def set_alias(self, name: str, alias: str, digest: str) -> Script[Adapter]:
+        """Move `alias` to the revision of that digest, atomically; an empty digest removes it."""
+        request = adapters_pb2.SetAliasRequest(adapter=self._full_name(name), alias=alias, digest=digest)
+        response = yield Call("SetAlias", request)
+        return adapter_of(response.adapter)
+
+    @method
+    def certify(self, revision: str, certificate: FitnessCertificate) -> Script[FitnessCertificate]:
+        """Keep the certificate of a revision, by its full name; returns it with the store's verdict."""
+        request = adapters_pb2.CertifyRevisionRequest(name=revision, certificate=certificate_message(certificate))
+        response = yield Call("CertifyRevision", request)
+        return certificate_of(response.certificate)
+
+    @method
+    def download(self, name: str, directory: str | Path) -> Script[Revision]:
+        """Write the two files of the revision that `name` means into `directory`, which is made if needed."""
+        if "/revisions/" not in name:
+            _, revision = yield from _get(name)
+            name = revision.name
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        files = _Incoming(Path(directory))
+        try:
+            yield Call("DownloadRevision", adapters_pb2.DownloadRevisionRequest(name=name), take=files.take)
+            return files.keep()
+        finally:
+            files.discard()
+
+    @method
+    def register_model(
+        self, model: BaseModel, files: Mapping[str, bytes], *, replace: bool = False
+    ) -> Script[BaseModel]:
+        """Register a base model with its small files; `replace` allows another digest for an existing name."""
+        header = adapters_pb2.RegisterBaseModelRequest(model=model_message(model), replace=replace)
+        # The number of files goes first, so that the store notices a stream that is cut short.
+        for name, content in sorted(files.items()):
+            sha256 = f"sha256:{hashlib.sha256(content).hexdigest()}"
+            header.model.files.add(name=name, size=len(content), sha256=sha256)
+        response = yield Call("RegisterBaseModel", UploadRequests(_register_requests(header, files)))
+        return model_of(response.model)
+
+    @method
+    def models(self) -> Script[tuple[BaseModel, ...]]:
+        """Return the registered base models."""
+        request = adapters_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE)
+        messages = yield from pages("ListBaseModels", request, lambda page: page.models)
+        return tuple(map(model_of, messages))
+
+    def _full_name(self, name: str) -> str:
+        """Return the full name of an adapter; a short name means the tenant's own, whom the store may know alone."""
+        return name if "/" in name or not self.tenant else f"tenants/{self.tenant}/adapters/{name}"
+
+
+def _get(name: str) -> Script[tuple[Adapter, Revision]]:
+    response = yield Call("GetAdapter", adapters_pb2.GetAdapterRequest(name=name))
+    return adapter_of(response.adapter), revision_of(response.revision)
 
 
 def read_config(directory: Path) -> bytes:
@@ -68,77 +199,6 @@ def read_config(directory: Path) -> bytes:
             raise InvalidRequestError(f"{directory}: not an adapter: it has no {name}", field="directory")
     config = _with_template((directory / CONFIG_FILE).read_bytes(), directory / TEMPLATE_FILE)
     return _with_prompts(config, directory / PROMPTS_FILE)
-
-
-def list_adapters(parent: str) -> Script[tuple[Adapter, ...]]:
-    """Return the adapters that the caller may use, or those of one tenant, from all pages."""
-    request = adapters_pb2.ListAdaptersRequest(parent=parent, page_size=PAGE_SIZE)
-    messages = yield from pages("ListAdapters", request, lambda page: page.adapters)
-    return tuple(map(adapter_of, messages))
-
-
-def get_adapter(name: str) -> Script[tuple[Adapter, Revision]]:
-    """Return an adapter, and the revision that the name currently means."""
-    response = yield Call("GetAdapter", adapters_pb2.GetAdapterRequest(name=name))
-    return adapter_of(response.adapter), revision_of(response.revision)
-
-
-def delete_adapter(name: str, *, purge: bool = False) -> Script[None]:
-    """Remove an adapter with all its revisions."""
-    yield Call("DeleteAdapter", adapters_pb2.DeleteAdapterRequest(name=name, purge=purge))
-
-
-def list_revisions(name: str) -> Script[tuple[Revision, ...]]:
-    """Return every revision of an adapter, newest first."""
-    request = adapters_pb2.ListRevisionsRequest(parent=name, page_size=PAGE_SIZE)
-    messages = yield from pages("ListRevisions", request, lambda page: page.revisions)
-    return tuple(map(revision_of, messages))
-
-
-def set_alias(name: str, alias: str, digest: str) -> Script[Adapter]:
-    """Move an alias to a revision; an empty digest removes it."""
-    request = adapters_pb2.SetAliasRequest(adapter=name, alias=alias, digest=digest)
-    response = yield Call("SetAlias", request)
-    return adapter_of(response.adapter)
-
-
-def certify(name: str, certificate: FitnessCertificate) -> Script[FitnessCertificate]:
-    """Keep a revision's certificate; returns it with the store's verdict."""
-    request = adapters_pb2.CertifyRevisionRequest(name=name, certificate=certificate_message(certificate))
-    response = yield Call("CertifyRevision", request)
-    return certificate_of(response.certificate)
-
-
-def download(name: str, directory: Path) -> Script[Revision]:
-    """Write a revision's files into `directory`, which is made if needed; `name` may be an adapter or a revision."""
-    if "/revisions/" not in name:
-        _, revision = yield from get_adapter(name)
-        name = revision.name
-    directory.mkdir(parents=True, exist_ok=True)
-    files = _Incoming(directory)
-    try:
-        yield Call("DownloadRevision", adapters_pb2.DownloadRevisionRequest(name=name), take=files.take)
-        return files.keep()
-    finally:
-        files.discard()
-
-
-def register_model(model: BaseModel, files: Mapping[str, bytes], replace: bool) -> Script[BaseModel]:
-    """Register a base model with its small files, without its weights."""
-    header = adapters_pb2.RegisterBaseModelRequest(model=model_message(model), replace=replace)
-    # The number of files goes first, so that the store notices a stream that is cut short.
-    for name, content in sorted(files.items()):
-        sha256 = f"sha256:{hashlib.sha256(content).hexdigest()}"
-        header.model.files.add(name=name, size=len(content), sha256=sha256)
-    response = yield Call("RegisterBaseModel", UploadRequests(_register_requests(header, files)))
-    return model_of(response.model)
-
-
-def list_models() -> Script[tuple[BaseModel, ...]]:
-    """Return every registered base model."""
-    request = adapters_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE)
-    messages = yield from pages("ListBaseModels", request, lambda page: page.models)
-    return tuple(map(model_of, messages))
 
 
 def _with_template(config: bytes, template: Path) -> bytes:

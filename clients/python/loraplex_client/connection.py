@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import wraps
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import grpc
 from loraplex.inference.v1 import inference_pb2
@@ -23,6 +25,7 @@ from loraplex_client.errors import CancelledError, LoraplexError, error_of
 from loraplex_client.generation import Generation, Piece
 from loraplex_client.recovery import Attempt, Recovery
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -187,7 +190,7 @@ class Connection(Endpoint):
 
     _transport = grpc
 
-    def run(self, script: Script[R], timeout_s: float | None = None) -> R:
+    def run(self, script: Script[R]) -> R:
         """Run every call that the script yields; return the script's result. Raises LoraplexError.
 
         The script gets the error of a call first.
@@ -196,7 +199,7 @@ class Connection(Endpoint):
             call = next(script)
             while True:
                 try:
-                    answer = self._call(call, timeout_s)
+                    answer = self._call(call)
                 except LoraplexError as error:
                     call = script.throw(error)
                 else:
@@ -216,8 +219,11 @@ class Connection(Endpoint):
         for channel in self._channels.forget():
             channel.close()
 
-    def _call(self, call: Call, timeout_s: float | None) -> Any:
-        tries, closings = self._tries(timeout_s), self.closings
+    def _call(self, call: Call) -> Any:
+        if call.method == "Generate":
+            with self.stream(call.request, call.timeout_s) as stream:
+                return stream.result()
+        tries, closings = self._tries(call.timeout_s), self.closings
         while True:
             attempt = self._attempt(call, tries)
             try:
@@ -246,7 +252,7 @@ class AsyncConnection(Endpoint):
 
     _transport = grpc.aio
 
-    async def run(self, script: Script[R], timeout_s: float | None = None) -> R:
+    async def run(self, script: Script[R]) -> R:
         """Run every call that the script yields; return the script's result. Raises LoraplexError.
 
         The script gets the error of a call first.
@@ -255,7 +261,7 @@ class AsyncConnection(Endpoint):
             call = next(script)
             while True:
                 try:
-                    answer = await self._call(call, timeout_s)
+                    answer = await self._call(call)
                 except LoraplexError as error:
                     call = script.throw(error)
                 else:
@@ -275,8 +281,11 @@ class AsyncConnection(Endpoint):
         for channel in self._channels.forget():
             await channel.close()
 
-    async def _call(self, call: Call, timeout_s: float | None) -> Any:
-        tries, closings = self._tries(timeout_s), self.closings
+    async def _call(self, call: Call) -> Any:
+        if call.method == "Generate":
+            async with self.stream(call.request, call.timeout_s) as stream:
+                return await stream.result()
+        tries, closings = self._tries(call.timeout_s), self.closings
         while True:
             attempt = self._attempt(call, tries)
             try:
@@ -301,3 +310,71 @@ class AsyncConnection(Endpoint):
         finally:
             answer.cancel()
         return None
+
+
+class BlockingClient:
+    """Base of the clients that block until an answer is there."""
+
+    _connect = Connection
+    _connection: Connection
+
+    def close(self) -> None:
+        """Cancel running calls and free the connections."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncioClient:
+    """Base of the clients on the running event loop."""
+
+    _connect = AsyncConnection
+    _connection: AsyncConnection
+
+    async def close(self) -> None:
+        """Cancel running calls and free the connections."""
+        await self._connection.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class method(Generic[P, R]):  # noqa: N801  # a decorator
+    """Makes a method of both kinds of clients of a script: one blocks, the other has to be awaited."""
+
+    def __init__(self, script: Callable[Concatenate[Any, P], Script[R]]) -> None:
+        signature = inspect.signature(script)
+        result = signature.return_annotation.removeprefix("Script[").removesuffix("]")
+
+        @wraps(script)
+        def blocking(client: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+            answer: R = client._connection.run(script(client, *args, **kwargs))
+            return answer
+
+        @wraps(script)
+        async def awaited(client: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+            answer: R = await client._connection.run(script(client, *args, **kwargs))
+            return answer
+
+        self._blocking, self._awaited = blocking, awaited
+        functions: tuple[Any, Any] = (blocking, awaited)
+        for function in functions:
+            function.__signature__ = signature.replace(return_annotation=result)
+
+    @overload
+    def __get__(self, client: None, owner: type) -> Callable[..., Any]: ...
+    @overload
+    def __get__(self, client: BlockingClient, owner: type) -> Callable[P, R]: ...
+    @overload
+    def __get__(self, client: AsyncioClient, owner: type) -> Callable[P, Coroutine[Any, Any, R]]: ...
+    def __get__(self, client: Any, owner: type) -> Any:
+        """Return the method of a client, bound to it."""
+        function: Any = self._awaited if issubclass(owner, AsyncioClient) else self._blocking
+        return function if client is None else function.__get__(client)

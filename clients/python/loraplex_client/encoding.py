@@ -6,14 +6,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call, Script
+from loraplex_client.connection import method
 from loraplex_client.errors import InternalError, InvalidRequestError
 from loraplex_client.generation import Timings, Usage
-from loraplex_client.options import weighted_adapters
+from loraplex_client.options import weighted_adapters, with_keywords
 
 # A text, a pair of texts, or the ids of one.
 EncodeInput: TypeAlias = str | tuple[str, str] | Sequence[int]
@@ -77,53 +78,56 @@ class Classifications:
     continuations: int = 0
 
 
-def embed(
-    texts: Sequence[EncodeInput], pooling: Pooling | None, normalize: bool, options: EncodeOptions
-) -> Script[Embeddings]:
-    """Return the vectors of these texts."""
-    if pooling not in _POOLINGS:
-        raise InvalidRequestError(f"pooling: {pooling!r} is none of cls, mean and last", field="pooling")
-    vectors: list[tuple[float, ...]] = []
-    parts = _Parts(texts, options)
-    for spec in parts:
-        request = inference_pb2.EmbedRequest(spec=spec, pooling=_POOLINGS[pooling], normalize=normalize)
-        with parts.named():
-            response = yield Call("Embed", request)
-        vectors += (tuple(embedding.values) for embedding in response.embeddings)
-        parts.answered(response.summary, len(vectors))
-    return Embeddings(
-        tuple(vectors),
-        parts.usage,
-        parts.timings,
-        parts.revision,
-        parts.request_id,
-        parts.continuations,
-        tuple(parts.adapters),
-    )
+class EncodingCalls:
+    """The methods of clients that encode whole texts."""
 
+    @method
+    @with_keywords(EncodeOptions)
+    def embed(
+        self,
+        texts: Sequence[EncodeInput],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool = True,
+        timeout_s: float | None = None,
+        **options: Unpack[EncodeOptions],
+    ) -> Script[Embeddings]:
+        """Return a vector of each text, scaled to length 1 unless `normalize` is False. Raises LoraplexError.
 
-def classify(texts: Sequence[EncodeInput], options: EncodeOptions) -> Script[Classifications]:
-    """Return the labels of these texts."""
-    classifications: list[Classification] = []
-    labels: tuple[str, ...] = ()
-    parts = _Parts(texts, options)
-    for spec in parts:
-        with parts.named():
-            response = yield Call("Classify", inference_pb2.ClassifyRequest(spec=spec))
-        classifications += (
-            Classification(one.label, tuple(one.probabilities), tuple(one.logits)) for one in response.classifications
-        )
-        labels = tuple(response.labels)
-        parts.answered(response.summary, len(classifications))
-    return Classifications(
-        tuple(classifications),
-        labels,
-        parts.usage,
-        parts.timings,
-        parts.revision,
-        parts.request_id,
-        parts.continuations,
-    )
+        A text may be a pair of texts, or a list of ids. `pooling` is the model's own by default. `timeout_s` is the
+        deadline of each call of 64 texts.
+        """
+        if pooling not in _POOLINGS:
+            raise InvalidRequestError(f"pooling: {pooling!r} is none of cls, mean and last", field="pooling")
+        vectors: list[tuple[float, ...]] = []
+        parts = _Parts(texts, options)
+        for spec in parts:
+            request = inference_pb2.EmbedRequest(spec=spec, pooling=_POOLINGS[pooling], normalize=normalize)
+            with parts.named():
+                response = yield Call("Embed", request, timeout_s=timeout_s)
+            vectors += (tuple(embedding.values) for embedding in response.embeddings)
+            parts.answered(response.summary, len(vectors))
+        return Embeddings(tuple(vectors), **parts.summary(), adapters=tuple(parts.adapters))
+
+    @method
+    @with_keywords(EncodeOptions)
+    def classify(
+        self, texts: Sequence[EncodeInput], *, timeout_s: float | None = None, **options: Unpack[EncodeOptions]
+    ) -> Script[Classifications]:
+        """Return the probabilities of the labels of a classifier for each text. Raises LoraplexError."""
+        classifications: list[Classification] = []
+        labels: tuple[str, ...] = ()
+        parts = _Parts(texts, options)
+        for spec in parts:
+            with parts.named():
+                response = yield Call("Classify", inference_pb2.ClassifyRequest(spec=spec), timeout_s=timeout_s)
+            classifications += (
+                Classification(one.label, tuple(one.probabilities), tuple(one.logits))
+                for one in response.classifications
+            )
+            labels = tuple(response.labels)
+            parts.answered(response.summary, len(classifications))
+        return Classifications(tuple(classifications), labels, **parts.summary())
 
 
 class _Parts:
@@ -159,6 +163,11 @@ class _Parts:
                 error.field, error.message = map(self._renamed, (error.field, error.message))
                 error.args = (error.message,)
             raise
+
+    def summary(self) -> dict[str, Any]:
+        """Return the fields that both answers have."""
+        names = {"usage": self.usage, "timings": self.timings, "adapter_revision": self.revision}
+        return {**names, "request_id": self.request_id, "continuations": self.continuations}
 
     def _renamed(self, text: str) -> str:
         return re.sub(r"^inputs\[(\d+)\]", lambda match: f"inputs[{int(match[1]) + self._start}]", text)

@@ -1,4 +1,4 @@
-"""Answers: a stream's pieces, and the whole answer; `fold` makes both from the events of the wire."""
+"""Answers: a stream's pieces and the whole answer, which `recovery` makes of events; scores, and served models."""
 
 from __future__ import annotations
 
@@ -142,3 +142,48 @@ class Piece:
     reasoning: str = ""
     tool_calls: tuple[ToolCallPart, ...] = ()
     ended: Choice | None = None
+
+
+@dataclass(frozen=True)
+class ContinuationScore:
+    """A continuation: its ids, the log probability of each, their sum, whether each is the likeliest at its place."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    sum: float
+    greedy: tuple[bool, ...]
+
+    @property
+    def is_greedy(self) -> bool:
+        """Return whether the model's greedy answer begins with the continuation."""
+        return all(self.greedy)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a prompt's continuations, in their order; see Generation for the other fields."""
+
+    scores: tuple[ContinuationScore, ...]
+    usage: Usage
+    adapter_revision: str
+    request_id: str
+    adapters: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def best(self) -> int:
+        """Return the number of the continuation with the highest sum."""
+        return max(range(len(self.scores)), key=lambda index: self.scores[index].sum)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A base model that the router serves; `context_length` counts tokens of prompt and answer together.
+
+    `tasks` are those of generate, embed and classify that it does without an adapter, `labels` its own classifier's.
+    """
+
+    name: str
+    digest: str
+    context_length: int
+    tasks: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()

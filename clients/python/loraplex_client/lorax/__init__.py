@@ -20,11 +20,12 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Unpack
 
-from loraplex_client import aio, client
+from loraplex_client import AsyncClient as _AsyncClient
+from loraplex_client import Client as _Client
 from loraplex_client.errors import InvalidRequestError, NotImplementedByServerError
-from loraplex_client.lorax.ask import Ask, addresses_of, key_of, tenant_of
+from loraplex_client.lorax.ask import Ask, sdk_arguments
 from loraplex_client.lorax.types import (
     Details,
     FinishReason,
@@ -92,9 +93,7 @@ class Client:
         cookies: Mapping[str, str] | None = None,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        self._client = client.Client(
-            addresses_of(base_url), tenant_of(headers), timeout_s=timeout, api_key=key_of(headers)
-        )
+        self._client = _Client(**sdk_arguments(base_url, headers, timeout))
 
     def generate(
         self,
@@ -138,13 +137,8 @@ class AsyncClient:
         cookies: Mapping[str, str] | None = None,
         timeout: float = TIMEOUT_S,
     ) -> None:
-        self._arguments: dict[str, Any] = {
-            "address": addresses_of(base_url),
-            "tenant": tenant_of(headers),
-            "timeout_s": timeout,
-            "api_key": key_of(headers),
-        }
-        self._client: tuple[asyncio.AbstractEventLoop, aio.AsyncClient] | None = None
+        self._arguments = sdk_arguments(base_url, headers, timeout)
+        self._client: tuple[asyncio.AbstractEventLoop, _AsyncClient] | None = None
 
     async def generate(
         self,
@@ -176,8 +170,8 @@ class AsyncClient:
                     for response in ask.take(piece):
                         yield response
 
-    def _of_this_loop(self) -> aio.AsyncClient:
+    def _of_this_loop(self) -> _AsyncClient:
         loop = asyncio.get_running_loop()
         if self._client is None or self._client[0] is not loop:
-            self._client = (loop, aio.AsyncClient(**self._arguments))
+            self._client = (loop, _AsyncClient(**self._arguments))
         return self._client[1]

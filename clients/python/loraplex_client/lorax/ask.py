@@ -87,30 +87,22 @@ def _merged(adapters: MergedAdapters | Mapping[str, Any]) -> list[tuple[str, flo
         ) from error
 
 
-def addresses_of(base_url: str) -> str:
-    """Return HOST:PORT of http://HOST:PORT/, or of each of several with commas."""
+def sdk_arguments(base_url: str, headers: Mapping[str, str] | None, timeout_s: float) -> dict[str, Any]:
+    """Return the arguments of the SDK's own client for those of LoRAX's. Raises InvalidRequestError."""
     addresses = []
     for url in base_url.split(","):
         parts = urlsplit(url.strip() if "://" in url else f"http://{url.strip()}")
         if parts.scheme != "http" or not parts.netloc:
             raise InvalidRequestError(f"base_url: {url!r} is not http://HOST:PORT of a router", field="base_url")
         addresses.append(parts.netloc)
-    return ",".join(addresses)
-
-
-def tenant_of(headers: Mapping[str, str] | None) -> str:
-    """Return the tenant that a client's headers name; empty for none."""
-    return _lowered(headers).get(TENANT_KEY, "")
-
-
-def key_of(headers: Mapping[str, str] | None) -> str | None:
-    """Return the key or token in a client's headers; None for none."""
-    scheme, _, key = _lowered(headers).get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else None
-
-
-def _lowered(headers: Mapping[str, str] | None) -> dict[str, str]:
-    return {name.lower(): value for name, value in (headers or {}).items()}
+    lowered = {name.lower(): value for name, value in (headers or {}).items()}
+    scheme, _, key = lowered.get("authorization", "").partition(" ")
+    return {
+        "address": ",".join(addresses),
+        "tenant": lowered.get(TENANT_KEY, ""),
+        "timeout_s": timeout_s,
+        "api_key": key.strip() if scheme.lower() == "bearer" else None,
+    }
 
 
 class Ask:
