@@ -8,7 +8,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from adapter_store.storage import DataDirectory, DataDirectoryError, disk_full
@@ -157,6 +157,10 @@ CREATE TABLE accounts (
 );
 """,
 )
+_COLUMNS = """
+SELECT tables.name, columns.name FROM sqlite_schema AS tables, pragma_table_info(tables.name) AS columns
+WHERE tables.type = 'table'
+"""
 _BLOBS = """
 SELECT config_digest FROM revisions UNION SELECT weights_digest FROM revisions UNION SELECT digest FROM base_files
 UNION SELECT config_digest FROM deleted_revisions UNION SELECT weights_digest FROM deleted_revisions
@@ -191,6 +195,7 @@ class Database:
                 for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
                     connection.execute(f"PRAGMA {pragma}")
                 _migrate(connection, path, blobs)
+                _check_shape(connection, path)
                 opened.pop_all()
         except sqlite3.Error as error:
             raise DataDirectoryError(f"--data: {path} cannot be opened as the catalog: {error}") from error
@@ -260,6 +265,17 @@ def _migrate(connection: sqlite3.Connection, path: Path, blobs: int) -> None:
         raise DataDirectoryError(f"--data: {path} was written by a later version of the store")
     for number, step in enumerate(MIGRATIONS[version:], start=version + 1):
         connection.executescript(f"BEGIN; {step}; PRAGMA user_version = {number}; COMMIT;")
+
+
+def _check_shape(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a catalog with other tables than its version has now: before 1.0 step 1 was changed in its place."""
+    with closing(sqlite3.connect(":memory:")) as new:
+        new.executescript(";".join(MIGRATIONS))
+        lacking = set(new.execute(_COLUMNS)).difference(map(tuple, connection.execute(_COLUMNS)))
+    if lacking:
+        tables = ", ".join(sorted({table for table, _ in lacking}))
+        message = f"is of a version before 1.0: it lacks {tables}, or columns of these; begin with an empty directory"
+        raise DataDirectoryError(f"--data: {path} {message}")
 
 
 def _lost_catalog(path: Path, blobs: int) -> DataDirectoryError:

@@ -248,3 +248,20 @@ def test_a_catalog_gets_the_steps_that_it_lacks(tmp_path: Path, monkeypatch: pyt
             assert rows.execute("PRAGMA user_version").fetchone()[0] == 3
             assert rows.execute("SELECT note FROM plans").fetchall() == []
         database.close()
+
+
+@pytest.mark.parametrize(
+    ("former", "lacking"),
+    [
+        ("DROP TABLE accounts; DROP TABLE grants", "accounts, grants"),
+        ("ALTER TABLE api_keys DROP COLUMN label", "api_keys"),
+    ],
+)
+def test_a_catalog_of_a_former_shape_is_refused_at_the_start(tmp_path: Path, former: str, lacking: str) -> None:
+    path = tmp_path / "catalog.db"
+    Database(path).close()
+    connection = sqlite3.connect(path)
+    connection.executescript(former)
+    connection.close()
+    with pytest.raises(DataDirectoryError, match=f"^--data: {path} is of a version before 1.0: it lacks {lacking}, "):
+        Database(path)
