@@ -1,18 +1,30 @@
-"""Converts domain objects to the bytes that Redis carries (queue.v1) and back."""
+"""Converts domain objects to the bytes that Redis carries (queue.v1) and back.
+
+Message and dataclass have the same field names; what differs in type is converted by name here.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain
+from typing import Any, get_args
 
 from google.protobuf.message import DecodeError
 from loraplex.inference.v1 import inference_pb2
 from loraplex.queue.v1 import queue_pb2
 
-from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, WeightedRef
-from broker.worker_state import AdapterTiers, WorkerPhase, WorkerState
+from broker.messages import (
+    AdapterRef,
+    AdapterRequest,
+    AdapterTiers,
+    DeadJob,
+    Job,
+    WeightedRef,
+    WorkerPhase,
+    WorkerState,
+)
 from options import Encode, Pooling, SamplingParams, StoppingParams, Task
 
 # Number of ids that are converted at once: between two such pieces a thread gives way to the event loop.
@@ -20,56 +32,40 @@ _PIECE = 4_096
 # Maximum number of answers of a job, far above what routers admit: a worker keeps a record of each.
 MAX_ANSWERS = 256
 
-_PHASES = {
-    WorkerPhase.SERVING: queue_pb2.WORKER_PHASE_SERVING,
-    WorkerPhase.DRAINING: queue_pb2.WORKER_PHASE_DRAINING,
-    WorkerPhase.FAILING: queue_pb2.WORKER_PHASE_FAILING,
+_PHASES = {phase: queue_pb2.WorkerPhase.Value(f"WORKER_PHASE_{phase.name}") for phase in WorkerPhase}
+_TASKS = {task: queue_pb2.EncodeTask.Value(f"ENCODE_TASK_{task.upper()}") for task in get_args(Task)}
+_POOLINGS = {
+    pooling: inference_pb2.Pooling.Value(f"POOLING_{pooling.upper() or 'UNSPECIFIED'}") for pooling in get_args(Pooling)
 }
 _FROM_PHASE = {number: phase for phase, number in _PHASES.items()}
-_TASKS: dict[Task, queue_pb2.EncodeTask.ValueType] = {
-    "embed": queue_pb2.ENCODE_TASK_EMBED,
-    "classify": queue_pb2.ENCODE_TASK_CLASSIFY,
-}
-_POOLINGS: dict[Pooling, inference_pb2.Pooling.ValueType] = {
-    "": inference_pb2.POOLING_UNSPECIFIED,
-    "cls": inference_pb2.POOLING_CLS,
-    "mean": inference_pb2.POOLING_MEAN,
-    "last": inference_pb2.POOLING_LAST,
-}
-_FROM_TASK = {number: task for task, number in _TASKS.items()}
-_FROM_POOLING = {number: pooling for pooling, number in _POOLINGS.items()}
+_FROM_TASK: dict[int, Task] = {number: task for task, number in _TASKS.items()}
+_FROM_POOLING: dict[int, Pooling] = {number: pooling for pooling, number in _POOLINGS.items()}
+
+
+def _names(kind: type, *others: str) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields but for those of `others`."""
+    return tuple(name for name in kind.__dataclass_fields__ if name not in others)  # type: ignore[attr-defined]
+
+
+def _values(record: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
+
+
+_JOB_FIELDS = _names(Job, "adapter", "emitted", "sampling", "stopping", "encode")
+_ADAPTER_FIELDS = _names(AdapterRef, "parts")
+_SAMPLING_FIELDS = _names(SamplingParams, "logit_bias")
+_STOPPING_FIELDS = _names(StoppingParams)
+_DEAD_FIELDS = _names(DeadJob)
+_STATE_FIELDS = _names(WorkerState, "phase", "tiers")
+_TIER_FIELDS = _names(AdapterTiers)
 
 
 def encode_job(job: Job) -> bytes:
     """Encode a job."""
     message = queue_pb2.Job(
-        job_id=job.job_id,
-        request_id=job.request_id,
-        tenant=job.tenant,
-        model=job.model,
-        base_digest=job.base_digest,
-        attempt=job.attempt,
-        reply_to=job.reply_to,
-        prompt_ids=job.prompt_ids,
         sampling=_write_sampling(job.sampling),
-        stopping=queue_pb2.StoppingParams(
-            max_tokens=job.stopping.max_tokens,
-            min_tokens=job.stopping.min_tokens,
-            stop_token_ids=job.stopping.stop_token_ids,
-            ignore_eos=job.stopping.ignore_eos,
-        ),
-        n=job.n,
-        priority=job.priority,
-        deadline_ms=job.deadline_ms,
-        strikes=job.strikes,
-        logprobs=job.logprobs,
-        prompt_logprobs=job.prompt_logprobs,
-        prompt_logprobs_start=job.prompt_logprobs_start,
-        done=job.done,
-        traceparent=job.traceparent,
-        resumed=job.resumed,
-        weight=job.weight,
-        grammar=job.grammar,
+        stopping=queue_pb2.StoppingParams(**_values(job.stopping, _STOPPING_FIELDS)),
+        **_values(job, _JOB_FIELDS),
     )
     for choice, ids in sorted(job.emitted.items()):
         emitted = message.emitted.add(choice=choice)
@@ -91,45 +87,27 @@ def read_ids(ids: Sequence[int]) -> tuple[int, ...]:
 def decode_job(data: bytes) -> Job:
     """Decode a job. Raises google.protobuf.message.DecodeError, also for a sealed one."""
     message = queue_pb2.Job.FromString(data)
-    if not message.job_id and not message.HasField("sealed"):
+    if message.HasField("sealed"):
+        raise DecodeError("the job is sealed, and this process runs without credentials")
+    if not message.job_id:
         raise DecodeError("the job has no id")
     if message.n > MAX_ANSWERS:
         raise DecodeError(f"n: {message.n} answers; a job has at most {MAX_ANSWERS}")
     if not 0 < message.weight < math.inf:  # a worker divides by it
         raise DecodeError(f"weight: {message.weight:g} is not a finite number above 0")
-    if message.HasField("sealed"):
-        raise DecodeError("the job is sealed, and this process runs without credentials")
+    tuples = {"prompt_ids": tuple(message.prompt_ids), "done": tuple(message.done)}
+    fields = _values(message, _JOB_FIELDS) | tuples
+    for name in ("logprobs", "prompt_logprobs"):
+        if not message.HasField(name):
+            fields[name] = None
+    stopping = _values(message.stopping, _STOPPING_FIELDS)
     return Job(
-        job_id=message.job_id,
-        request_id=message.request_id,
-        tenant=message.tenant,
-        model=message.model,
-        base_digest=message.base_digest,
-        attempt=message.attempt,
-        reply_to=message.reply_to,
         adapter=_read_adapter(message.adapter) if message.HasField("adapter") else None,
-        prompt_ids=tuple(message.prompt_ids),
         emitted={emitted.choice: read_ids(emitted.token_ids) for emitted in message.emitted},
         sampling=_read_sampling(message.sampling),
-        stopping=StoppingParams(
-            message.stopping.max_tokens,
-            message.stopping.min_tokens,
-            tuple(message.stopping.stop_token_ids),
-            message.stopping.ignore_eos,
-        ),
-        n=message.n,
-        priority=message.priority,
-        deadline_ms=message.deadline_ms,
-        strikes=message.strikes,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        prompt_logprobs_start=message.prompt_logprobs_start,
-        done=tuple(message.done),
-        traceparent=message.traceparent,
-        resumed=message.resumed,
-        weight=message.weight,
-        grammar=message.grammar,
+        stopping=StoppingParams(**stopping | {"stop_token_ids": tuple(message.stopping.stop_token_ids)}),
         encode=_read_encode(message.encode) if message.HasField("encode") else None,
+        **fields,
     )
 
 
@@ -151,65 +129,45 @@ def decode_adapter_request(data: bytes) -> AdapterRequest:
     return AdapterRequest(_read_adapter(message.adapter), message.tenant)
 
 
-_DEAD_FIELDS = tuple(DeadJob.__dataclass_fields__)
-
-
 def encode_dead_job(dead: DeadJob) -> bytes:
-    """Encode a dead letter; message and dataclass have the same field names."""
-    return queue_pb2.DeadJob(**{name: getattr(dead, name) for name in _DEAD_FIELDS}).SerializeToString()
+    """Encode a dead letter."""
+    return queue_pb2.DeadJob(**_values(dead, _DEAD_FIELDS)).SerializeToString()
 
 
 def decode_dead_job(data: bytes) -> DeadJob:
     """Decode a dead letter. Raises google.protobuf.message.DecodeError."""
-    message = queue_pb2.DeadJob.FromString(data)
-    return DeadJob(**{name: getattr(message, name) for name in _DEAD_FIELDS})
+    return DeadJob(**_values(queue_pb2.DeadJob.FromString(data), _DEAD_FIELDS))
 
 
 def _write_adapter(ref: AdapterRef) -> queue_pb2.AdapterRef:
-    return queue_pb2.AdapterRef(
-        revision=ref.revision,
-        digest=ref.digest,
-        rank=ref.rank,
-        weight_bytes=ref.weight_bytes,
-        grant=ref.grant,
-        parts=[queue_pb2.WeightedRef(adapter=_write_adapter(part.adapter), weight=part.weight) for part in ref.parts],
-    )
+    parts = [queue_pb2.WeightedRef(adapter=_write_adapter(part.adapter), weight=part.weight) for part in ref.parts]
+    return queue_pb2.AdapterRef(parts=parts, **_values(ref, _ADAPTER_FIELDS))
 
 
 def _read_adapter(message: queue_pb2.AdapterRef) -> AdapterRef:
     parts = tuple(WeightedRef(_read_adapter(part.adapter), part.weight) for part in message.parts)
-    return AdapterRef(message.revision, message.digest, message.rank, message.weight_bytes, parts, message.grant)
-
-
-_SAMPLING_FIELDS = tuple(name for name in SamplingParams.__dataclass_fields__ if name != "logit_bias")
+    return AdapterRef(parts=parts, **_values(message, _ADAPTER_FIELDS))
 
 
 def _write_sampling(sampling: SamplingParams) -> inference_pb2.Sampling:
-    plain = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
-    return inference_pb2.Sampling(logit_bias=dict(sampling.logit_bias), **plain)
+    return inference_pb2.Sampling(logit_bias=dict(sampling.logit_bias), **_values(sampling, _SAMPLING_FIELDS))
 
 
 def _read_sampling(message: inference_pb2.Sampling) -> SamplingParams:
-    plain = {name: getattr(message, name) for name in _SAMPLING_FIELDS}
-    return SamplingParams(logit_bias=tuple(sorted(message.logit_bias.items())), **plain)
-
-
-_STATE_FIELDS = tuple(name for name in WorkerState.__dataclass_fields__ if name not in {"phase", "adapters", "tiers"})
+    logit_bias = tuple(sorted(message.logit_bias.items()))
+    return SamplingParams(logit_bias=logit_bias, **_values(message, _SAMPLING_FIELDS))
 
 
 def encode_worker(state: WorkerState) -> bytes:
-    """Encode a worker's state; message and dataclass have the same field names."""
-    plain = {name: getattr(state, name) for name in _STATE_FIELDS}
+    """Encode a worker's state."""
     tiers = queue_pb2.AdapterTiers(**asdict(state.tiers))
-    return queue_pb2.WorkerState(
-        phase=_PHASES[state.phase], adapters=state.adapters, tiers=tiers, **plain
-    ).SerializeToString()
+    message = queue_pb2.WorkerState(phase=_PHASES[state.phase], tiers=tiers, **_values(state, _STATE_FIELDS))
+    return message.SerializeToString()
 
 
 def decode_worker(data: bytes) -> WorkerState:
     """Decode a worker's state. Raises google.protobuf.message.DecodeError."""
     message = queue_pb2.WorkerState.FromString(data)
-    plain = {name: getattr(message, name) for name in _STATE_FIELDS}
+    fields = _values(message, _STATE_FIELDS) | {"adapters": tuple(message.adapters)}
     phase = _FROM_PHASE.get(message.phase, WorkerPhase.DRAINING)
-    tiers = AdapterTiers(**{name: getattr(message.tiers, name) for name in AdapterTiers.__dataclass_fields__})
-    return WorkerState(phase=phase, adapters=tuple(message.adapters), tiers=tiers, **plain)
+    return WorkerState(phase=phase, tiers=AdapterTiers(**_values(message.tiers, _TIER_FIELDS)), **fields)

@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 
 from broker.codec import decode_worker, encode_worker
 from broker.keys import Keys
+from broker.messages import WorkerState
 from broker.scripts import SCRIPTS, Scripts
-from broker.worker_state import WorkerState
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from artifacts.names import parse_revision_name
 from broker.connection import REDIS_DOWN
 from broker.eviction import EvictionWatch
 from broker.ledger import Ledger
+from broker.messages import WorkerPhase, WorkerState
 from broker.startup import connect_once_up
-from broker.worker_state import WorkerPhase, WorkerState
 from router.api.cluster import ClusterService
 from router.api.operator_commands import AdapterCommands
 from router.api.request_telemetry import RequestTelemetry

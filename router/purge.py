@@ -23,9 +23,9 @@ from redis.exceptions import ResponseError
 from artifacts import ArtifactError
 from artifacts.names import SHARED, check_tenant
 from broker.connection import REDIS_DOWN
+from broker.messages import WorkerState
 from broker.pins import is_of_tenant
 from broker.tenant_records import TenantRecords
-from broker.worker_state import WorkerState
 from router.api.convert import forget_formats
 from router.catalog.adapters import AdapterConfigs, forget_warnings
 from router.catalog.models import Models, ServedModel

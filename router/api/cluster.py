@@ -15,8 +15,7 @@ from prometheus_client import Counter, Histogram
 
 from broker.commands import DRAIN, Verb
 from broker.connection import REDIS_DOWN
-from broker.messages import DeadJob
-from broker.worker_state import WorkerPhase, WorkerState
+from broker.messages import DeadJob, WorkerPhase, WorkerState
 from router.api.operator_commands import AdapterCommands
 from router.catalog.models import Models
 from router.dispatch.dispatcher import Dispatcher

@@ -9,8 +9,7 @@ from redis.exceptions import OutOfMemoryError
 
 from broker.commands import COMMAND_TTL_MS, Command, Verb
 from broker.connection import REDIS_DOWN
-from broker.messages import AdapterRequest
-from broker.worker_state import WorkerState
+from broker.messages import AdapterRequest, WorkerState
 from router.catalog.adapters import check_fitness, check_rank
 from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import ResolvedAdapter, StoreClient

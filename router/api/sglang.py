@@ -29,7 +29,7 @@ from artifacts.json_object import parse_object
 from artifacts.names import SHARED
 from broker.commands import Verb
 from broker.connection import REDIS_DOWN
-from broker.worker_state import WorkerState
+from broker.messages import WorkerState
 from router.api.encoding import normalized
 from router.api.operator_commands import AdapterCommands
 from router.api.service import InferenceService

@@ -15,10 +15,9 @@ from artifacts.names import sha256_bytes, sha256_json
 from broker.connection import REDIS_DOWN
 from broker.keys import Keys
 from broker.liveness import Census, Liveness
-from broker.messages import Job
+from broker.messages import Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import WORKER_TTL_MS, QueueLimits
-from broker.worker_state import WorkerPhase, WorkerState
 from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.store_client import StoreClient
 from router.text.text import Text, panics_as_errors, text_of

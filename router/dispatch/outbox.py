@@ -15,12 +15,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from broker.connection import REDIS_DOWN
-from broker.messages import DeadJob, Job
+from broker.messages import DeadJob, Job, WorkerState
 from broker.quarantine import QuarantinedError
 from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import NO_KEY, KeyTerms, Placement
-from broker.worker_state import WorkerState
 from router.dispatch.routed_job import JobState, RoutedJob
 from router.dispatch.worker_links import DispatchTiming
 from router.metrics import RouterMetrics

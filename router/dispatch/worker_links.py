@@ -10,8 +10,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from broker.connection import CALL_S
+from broker.messages import WorkerState
 from broker.seal_kinds import JOB_S
-from broker.worker_state import WorkerState
 from router.dispatch.link import WorkerLink
 from router.metrics import RouterMetrics
 from rpc.errors import Unavailable

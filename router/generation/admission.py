@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
-from broker.messages import AdapterRef, Job
-from broker.worker_state import WorkerState
+from broker.messages import AdapterRef, Job, WorkerState
 from grammars import GrammarError
 from grammars.matching import special_tokens
 from grammars.prover import Prover, ProverBusyError

@@ -10,10 +10,9 @@ from redis.asyncio import Redis
 from broker.codec import decode_worker, encode_worker
 from broker.keys import Keys
 from broker.liveness import Liveness
-from broker.messages import Capacity
+from broker.messages import AdapterTiers, Capacity, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import WORKER_TTL_MS, Placement
-from broker.worker_state import AdapterTiers, WorkerPhase, WorkerState
 from tests.broker.both_queues import make_job
 from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, Clock
 

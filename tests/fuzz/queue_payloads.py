@@ -14,8 +14,7 @@ from broker.codec import (
     encode_worker,
 )
 from broker.commands import Command, Verb, decode_command, encode_command
-from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job
-from broker.worker_state import WorkerPhase, WorkerState
+from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, WorkerPhase, WorkerState
 from options import Encode, StoppingParams
 from worker.engine.scheduling.validate import check_sequence
 from worker.engine_api import EngineLimits, SequenceRefusedError

@@ -16,12 +16,11 @@ from broker.commands import Command
 from broker.keys import Keys
 from broker.ledger import ReserveCall
 from broker.liveness import Census
-from broker.messages import AdapterRequest, Capacity, DeadJob, Job
+from broker.messages import AdapterRequest, Capacity, DeadJob, Job, WorkerState
 from broker.quarantine import QuarantinedError
 from broker.queue import DeadlineUnattainableError, QueueFullError, UnreservedError
 from broker.queue_entry import Entry
 from broker.terms import FREE_ROWS_MS, WORKER_TTL_MS, Claimed, Placement, QueueLimits, QueueState, UsageReport
-from broker.worker_state import WorkerState
 from tests.simulation.ledger import SimulatedReserve
 from tests.simulation.redis import SimulatedRedis
 

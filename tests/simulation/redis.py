@@ -19,10 +19,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from bench.queue_model.queue_model import QueueModel
 from broker.commands import Command
-from broker.messages import DeadJob, Job
+from broker.messages import DeadJob, Job, WorkerState
 from broker.seal_kinds import JOB_S
 from broker.terms import QueueLimits, UsageReport
-from broker.worker_state import WorkerState
 from tests.simulation.ledger import LuaLedger
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from broker.worker_state import WorkerPhase, WorkerState
+from broker.messages import WorkerPhase, WorkerState
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.queue import SimulatedLiveness

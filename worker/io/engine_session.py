@@ -21,8 +21,8 @@ from artifacts.base_model import BaseModel
 from broker.connection import REDIS_DOWN
 from broker.keys import Keys
 from broker.liveness import Liveness
+from broker.messages import WorkerPhase, WorkerState
 from broker.queue import JobQueue
-from broker.worker_state import WorkerPhase, WorkerState
 from rpc.server import unless_stopped
 from worker.engine_api import EngineConfig
 from worker.io.adapters.fetch import AdapterFetcher

@@ -22,8 +22,8 @@ from artifacts import MismatchError
 from artifacts.base_model import BaseModel
 from broker.connection import REDIS_DOWN
 from broker.liveness import BEAT_MS, Liveness
+from broker.messages import AdapterTiers, WorkerPhase, WorkerState
 from broker.terms import WORKER_TTL_MS
-from broker.worker_state import AdapterTiers, WorkerPhase, WorkerState
 from rpc.server import Server
 from worker.engine_api import EngineLimits, EngineStats
 from worker.io.metrics import FetchStats

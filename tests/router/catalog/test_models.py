@@ -14,9 +14,8 @@ from redis.asyncio import Redis
 from artifacts.base_model import read_base_model
 from broker.keys import Keys
 from broker.liveness import Census, Liveness
-from broker.messages import AdapterRef, Job
+from broker.messages import AdapterRef, Job, WorkerPhase
 from broker.terms import ASIDE_MS, QueueLimits
-from broker.worker_state import WorkerPhase
 from options import StoppingParams
 from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.models import LiveWorkers, Models

@@ -16,12 +16,11 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.ledger import ReserveCall
-from broker.messages import AdapterRef, Capacity, Job
+from broker.messages import AdapterRef, Capacity, Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.queue_entry import Entry
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import KeyTerms, Placement, QueueState
-from broker.worker_state import WorkerPhase, WorkerState
 from options import FinishKind, StoppingParams
 from router.app import _dispatcher
 from router.dispatch.dispatcher import Dispatcher

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from broker.worker_state import WorkerState
+from broker.messages import WorkerState
 from router.dispatch.worker_links import UNREACHED_S, RelayReach
 from router.metrics import RouterMetrics
 from rpc.errors import Unavailable

@@ -14,8 +14,7 @@ from redis.asyncio import Redis
 
 from artifacts.base_model import read_base_model
 from broker.liveness import Liveness
-from broker.messages import STRIKES_LIMIT
-from broker.worker_state import WorkerPhase, WorkerState
+from broker.messages import STRIKES_LIMIT, WorkerPhase, WorkerState
 from tests.worker.io.relayed_worker import KEYS, MODEL, Router, Worker, job, running
 from worker.io.engine_session import watch_steps
 from worker.io.membership import Presence, WorkerHealth, worker_state

@@ -22,7 +22,7 @@ from broker.commands import DRAIN, CommandQueue
 from broker.connection import connect
 from broker.keys import Keys
 from broker.liveness import Liveness
-from broker.worker_state import WorkerState
+from broker.messages import WorkerState
 from clients.cli.models import registered
 from deploy import valkey
 
