@@ -2,7 +2,7 @@
 
 I/O process                        engine process
     │  Configure, then Add, Abort; Warm, Pin, Unpin, ForgetTenant  ──▶
-    │  ◀── Ready | Unusable, then Begun, Stepped, Refused, PinRefused, TenantForgotten
+    │  ◀── Ready | Unusable, then Begun, PromptLogprobs, Stepped, Refused, PinRefused, TenantForgotten
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import contextlib
 import selectors
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import msgspec
 
+from options import TokenLogprobs
 from worker.engine_api import AdapterSource, EngineConfig, EngineLimits, EngineStats, NewSequence, Output, Removal
 
 _LENGTH = struct.Struct("<I")
@@ -110,8 +112,30 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
+    """The next log probabilities of a sequence's prompt; its first output follows the last of them."""
+
+    sequence_id: str
+    tokens: tuple[TokenLogprobs, ...]
+
+
+# Maximum number of prompt tokens whose log probabilities one message has. The I/O process reads each message in one
+# turn of its event loop: so many, with 20 alternatives each, take it some 6 ms.
+PROMPT_TOKENS = 512
+
+
+def step_messages(outputs: list[Output], stats: EngineStats) -> Iterator[PromptLogprobs | Stepped]:
+    """Yield the messages of a step; Stepped is the last, and has no log probabilities of prompts."""
+    for output in outputs:
+        for start in range(0, len(output.prompt_logprobs), PROMPT_TOKENS):
+            yield PromptLogprobs(output.sequence_id, output.prompt_logprobs[start : start + PROMPT_TOKENS])
+    yield Stepped(
+        [replace(output, prompt_logprobs=()) if output.prompt_logprobs else output for output in outputs], stats
+    )
+
+
 ToEngine = Configure | Add | Abort | Warm | Pin | Unpin | ForgetTenant
-FromEngine = Ready | Unusable | Refused | PinRefused | TenantForgotten | Begun | Stepped
+FromEngine = Ready | Unusable | Refused | PinRefused | TenantForgotten | Begun | PromptLogprobs | Stepped
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

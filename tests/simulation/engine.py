@@ -21,9 +21,9 @@ from worker.ipc import (
     FromEngine,
     Ready,
     Refused,
-    Stepped,
     TenantForgotten,
     ToEngine,
+    step_messages,
 )
 
 STEP_S = 0.02
@@ -112,7 +112,7 @@ class SimulatedEngine:
                 await asyncio.sleep(STEP_S)
             outputs, now = engine.step(), engine.stats()
             if outputs or beat or now != stats:
-                self._tell(Stepped(outputs, now))
+                self._tell(*step_messages(outputs, now))
                 stats = now
             beat = False
             if not engine.has_work() and not self._inbox:
@@ -136,8 +136,14 @@ class SimulatedEngine:
             case ForgetTenant(tenant, kept_adapters):
                 self._tell(TenantForgotten(dict(self.engine.forget_tenant(tenant, kept_adapters))))
 
-    def _tell(self, message: FromEngine) -> None:
-        asyncio.get_running_loop().call_later(_MESSAGE_S, self._outbox.put_nowait, message)
+    def _tell(self, *messages: FromEngine) -> None:
+        """Send messages that arrive in this order; timers of one time run in any order."""
+
+        def arrive() -> None:
+            for message in messages:
+                self._outbox.put_nowait(message)
+
+        asyncio.get_running_loop().call_later(_MESSAGE_S, arrive)
 
     # Methods that the I/O process calls
 

@@ -44,6 +44,7 @@ from worker.ipc import (
     Unpin,
     Unusable,
     Warm,
+    step_messages,
 )
 
 # Interval in seconds at which threads are switched. Python's default of 5 ms makes a step, whose thread lets go of the
@@ -133,7 +134,8 @@ def serve(engine: Engine[Any], end: EngineEnd, messages: list[ToEngine] | None, 
         stats = engine.stats()
         # Steps count up, so that each one is reported; so are aborts, and adapters that came or went.
         if outputs or beat or stats != reported:
-            end.send(Stepped(outputs, stats))
+            for report in step_messages(outputs, stats):
+                end.send(report)
             reported = stats
         idle = not engine.has_work()
         messages = end.receive(wait_s=BEAT_S if idle else 0)

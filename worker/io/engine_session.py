@@ -34,7 +34,7 @@ from worker.io.membership import Presence, WorkerHealth, wait_until_registered, 
 from worker.io.relay.links import LinkSettings
 from worker.io.results import JobTelemetry, Results, UsageLog
 from worker.io.settings import Settings
-from worker.ipc import Begun, Configure, PinRefused, Ready, Refused, Stepped, TenantForgotten
+from worker.ipc import Begun, Configure, PinRefused, PromptLogprobs, Ready, Refused, Stepped, TenantForgotten
 
 if TYPE_CHECKING:  # imported only with TLS: cryptography takes long
     from worker.io.credentials import WorkerCredentials
@@ -216,6 +216,8 @@ async def _listen(engine: EngineProcess, results: Results, commands: OperatorCom
                 commands.resident(message.stats.adapters)
             case Begun():
                 results.begun(message)
+            case PromptLogprobs():
+                results.prompt_read(message)
             case Refused():
                 results.refused(message)
             case PinRefused():

@@ -70,7 +70,8 @@ class LocalChoice:
     choice: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    # Log probabilities of the prompt, which may be of tens of thousands of tokens: encoded part by part, as they come.
+    prompt_logprobs: bytearray = field(default_factory=bytearray)
     # Of a job that asks for a vector, which comes with its end.
     vector: tuple[float, ...] = ()
     ending: Ending | None = None
@@ -144,7 +145,6 @@ class LocalChoice:
             if output.token_ids or output.vector:
                 self.first_at, self.first_step = at_s, step
             self.cached_tokens = output.cached_tokens or 0
-            self.prompt_logprobs = output.prompt_logprobs
         self.last_at, self.last_step = at_s, step
         self.ids.extend(output.token_ids)
         self.logprobs.extend(output.logprobs)

@@ -1,6 +1,6 @@
 """The way back of a job: what the engine and the routers say of local jobs, and the jobs that are given back.
 
-engine ──Stepped, Begun, Refused──▶ Results ──frames──▶ RouterLinks ──▶ routers
+engine ──Stepped, Begun, ...──▶ Results ──frames──▶ RouterLinks ──▶ routers
 engine ◀──Abort, Add (siblings)──── Results ◀──acks, cancels──────────── routers
 """
 
@@ -26,8 +26,9 @@ from worker.io.capacity import jobs_to_drop
 from worker.io.engine_client import EngineBreaker, EngineProcess, Pair
 from worker.io.local_jobs import Ending, LocalChoice, LocalChoiceState, LocalJob, LocalJobs, LocalJobState
 from worker.io.metrics import WorkerMetrics
+from worker.io.relay.frames import encode_prompt
 from worker.io.relay.links import LinkSettings, RouterLinks
-from worker.ipc import Abort, Add, Begun, Ready, Refused, Stepped
+from worker.ipc import Abort, Add, Begun, PromptLogprobs, Ready, Refused, Stepped
 
 if TYPE_CHECKING:  # see telemetry/tracing.py
     from opentelemetry.trace import Span
@@ -250,6 +251,12 @@ class Results:
         choice = self.jobs.of_sequence(message.sequence_id)
         if choice is not None and choice.state is LocalChoiceState.HANDED_OVER:  # else it was given back meanwhile
             choice.begin()
+
+    def prompt_read(self, message: PromptLogprobs) -> None:
+        """Keep log probabilities of a sequence's prompt for its first frame."""
+        choice = self.jobs.of_sequence(message.sequence_id)
+        if choice is not None and choice.ending is None:
+            choice.prompt_logprobs += encode_prompt(message.tokens)
 
     def refused(self, message: Refused) -> None:
         """End an answer whose sequence the engine did not take."""

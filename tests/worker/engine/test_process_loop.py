@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 from typing import Any, cast
 
+from options import TokenLogprobs
 from worker.engine.process import serve, without_gc
 from worker.engine_api import Output
-from worker.ipc import Abort, FromEngine, ToEngine
+from worker.ipc import PROMPT_TOKENS, Abort, FromEngine, PromptLogprobs, Stepped, ToEngine, step_messages
 
 
 class IdleEngine:
@@ -66,3 +67,20 @@ def test_imports_are_left_out_of_garbage_collections() -> None:
         kept: list[list[object]] = [[] for _ in range(1000)]
     assert gc.isenabled()
     assert gc.get_freeze_count() >= before + len(kept)
+
+
+def test_log_probabilities_of_a_long_prompt_come_in_parts_before_its_first_output() -> None:
+    # One message of 15,000 tokens with 20 alternatives held the loop of the I/O process for a fifth of a second.
+    tokens = tuple(TokenLogprobs(-float(place), ((place, -1.5),)) for place in range(2 * PROMPT_TOKENS + 7))
+    short = Output("b", 0, (4,))
+    *parts, stepped = step_messages([Output("a", 0, (3,), prompt_logprobs=tokens), short], cast(Any, None))
+    assert isinstance(stepped, Stepped)
+    assert stepped.outputs == [Output("a", 0, (3,)), short]
+    lengths, received = [], list[TokenLogprobs]()
+    for part in parts:
+        assert isinstance(part, PromptLogprobs)
+        assert part.sequence_id == "a"
+        lengths.append(len(part.tokens))
+        received += part.tokens
+    assert lengths == [PROMPT_TOKENS, PROMPT_TOKENS, 7]
+    assert tuple(received) == tokens

@@ -18,7 +18,8 @@ from redis.asyncio import Redis
 from broker.keys import Keys
 from broker.messages import Job
 from broker.queue import JobQueue
-from options import SamplingParams, StoppingParams
+from options import SamplingParams, StoppingParams, TokenLogprobs
+from router.dispatch.link import read_frame
 from rpc.server import Server, relay_options
 from telemetry.tracing import Spans
 from tenancy.guard import open_guard
@@ -32,7 +33,7 @@ from worker.io.local_jobs import LocalJobs
 from worker.io.metrics import WorkerMetrics
 from worker.io.relay.links import LinkSettings
 from worker.io.results import JobTelemetry, Results, UsageLog
-from worker.ipc import Begun, Configure, Stepped
+from worker.ipc import Begun, Configure, PromptLogprobs, Stepped
 
 KEYS = Keys("hash", "main")
 MODEL = "hash:?vocab=600&step_ms=2"
@@ -54,6 +55,8 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
         # Events and their jobs, in order.
         self.events: list[tuple[str, str]] = []
         self.ids: defaultdict[str, list[int]] = defaultdict(list)
+        # Log probabilities of prompts.
+        self.prompts: dict[str, list[TokenLogprobs]] = {}
         # Jobs that were given back: True where blamed.
         self.returned: dict[str, bool] = {}
         self._news = asyncio.Condition()
@@ -72,6 +75,8 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
         if ("claimed", frame.job_id) not in self.events:  # a first frame tells it as well
             self.events.append(("claimed", frame.job_id))
         self.ids[frame.job_id] += frame.token_ids
+        if frame.first.prompt_logprobs:
+            self.prompts[frame.job_id] = list(read_frame(frame).prompt_logprobs)
         if frame.finish.kind == pb.FINISH_KIND_UNSPECIFIED:
             return None
         if frame.finish.kind == pb.FINISH_KIND_RETURNED:
@@ -106,6 +111,8 @@ class Worker:
                         self.results.stepped(message)
                     case Begun():
                         self.results.begun(message)
+                    case PromptLogprobs():
+                        self.results.prompt_read(message)
         except EngineLostError:
             self.results.engine_lost()
 

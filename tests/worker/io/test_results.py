@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from tests.worker.io.relayed_worker import Router, job, running
+from tests.worker.io.relayed_worker import MODEL, Router, job, running
+from worker.engine.hash_engine import expected_prompt_logprobs
 from worker.io import results
 from worker.io.local_jobs import LocalJobState
-from worker.ipc import Add, Begun, Refused, ToEngine
+from worker.ipc import PROMPT_TOKENS, Add, Begun, Refused, ToEngine
 
 
 async def test_an_answer_that_was_given_back_stays_so_whatever_the_engine_says_of_it(
@@ -73,3 +74,20 @@ async def test_resumed_answers_with_many_ids_come_to_the_engine_one_after_the_ot
         worker.intake.accept(replace(job("a", worker.address, n=6, max_tokens=9), emitted=emitted))
         await router.until(lambda: ("ended", "a") in router.events)
     assert added == [1, 1, 4]
+
+
+async def test_log_probabilities_of_a_long_prompt_reach_the_router_as_the_engine_made_them(
+    redis: Redis, tmp_path: Path
+) -> None:
+    router, prompt = Router(), tuple(range(256, 600)) * 4
+    assert len(prompt) > 2 * PROMPT_TOKENS
+    async with running(router, redis, tmp_path) as worker:
+        worker.intake.accept(
+            replace(job("a", worker.address, max_tokens=2), prompt_ids=prompt, logprobs=0, prompt_logprobs=2)
+        )
+        await router.until(lambda: ("ended", "a") in router.events)
+    expected = expected_prompt_logprobs(MODEL, prompt, 2)
+    assert [[token for token, _ in one.alternatives] for one in router.prompts["a"]] == [
+        [token for token, _ in one.alternatives] for one in expected
+    ]
+    assert [one.logprob for one in router.prompts["a"]] == pytest.approx([one.logprob for one in expected])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 
@@ -15,10 +17,11 @@ _KINDS = {
     FinishKind.STOP_TOKEN: pb.FINISH_KIND_STOP_TOKEN,
     FinishKind.COMPLETE: pb.FINISH_KIND_COMPLETE,
 }
-# Bytes of frames after which a message takes no further one, and maximum ids of a frame: about 1 MiB with the most log
-# probabilities. A rewind may ask for whole answers of many jobs, and a router reads other messages between these.
-MESSAGE_BYTES = 4 * 1024 * 1024
-FRAME_TOKENS = 4_096
+# Bytes of frames after which a message takes no further one, and maximum ids of a frame: about 256 KiB with the most
+# log probabilities, which takes 6 ms to build. A rewind may ask for whole answers of many jobs: this worker does
+# other work between two messages, and a router reads others between them.
+MESSAGE_BYTES = 256 * 1024
+FRAME_TOKENS = 1_024
 _CODES = {code.name: code.value[0] for code in grpc.StatusCode}
 
 
@@ -56,7 +59,7 @@ def next_frame(choice: LocalChoice) -> pb.Frame:
     if choice.sent == 0:
         frame.first.adapter_ms = choice.adapter_ms
         frame.first.cached_tokens = choice.cached_tokens
-        frame.first.prompt_logprobs.extend(map(_logprobs, choice.prompt_logprobs))
+        frame.first.MergeFromString(bytes(choice.prompt_logprobs))
     choice.sent = min(end, len(choice.ids))
     if choice.ending is None or choice.sent < len(choice.ids):
         return frame
@@ -75,6 +78,11 @@ def next_frame(choice: LocalChoice) -> pb.Frame:
 def returned_frame(job_id: str, attempt: int) -> pb.Frame:
     """Build a frame that gives back a job of which nothing is here."""
     return pb.Frame(job_id=job_id, attempt=attempt, finish=pb.Finish(kind=pb.FINISH_KIND_RETURNED))
+
+
+def encode_prompt(tokens: Iterable[TokenLogprobs]) -> bytes:
+    """Encode log probabilities of a prompt for its first frame; what is encoded in parts is put one after the other."""
+    return pb.FirstToken(prompt_logprobs=map(_logprobs, tokens)).SerializeToString()
 
 
 def _logprobs(token: TokenLogprobs) -> pb.TokenLogprobs:

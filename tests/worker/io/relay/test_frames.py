@@ -75,8 +75,9 @@ def test_whole_answers_with_log_probabilities_go_in_several_messages() -> None:
         frames = next_frames(progress)
         messages += 1
         assert sum(frame.ByteSize() for frame in frames[:-1]) < MESSAGE_BYTES
+        # So many take a loop, of worker or router, some 25 ms.
+        assert sum(len(frame.logprobs) for frame in frames) <= 3 * FRAME_TOKENS <= 3_072
         for frame in frames:
-            assert frame.ByteSize() < MESSAGE_BYTES / 2
             assert (frame.offset, len(frame.logprobs)) == (len(received[frame.job_id]), len(frame.token_ids))
             received[frame.job_id] += frame.token_ids
             if frame.HasField("finish"):
