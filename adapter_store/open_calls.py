@@ -7,16 +7,14 @@ each and wait would take all of either: one that does not move ends, as does a d
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Generic, TypeVar
 
-import grpc
 from google.protobuf.message import Message
 
-from rpc.errors import DeadlinePassed, Exhausted
-from rpc.interceptors import end_call, wrapped
+from rpc.errors import DeadlinePassed
+from rpc.interceptors import Handler, Interceptor, end_call, wrapped
 from rpc.principal import NAMING_ROLES, Principal, caller
 from rpc.shares import Shares
 
@@ -32,8 +30,6 @@ SLOWEST_BYTES_S = 64 * 1024
 # only when each of these has had its turn on the loop: so downloads are few, and send short pieces, of so many bytes.
 CALLS, DOWNLOADS = 64, 8
 TENANT_PIECE_BYTES = 64 * 1024
-# Mean time in seconds after which a refused client is to call again; each gets its own, so that they come spread out.
-_RETRY_S = 1.0
 
 
 class OpenUploads:
@@ -49,9 +45,8 @@ class OpenUploads:
 
         Raises Exhausted.
         """
-        if not self._shares.take(tenant):
-            message = f"{tenant} has its share of the {self._shares.limit} uploads that this store receives at once"
-            raise Exhausted(f"tenants/{tenant}/uploads", message, retry_after_s=_retry_s(), reason="UPLOADS_FULL")
+        what = "uploads that this store receives at once"
+        self._shares.take_or_refuse(tenant, subject=f"tenants/{tenant}/uploads", what=what, reason="UPLOADS_FULL")
         try:
             yield _Paced(parts, self._silent_s)
         finally:
@@ -82,21 +77,16 @@ class _Paced(Generic[M]):
         return part
 
 
-class TenantCalls(grpc.aio.ServerInterceptor):
+class TenantCalls(Interceptor):
     """Refuses calls beyond a tenant's share. Operators and parts of the cluster, which name the tenant, have none."""
 
     def __init__(self, calls: int = CALLS, downloads: int = DOWNLOADS, silent_s: float = SILENT_S) -> None:
         self._calls, self._downloads = Shares(calls), Shares(downloads)
         self._silent_s = silent_s
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap the method's handler; calls of the health service have no caller and are not counted."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or handler_call_details.method.startswith("/grpc."):
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """Wrap the handler; calls of the health service have no caller and are not counted."""
+        if handler.request_streaming or method.startswith("/grpc."):
             return handler
         return wrapped(handler, self._many if handler.response_streaming else self._one)
 
@@ -136,18 +126,9 @@ def _counted(shares: Shares, what: str, principal: Principal) -> Iterator[bool]:
     if not tenant or principal.roles & NAMING_ROLES:
         yield False
         return
-    if not shares.take(tenant):
-        raise Exhausted(
-            f"tenants/{tenant}/store-{what}",
-            f"{tenant} has its share of the {shares.limit} {what} that this store serves at once",
-            retry_after_s=_retry_s(),
-            reason="STORE_FULL",
-        )
+    subject, served = f"tenants/{tenant}/store-{what}", f"{what} that this store serves at once"
+    shares.take_or_refuse(tenant, subject=subject, what=served, reason="STORE_FULL")
     try:
         yield True
     finally:
         shares.give(tenant)
-
-
-def _retry_s() -> float:
-    return random.uniform(0.5, 1.5) * _RETRY_S

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import grpc
 from loraplex.cluster.v1 import cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
 from loraplex.relay.v1 import relay_pb2_grpc
@@ -33,7 +32,7 @@ from router.metrics import RouterMetrics
 from router.purge import RouterData, TenantDataService
 from router.settings import Settings
 from rpc.errors import CallError, PermissionDenied
-from rpc.interceptors import CallMeter, Method, wrapped
+from rpc.interceptors import CallMeter, Context, Handler, Interceptor, Method, wrapped
 from rpc.principal import CredentialKind, Principal, Role, caller, set_caller
 from rpc.server import Server, channel_options, relay_options
 from rpc.tls import TlsFiles
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from router.dispatch.relay import RelayCredentials
 
 log = logging.getLogger(__name__)
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def make_servers(
@@ -203,22 +200,15 @@ async def renew_pins(models: Models) -> None:
                 log.warning("the grants of pinned adapters are not renewed: %s", error)
 
 
-class UnnamedCallers(grpc.aio.ServerInterceptor):
+class UnnamedCallers(Interceptor):
     """Gives callers without a credential and a name to a tenant. Put it behind the guard, which sets the caller."""
 
     def __init__(self, tenant: str) -> None:
         self._tenant = tenant
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    def wrap(self, handler: Handler, method: str) -> Handler:
         """Wrap the methods of the engine protocol."""
-        handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(f"/{SGLANG_SERVICE}/"):
-            return handler
-        return wrapped(handler, self._named)
+        return wrapped(handler, self._named) if method.startswith(f"/{SGLANG_SERVICE}/") else handler
 
     def _named(self, inner: Method) -> Method:
         def named(request: Any, context: Context) -> Any:

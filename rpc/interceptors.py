@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import grpc
@@ -18,7 +17,7 @@ from google.protobuf.message import DecodeError
 from prometheus_client import Counter, Histogram
 
 from rpc.errors import CallError, Exhausted, Internal, InvalidField
-from rpc.receiving import current_call
+from rpc.shares import spread
 from rpc.status import CODES, abort
 
 log = logging.getLogger(__name__)
@@ -26,9 +25,12 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 Method = Callable[..., Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+# The task that serves a call, from its acceptance until gRPC has sent the status.
+Call = asyncio.Task[Any]
 
 # Makers of handlers, by whether requests and whether responses are streams.
-_MAKERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]] = {
+_MAKERS: dict[tuple[bool, bool], Callable[..., Handler]] = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, False): grpc.stream_unary_rpc_method_handler,
@@ -36,18 +38,40 @@ _MAKERS: dict[tuple[bool, bool], Callable[..., grpc.RpcMethodHandler[Any, Any]]]
 }
 
 
+def current_call() -> Call:
+    """Return the call that the current task serves."""
+    call = asyncio.current_task()
+    assert call is not None
+    return call
+
+
 def wrapped(
-    handler: grpc.RpcMethodHandler[Any, Any],
-    wrap: Callable[[Method], Method],
-    request_deserializer: Callable[[bytes], Any] | None = None,
-) -> grpc.RpcMethodHandler[Any, Any]:
+    handler: Handler, wrap: Callable[[Method], Method], request_deserializer: Callable[[bytes], Any] | None = None
+) -> Handler:
     """Return a handler of the same kind with a wrapped method, and perhaps another reader of its requests."""
     method: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     make = _MAKERS[handler.request_streaming, handler.response_streaming]
     return make(wrap(method), request_deserializer or handler.request_deserializer, handler.response_serializer)
 
 
-class CallGuard(grpc.aio.ServerInterceptor):
+class Interceptor(grpc.aio.ServerInterceptor):
+    """Wraps the handlers of a server's methods."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Return the method's handler, wrapped."""
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self.wrap(handler, handler_call_details.method)
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """Return the handler of the method of that full name, wrapped or as it is."""
+        raise NotImplementedError
+
+
+class CallGuard(Interceptor):
     """Admits callers to the methods of a server; tenancy.guard has the one of every server with services."""
 
     def check_declared(self, methods: Iterable[str]) -> None:
@@ -95,13 +119,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self) -> None:
-        self._guarded: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        self._guarded: dict[str, Handler] = {}
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> Handler | None:
         """Return the method's handler, guarded."""
         name = handler_call_details.method
         if name not in self._guarded:
@@ -113,7 +137,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return self._guarded[name]
 
     def _guard(self, method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:
-        async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def guarded(request: Any, context: Context) -> Any:
             try:
                 answer = await method(request, context)
                 await let_finish()
@@ -137,7 +161,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         that reads nothing without a status.
         """
 
-        async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        async def guarded(request: Any, context: Context) -> None:
             answer = None
             writes = _Writes(context)
             try:
@@ -173,7 +197,7 @@ class _Writes:
     refuses a status with these metadata again, and the client would wait for ever.
     """
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def __init__(self, context: Context) -> None:
         self._context = context
         self._first: asyncio.Future[None] | None = None
 
@@ -220,7 +244,7 @@ class UnreadableMessage:
     """Bytes of a client that are no message of the method's type."""
 
 
-class ReadableMessages(grpc.aio.ServerInterceptor):
+class ReadableMessages(Interceptor):
     """Refuses bytes that are no message with INVALID_ARGUMENT. Put it behind all other interceptors.
 
     gRPC itself answers UNKNOWN, logs a traceback, and does so before anybody has looked at the caller's credential.
@@ -228,14 +252,9 @@ class ReadableMessages(grpc.aio.ServerInterceptor):
     a method's own message would reach it.
     """
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap the method's handler and what reads its messages."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_deserializer is None:
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """Wrap the handler and what reads its messages."""
+        if handler.request_deserializer is None:
             return handler
         wrap = _of_many if handler.request_streaming else _of_one
         return wrapped(handler, wrap, _reader(handler.request_deserializer))
@@ -288,7 +307,7 @@ def _readable(request: Any) -> Any:
     return request
 
 
-class CallMeter(grpc.aio.ServerInterceptor):
+class CallMeter(Interceptor):
     """Counts and times calls. A stream counts when it ends; methods in `passed` are counted elsewhere.
 
     `ended` has the labels method and code, `seconds` method; see telemetry.metrics.Meters.rpc_calls.
@@ -299,18 +318,13 @@ class CallMeter(grpc.aio.ServerInterceptor):
         self._seconds = seconds
         self._passed = frozenset(passed)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap the method's handler; calls of the health service are not counted."""
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method.rpartition("/")[2]
-        if handler is None or method in self._passed or handler_call_details.method.startswith("/grpc."):
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """Wrap the handler; calls of the health service are not counted."""
+        name = method.rpartition("/")[2]
+        if name in self._passed or method.startswith("/grpc."):
             return handler
         wrap = self._many if handler.response_streaming else self._one
-        return wrapped(handler, lambda inner: wrap(inner, method))
+        return wrapped(handler, lambda inner: wrap(inner, name))
 
     def _one(self, method: Any, name: str) -> Callable[..., Awaitable[Any]]:
         async def metered(request: Any, context: Any) -> Any:
@@ -351,11 +365,7 @@ def _code_of(error: BaseException) -> str:
     return "INTERNAL"
 
 
-# Mean time in seconds after which a refused client is to call again; each gets its own, so that they come spread out.
-_RETRY_S = 1.0
-
-
-class ConnectionCalls(grpc.aio.ServerInterceptor):
+class ConnectionCalls(Interceptor):
     """Refuses calls beyond `limit` of a connection, with a reason.
 
     gRPC bounds a connection's streams too (rpc.server). What is beyond that bound ends with UNAVAILABLE and without
@@ -367,17 +377,12 @@ class ConnectionCalls(grpc.aio.ServerInterceptor):
         self._limit = limit
         self._open: dict[str, int] = {}
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap the method's handler."""
-        handler = await continuation(handler_call_details)
-        return None if handler is None else wrapped(handler, self._counted)
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """Wrap the handler."""
+        return wrapped(handler, self._counted)
 
     def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        def counted(request: Any, context: Context) -> Any:
             self._enter(context.peer())
             return method(request, context)
 
@@ -390,7 +395,7 @@ class ConnectionCalls(grpc.aio.ServerInterceptor):
             raise Exhausted(
                 "connection/calls",
                 f"the connection has {count} calls open, which are as many as may be; use another connection too",
-                retry_after_s=random.uniform(0.5, 1.5) * _RETRY_S,
+                retry_after_s=spread(),
                 reason="CONNECTION_FULL",
             )
         self._open[peer] = count + 1

@@ -8,14 +8,14 @@ with one message is the same as a stream of one, so that the methods are served 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 
-from rpc.errors import DeadlinePassed, Exhausted, InvalidField
+from rpc.errors import DeadlinePassed, InvalidField
+from rpc.interceptors import Call, Context, Handler, Interceptor, current_call
 from rpc.principal import NAMING_ROLES, known_caller
 from rpc.shares import FairTurns, Shares
 
@@ -26,21 +26,36 @@ RECEIVE_S = 10.0
 # Maximum number of calls that wait for their messages; what their clients have sent of them meanwhile is kept by gRPC,
 # up to 64 KiB each. A tenant or address alone gets half of them; operators and parts of the cluster are not bounded.
 WAITING = 2_048
-# Mean time in seconds after which a refused client is to call again; each gets its own, so that they come spread out.
-_RETRY_S = 1.0
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
-# The task that serves a call, from its acceptance until gRPC has sent the status.
-Call = asyncio.Task[Any]
+def reading(handler: Handler, read: Callable[[Context], Awaitable[tuple[Any, Callable[[], None]]]]) -> Handler:
+    """Serve a method of one message as one of a stream, whose request `read` returns, with what is called at the end.
 
+    gRPC hands the bytes over without a deserializer.
+    """
+    method: Any = handler.unary_unary or handler.unary_stream
 
-def current_call() -> Call:
-    """Return the call that the current task serves."""
-    call = asyncio.current_task()
-    assert call is not None
-    return call
+    async def one(_: Any, context: Context) -> Any:
+        request, ended = await read(context)
+        try:
+            return await method(request, context)
+        finally:
+            ended()
+
+    async def many(_: Any, context: Context) -> AsyncIterator[Any]:
+        request, ended = await read(context)
+        try:
+            answer = method(request, context)
+            del request  # it may be large, and a stream long
+            async with aclosing(answer) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            ended()
+
+    if handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(many, None, handler.response_serializer)
+    return grpc.stream_unary_rpc_method_handler(one, None, handler.response_serializer)
 
 
 class Receiving:
@@ -66,7 +81,7 @@ class Receiving:
         return data
 
 
-class OneMessage(grpc.aio.ServerInterceptor):
+class OneMessage(Interceptor):
     """Receives the one message of a call. Put it behind the guard; methods that are streams already pass it.
 
     Callers without a credential have bounds of their own: from many addresses they would take everybody's turns.
@@ -76,35 +91,16 @@ class OneMessage(grpc.aio.ServerInterceptor):
         self._known = known, Shares(WAITING)
         self._strangers = strangers, Shares(WAITING)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    def wrap(self, handler: Handler, method: str) -> Handler:
         """Serve the method as one of a stream of messages, of which the first is read."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
-            return handler
         decode = handler.request_deserializer
-        if handler.response_streaming:
-            many = self._many(handler.unary_stream, decode)
-            return grpc.stream_stream_rpc_method_handler(many, None, handler.response_serializer)
-        one = self._one(handler.unary_unary, decode)
-        return grpc.stream_unary_rpc_method_handler(one, None, handler.response_serializer)
+        if handler.request_streaming or decode is None:
+            return handler
 
-    def _one(self, method: Any, decode: Callable[[bytes], Any]) -> Callable[[Any, Context], Awaitable[Any]]:
-        async def received(_: Any, context: Context) -> Any:
-            return await method(decode(await self._read(context)), context)
+        async def read(context: Context) -> tuple[Any, Callable[[], None]]:
+            return decode(await self._read(context)), lambda: None
 
-        return received
-
-    def _many(self, method: Any, decode: Callable[[bytes], Any]) -> Callable[[Any, Context], AsyncIterator[Any]]:
-        async def received(_: Any, context: Context) -> AsyncIterator[Any]:
-            async with aclosing(method(decode(await self._read(context)), context)) as responses:
-                async for response in responses:
-                    yield response
-
-        return received
+        return reading(handler, read)
 
     async def _read(self, context: Context) -> bytes:
         """Return the bytes of a call's message. Raises a CallError."""
@@ -113,10 +109,8 @@ class OneMessage(grpc.aio.ServerInterceptor):
         who = context.peer().rpartition(":")[0] if principal is None else principal.tenant or principal.name
         if principal is not None and principal.roles & NAMING_ROLES:
             return await receiving.read(who, context)
-        if not waiting.take(who):
-            message = f"{who} has its share of the {waiting.limit} calls whose messages this process waits for"
-            retry_s = random.uniform(0.5, 1.5) * _RETRY_S
-            raise Exhausted(f"callers/{who}/messages", message, retry_after_s=retry_s, reason="MESSAGES_FULL")
+        what = "calls whose messages this process waits for"
+        waiting.take_or_refuse(who, subject=f"callers/{who}/messages", what=what, reason="MESSAGES_FULL")
         try:
             return await receiving.read(who, context)
         finally:

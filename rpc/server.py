@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from rpc.errors import Exhausted
 from rpc.interceptors import CallGuard, ConnectionCalls, ReadableMessages, StatusInterceptor
 from rpc.receiving import OneMessage, Receiving
 from rpc.shares import Shares
@@ -69,7 +68,7 @@ def raise_file_limit() -> int:
 
 # Maximum number of open Watch calls, which need no credential: an address alone gets half of them.
 WATCHES = 1_024
-# Time in seconds after which a refused client is to call again; it may call Check at any time.
+# Mean time in seconds after which a refused client is to call again; it may call Check at any time.
 _RETRY_S = 10.0
 
 
@@ -114,9 +113,10 @@ class BoundedHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Yield the health of a service whenever it changes. Raises Exhausted."""
         host = context.peer().rpartition(":")[0]
-        if not self._watches.take(host):
-            message = f"{host} watches the health of this process as often as it may; call Check instead"
-            raise Exhausted("health/watches", message, retry_after_s=_RETRY_S, reason="HEALTH_WATCHED")
+        what = "Watch calls of this process; call Check instead"
+        self._watches.take_or_refuse(
+            host, subject="health/watches", what=what, reason="HEALTH_WATCHED", retry_s=_RETRY_S
+        )
         try:
             sent = None
             while True:

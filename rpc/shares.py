@@ -8,11 +8,22 @@ IEEE/ACM Transactions on Networking, 1998.)
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
+from rpc.errors import Exhausted
+
 T = TypeVar("T")
+
+# Mean time in seconds after which a refused client is to call again.
+RETRY_S = 1.0
+
+
+def spread(mean_s: float = RETRY_S) -> float:
+    """Return a time around a mean: each client gets its own, so that they do not all come back at once."""
+    return random.uniform(0.5, 1.5) * mean_s
 
 
 class Shares:
@@ -31,6 +42,14 @@ class Shares:
         self._taken += amount
         self._of_tenant[tenant] = had + amount
         return True
+
+    def take_or_refuse(
+        self, tenant: str, amount: int = 1, *, subject: str, what: str, reason: str, retry_s: float = RETRY_S
+    ) -> None:
+        """Take an amount for a tenant until `give`. Raises Exhausted; `what` says what the limit is of."""
+        if not self.take(tenant, amount):
+            message = f"{tenant} has its share of the {self.limit} {what}"
+            raise Exhausted(subject, message, retry_after_s=spread(retry_s), reason=reason)
 
     def give(self, tenant: str, amount: int = 1) -> None:
         """Give back what `take` took."""

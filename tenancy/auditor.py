@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 from google.protobuf.message import Message
 from loraplex.admin.v1.plans_pb2 import Plan
 
 from rpc.errors import CallError
-from rpc.interceptors import Method, wrapped
+from rpc.interceptors import Context, Handler, Interceptor, Method, wrapped
 from rpc.principal import Principal, caller
 from tenancy.audit_log import AuditLog
 from tenancy.permissions import PERMISSIONS, SGLANG_SERVICE
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +141,7 @@ class RefusedCallers:
 _ENTRIES = 20
 
 
-class Auditor(grpc.aio.ServerInterceptor):
+class Auditor(Interceptor):
     """Records calls that change something, with who called and how they ended, and refused callers.
 
     It closes its `log`; `record` keeps other events.
@@ -172,15 +169,8 @@ class Auditor(grpc.aio.ServerInterceptor):
         self._refused.flush()
         self._log.close()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    def wrap(self, handler: Handler, method: str) -> Handler:
         """Wrap the handlers of audited methods."""
-        handler, method = await continuation(handler_call_details), handler_call_details.method
-        if handler is None:
-            return None
         if (audited := AUDITED.get(method)) is not None:
             return wrapped(handler, lambda inner: self._changing(inner, method, audited))
         if method in STEALABLE:

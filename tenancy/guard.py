@@ -7,18 +7,14 @@ import ipaddress
 import re
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import grpc
-
 from rpc.errors import CallError, PermissionDenied, Unauthenticated
-from rpc.interceptors import CallGuard, end_call, wrapped
+from rpc.interceptors import CallGuard, Context, Handler, current_call, end_call, wrapped
 from rpc.principal import NAMING_ROLES, TENANT_KEY, TENANT_ROLES, CredentialKind, Principal, Role, set_caller
 from tenancy.permissions import PERMISSIONS, Permission, Port
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 _TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
@@ -75,7 +71,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def metadata_of(context: grpc.aio.ServicerContext[Any, Any]) -> Metadata:
+def metadata_of(context: Context) -> Metadata:
     """Return a call's metadata."""
     return tuple(context.invocation_metadata() or ())
 
@@ -104,8 +100,7 @@ class RunningCalls:
         """Add the call that the current task serves, until the task ends."""
         if not principal.key_id and principal.expires_at is None:
             return
-        task = asyncio.current_task()
-        assert task is not None
+        task = current_call()
         call = _Call(task, principal.secret_sha256)
         if principal.key_id:
             self._of_key[principal.key_id].add(call)
@@ -187,16 +182,8 @@ class Guard(CallGuard):
         if missing:
             raise UndeclaredMethodError(f"{missing[0]} has no row in tenancy/permissions.py: say who may call it")
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap the method's handler; rpc.interceptors turns what it raises into a status."""
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None:
-            return None
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """Wrap the handler; rpc.interceptors turns what it raises into a status."""
         permission = self._permissions.get(method, Permission())
         if permission.anybody:
             return handler

@@ -6,9 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from dataclasses import asdict
-from typing import Any
 
-import grpc
 from loraplex.cluster.v1 import cluster_pb2 as pb
 from loraplex.cluster.v1 import cluster_pb2_grpc
 from prometheus_client import Counter, Histogram
@@ -23,11 +21,10 @@ from router.dispatch.routed_job import RoutedJob
 from router.metrics import RouterMetrics
 from router.purge import CellPurge, purged_tenant
 from rpc.errors import InvalidField, NotFound, Unavailable
+from rpc.interceptors import Context
 from rpc.principal import caller, calling_tenant
 
 log = logging.getLogger(__name__)
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 Whose = tuple[str, str]
 

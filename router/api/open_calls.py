@@ -10,26 +10,22 @@ others. Streams that run are never touched.
 from __future__ import annotations
 
 import asyncio
-import random
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.descriptor_pool import Default
 
-from rpc.errors import CallError, Exhausted, InvalidField
+from rpc.errors import CallError, InvalidField
+from rpc.interceptors import Context, Handler, Interceptor, current_call
 from rpc.principal import caller, calling_tenant
-from rpc.receiving import RECEIVE_S, Receiving, current_call
+from rpc.receiving import RECEIVE_S, Receiving, reading
 from rpc.server import MESSAGE_BYTES
 from rpc.shares import FairTurns, Shares
 from tenancy.permissions import SGLANG_SERVICE
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 # Maximum number of fields of a message, those of the messages in it too; packed numbers count as one. A chat has about
 # three for each of its messages. Ten thousand are counted in two to ten milliseconds, by the lengths of their numbers,
@@ -142,8 +138,6 @@ _METHODS = frozenset(f"/{SGLANG_SERVICE}/{method}" for method in ("Generate", "E
 _LISTS = frozenset(f"/loraplex.cluster.v1.ClusterService/{method}" for method in ("ListJobs", "ListDeadJobs"))
 # Maximum bytes of a message that is decoded beside others: one of 4 MiB may take 20 ms.
 LARGE_BYTES = 1 << 18
-# Mean time in seconds after which a refused client is to call again; each gets its own, so that they come spread out.
-RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +157,7 @@ class _Method:
         return self.decode(data)
 
 
-class OpenCalls(grpc.aio.ServerInterceptor):
+class OpenCalls(Interceptor):
     """The open calls of one router: at most `calls`, whose messages have at most `message_bytes` together.
 
     `refused` is told of each refusal: the method, the tenant if it is known, the error.
@@ -183,61 +177,22 @@ class OpenCalls(grpc.aio.ServerInterceptor):
         self._turns = FairTurns(1)
         self._refused = refused
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wrap a method whose calls are bounded. Its handler reads the message itself, so that a refusal comes first.
-
-        On the wire a call with one message is the same as a stream of one. gRPC hands the bytes over without a
-        deserializer.
-        """
-        handler = await continuation(handler_call_details)
-        decode = None if handler is None else handler.request_deserializer
-        if handler is None or decode is None:
-            return handler
-        service, _, name = handler_call_details.method.rpartition("/")
-        if service != _SERVICE and handler_call_details.method not in _METHODS | _LISTS:
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """Wrap a method whose calls are bounded; its handler reads the message itself, after the bounds."""
+        service, _, name = method.rpartition("/")
+        decode = handler.request_deserializer
+        if decode is None or (service != _SERVICE and method not in _METHODS | _LISTS):
             return handler
         described = Default().FindMethodByName(f"{service[1:]}.{name}")
-        read = _Method(name, described.input_type, decode, of_tenant=handler_call_details.method not in _LISTS)
-        if handler.unary_stream:
-            streamed = self._stream(handler.unary_stream, read)
-            return grpc.stream_stream_rpc_method_handler(streamed, None, handler.response_serializer)
-        single = self._single(handler.unary_unary, read)
-        return grpc.stream_unary_rpc_method_handler(single, None, handler.response_serializer)
+        bounded = _Method(name, described.input_type, decode, of_tenant=method not in _LISTS)
+        return reading(handler, partial(self._enter, bounded))
 
-    def _stream(self, method: Any, read: _Method) -> Callable[[Any, Context], AsyncIterator[Any]]:
-        async def bounded(_: Any, context: Context) -> AsyncIterator[Any]:
-            tenant, size, request = await self._enter(read, context)
-            try:
-                answer = method(request, context)
-                del request  # it may be large, and a stream long
-                async with aclosing(answer) as responses:
-                    async for response in responses:
-                        yield response
-            finally:
-                self._bytes.give(tenant, size)
+    async def _enter(self, method: _Method, context: Context) -> tuple[Any, Callable[[], None]]:
+        """Count a call until it has ended for its client too; return its message, and what frees the message's bytes.
 
-        return bounded
-
-    def _single(self, method: Any, read: _Method) -> Callable[[Any, Context], Awaitable[Any]]:
-        async def bounded(_: Any, context: Context) -> Any:
-            tenant, size, request = await self._enter(read, context)
-            try:
-                return await method(request, context)
-            finally:
-                self._bytes.give(tenant, size)
-
-        return bounded
-
-    async def _enter(self, method: _Method, context: Context) -> tuple[str, int, Any]:
-        """Count a call until it has ended for its client too; return its tenant, and its message with its size.
-
-        The size counts until it is given back. Raises a CallError.
+        Raises a CallError.
         """
-        tenant, size = "", 0
+        tenant = ""
         try:
             tenant = calling_tenant() if method.of_tenant else caller().tenant
             self._take(self._calls, tenant, 1, "calls")
@@ -245,16 +200,15 @@ class OpenCalls(grpc.aio.ServerInterceptor):
             current_call().add_done_callback(lambda _: self._calls.give(tenant))
             data = await self._receiving.read(tenant, context)
             self._take(self._bytes, tenant, len(data), "bytes of calls' messages")
-            size = len(data)
+            free = partial(self._bytes.give, tenant, len(data))
             try:
-                request = await self._decode(method, tenant, data)
+                return await self._decode(method, tenant, data), free
             except BaseException:
-                self._bytes.give(tenant, size)
+                free()
                 raise
         except CallError as error:
             self._refused(method.name, tenant, error)
             raise
-        return tenant, size, request
 
     async def _decode(self, method: _Method, tenant: str, data: bytes) -> Any:
         """Return the request in a message's bytes; of large ones the loop reads one in a pass. Raises InvalidField."""
@@ -269,10 +223,5 @@ class OpenCalls(grpc.aio.ServerInterceptor):
             self._turns.give(tenant)
 
     def _take(self, shares: Shares, tenant: str, amount: int, what: str) -> None:
-        if not shares.take(tenant, amount):
-            raise Exhausted(
-                f"tenants/{tenant}/calls",
-                f"{tenant} has its share of the {shares.limit} {what} that this router holds open",
-                retry_after_s=random.uniform(0.5, 1.5) * RETRY_S,
-                reason="ROUTER_FULL",
-            )
+        what += " that this router holds open"
+        shares.take_or_refuse(tenant, amount, subject=f"tenants/{tenant}/calls", what=what, reason="ROUTER_FULL")

@@ -9,13 +9,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import grpc
-
 from options import Task
 from router.catalog.models import Models
 from router.metrics import RouterMetrics
 from router.request import Delta, EncodeRequest, Event, Finished, FinishReason, Request, Summary
 from rpc.errors import CallError
+from rpc.interceptors import Context
 from rpc.principal import Principal, calling_tenant
 from rpc.status import CODES
 from telemetry.logging import fields
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 log = logging.getLogger(__name__)
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ModelSeries:

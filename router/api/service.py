@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any
 
-import grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
@@ -38,9 +36,8 @@ from router.generation.scoring import ContinuationScore, Scoring
 from router.request import Message, Request, Stopping, Summary
 from router.text.prompt_encoder import PromptEncoder
 from rpc.errors import InvalidField
+from rpc.interceptors import Context
 from rpc.principal import calling_tenant
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 # Maximum continuations of a call.
 CONTINUATIONS = 64

@@ -38,9 +38,8 @@ from router.catalog.manifest import Manifest
 from router.catalog.models import Models, ServedModel
 from router.dispatch.dispatcher import Dispatcher
 from rpc.errors import InvalidField, Mismatch, NotBuilt, Unavailable
+from rpc.interceptors import Context
 from rpc.principal import caller, calling_tenant
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 TOKENIZER_FILE = "tokenizer.json"
 # Bytes of a message's part of the zip, as other engines of this protocol send.
