@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import numba
+import numpy as np
 import pytest
 from numba.core.caching import FunctionCache
 
@@ -23,16 +24,14 @@ def test_kernels_of_two_types_are_kept_in_two_files(tmp_path: Path, monkeypatch:
     """Two processes that compile for two types must not write one file; nor must changed pieces find the old one."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     for made_for in (2, 4):
-        compilation.compile_kernel(
-            _kernel, compilation.parameter_dtype(["x"], [], {"of_kind": made_for}), weight_vectors
-        )
+        compilation.compile_kernel(_kernel, {"of_kind": made_for}, "x", emitting=weight_vectors)
     indexes = [path.name for path in tmp_path.rglob("*.nbi")]
     assert len(indexes) == 2, indexes
 
 
 def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    parameters, begun, others = compilation.parameter_dtype(["x"], [], {}), threading.Event(), []
+    begun, others = threading.Event(), []
 
     def begin(*arguments: object, **options: object) -> object:
         if not begun.is_set():
@@ -46,13 +45,13 @@ def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path, mon
 
     waits = threading.Event()
     other = threading.Thread(
-        target=lambda: others.append(compilation.compile_kernel(_kernel, parameters, weight_vectors))
+        target=lambda: others.append(compilation.compile_kernel(_kernel, {}, "x", emitting=weight_vectors))
     )
     monkeypatch.setattr(f"{compilation.__name__}.cfunc", begin)
     monkeypatch.setattr(f"{compilation.__name__}.time.sleep", wait)
-    first = compilation.compile_kernel(_kernel, parameters, weight_vectors)
+    first = compilation.compile_kernel(_kernel, {}, "x", emitting=weight_vectors)
     other.join()
-    assert (first.cache_hits, others[0].cache_hits) == (0, 1)
+    assert (first.compiled.cache_hits, others[0].compiled.cache_hits) == (0, 1)
     assert not list(tmp_path.rglob("*.lock"))
 
 
@@ -61,9 +60,8 @@ def test_a_kernel_is_compiled_while_a_stopped_process_holds_its_lock(
 ) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compilation, "_WAIT_S", 0.0)
-    parameters = compilation.parameter_dtype(["x"], [], {})
-    named = compilation._named(_kernel, parameters, weight_vectors)
+    named = compilation._named(_kernel, np.dtype([("x", "i8")]), weight_vectors)
     path = Path(FunctionCache(named).cache_path) / f"{named.__name__}.lock"
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert compilation.compile_kernel(_kernel, parameters, weight_vectors).address
+        assert compilation.compile_kernel(_kernel, {}, "x", emitting=weight_vectors).address

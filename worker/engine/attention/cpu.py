@@ -18,30 +18,25 @@ The division is IEEE's, as in the kernel for CUDA, so that equal numbers have eq
 a step's keys and values are few numbers.
 """
 
-# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-
 from __future__ import annotations
 
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from functools import cache
-from struct import Struct
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from worker.engine.attention.paged import KvCache, LayerCall
 from worker.engine.device import dtype_name
-from worker.engine.kernels import compilation, threads
-from worker.engine.kernels.attention import attention_parameters, compile_attention, heads_at_once, scratch_floats
+from worker.engine.kernels.attention import compile_attention, heads_at_once, scratch_floats
+from worker.engine.kernels.compilation import Kernel, compile_kernel
 from worker.engine.kernels.llvm import (
     F32,
     I8,
@@ -49,7 +44,7 @@ from worker.engine.kernels.llvm import (
     KINDS,
     ROUNDING,
     broadcast,
-    field_length,
+    emits,
     fold_lanes,
     int64_pointer,
     load_as_float32,
@@ -184,7 +179,6 @@ _INTEGERS = (
     "keys key_token key_head values value_token value_head slots tokens kv_heads key_codes value_codes key_scales "
     "value_scales key_dim value_dim"
 )
-_LAYOUT = Struct("=15q")
 # Bits of the smallest magnitude that a scale is made of, 2 ** -119: below it a scale would not be a normal number.
 _LEAST_BITS = (127 - 119) << 23
 
@@ -195,51 +189,40 @@ def write_codes(call: LayerCall, slots: Tensor, cache: KvCache) -> None:
     (key_codes, value_codes), (key_scales, value_scales) = cache.slots[call.layer], cache.scales[call.layer]
     tokens, kv_heads, key_dim = key.shape
     number = key.element_size()
-    kernel = _code_kernel(key_dim, value.shape[-1], dtype_name(key.dtype))
-    parameters = _LAYOUT.pack(
+    _code_kernel(key_dim, value.shape[-1], dtype_name(key.dtype)).run_alone(
         *(key.data_ptr(), key.stride(0) * number, key.stride(1) * number),
         *(value.data_ptr(), value.stride(0) * number, value.stride(1) * number),
         *(slots.data_ptr(), tokens, kv_heads, key_codes.data_ptr(), value_codes.data_ptr()),
         *(key_scales.data_ptr(), value_scales.data_ptr(), key_dim, value.shape[-1]),
     )
-    threads.run_on_this_thread(kernel.address, parameters)
 
 
 @cache
-def _code_kernel(key_dim: int, value_dim: int, kind: str) -> Any:
-    made_for = {"of_key_dim": key_dim, "of_value_dim": value_dim, "of_kind": KINDS[kind]}
-    return compilation.compile_kernel(_write, compilation.parameter_dtype(_INTEGERS.split(), [], made_for))
+def _code_kernel(key_dim: int, value_dim: int, kind: str) -> Kernel:
+    return compile_kernel(_write, {"of_key_dim": key_dim, "of_value_dim": value_dim, "of_kind": KINDS[kind]}, _INTEGERS)
 
 
 def _storing(dim_field: str) -> Any:
-    @intrinsic
-    def store_codes(typingctx, parameters, numbers, codes, scale):
+    @emits()
+    def store_codes(b, p, numbers, codes, scale):
         """Store a head's numbers as codes, and their scale."""
-        dim, kind = field_length(parameters, dim_field), field_length(parameters, "of_kind")
+        dim, kind = p.constant(dim_field), p.constant("of_kind")
+        parts = [(first, lanes, load_as_float32(b, kind, numbers, first, lanes)) for first, lanes in vector_pieces(dim)]
+        magnitudes = [(lanes, _magnitude_bits(b, part, lanes)) for _, lanes, part in parts]
+        most = ir.Constant(I32, _LEAST_BITS)
 
-        def generate(context, b, signature, arguments):
-            _, numbers, codes, scale = arguments
-            parts = [
-                (first, lanes, load_as_float32(b, kind, numbers, first, lanes)) for first, lanes in vector_pieces(dim)
-            ]
-            magnitudes = [(lanes, _magnitude_bits(b, part, lanes)) for _, lanes, part in parts]
-            most = ir.Constant(I32, _LEAST_BITS)
+        def larger(one, other):
+            return b.select(b.icmp_signed(">", one, other), one, other)
 
-            def larger(one, other):
-                return b.select(b.icmp_signed(">", one, other), one, other)
-
-            for lanes, bits in magnitudes:
-                most = larger(most, fold_lanes(b, bits, lanes, larger))
-            factor = b.fdiv(b.bitcast(most, F32), ir.Constant(F32, 127.0))
-            store(b, factor, scale, 0, 4)
-            for first, lanes, part in parts:
-                # Only the lowest byte is kept, in which ROUNDING has no bits.
-                rounded = b.fadd(b.fdiv(part, broadcast(b, factor, lanes)), vector_of(F32, ROUNDING, lanes))
-                bits = b.bitcast(rounded, vector_type(I32, lanes))
-                store(b, b.trunc(bits, vector_type(I8, lanes)), codes, first, 1)
-            return context.get_dummy_value()
-
-        return types.void(parameters, numbers, codes, scale), generate
+        for lanes, bits in magnitudes:
+            most = larger(most, fold_lanes(b, bits, lanes, larger))
+        factor = b.fdiv(b.bitcast(most, F32), ir.Constant(F32, 127.0))
+        store(b, factor, scale, 0, 4)
+        for first, lanes, part in parts:
+            # Only the lowest byte is kept, in which ROUNDING has no bits.
+            rounded = b.fadd(b.fdiv(part, broadcast(b, factor, lanes)), vector_of(F32, ROUNDING, lanes))
+            bits = b.bitcast(rounded, vector_type(I32, lanes))
+            store(b, b.trunc(bits, vector_type(I8, lanes)), codes, first, 1)
 
     return store_codes
 
@@ -313,34 +296,17 @@ class CpuPlan:
         key_scales, value_scales = (
             (scales.data_ptr() for scales in cache.scales[call.layer]) if cache.scales else (0, 0)
         )
-        kernel = _kernel(shared, key_dim, value_dim, dtype_name(query.dtype), dtype_name(keys.dtype))
+        kernel = compile_attention(shared, key_dim, value_dim, dtype_name(query.dtype), dtype_name(keys.dtype))
         self.counters[:] = 0
         addresses = self.addresses
-        parameters = kernel.layout.pack(
+        kernel.run(
             *(query.data_ptr(), query.stride(0) * number, query.stride(1) * number),
             *(out.data_ptr(), out.stride(0) * number, out.stride(1) * number),
             *(keys.data_ptr(), values.data_ptr(), key_dim * kept, value_dim * kept, key_scales, value_scales),
             *(cache.block_size, 0 if sinks is None else sinks.data_ptr(), call.window or 0),
             *(addresses[0], len(self.tasks), addresses[1], addresses[2], scratch, floats * 4),
-            *(kv_heads, shared, kernel.group, key_dim, value_dim, call.scaling, call.softcap or 0.0),
+            *(kv_heads, shared, heads_at_once(shared, key_dim), key_dim, value_dim, call.scaling, call.softcap or 0.0),
         )
-        threads.run_on_all_threads(kernel.address, parameters)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    """A compiled kernel: the `layout` of its parameters, and `compiled`, which keeps the code at `address` alive."""
-
-    layout: Struct
-    group: int
-    address: int
-    compiled: Any
-
-
-@cache
-def _kernel(shared: int, key_dim: int, value_dim: int, kind: str, kept: str) -> _Kernel:
-    kernel = compile_attention(attention_parameters(shared, key_dim, value_dim, kind, kept))
-    return _Kernel(Struct("=26q2f"), heads_at_once(shared, key_dim), kernel.address, kernel)
 
 
 @dataclass(frozen=True, slots=True)

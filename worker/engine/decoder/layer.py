@@ -8,9 +8,7 @@ Its numbers lie in an arena: new memory for each, or, for a program, the same pl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from struct import Struct
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,8 +17,7 @@ from torch import Tensor
 from worker.engine.attention.cpu import CpuPlan
 from worker.engine.attention.paged import AttentionStep, LayerCall
 from worker.engine.device import dtype_name
-from worker.engine.kernels import threads
-from worker.engine.kernels.rows import INTEGERS, REALS, compile_rows
+from worker.engine.kernels.rows import compile_rows
 from worker.engine.lora.cpu import CpuGroup
 
 # Minimum number of numbers that threads share: fewer take less time than the sharing.
@@ -65,15 +62,6 @@ class Slots:
     slots: Tensor
     keys: Tensor
     values: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    """A compiled kernel, and the layout of its parameters."""
-
-    address: int
-    layout: Struct
-    compiled: Any
 
 
 class RowOperators:
@@ -139,19 +127,9 @@ class RowOperators:
 
     def _run(self, name: str, over: Tensor, *places: float) -> None:
         rows, columns = over.shape
-        kernel = _kernel(name, dtype_name(self.dtype))
-        parameters = kernel.layout.pack(rows, columns, self._at, *places)
+        kernel = compile_rows(name, dtype_name(self.dtype))
         self.counter[0] = 0
-        (threads.run_on_all_threads if rows * columns >= self._shared else threads.run_on_this_thread)(
-            kernel.address, parameters
-        )
-
-
-@cache
-def _kernel(name: str, kind: str) -> _Kernel:
-    compiled = compile_rows(name, kind)
-    layout = Struct(f"={len(INTEGERS[name].split())}q{len(REALS.get(name, ()))}f")
-    return _Kernel(compiled.address, layout, compiled)
+        (kernel.run if rows * columns >= self._shared else kernel.run_alone)(rows, columns, self._at, *places)
 
 
 class Arena(Protocol):

@@ -14,19 +14,16 @@ worker.engine.attention.paged.LayerCall. Head dims, the number of query heads pe
 keys and values are compile-time constants in the type of the kernel's parameters. Strides are in bytes.
 """
 
-# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.extending import intrinsic
 
-from worker.engine.kernels import compilation
+from worker.engine.kernels.compilation import Kernel, compile_kernel
 from worker.engine.kernels.llvm import (
     EXP,
     F32,
@@ -37,8 +34,8 @@ from worker.engine.kernels.llvm import (
     LN2,
     LOG2_E,
     broadcast,
+    emits,
     fetch_add,
-    field_length,
     float32_pointer,
     int64,
     int64_pointer,
@@ -64,67 +61,55 @@ def heads_at_once(shared: int, dim: int) -> int:
     )
 
 
-@intrinsic
-def score_rows(typingctx, parameters, queries, key, scale, scores, stride):
+@emits()
+def score_rows(b, p, queries, key, scale, scores, stride):
     """Compute scores[row * stride] = queries[row] . key for heads_at_once rows; queries are float32.
 
     A key of int8 is multiplied by the float32 at `scale`.
     """
-    dim, kind = field_length(parameters, "of_key_dim"), field_length(parameters, "of_kept")
-    rows = heads_at_once(field_length(parameters, "of_shared"), dim)
+    dim, kind = p.constant("of_key_dim"), p.constant("of_kept")
+    rows = heads_at_once(p.constant("of_shared"), dim)
 
-    def generate(context, b, signature, arguments):
-        _, queries, key, scale, scores, stride = arguments
-        factor = load(b, scale, 0, F32, 4) if kind == KINDS["int8"] else None
-        keys = [(first, lanes, load_as_float32(b, kind, key, first, lanes)) for first, lanes in vector_pieces(dim)]
-        for row in range(rows):
-            sums: dict[int, Any] = {}
-            for first, lanes, piece in keys:
-                product = b.fmul(load_floats(b, queries, row * dim + first, lanes), piece, flags=FAST)
-                sums[lanes] = b.fadd(sums[lanes], product, flags=FAST) if lanes in sums else product
-            total = ir.Constant(F32, 0.0)
-            for lanes, part in sums.items():
-                total = b.fadd(total, sum_lanes(b, part, lanes), flags=FAST)
-            if factor is not None:
-                total = b.fmul(total, factor, flags=FAST)
-            store(b, total, b.add(scores, b.mul(stride, int64(row))), 0, 4)
-        return context.get_dummy_value()
-
-    return types.void(parameters, queries, key, scale, scores, stride), generate
+    factor = load(b, scale, 0, F32, 4) if kind == KINDS["int8"] else None
+    keys = [(first, lanes, load_as_float32(b, kind, key, first, lanes)) for first, lanes in vector_pieces(dim)]
+    for row in range(rows):
+        sums: dict[int, Any] = {}
+        for first, lanes, piece in keys:
+            product = b.fmul(load_floats(b, queries, row * dim + first, lanes), piece, flags=FAST)
+            sums[lanes] = b.fadd(sums[lanes], product, flags=FAST) if lanes in sums else product
+        total = ir.Constant(F32, 0.0)
+        for lanes, part in sums.items():
+            total = b.fadd(total, sum_lanes(b, part, lanes), flags=FAST)
+        if factor is not None:
+            total = b.fmul(total, factor, flags=FAST)
+        store(b, total, b.add(scores, b.mul(stride, int64(row))), 0, 4)
 
 
 def _adding_values(positions: int) -> Any:
-    @intrinsic
-    def add_values(  # noqa: PLR0913, PLR0917 - an address and a stride of each operand
-        typingctx, parameters, sums, weights, stride, value, value_stride, scale, scale_stride
-    ):
+    @emits()
+    def add_values(b, p, sums, weights, stride, value, value_stride, scale, scale_stride):
         """Compute sums[row] += weights[row * stride + i] * value[i * value_stride] for heads_at_once rows and all i.
 
         Values of int8 are multiplied by the float32 at scale[i * scale_stride].
         """
-        dim, kind = field_length(parameters, "of_value_dim"), field_length(parameters, "of_kept")
-        rows = heads_at_once(field_length(parameters, "of_shared"), field_length(parameters, "of_key_dim"))
+        dim, kind = p.constant("of_value_dim"), p.constant("of_kept")
+        rows = heads_at_once(p.constant("of_shared"), p.constant("of_key_dim"))
 
-        def generate(context, b, signature, arguments):
-            _, sums, weights, stride, value, value_stride, scale, scale_stride = arguments
-            values = [b.add(value, b.mul(value_stride, int64(at))) for at in range(positions)]
-            of_rows = [b.add(weights, b.mul(stride, int64(row))) for row in range(rows)]
-            factors = [[load(b, row, 4 * at, F32, 4) for at in range(positions)] for row in of_rows]
-            if kind == KINDS["int8"]:
-                scales = [load(b, b.add(scale, b.mul(scale_stride, int64(at))), 0, F32, 4) for at in range(positions)]
-                factors = [
-                    [b.fmul(factor, of, flags=FAST) for factor, of in zip(row, scales, strict=True)] for row in factors
-                ]
-            for first, lanes in vector_pieces(dim):
-                pieces = [load_as_float32(b, kind, at, first, lanes) for at in values]
-                for row in range(rows):
-                    total = load_floats(b, sums, row * dim + first, lanes)
-                    for factor, piece in zip(factors[row], pieces, strict=True):
-                        total = b.fadd(total, b.fmul(broadcast(b, factor, lanes), piece, flags=FAST), flags=FAST)
-                    store(b, total, sums, 4 * (row * dim + first), 4)
-            return context.get_dummy_value()
-
-        return types.void(parameters, sums, weights, stride, value, value_stride, scale, scale_stride), generate
+        values = [b.add(value, b.mul(value_stride, int64(at))) for at in range(positions)]
+        of_rows = [b.add(weights, b.mul(stride, int64(row))) for row in range(rows)]
+        factors = [[load(b, row, 4 * at, F32, 4) for at in range(positions)] for row in of_rows]
+        if kind == KINDS["int8"]:
+            scales = [load(b, b.add(scale, b.mul(scale_stride, int64(at))), 0, F32, 4) for at in range(positions)]
+            factors = [
+                [b.fmul(factor, of, flags=FAST) for factor, of in zip(row, scales, strict=True)] for row in factors
+            ]
+        for first, lanes in vector_pieces(dim):
+            pieces = [load_as_float32(b, kind, at, first, lanes) for at in values]
+            for row in range(rows):
+                total = load_floats(b, sums, row * dim + first, lanes)
+                for factor, piece in zip(factors[row], pieces, strict=True):
+                    total = b.fadd(total, b.fmul(broadcast(b, factor, lanes), piece, flags=FAST), flags=FAST)
+                store(b, total, sums, 4 * (row * dim + first), 4)
 
     return add_values
 
@@ -132,46 +117,32 @@ def _adding_values(positions: int) -> Any:
 add_value, add_four_values = _adding_values(1), _adding_values(4)
 
 
-@intrinsic
-def widen_query(typingctx, parameters, wide, numbers, factor):
+@emits()
+def widen_query(b, p, wide, numbers, factor):
     """Convert a query to float32, multiplied by a factor."""
-    dim, kind = field_length(parameters, "of_key_dim"), field_length(parameters, "of_kind")
+    dim, kind = p.constant("of_key_dim"), p.constant("of_kind")
 
-    def generate(context, b, signature, arguments):
-        _, wide, numbers, factor = arguments
-        for first, lanes in vector_pieces(dim):
-            product = b.fmul(load_as_float32(b, kind, numbers, first, lanes), broadcast(b, factor, lanes), flags=FAST)
-            store(b, product, wide, 4 * first, 4)
-        return context.get_dummy_value()
-
-    return types.void(parameters, wide, numbers, factor), generate
+    for first, lanes in vector_pieces(dim):
+        product = b.fmul(load_as_float32(b, kind, numbers, first, lanes), broadcast(b, factor, lanes), flags=FAST)
+        store(b, product, wide, 4 * first, 4)
 
 
-@intrinsic
-def store_attended(typingctx, parameters, numbers, wide, factor):
+@emits()
+def store_attended(b, p, numbers, wide, factor):
     """Convert a head's sum of values, multiplied by a factor, to the kernel's dtype."""
-    dim, kind = field_length(parameters, "of_value_dim"), field_length(parameters, "of_kind")
+    dim, kind = p.constant("of_value_dim"), p.constant("of_kind")
     size = kind_bytes(kind)
 
-    def generate(context, b, signature, arguments):
-        _, numbers, wide, factor = arguments
-        for first, lanes in vector_pieces(dim):
-            product = b.fmul(load_floats(b, wide, first, lanes), broadcast(b, factor, lanes), flags=FAST)
-            store(b, round_to_kind(b, kind, product, lanes), numbers, size * first, size)
-        return context.get_dummy_value()
-
-    return types.void(parameters, numbers, wide, factor), generate
+    for first, lanes in vector_pieces(dim):
+        product = b.fmul(load_floats(b, wide, first, lanes), broadcast(b, factor, lanes), flags=FAST)
+        store(b, round_to_kind(b, kind, product, lanes), numbers, size * first, size)
 
 
-@intrinsic
-def power_of_two(typingctx, exponent):
+@emits(types.float32)
+def power_of_two(b, exponent):
     """Return 2 ** exponent as a float32, for exponents from -126 to 127."""
-
-    def generate(context, b, signature, arguments):
-        biased = b.add(b.trunc(arguments[0], I32), ir.Constant(I32, 127))
-        return b.bitcast(b.shl(biased, ir.Constant(I32, 23)), F32)
-
-    return types.float32(exponent), generate
+    biased = b.add(b.trunc(exponent, I32), ir.Constant(I32, 127))
+    return b.bitcast(b.shl(biased, ir.Constant(I32, 23)), F32)
 
 
 # 64-bit integers of a task: its first token in the flat batch, the number of tokens, the position of the first, the
@@ -185,25 +156,17 @@ _INTEGERS = (
 )
 
 
-def attention_parameters(shared: int, key_dim: int, value_dim: int, kind: str, kept: str) -> np.dtype[Any]:
-    """Return the dtype of the kernel's parameters: addresses, counts, and strides in bytes.
+@cache
+def compile_attention(shared: int, key_dim: int, value_dim: int, kind: str, kept: str) -> Kernel:
+    """Compile the kernel. Threads called with the same two zeroed `counters` share the tasks.
 
     `shared` is the number of query heads per key head; queries and outputs are of dtype `kind`, keys and values of
     `kept`. 0 for the address of `sinks` (float32 [heads]), for `window` and for `softcap` means none.
     """
-    made_for = {
-        "of_shared": shared,
-        "of_key_dim": key_dim,
-        "of_value_dim": value_dim,
-        "of_kind": KINDS[kind],
-        "of_kept": KINDS[kept],
-    }
-    return compilation.parameter_dtype(_INTEGERS.split(), ["scaling", "softcap"], made_for)
-
-
-def compile_attention(parameters: np.dtype[Any]) -> Any:
-    """Compile the kernel for these parameters. Threads called with the same two zeroed `counters` share the tasks."""
-    return compilation.compile_kernel(_attend, parameters)
+    dims = {"of_shared": shared, "of_key_dim": key_dim, "of_value_dim": value_dim}
+    return compile_kernel(
+        _attend, dims | {"of_kind": KINDS[kind], "of_kept": KINDS[kept]}, _INTEGERS, "scaling softcap"
+    )
 
 
 def scratch_floats(key_dim: int, value_dim: int) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from struct import Struct
 from types import FunctionType, ModuleType
 from typing import IO, Any
 
@@ -17,7 +18,7 @@ from numba import cfunc, types
 from numba.core.caching import FunctionCache
 from numba.np.numpy_support import from_dtype
 
-from worker.engine.kernels import llvm
+from worker.engine.kernels import llvm, threads
 
 # Maximum time in seconds that a process waits for another that compiles the same kernel, which takes a few; a process
 # that was stopped would hold up all others.
@@ -26,31 +27,47 @@ _WAIT_S = 60.0
 _RETRY_S = 0.02
 
 
-def parameter_dtype(integers: Sequence[str], reals: Sequence[str], made_for: Mapping[str, int]) -> np.dtype[Any]:
-    """Return the dtype of a kernel's parameters: 64-bit integers (addresses, counts, strides in bytes), then float32.
+class Kernel:
+    """A compiled kernel: a C function at `address`, of a pointer to its parameters."""
 
-    `made_for` are compile-time constants. They are encoded as the lengths of further fields, whose contents are never
-    read, because numba specializes a kernel by its parameters' type (see llvm.field_length).
+    def __init__(self, compiled: Any, layout: str) -> None:
+        self.address: int = compiled.address
+        self.compiled = compiled  # keeps the code
+        self._layout = Struct(layout)
+
+    def run(self, *parameters: float) -> None:
+        """Call the kernel in all of torch's threads."""
+        threads.run_on_all_threads(self.address, self._layout.pack(*parameters))
+
+    def run_alone(self, *parameters: float) -> None:
+        """Call the kernel in this thread."""
+        threads.run_on_this_thread(self.address, self._layout.pack(*parameters))
+
+
+def compile_kernel(
+    kernel: Callable[..., None],
+    constants: Mapping[str, int],
+    integers: str,
+    reals: str = "",
+    emitting: ModuleType | None = None,
+) -> Kernel:
+    """Compile a kernel. Takes some seconds where it is not cached.
+
+    Its parameters are 64-bit integers (addresses, counts, strides in bytes), then float32. The `constants` are known
+    when it is compiled: they are encoded as the lengths of further fields, whose contents are never read, because numba
+    specializes a kernel by its parameters' type (see llvm.Parameters). `emitting` is a module whose code it calls.
     """
-    return np.dtype(
-        [(name, "i8") for name in integers]
-        + [(name, "f4") for name in reals]
-        + [(name, "i1", (length,)) for name, length in made_for.items()]
-    )
-
-
-def compile_kernel(kernel: Callable[..., None], parameters: np.dtype[Any], *intrinsics: ModuleType) -> Any:
-    """Compile a kernel to a C function of a pointer to its parameters, whose address is the result's `address`.
-
-    Takes some seconds where it is not cached. `intrinsics` are the modules of the kernel's own intrinsics.
-    """
+    numbers, floats = integers.split(), reals.split()
+    fields = [(name, "i8") for name in numbers] + [(name, "f4") for name in floats]
+    parameters = np.dtype([*fields, *((name, "i1", (length,)) for name, length in constants.items())])
     signature = types.void(types.CPointer(from_dtype(parameters)))
-    named = _named(kernel, parameters, *intrinsics)
+    named = _named(kernel, parameters, emitting)
     try:
         with _one_process_at_a_time(Path(FunctionCache(named).cache_path) / f"{named.__name__}.lock"):
-            return cfunc(signature, cache=True)(named)
+            compiled = cfunc(signature, cache=True)(named)
     except (RuntimeError, OSError):  # no writable cache folder
-        return cfunc(signature)(named)
+        compiled = cfunc(signature)(named)
+    return Kernel(compiled, f"={len(numbers)}q{len(floats)}f")
 
 
 @contextmanager
@@ -73,15 +90,15 @@ def _locked(file: IO[bytes]) -> bool:
     return True
 
 
-def _named(kernel: Callable[..., None], parameters: np.dtype[Any], *intrinsics: ModuleType) -> Callable[..., None]:
+def _named(kernel: Callable[..., None], parameters: np.dtype[Any], emitting: ModuleType | None) -> Callable[..., None]:
     """Return the function under a name that contains a digest of its sources and of its parameters' dtype.
 
-    numba's cache is keyed by a function's name and its own file: without the digest it would miss changes of the
-    intrinsics, and two processes that compile for different dtypes could read each other's entry.
+    numba's cache is keyed by a function's name and its own file: without the digest it would miss changes of what
+    emits code, and two processes that compile for different dtypes could read each other's entry.
     """
     assert isinstance(kernel, FunctionType), "a function of Python"
     digest = sha256(repr(parameters.descr).encode())
-    for module in (llvm, *intrinsics, inspect.getmodule(kernel)):
+    for module in (llvm, emitting, inspect.getmodule(kernel)):
         digest.update(inspect.getsource(module).encode() if module else b"")
     named = FunctionType(kernel.__code__, kernel.__globals__)
     # numba's cache goes by the qualified name, which a copy takes from the code.

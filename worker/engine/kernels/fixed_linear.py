@@ -11,9 +11,6 @@ The inner sums are of integers, and exact. One instruction multiplies and adds t
 is lost is the rounding of x to 16 bits beside the largest of its segment; bfloat16 keeps 8.
 """
 
-# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -22,11 +19,11 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, types
+from numba import carray
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from worker.engine.kernels import compilation, weight_vectors
+from worker.engine.kernels import weight_vectors
+from worker.engine.kernels.compilation import Kernel, compile_kernel
 from worker.engine.kernels.llvm import (
     CONTRACT,
     F32,
@@ -36,15 +33,16 @@ from worker.engine.kernels.llvm import (
     KINDS,
     ROUNDING,
     ROUNDING_BITS,
+    Parameters,
     broadcast,
+    cases,
+    emits,
     fetch_add,
-    field_length,
     int64,
     kernel_part,
     kind_bytes,
     load,
     load_as_float32,
-    load_field,
     load_floats,
     store,
     vector_of,
@@ -74,26 +72,21 @@ _LARGEST = 32767.0
 _SMALLEST = 1e-30
 
 
-@intrinsic
-def to_fixed(typingctx, parameters, x, q, factors):
+@emits()
+def to_fixed(b, p, x, q, factors):
     """Convert a row of x, in the kernel's dtype, to q, its factors, and behind them, at `sums_of_q`, the sums of q.
 
     Numbers that are not finite make the factor not a number, and with it all outputs of the row.
     """
-    kind = field_length(parameters, "of_kind")
+    kind = p.constant("of_kind")
 
-    def generate(context, b, signature, arguments):
-        p, x, q, factors = arguments
-        sums_of_q = load_field(b, parameters, p, "sums_of_q")
-        with each_segment(b, parameters, p) as (first, stop, number):
-            size, check = _measure(b, kind, x, first, stop)
-            total = _convert(b, kind, x, q, first, stop, b.fdiv(ir.Constant(F32, _LARGEST), size))
-            at = b.add(factors, b.mul(number, int64(4)))
-            store(b, b.fadd(b.fdiv(size, ir.Constant(F32, _LARGEST)), check), at, 0, 4)
-            store(b, _as_pair(b, total), b.add(at, sums_of_q), 0, 4)
-        return context.get_dummy_value()
-
-    return types.void(parameters, x, q, factors), generate
+    sums_of_q = p.load("sums_of_q")
+    with each_segment(b, p) as (first, stop, number):
+        size, check = _measure(b, kind, x, first, stop)
+        total = _convert(b, kind, x, q, first, stop, b.fdiv(ir.Constant(F32, _LARGEST), size))
+        at = b.add(factors, b.mul(number, int64(4)))
+        store(b, b.fadd(b.fdiv(size, ir.Constant(F32, _LARGEST)), check), at, 0, 4)
+        store(b, _as_pair(b, total), b.add(at, sums_of_q), 0, 4)
 
 
 def _measure(b: Any, kind: int, x: Any, first: Any, stop: Any) -> tuple[Any, Any]:
@@ -151,49 +144,49 @@ _SUM_OF_PAIRS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"
 # Minimum columns that one pass of a tile's loop adds; a segment has whole passes, see COLUMNS_STEP. With AVX-512 as few
 # as can be: of several sums in a row LLVM makes two instructions each, where the processor has one.
 _PASS_COLUMNS = 8 if V == 8 else 2
+# Maximum rows of a tile: the sums of more do not fit AVX2's 16 registers, beside the codes of four columns.
+TILE_ROWS = 4
 
 
-def _multiplying(rows: int) -> Any:
-    @intrinsic
-    def multiply(typingctx, parameters, q, factors, weights, scales, next_weights, sums):
-        """Write sums float32 [rows, PANEL] for rows in fixed point and a panel.
+@emits()
+def multiply(b, p, count, q, factors, weights, scales, next_weights, sums):
+    """Write sums float32 [count, PANEL] for rows in fixed point and a panel.
 
-        `factors` are the factors of the rows' segments, and behind them, at `sums_of_q`, the sums of their q. Meanwhile
-        this tile's part of the next panel's weights is fetched to the cache, from `next_weights` on.
-        """
-        code = field_length(parameters, "of_format")
-        has_zeros = field_length(parameters, "of_zeros") > 1
+    `factors` are the factors of the rows' segments, and behind them, at `sums_of_q`, the sums of their q. Meanwhile
+    this tile's part of the next panel's weights is fetched to the cache, from `next_weights` on.
+    """
+    for rows in cases(b, count, range(1, TILE_ROWS + 1)):
+        _multiply_rows(b, p, rows, q, factors, weights, scales, next_weights, sums)
 
-        def generate(context, b, signature, arguments):
-            p, q, factors, weights, scales, next_weights, sums = arguments
-            unit, unit_bytes = unit_sizes(code)
-            columns = max(unit, _PASS_COLUMNS)
-            names = ("q_bytes", "factor_bytes", "sums_of_q", "scale_step", "spread")
-            q_bytes, factor_bytes, sums_of_q, step, spread = (load_field(b, parameters, p, name) for name in names)
-            to_zeros = b.sub(*(load_field(b, parameters, p, name) for name in ("zeros", "scales")))
-            lines = [b.add(q, b.mul(q_bytes, int64(row))) for row in range(rows)]
-            of_rows = [b.add(factors, b.mul(factor_bytes, int64(row))) for row in range(rows)]
-            totals, parts = TileSums(b, F32, rows), TileSums(b, I32, rows)
-            totals.clear()
-            with each_segment(b, parameters, p) as (first, stop, number):
-                of_segment, of_factor = b.mul(number, step), b.mul(number, int64(4))
-                places = [b.add(of_row, of_factor) for of_row in of_rows]
-                scale = b.add(scales, of_segment)
-                zero = _load_pairs(b, b.add(scale, to_zeros)) if has_zeros else None
-                _begin(b, zero, [b.add(place, sums_of_q) for place in places], parts)
-                with cgutils.for_range_slice(b, first, stop, int64(columns), I64) as (index, _):
-                    place, offset = b.mul(index, int64(unit_bytes // unit)), b.mul(index, int64(2))
-                    address, size = b.add(weights, place), unit_bytes * columns // unit
-                    fetch(b, address, AHEAD, size)
-                    fetch(b, b.add(next_weights, b.lshr(place, spread)), 0, size)
-                    _add_columns(b, code, columns, address, [b.add(line, offset) for line in lines], parts)
-                _end(b, parts, totals, places, scale)
-            totals.write(sums)
-            return context.get_dummy_value()
 
-        return types.void(parameters, q, factors, weights, scales, next_weights, sums), generate
-
-    return multiply
+def _multiply_rows(
+    b: Any, p: Parameters, rows: int, q: Any, factors: Any, weights: Any, scales: Any, next_weights: Any, sums: Any
+) -> None:
+    code = p.constant("of_format")
+    has_zeros = p.constant("of_zeros") > 1
+    unit, unit_bytes = unit_sizes(code)
+    columns = max(unit, _PASS_COLUMNS)
+    names = ("q_bytes", "factor_bytes", "sums_of_q", "scale_step", "spread")
+    q_bytes, factor_bytes, sums_of_q, step, spread = (p.load(name) for name in names)
+    to_zeros = b.sub(*(p.load(name) for name in ("zeros", "scales")))
+    lines = [b.add(q, b.mul(q_bytes, int64(row))) for row in range(rows)]
+    of_rows = [b.add(factors, b.mul(factor_bytes, int64(row))) for row in range(rows)]
+    totals, parts = TileSums(b, F32, rows), TileSums(b, I32, rows)
+    totals.clear()
+    with each_segment(b, p) as (first, stop, number):
+        of_segment, of_factor = b.mul(number, step), b.mul(number, int64(4))
+        places = [b.add(of_row, of_factor) for of_row in of_rows]
+        scale = b.add(scales, of_segment)
+        zero = _load_pairs(b, b.add(scale, to_zeros)) if has_zeros else None
+        _begin(b, zero, [b.add(place, sums_of_q) for place in places], parts)
+        with cgutils.for_range_slice(b, first, stop, int64(columns), I64) as (index, _):
+            place, offset = b.mul(index, int64(unit_bytes // unit)), b.mul(index, int64(2))
+            address, size = b.add(weights, place), unit_bytes * columns // unit
+            fetch(b, address, AHEAD, size)
+            fetch(b, b.add(next_weights, b.lshr(place, spread)), 0, size)
+            _add_columns(b, code, columns, address, [b.add(line, offset) for line in lines], parts)
+        _end(b, parts, totals, places, scale)
+    totals.write(sums)
 
 
 def _begin(b: Any, zeros: list[Any] | None, sums_of_q: list[Any], sums: TileSums) -> None:
@@ -254,11 +247,6 @@ def _broadcast_pair(b: Any, pair: Any) -> Any:
     return b.bitcast(words, vector_type(I16, 2 * V))
 
 
-fixed_1, fixed_2, fixed_3, fixed_4 = (_multiplying(rows) for rows in range(1, 5))
-
-
-# Maximum rows of a tile: the sums of more do not fit AVX2's 16 registers, beside the codes of four columns.
-TILE_ROWS = 4
 # Counters that threads share, 64-bit integers at these byte offsets: tasks taken, threads that have begun, rows taken,
 # rows converted.
 COUNTERS = 4
@@ -271,11 +259,10 @@ INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} q_bytes factor_bytes sums_of_q scr
 
 
 @cache
-def compile_fixed(format_name: str, kind: str, *, zeros: bool) -> Any:
+def compile_fixed(format_name: str, kind: str, *, zeros: bool) -> Kernel:
     """Compile the kernel for a format and a dtype in KINDS. Threads called with the same zeroed counters share it."""
-    made_for = {"of_format": FORMATS[format_name], "of_kind": KINDS[kind], "of_zeros": 1 + zeros}
-    parameters = compilation.parameter_dtype(INTEGERS.split(), [], made_for)
-    return compilation.compile_kernel(_multiply, parameters, weight_vectors)
+    constants = {"of_format": FORMATS[format_name], "of_kind": KINDS[kind], "of_zeros": 1 + zeros}
+    return compile_kernel(_multiply, constants, INTEGERS, emitting=weight_vectors)
 
 
 def spread(rows: int) -> int:
@@ -286,18 +273,6 @@ def spread(rows: int) -> int:
 def scratch_floats() -> int:
     """Return the float32 of a thread's scratch: a tile's sums."""
     return TILE_ROWS * PANEL
-
-
-@kernel_part()
-def _tile(p, count, q, factors, weights, scales, next_weights, sums):
-    if count == 1:
-        fixed_1(p, q, factors, weights, scales, next_weights, sums)
-    elif count == 2:
-        fixed_2(p, q, factors, weights, scales, next_weights, sums)
-    elif count == 3:
-        fixed_3(p, q, factors, weights, scales, next_weights, sums)
-    else:
-        fixed_4(p, q, factors, weights, scales, next_weights, sums)
 
 
 @kernel_part()
@@ -312,7 +287,7 @@ def _panel(p, at, panel, factors, sums):
     while row < at.rows:
         count = tile_rows(at.rows - row, TILE_ROWS)
         of_rows = factors + row * at.factor_bytes
-        _tile(p, count, at.memory + row * at.q_bytes, of_rows, weights, scales, next_weights, sums)
+        multiply(p, count, at.memory + row * at.q_bytes, of_rows, weights, scales, next_weights, sums)
         next_weights += at.panel_bytes >> at.spread
         for index in range(count):
             y = at.y + (row + index) * at.y_bytes + first * at.y_size

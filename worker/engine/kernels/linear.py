@@ -12,31 +12,29 @@ Both ways add the same numbers in the same order, column by column, whatever the
 depend on it. fixed_linear.py is for activations in fixed point.
 """
 
-# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
-from numba import carray, types
+from numba import carray
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from worker.engine.kernels import compilation, weight_vectors
+from worker.engine.kernels import weight_vectors
+from worker.engine.kernels.compilation import Kernel, compile_kernel
 from worker.engine.kernels.llvm import (
     CONTRACT,
     F32,
     I64,
     KINDS,
+    Parameters,
     broadcast,
+    cases,
+    emits,
     fetch_add,
-    field_length,
     int64,
     kernel_part,
     load,
-    load_field,
     load_floats,
     store,
 )
@@ -60,44 +58,53 @@ from worker.engine.kernels.weight_vectors import (
     write_row,
 )
 
+# Maximum rows of a tile: the sums of more do not fit AVX2's 16 registers, beside what codes are unpacked in.
+TILE_ROWS = 6
+_PACKED_TILE_ROWS = 4
 
-def _multiplying(rows: int, *, unpacked: bool = False) -> Any:
-    @intrinsic
-    def multiply(typingctx, parameters, x, weights, scales, zeros, sums):
-        """Write sums float32 [rows, PANEL] for x float32 and a panel; `unpacked`: the panel is what unpack wrote."""
-        code = FLOAT32 if unpacked else field_length(parameters, "of_format")
-        has_zeros = field_length(parameters, "of_zeros") > 1 and not unpacked
-        has_scales = field_length(parameters, "of_scales") > 1
 
-        def generate(context, b, signature, arguments):
-            p, x, weights, scales, zeros, sums = arguments
-            unit, unit_bytes = unit_sizes(code)
-            x_bytes, step = (load_field(b, parameters, p, name) for name in ("x_bytes", "scale_step"))
-            lines = [b.add(x, b.mul(x_bytes, int64(row))) for row in range(rows)]
-            totals, parts = TileSums(b, F32, rows), TileSums(b, F32, rows)
-            totals.clear()
-            with each_segment(b, parameters, p) as (first, stop, number):
-                parts.clear()
-                of_segment = b.mul(number, step)
-                zero_points = _load_panel(b, b.add(zeros, of_segment)) if has_zeros else [None for _ in HALVES]
-                with cgutils.for_range_slice(b, first, stop, int64(unit), I64) as (index, _):
-                    address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
-                    if not unpacked:
-                        fetch(b, address, AHEAD, unit_bytes)
-                    offset = b.mul(index, int64(4))
-                    _add_unit(b, code, address, zero_points, [b.add(line, offset) for line in lines], parts)
-                scale = _load_panel(b, b.add(scales, of_segment)) if has_scales else None
-                for row, half in totals.places:
-                    part = parts[row, half]
-                    if scale is not None:
-                        part = b.fmul(part, scale[half], flags=CONTRACT)
-                    totals[row, half] = b.fadd(totals[row, half], part, flags=CONTRACT)
-            totals.write(sums)
-            return context.get_dummy_value()
+@emits()
+def multiply_codes(b, p, count, x, weights, scales, zeros, sums):
+    """Write sums float32 [count, PANEL] for rows of x float32 and a panel, which is unpacked in registers."""
+    for rows in cases(b, count, range(1, _PACKED_TILE_ROWS + 1)):
+        _multiply_rows(b, p, rows, False, x, weights, scales, zeros, sums)
 
-        return types.void(parameters, x, weights, scales, zeros, sums), generate
 
-    return multiply
+@emits()
+def multiply_unpacked(b, p, count, x, weights, scales, zeros, sums):
+    """Write the same for a panel that `unpack` wrote."""
+    for rows in cases(b, count, range(1, TILE_ROWS + 1)):
+        _multiply_rows(b, p, rows, True, x, weights, scales, zeros, sums)
+
+
+def _multiply_rows(
+    b: Any, p: Parameters, rows: int, unpacked: bool, x: Any, weights: Any, scales: Any, zeros: Any, sums: Any
+) -> None:
+    code = FLOAT32 if unpacked else p.constant("of_format")
+    has_zeros = p.constant("of_zeros") > 1 and not unpacked
+    has_scales = p.constant("of_scales") > 1
+    unit, unit_bytes = unit_sizes(code)
+    x_bytes, step = (p.load(name) for name in ("x_bytes", "scale_step"))
+    lines = [b.add(x, b.mul(x_bytes, int64(row))) for row in range(rows)]
+    totals, parts = TileSums(b, F32, rows), TileSums(b, F32, rows)
+    totals.clear()
+    with each_segment(b, p) as (first, stop, number):
+        parts.clear()
+        of_segment = b.mul(number, step)
+        zero_points = _load_panel(b, b.add(zeros, of_segment)) if has_zeros else [None for _ in HALVES]
+        with cgutils.for_range_slice(b, first, stop, int64(unit), I64) as (index, _):
+            address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
+            if not unpacked:
+                fetch(b, address, AHEAD, unit_bytes)
+            offset = b.mul(index, int64(4))
+            _add_unit(b, code, address, zero_points, [b.add(line, offset) for line in lines], parts)
+        scale = _load_panel(b, b.add(scales, of_segment)) if has_scales else None
+        for row, half in totals.places:
+            part = parts[row, half]
+            if scale is not None:
+                part = b.fmul(part, scale[half], flags=CONTRACT)
+            totals[row, half] = b.fadd(totals[row, half], part, flags=CONTRACT)
+    totals.write(sums)
 
 
 def _load_panel(b: Any, address: Any) -> list[Any]:
@@ -118,42 +125,28 @@ def _add_unit(b: Any, code: int, address: Any, zeros: list[Any], lines: list[Any
                 parts[row, half] = b.fadd(parts[row, half], product, flags=CONTRACT)
 
 
-@intrinsic
-def unpack(typingctx, parameters, weights, zeros, out):
+@emits()
+def unpack(b, p, weights, zeros, out):
     """Write the codes of a panel, less their zeros, as float32 [columns, PANEL]."""
-    format_code = field_length(parameters, "of_format")
-    has_zeros = field_length(parameters, "of_zeros") > 1
+    format_code = p.constant("of_format")
+    has_zeros = p.constant("of_zeros") > 1
 
-    def generate(context, b, signature, arguments):
-        p, weights, zeros, out = arguments
-        unit, unit_bytes = unit_sizes(format_code)
-        step = load_field(b, parameters, p, "scale_step")
-        with each_segment(b, parameters, p) as (first, stop, number):
-            of_segment = b.mul(number, step)
-            with cgutils.for_range_slice(b, first, stop, int64(unit), I64) as (index, _):
-                address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
-                fetch(b, address, AHEAD, unit_bytes)
-                line = b.add(out, b.mul(index, int64(4 * PANEL)))
-                for half in HALVES:
-                    zero = load_floats(b, b.add(zeros, of_segment), V * half, V) if has_zeros else None
-                    loaded = load_half(b, format_code, address, half)
-                    for column in range(unit):
-                        value = column_of(b, format_code, loaded, column, zero)
-                        store(b, value, line, 4 * (PANEL * column + V * half), 4)
-        return context.get_dummy_value()
-
-    return types.void(parameters, weights, zeros, out), generate
+    unit, unit_bytes = unit_sizes(format_code)
+    step = p.load("scale_step")
+    with each_segment(b, p) as (first, stop, number):
+        of_segment = b.mul(number, step)
+        with cgutils.for_range_slice(b, first, stop, int64(unit), I64) as (index, _):
+            address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
+            fetch(b, address, AHEAD, unit_bytes)
+            line = b.add(out, b.mul(index, int64(4 * PANEL)))
+            for half in HALVES:
+                zero = load_floats(b, b.add(zeros, of_segment), V * half, V) if has_zeros else None
+                loaded = load_half(b, format_code, address, half)
+                for column in range(unit):
+                    value = column_of(b, format_code, loaded, column, zero)
+                    store(b, value, line, 4 * (PANEL * column + V * half), 4)
 
 
-multiply_1, multiply_2, multiply_3, multiply_4 = (_multiplying(rows) for rows in range(1, 5))
-unpacked_1, unpacked_2, unpacked_3, unpacked_4, unpacked_5, unpacked_6 = (
-    _multiplying(rows, unpacked=True) for rows in range(1, 7)
-)
-
-
-# Maximum rows of a tile: the sums of more do not fit AVX2's 16 registers, beside what codes are unpacked in.
-TILE_ROWS = 6
-_PACKED_TILE_ROWS = 4
 # Counters that threads share, 64-bit integers at these byte offsets: tasks taken, threads that have begun.
 COUNTERS = 2
 _TASKS, _THREADS = 0, 8
@@ -164,49 +157,16 @@ INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} direct unpacks scratch_bytes"
 
 
 @cache
-def compile_linear(format_name: str, kind: str, *, scales: bool, zeros: bool) -> Any:
+def compile_linear(format_name: str, kind: str, *, scales: bool, zeros: bool) -> Kernel:
     """Compile the kernel for a format and y's dtype in KINDS. Threads called with the same zeroed counters share it."""
-    made_for = {
-        "of_format": FORMATS[format_name],
-        "of_kind": KINDS[kind],
-        "of_scales": 1 + scales,
-        "of_zeros": 1 + zeros,
-    }
-    parameters = compilation.parameter_dtype(INTEGERS.split(), [], made_for)
-    return compilation.compile_kernel(_multiply, parameters, weight_vectors)
+    constants = {"of_format": FORMATS[format_name], "of_kind": KINDS[kind]}
+    optional = {"of_scales": 1 + scales, "of_zeros": 1 + zeros}
+    return compile_kernel(_multiply, constants | optional, INTEGERS, emitting=weight_vectors)
 
 
 def scratch_floats(columns: int) -> int:
     """Return the float32 of a thread's scratch: a tile's sums, and a panel."""
     return (TILE_ROWS + columns) * PANEL
-
-
-@kernel_part()
-def _packed_tile(p, count, x, weights, scales, zeros, sums):
-    if count == 1:
-        multiply_1(p, x, weights, scales, zeros, sums)
-    elif count == 2:
-        multiply_2(p, x, weights, scales, zeros, sums)
-    elif count == 3:
-        multiply_3(p, x, weights, scales, zeros, sums)
-    else:
-        multiply_4(p, x, weights, scales, zeros, sums)
-
-
-@kernel_part()
-def _unpacked_tile(p, count, x, weights, scales, zeros, sums):
-    if count == 1:
-        unpacked_1(p, x, weights, scales, zeros, sums)
-    elif count == 2:
-        unpacked_2(p, x, weights, scales, zeros, sums)
-    elif count == 3:
-        unpacked_3(p, x, weights, scales, zeros, sums)
-    elif count == 4:
-        unpacked_4(p, x, weights, scales, zeros, sums)
-    elif count == 5:
-        unpacked_5(p, x, weights, scales, zeros, sums)
-    else:
-        unpacked_6(p, x, weights, scales, zeros, sums)
 
 
 @kernel_part()
@@ -227,9 +187,9 @@ def _panel(p, at, panel, scratch):
         count = tile_rows(at.rows - row, most)
         x = at.x + row * at.x_bytes
         if direct:
-            _packed_tile(p, count, x, weights, scales, zeros, scratch)
+            multiply_codes(p, count, x, weights, scales, zeros, scratch)
         else:
-            _unpacked_tile(p, count, x, weights, scales, zeros, scratch)
+            multiply_unpacked(p, count, x, weights, scales, zeros, scratch)
         for index in range(count):
             y = at.y + (row + index) * at.y_bytes + first * at.y_size
             write_row(p, scratch + index * PANEL * 4, at.bias + first * 4, y, width)

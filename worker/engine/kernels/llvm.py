@@ -1,16 +1,13 @@
 """LLVM vector instructions for numba kernels: numba does not vectorize loops over raw addresses.
 
-Functions with an argument `b` emit instructions with that llvmlite IRBuilder. Functions marked @intrinsic are called
-from compiled code: numba calls them with their arguments' types, and they return a function that emits the code. A
-kernel's compile-time constants are in the type of its parameters (see field_length).
+Functions with an argument `b` emit instructions with that llvmlite IRBuilder. Those marked @emits() are called from
+compiled code. A kernel's compile-time constants are in the type of its parameters.
 """
-
-# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -44,15 +41,53 @@ def kernel_part(*, fastmath: bool = False) -> Any:
     return njit(fastmath=fastmath, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-def field_length(parameters: Any, name: str) -> int:
-    """Return the length of an array field, a compile-time constant, from the type of a pointer to the parameters."""
-    return int(parameters.dtype.fields[name].type.shape[0])
+class Parameters:
+    """A kernel's parameters where code is emitted: the pointer to them, and their type, which has the constants."""
+
+    def __init__(self, b: Any, pointer: Any, of: Any) -> None:
+        self._b, self._pointer, self._fields = b, pointer, of.fields
+
+    def constant(self, name: str) -> int:
+        """Return a compile-time constant: the length of an array field."""
+        return int(self._fields[name].type.shape[0])
+
+    def load(self, name: str) -> Any:
+        """Load a 64-bit integer field."""
+        return load(self._b, self._b.ptrtoint(self._pointer, I64), int(self._fields[name].offset), I64, 1)
 
 
-def load_field(b: Any, parameters: Any, pointer: Any, name: str) -> Any:
-    """Load a 64-bit integer field of the parameters."""
-    offset = int(parameters.dtype.fields[name].offset)
-    return load(b, b.ptrtoint(pointer, I64), offset, I64, 1)
+def emits(returns: Any = types.void) -> Callable[[Any], Any]:
+    """Return a decorator that lets compiled code call a function, which emits the instructions of the call.
+
+    It gets the builder and the call's arguments, a pointer to a kernel's parameters as Parameters, and returns the
+    value, if any, of the type `returns`.
+    """
+
+    def decorate(emit: Any) -> Any:
+        def define(typingctx: Any, *of: Any) -> Any:
+            def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+                pairs = zip(of, arguments, strict=True)
+                value = emit(b, *(Parameters(b, one, kind.dtype) if _has_fields(kind) else one for kind, one in pairs))
+                return context.get_dummy_value() if value is None else value
+
+            return returns(*of), generate
+
+        define.__name__, define.__doc__ = emit.__name__, emit.__doc__
+        define.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
+        return intrinsic(define)
+
+    return decorate
+
+
+def _has_fields(kind: Any) -> bool:
+    return hasattr(getattr(kind, "dtype", None), "fields")
+
+
+def cases(b: Any, value: Any, constants: Iterable[int]) -> Iterator[int]:
+    """Emit a branch for each constant that a 64-bit integer may equal; gives the constant, known in its branch."""
+    for constant in constants:
+        with b.if_then(b.icmp_signed("==", value, int64(constant))):
+            yield constant
 
 
 def kind_bytes(kind: int) -> int:
@@ -166,56 +201,39 @@ def _at(b: Any, address: Any, offset: int, of: Any) -> Any:
     return b.inttoptr(b.add(address, int64(offset)), of.as_pointer())
 
 
-def _pointer_to(what: types.Type) -> Any:
-    @intrinsic
-    def pointer(typingctx, address):
+def _pointer_to(what: Any, of: Any) -> Any:
+    @emits(types.CPointer(what))
+    def pointer(b, address):
         """Convert an address to a pointer, for carray."""
-
-        def generate(context, b, signature, arguments):
-            return b.inttoptr(arguments[0], context.get_value_type(types.CPointer(what)))
-
-        return types.CPointer(what)(address), generate
+        return b.inttoptr(address, of.as_pointer())
 
     return pointer
 
 
-float32_pointer, int64_pointer = _pointer_to(types.float32), _pointer_to(types.int64)
-int32_pointer = _pointer_to(types.int32)
+float32_pointer, int64_pointer = _pointer_to(types.float32, F32), _pointer_to(types.int64, I64)
+int32_pointer = _pointer_to(types.int32, I32)
 
 
 # Number of times that a thread looks at a counter before it yields its core: some tens of microseconds.
 _SPINS = 20_000
 
 
-@intrinsic
-def fetch_add(typingctx, counter):
+@emits(types.int64)
+def fetch_add(b, counter):
     """Atomically increment a counter and return its old value."""
-
-    def generate(context, b, signature, arguments):
-        return b.atomic_rmw("add", b.inttoptr(arguments[0], I64.as_pointer()), int64(1), "seq_cst")
-
-    return types.int64(counter), generate
+    return b.atomic_rmw("add", b.inttoptr(counter, I64.as_pointer()), int64(1), "seq_cst")
 
 
-@intrinsic
-def _load_counter(typingctx, counter):
+@emits(types.int64)
+def _load_counter(b, counter):
     """Atomically load a counter; sequentially consistent, so all writes before its increments are visible."""
-
-    def generate(context, b, signature, arguments):
-        return b.load_atomic(b.inttoptr(arguments[0], I64.as_pointer()), "seq_cst", 8)
-
-    return types.int64(counter), generate
+    return b.load_atomic(b.inttoptr(counter, I64.as_pointer()), "seq_cst", 8)
 
 
-@intrinsic
-def _yield_thread(typingctx):
+@emits()
+def _yield_thread(b):
     """Call POSIX sched_yield: another thread that waits for this core runs first."""
-
-    def generate(context, b, signature, arguments):
-        b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
 
 
 @kernel_part()

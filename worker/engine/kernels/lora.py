@@ -14,9 +14,6 @@ on the other rows of the step. `shrunk` is float32; x, y, A, B, gain and shift h
 bytes, lengths in elements.
 """
 
-# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-
 from __future__ import annotations
 
 from functools import cache
@@ -24,11 +21,10 @@ from itertools import chain
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, types
+from numba import carray
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from worker.engine.kernels import compilation
+from worker.engine.kernels.compilation import Kernel, compile_kernel
 from worker.engine.kernels.llvm import (
     CONTRACT,
     F32,
@@ -36,23 +32,29 @@ from worker.engine.kernels.llvm import (
     I64,
     KINDS,
     LANES,
+    Parameters,
     broadcast,
+    cases,
     each_vector,
+    emits,
     fetch_add,
-    field_length,
     int64,
     int64_pointer,
     kernel_part,
     kind_bytes,
     load,
     load_as_float32,
-    load_field,
     round_to_kind,
     store,
     sum_lanes,
     vector_of,
     wait_for,
 )
+
+# Numbers of rows of one adapter that share each read of its weights, and of ranks that share each read of rows.
+ROWS, RANKS = 4, 4
+# Number of vectors of outputs that are computed together, by the number of rows.
+_VECTORS = {1: 24, ROWS: 4}
 
 
 def _lines(b: Any, address: Any, stride: Any, count: int) -> list[Any]:
@@ -67,106 +69,94 @@ def _offset(b: Any, address: Any, index: Any, size: int) -> Any:
     return b.add(address, _bytes(b, index, size))
 
 
-def _shrinking(rows: int, ranks: int) -> Any:
-    @intrinsic
-    def shrink(typingctx, parameters, x, weights, count, out):
-        """Compute out[row, rank] = x[row] . weights[rank] for `rows` rows and `ranks` contiguous ranks of A."""
-        kind = field_length(parameters, "of_kind")
-        size = kind_bytes(kind)
-
-        def generate(context, b, signature, arguments):
-            p, x, weights, count, out = arguments
-            of_x = _lines(b, x, load_field(b, parameters, p, "x_bytes"), rows)
-            of_weights = _lines(b, weights, _bytes(b, count, size), ranks)
-            of_out = _lines(b, out, load_field(b, parameters, p, "shrunk_bytes"), rows)
-
-            def zeros(lanes):
-                return cgutils.alloca_once_value(b, vector_of(F32, 0.0, lanes))
-
-            # For each pair of row and rank a vector of sums, and a scalar sum of the elements that fill no vector.
-            pairs = [(row, rank) for row in range(rows) for rank in range(ranks)]
-            sums = {(pair, lanes): zeros(lanes) for pair in pairs for lanes in (LANES, 1)}
-
-            def body(index, lanes, _):
-                xs = [load_as_float32(b, kind, _offset(b, line, index, size), 0, lanes) for line in of_x]
-                ws = [load_as_float32(b, kind, _offset(b, line, index, size), 0, lanes) for line in of_weights]
-                for pair in pairs:
-                    place = sums[pair, lanes]
-                    product = b.fmul(xs[pair[0]], ws[pair[1]], flags=CONTRACT)
-                    b.store(b.fadd(b.load(place), product, flags=CONTRACT), place)
-
-            each_vector(b, count, body)
-            for row, rank in pairs:
-                whole, rest = (b.load(sums[(row, rank), lanes]) for lanes in (LANES, 1))
-                last = b.extract_element(rest, ir.Constant(I32, 0))
-                total = b.fadd(sum_lanes(b, whole, LANES), last, flags=CONTRACT)
-                store(b, total, of_out[row], 4 * rank, 4)
-            return context.get_dummy_value()
-
-        return types.void(parameters, x, weights, count, out), generate
-
-    return shrink
+@emits()
+def shrink(b, p, rows, ranks, x, weights, count, out):
+    """Compute out[row, rank] = x[row] . weights[rank] for 1 or ROWS rows and 1 or RANKS contiguous ranks of A."""
+    for of_rows in cases(b, rows, (1, ROWS)):
+        for of_ranks in cases(b, ranks, (1, RANKS)):
+            _shrink_rows(b, p, of_rows, of_ranks, x, weights, count, out)
 
 
-def _expanding(rows: int, vectors: int, *, rescaled: bool) -> Any:
-    @intrinsic
-    def expand(typingctx, parameters, y, factors, ranks, weights, change, count):
-        """Compute y[row] += sum over ranks of factors[row, rank] * weights[rank] for `rows` rows, rounded once.
+def _shrink_rows(b: Any, p: Parameters, rows: int, ranks: int, x: Any, weights: Any, count: Any, out: Any) -> None:
+    kind = p.constant("of_kind")
+    size = kind_bytes(kind)
 
-        `weights` are the address of B's first rank and the stride of ranks. With `rescaled`, y + gain * y + shift takes
-        the place of y; `change` are the addresses of gain and shift.
-        """
-        kind = field_length(parameters, "of_kind")
-        size = kind_bytes(kind)
+    of_x = _lines(b, x, p.load("x_bytes"), rows)
+    of_weights = _lines(b, weights, _bytes(b, count, size), ranks)
+    of_out = _lines(b, out, p.load("shrunk_bytes"), rows)
 
-        def generate(context, b, signature, arguments):
-            p, y, factors, ranks, weights, change, count = arguments
-            weights, weights_stride, gain, shift = (
-                b.extract_value(two, at) for two in (weights, change) for at in (0, 1)
-            )
-            of_y = _lines(b, y, load_field(b, parameters, p, "y_bytes"), rows)
-            of_factors = _lines(b, factors, load_field(b, parameters, p, "shrunk_bytes"), rows)
+    def zeros(lanes):
+        return cgutils.alloca_once_value(b, vector_of(F32, 0.0, lanes))
 
-            def body(index, lanes, vectors):
-                parts = [part * lanes for part in range(vectors)]
-                zeros = vector_of(F32, 0.0, lanes)
-                totals = [[cgutils.alloca_once_value(b, zeros) for _ in parts] for _ in of_y]
-                for place in chain(*totals):
-                    b.store(zeros, place)
-                first = _offset(b, weights, index, size)
-                with cgutils.for_range_slice(b, int64(0), ranks, int64(1), I64) as (rank, _):
-                    line = b.add(first, b.mul(rank, weights_stride))
-                    ws = [load_as_float32(b, kind, line, part, lanes) for part in parts]
-                    for places, of_row in zip(totals, of_factors, strict=True):
-                        factor = broadcast(b, load(b, _offset(b, of_row, rank, 4), 0, F32, 4), lanes)
-                        for place, piece in zip(places, ws, strict=True):
-                            b.store(b.fadd(b.load(place), b.fmul(factor, piece, flags=CONTRACT), flags=CONTRACT), place)
-                gains, shifts = (_offset(b, address, index, size) for address in (gain, shift))
-                for places, of_row in zip(totals, of_y, strict=True):
-                    here = _offset(b, of_row, index, size)
-                    for place, part in zip(places, parts, strict=True):
-                        own, total = load_as_float32(b, kind, here, part, lanes), b.load(place)
-                        if rescaled:
-                            gained = b.fmul(own, load_as_float32(b, kind, gains, part, lanes), flags=CONTRACT)
-                            shifted = b.fadd(gained, load_as_float32(b, kind, shifts, part, lanes), flags=CONTRACT)
-                            total = b.fadd(total, shifted, flags=CONTRACT)
-                        value = round_to_kind(b, kind, b.fadd(own, total, flags=CONTRACT), lanes)
-                        store(b, value, here, part * size, size)
+    # For each pair of row and rank a vector of sums, and a scalar sum of the elements that fill no vector.
+    pairs = [(row, rank) for row in range(rows) for rank in range(ranks)]
+    sums = {(pair, lanes): zeros(lanes) for pair in pairs for lanes in (LANES, 1)}
 
-            each_vector(b, count, body, vectors)
-            return context.get_dummy_value()
+    def body(index, lanes, _):
+        xs = [load_as_float32(b, kind, _offset(b, line, index, size), 0, lanes) for line in of_x]
+        ws = [load_as_float32(b, kind, _offset(b, line, index, size), 0, lanes) for line in of_weights]
+        for pair in pairs:
+            place = sums[pair, lanes]
+            product = b.fmul(xs[pair[0]], ws[pair[1]], flags=CONTRACT)
+            b.store(b.fadd(b.load(place), product, flags=CONTRACT), place)
 
-        return types.void(parameters, y, factors, ranks, weights, change, count), generate
-
-    return expand
+    each_vector(b, count, body)
+    for row, rank in pairs:
+        whole, rest = (b.load(sums[(row, rank), lanes]) for lanes in (LANES, 1))
+        last = b.extract_element(rest, ir.Constant(I32, 0))
+        total = b.fadd(sum_lanes(b, whole, LANES), last, flags=CONTRACT)
+        store(b, total, of_out[row], 4 * rank, 4)
 
 
-# Number of rows of one adapter that share each read of its weights.
-ROWS = 4
-shrink_1x1, shrink_1x4 = _shrinking(1, 1), _shrinking(1, 4)
-shrink_4x1, shrink_4x4 = _shrinking(ROWS, 1), _shrinking(ROWS, 4)
-expand_1, expand_4 = _expanding(1, 24, rescaled=False), _expanding(ROWS, 4, rescaled=False)
-expand_dora_1, expand_dora_4 = _expanding(1, 24, rescaled=True), _expanding(ROWS, 4, rescaled=True)
+@emits()
+def expand(b, p, rows, rescaled, y, factors, ranks, weights, change, count):
+    """Compute y[row] += sum over ranks of factors[row, rank] * weights[rank] for 1 or ROWS rows, rounded once.
+
+    `weights` are the address of B's first rank and the stride of ranks. Where `rescaled` is 1, and not 0,
+    y + gain * y + shift takes the place of y; `change` are the addresses of gain and shift.
+    """
+    for of_rows in cases(b, rows, _VECTORS):
+        for with_change in cases(b, rescaled, (0, 1)):
+            _expand_rows(b, p, of_rows, bool(with_change), y, factors, ranks, (weights, change), count)
+
+
+def _expand_rows(
+    b: Any, p: Parameters, rows: int, rescaled: bool, y: Any, factors: Any, ranks: Any, pairs: Any, count: Any
+) -> None:
+    kind = p.constant("of_kind")
+    size = kind_bytes(kind)
+
+    weights, weights_stride, gain, shift = (b.extract_value(two, at) for two in pairs for at in (0, 1))
+    of_y = _lines(b, y, p.load("y_bytes"), rows)
+    of_factors = _lines(b, factors, p.load("shrunk_bytes"), rows)
+
+    def body(index, lanes, vectors):
+        parts = [part * lanes for part in range(vectors)]
+        zeros = vector_of(F32, 0.0, lanes)
+        totals = [[cgutils.alloca_once_value(b, zeros) for _ in parts] for _ in of_y]
+        for place in chain(*totals):
+            b.store(zeros, place)
+        first = _offset(b, weights, index, size)
+        with cgutils.for_range_slice(b, int64(0), ranks, int64(1), I64) as (rank, _):
+            line = b.add(first, b.mul(rank, weights_stride))
+            ws = [load_as_float32(b, kind, line, part, lanes) for part in parts]
+            for places, of_row in zip(totals, of_factors, strict=True):
+                factor = broadcast(b, load(b, _offset(b, of_row, rank, 4), 0, F32, 4), lanes)
+                for place, piece in zip(places, ws, strict=True):
+                    b.store(b.fadd(b.load(place), b.fmul(factor, piece, flags=CONTRACT), flags=CONTRACT), place)
+        gains, shifts = (_offset(b, address, index, size) for address in (gain, shift))
+        for places, of_row in zip(totals, of_y, strict=True):
+            here = _offset(b, of_row, index, size)
+            for place, part in zip(places, parts, strict=True):
+                own, total = load_as_float32(b, kind, here, part, lanes), b.load(place)
+                if rescaled:
+                    gained = b.fmul(own, load_as_float32(b, kind, gains, part, lanes), flags=CONTRACT)
+                    shifted = b.fadd(gained, load_as_float32(b, kind, shifts, part, lanes), flags=CONTRACT)
+                    total = b.fadd(total, shifted, flags=CONTRACT)
+                value = round_to_kind(b, kind, b.fadd(own, total, flags=CONTRACT), lanes)
+                store(b, value, here, part * size, size)
+
+    each_vector(b, count, body, _VECTORS[rows])
 
 
 # Number of columns of B that one pass covers where many rows share B: with usual ranks (8 to 64) they stay in L1 or L2.
@@ -190,11 +180,9 @@ _INTEGERS = (
 
 
 @cache
-def compile_lora(kind: str) -> Any:
+def compile_lora(kind: str) -> Kernel:
     """Compile the kernel for a dtype in KINDS. Threads called with the same zeroed `counters` share the tasks."""
-    return compilation.compile_kernel(
-        _apply, compilation.parameter_dtype(_INTEGERS.split(), [], {"of_kind": KINDS[kind]})
-    )
+    return compile_kernel(_apply, {"of_kind": KINDS[kind]}, _INTEGERS)
 
 
 @kernel_part(fastmath=True)
@@ -209,16 +197,9 @@ def _shrink(p, at, pair, layer, segment, part):
         out = at.shrunk + row * at.shrunk_bytes + layer * at.max_rank * 4
         k = low
         while k < high:
-            ranks = 4 if k + 4 <= high else 1
+            ranks = RANKS if k + RANKS <= high else 1
             weights, of_rank = a + k * count * at.number_bytes, out + k * 4
-            if rows == 1 and ranks == 1:
-                shrink_1x1(p, x, weights, count, of_rank)
-            elif rows == 1:
-                shrink_1x4(p, x, weights, count, of_rank)
-            elif ranks == 1:
-                shrink_4x1(p, x, weights, count, of_rank)
-            else:
-                shrink_4x4(p, x, weights, count, of_rank)
+            shrink(p, rows, ranks, x, weights, count, of_rank)
             k += ranks
         row += rows
 
@@ -230,6 +211,7 @@ def _expand(p, at, pair, layer, columns, segment, part):
     _, first, stop = segment
     vectors, size = (width + LANES - 1) // LANES, at.number_bytes
     low, high = min(width, vectors * part // at.parts * LANES), min(width, vectors * (part + 1) // at.parts * LANES)
+    rescaled = 1 if gain else 0
     block = _BLOCK if stop - first >= 2 * ROWS else width
     while low < high:
         count = min(block, high - low)
@@ -239,14 +221,7 @@ def _expand(p, at, pair, layer, columns, segment, part):
             rows = ROWS if row + ROWS <= stop else 1
             factors = at.shrunk + row * at.shrunk_bytes + layer * at.max_rank * 4
             y = at.y + row * at.y_bytes + (begin + low) * size
-            if rows == 1 and gain:
-                expand_dora_1(p, y, factors, rank, weights, change, count)
-            elif rows == 1:
-                expand_1(p, y, factors, rank, weights, change, count)
-            elif gain:
-                expand_dora_4(p, y, factors, rank, weights, change, count)
-            else:
-                expand_4(p, y, factors, rank, weights, change, count)
+            expand(p, rows, rescaled, y, factors, rank, weights, change, count)
             row += rows
         low += count
 

@@ -4,32 +4,26 @@ torch's masked_fill_ needs a byte for each id instead, and takes several times a
 next free thread. Words of 32 ids that are all allowed are skipped.
 """
 
-# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from struct import Struct
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.engine.kernels import compilation, threads
+from worker.engine.kernels.compilation import Kernel, compile_kernel
 from worker.engine.kernels.llvm import (
+    emits,
     fetch_add,
-    field_length,
     int32_pointer,
     int64_pointer,
     load,
-    load_field,
     store,
     vector_type,
 )
@@ -39,8 +33,7 @@ _IDS = 32
 # 64-bit integers of a line of the table `rows`: the addresses of a row's logits and of its mask.
 _ROW_FIELDS = 2
 # `minus_infinity` is the address of _IDS elements, `counter` that of the number of tasks taken, a 64-bit integer.
-_INTEGERS = ("rows", "row_count", "vocab", "number_bytes", "minus_infinity", "counter")
-_PARAMETERS = Struct("=6q")
+_INTEGERS = "rows row_count vocab number_bytes minus_infinity counter"
 
 
 def apply_masks(logits: Tensor, rows: Sequence[int], masks: Sequence[NDArray[np.int32]]) -> None:
@@ -53,36 +46,29 @@ def apply_masks(logits: Tensor, rows: Sequence[int], masks: Sequence[NDArray[np.
     addresses = [(first + row * stride, mask.ctypes.data) for row, mask in zip(rows, masks, strict=True)]
     table, counter = np.array(addresses, dtype=np.int64), np.zeros(1, dtype=np.int64)
     minus_infinity = torch.full((_IDS,), float("-inf"), dtype=logits.dtype)
-    parameters = _PARAMETERS.pack(
+    compile_masking(size).run(
         *(table.ctypes.data, len(rows), vocab, size, minus_infinity.data_ptr(), counter.ctypes.data)
     )
-    threads.run_on_all_threads(compile_masking(size).address, parameters)
 
 
 @cache
-def compile_masking(number_bytes: int) -> Any:
+def compile_masking(number_bytes: int) -> Kernel:
     """Compile the kernel for logits of 2 or 4 bytes each. Threads called with the same `counter` share the rows."""
-    parameters = compilation.parameter_dtype(_INTEGERS, [], {"of_bytes": number_bytes})
-    return compilation.compile_kernel(_apply, parameters)
+    return compile_kernel(_apply, {"of_bytes": number_bytes}, _INTEGERS)
 
 
 def _forbidding(lanes: int) -> Any:
-    @intrinsic
-    def forbid(typingctx, parameters, logits, bits):
+    @emits()
+    def forbid(b, p, logits, bits):
         """Set so many logits from an address on to -inf where the lowest bits of an int32 are 0."""
-        size = field_length(parameters, "of_bytes")
+        size = p.constant("of_bytes")
 
-        def generate(context, b, signature, arguments):
-            p, logits, bits = arguments
-            # -inf and logits are taken for integers, which are as long in every dtype.
-            vector = vector_type(ir.IntType(8 * size), lanes)
-            lowest = bits if lanes == _IDS else b.trunc(bits, ir.IntType(lanes))
-            allowed = b.bitcast(lowest, vector_type(ir.IntType(1), lanes))
-            minus_infinity = load(b, load_field(b, parameters, p, "minus_infinity"), 0, vector, size)
-            store(b, b.select(allowed, load(b, logits, 0, vector, size), minus_infinity), logits, 0, size)
-            return context.get_dummy_value()
-
-        return types.void(parameters, logits, bits), generate
+        # -inf and logits are taken for integers, which are as long in every dtype.
+        vector = vector_type(ir.IntType(8 * size), lanes)
+        lowest = bits if lanes == _IDS else b.trunc(bits, ir.IntType(lanes))
+        allowed = b.bitcast(lowest, vector_type(ir.IntType(1), lanes))
+        minus_infinity = load(b, p.load("minus_infinity"), 0, vector, size)
+        store(b, b.select(allowed, load(b, logits, 0, vector, size), minus_infinity), logits, 0, size)
 
     return forbid
 

@@ -7,28 +7,22 @@
 Between two kernels pass less than a microsecond, where a call from Python takes 10 to 20.
 """
 
-# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from struct import Struct
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from worker.engine.kernels import compilation, threads
-from worker.engine.kernels.llvm import I32, I64, fetch_add, int64_pointer, kernel_part, wait_for
+from worker.engine.kernels import threads
+from worker.engine.kernels.compilation import Kernel, compile_kernel
+from worker.engine.kernels.llvm import I32, I64, emits, fetch_add, int64_pointer, kernel_part, wait_for
 from worker.engine.kernels.threads import ThreadCall
 
 _INTEGERS = "table count arrived released entered zeroes zeroed team"
-_LAYOUT = Struct("=8q")
 
 
 class Program:
@@ -61,11 +55,10 @@ class Program:
         self._progress[:] = 0
         progress = self._progress.ctypes.data
         released = progress + 8 * self._length
-        argument = _LAYOUT.pack(
+        _compiled().run(
             *(self._table.ctypes.data, self._length, progress, released, released + 8),
             *(zeroes.ctypes.data, len(zeroes), _team()),
         )
-        threads.run_on_all_threads(_compiled().address, argument)
 
 
 def as_integers(call: ThreadCall, length: int) -> NDArray[np.int64]:
@@ -84,31 +77,22 @@ def _team() -> int:
 
 
 @cache
-def _compiled() -> Any:
-    return compilation.compile_kernel(_run, compilation.parameter_dtype(_INTEGERS.split(), [], {}))
+def _compiled() -> Kernel:
+    return compile_kernel(_run, {}, _INTEGERS)
 
 
-@intrinsic
-def _call(typingctx, function, argument):
+@emits()
+def _call(b, function, argument):
     """Call a C function of one pointer."""
-
-    def generate(context, b, signature, arguments):
-        kind = ir.FunctionType(ir.VoidType(), [I64])
-        b.call(b.inttoptr(arguments[0], kind.as_pointer()), [arguments[1]])
-        return context.get_dummy_value()
-
-    return types.void(function, argument), generate
+    kind = ir.FunctionType(ir.VoidType(), [I64])
+    b.call(b.inttoptr(function, kind.as_pointer()), [argument])
 
 
-@intrinsic
-def _count(typingctx, function):
+@emits(types.int64)
+def _count(b, function):
     """Call a C function without parameters that returns an int."""
-
-    def generate(context, b, signature, arguments):
-        kind = ir.FunctionType(I32, [])
-        return b.sext(b.call(b.inttoptr(arguments[0], kind.as_pointer()), []), I64)
-
-    return types.int64(function), generate
+    kind = ir.FunctionType(I32, [])
+    return b.sext(b.call(b.inttoptr(function, kind.as_pointer()), []), I64)
 
 
 @kernel_part()

@@ -11,9 +11,6 @@ A row is computed at a time, so that no row's bits depend on others. Sums are fl
 kernel's dtype. Every address, stride in bytes and count is a 64-bit integer; 0 for an address means that there is none.
 """
 
-# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,9 +21,8 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from worker.engine.kernels import compilation
+from worker.engine.kernels.compilation import Kernel, compile_kernel
 from worker.engine.kernels.llvm import (
     CONTRACT,
     EXP,
@@ -39,10 +35,11 @@ from worker.engine.kernels.llvm import (
     LOG2_E,
     ROUNDING,
     ROUNDING_BITS,
+    Parameters,
     broadcast,
     each_vector,
+    emits,
     fetch_add,
-    field_length,
     int64,
     int64_pointer,
     kernel_part,
@@ -75,86 +72,61 @@ class _Row:
         return self._b.add(self._address, self._b.mul(index, int64(kind_bytes(self._kind))))
 
 
-def _weight(b: Any, address: Any, index: Any, lanes: int) -> Any:
-    return load_floats(b, b.add(address, b.mul(index, int64(4))), 0, lanes)
+def _each(b: Any, p: Parameters, columns: Any, emit: Callable[..., None], *addresses: Any) -> None:
+    """Emit loops over the columns of rows in the kernel's dtype: emit(index, lanes, row at each address)."""
+    rows = [_Row(b, p.constant("of_kind"), address) for address in addresses]
+    each_vector(b, columns, lambda index, lanes, _: emit(index, lanes, *rows))
 
 
-@intrinsic
-def add_rows(typingctx, parameters, x, y, out, columns):
+@emits()
+def add_rows(b, p, x, y, out, columns):
     """Compute out = x + y."""
-    kind = field_length(parameters, "of_kind")
 
-    def generate(context, b, signature, arguments):
-        x, y, out = (_Row(b, kind, address) for address in arguments[1:4])
+    def emit(index, lanes, x, y, out):
+        out.store(index, b.fadd(x.load(index, lanes), y.load(index, lanes)), lanes)
 
-        def emit(index, lanes, _):
-            out.store(index, b.fadd(x.load(index, lanes), y.load(index, lanes)), lanes)
-
-        each_vector(b, arguments[4], emit)
-        return context.get_dummy_value()
-
-    return types.void(parameters, x, y, out, columns), generate
+    _each(b, p, columns, emit, x, y, out)
 
 
-@intrinsic
-def sum_squares(typingctx, parameters, x, columns):
+@emits(types.float32)
+def sum_squares(b, p, x, columns):
     """Return the sum of the squares of a row."""
-    kind = field_length(parameters, "of_kind")
+    sums = {lanes: cgutils.alloca_once_value(b, vector_of(F32, 0.0, lanes)) for lanes in (LANES, 1)}
+    for lanes, memory in sums.items():
+        b.store(vector_of(F32, 0.0, lanes), memory)
 
-    def generate(context, b, signature, arguments):
-        x = _Row(b, kind, arguments[1])
-        sums = {lanes: cgutils.alloca_once_value(b, vector_of(F32, 0.0, lanes)) for lanes in (LANES, 1)}
-        for lanes, memory in sums.items():
-            b.store(vector_of(F32, 0.0, lanes), memory)
+    def emit(index, lanes, x):
+        value = x.load(index, lanes)
+        square = b.fmul(value, value, flags=CONTRACT)
+        b.store(b.fadd(b.load(sums[lanes]), square, flags=CONTRACT), sums[lanes])
 
-        def emit(index, lanes, _):
-            value = x.load(index, lanes)
-            square = b.fmul(value, value, flags=CONTRACT)
-            b.store(b.fadd(b.load(sums[lanes]), square, flags=CONTRACT), sums[lanes])
-
-        each_vector(b, arguments[2], emit)
-        return b.fadd(*(sum_lanes(b, b.load(memory), lanes) for lanes, memory in sums.items()))
-
-    return types.float32(parameters, x, columns), generate
+    _each(b, p, columns, emit, x)
+    return b.fadd(*(sum_lanes(b, b.load(memory), lanes) for lanes, memory in sums.items()))
 
 
-@intrinsic
-def scale_row(typingctx, parameters, x, factor, weight, out, columns):
+@emits()
+def scale_row(b, p, x, factor, weight, out, columns):
     """Compute out = x * factor * weight, of float32 weights."""
-    kind = field_length(parameters, "of_kind")
 
-    def generate(context, b, signature, arguments):
-        _, x, factor, weight, out, columns = arguments
-        x, out = _Row(b, kind, x), _Row(b, kind, out)
+    def emit(index, lanes, x, out):
+        scaled = b.fmul(x.load(index, lanes), broadcast(b, factor, lanes))
+        weights = load_floats(b, b.add(weight, b.mul(index, int64(4))), 0, lanes)
+        out.store(index, b.fmul(scaled, weights), lanes)
 
-        def emit(index, lanes, _):
-            scaled = b.fmul(x.load(index, lanes), broadcast(b, factor, lanes))
-            out.store(index, b.fmul(scaled, _weight(b, weight, index, lanes)), lanes)
-
-        each_vector(b, columns, emit)
-        return context.get_dummy_value()
-
-    return types.void(parameters, x, factor, weight, out, columns), generate
+    _each(b, p, columns, emit, x, out)
 
 
-@intrinsic
-def gate_row(typingctx, parameters, gate, up, out, columns):
+@emits()
+def gate_row(b, p, gate, up, out, columns):
     """Compute out = silu(gate) * up."""
-    kind = field_length(parameters, "of_kind")
 
-    def generate(context, b, signature, arguments):
-        gate, up, out = (_Row(b, kind, address) for address in arguments[1:4])
+    def emit(index, lanes, gate, up, out):
+        value = gate.load(index, lanes)
+        one = vector_of(F32, 1.0, lanes)
+        silu = b.fdiv(value, b.fadd(one, _exp(b, b.fsub(vector_of(F32, -0.0, lanes), value), lanes)))
+        out.store(index, b.fmul(silu, up.load(index, lanes)), lanes)
 
-        def emit(index, lanes, _):
-            value = gate.load(index, lanes)
-            one = vector_of(F32, 1.0, lanes)
-            silu = b.fdiv(value, b.fadd(one, _exp(b, b.fsub(vector_of(F32, -0.0, lanes), value), lanes)))
-            out.store(index, b.fmul(silu, up.load(index, lanes)), lanes)
-
-        each_vector(b, arguments[4], emit)
-        return context.get_dummy_value()
-
-    return types.void(parameters, gate, up, out, columns), generate
+    _each(b, p, columns, emit, gate, up, out)
 
 
 def _exp(b: Any, x: Any, lanes: int) -> Any:
@@ -176,61 +148,40 @@ def _exp(b: Any, x: Any, lanes: int) -> Any:
     return b.fmul(y, b.bitcast(b.shl(whole, vector_of(I32, 23, lanes)), vector_type(F32, lanes)))
 
 
-@intrinsic
-def rotate_head(typingctx, parameters, x, cos, sin, half):
+@emits()
+def rotate_head(b, p, x, cos, sin, half):
     """Rotate pairs of the first 2 * half numbers of a head, in place: number i with number half + i."""
-    kind = field_length(parameters, "of_kind")
 
-    def generate(context, b, signature, arguments):
-        x, cos, sin = (_Row(b, kind, address) for address in arguments[1:4])
-        half = arguments[4]
+    def emit(index, lanes, x, cos, sin):
+        first, second = index, b.add(index, half)
+        one, other = x.load(first, lanes), x.load(second, lanes)
+        turned = b.fsub(b.fmul(one, cos.load(first, lanes)), b.fmul(other, sin.load(first, lanes)))
+        across = b.fadd(b.fmul(other, cos.load(second, lanes)), b.fmul(one, sin.load(second, lanes)))
+        x.store(first, turned, lanes)
+        x.store(second, across, lanes)
 
-        def emit(index, lanes, _):
-            first, second = index, b.add(index, half)
-            one, other = x.load(first, lanes), x.load(second, lanes)
-            turned = b.fsub(b.fmul(one, cos.load(first, lanes)), b.fmul(other, sin.load(first, lanes)))
-            across = b.fadd(b.fmul(other, cos.load(second, lanes)), b.fmul(one, sin.load(second, lanes)))
-            x.store(first, turned, lanes)
-            x.store(second, across, lanes)
-
-        each_vector(b, half, emit)
-        return context.get_dummy_value()
-
-    return types.void(parameters, x, cos, sin, half), generate
+    _each(b, p, half, emit, x, cos, sin)
 
 
-@intrinsic
-def widen_row(typingctx, parameters, x, out, columns):
+@emits()
+def widen_row(b, p, x, out, columns):
     """Convert a row to float32."""
-    kind = field_length(parameters, "of_kind")
 
-    def generate(context, b, signature, arguments):
-        x = _Row(b, kind, arguments[1])
+    def emit(index, lanes, x):
+        store(b, x.load(index, lanes), b.add(out, b.mul(index, int64(4))), 0, 4)
 
-        def emit(index, lanes, _):
-            store(b, x.load(index, lanes), b.add(arguments[2], b.mul(index, int64(4))), 0, 4)
-
-        each_vector(b, arguments[3], emit)
-        return context.get_dummy_value()
-
-    return types.void(parameters, x, out, columns), generate
+    _each(b, p, columns, emit, x)
 
 
-@intrinsic
-def copy_bytes(typingctx, to, of, count):
+@emits()
+def copy_bytes(b, to, of, count):
     """Copy bytes that do not overlap."""
-
-    def generate(context, b, signature, arguments):
-        to, of, count = arguments
-        pointer = ir.IntType(8).as_pointer()
-        cgutils.raw_memcpy(b, b.inttoptr(to, pointer), b.inttoptr(of, pointer), count, int64(1))
-        return context.get_dummy_value()
-
-    return types.void(to, of, count), generate
+    pointer = ir.IntType(8).as_pointer()
+    cgutils.raw_memcpy(b, b.inttoptr(to, pointer), b.inttoptr(of, pointer), count, int64(1))
 
 
 _ROWS = "rows columns counter"
-INTEGERS = {
+_INTEGERS = {
     "norm": f"{_ROWS} x x_bytes y y_bytes sums sums_bytes weight out out_bytes",
     "gate": f"{_ROWS} gate up x_bytes out out_bytes",
     "rotate": f"{_ROWS} x x_bytes heads kv_heads key_dim value_dim cos sin cos_bytes half query_weight key_weight "
@@ -239,14 +190,13 @@ INTEGERS = {
     "widen": f"{_ROWS} x x_bytes out out_bytes",
 }
 # Float32 behind the integers.
-REALS = {"norm": ["epsilon"], "rotate": ["epsilon"]}
+_REALS = {"norm": "epsilon", "rotate": "epsilon"}
 
 
 @cache
-def compile_rows(name: str, kind: str) -> Any:
-    """Compile a kernel of INTEGERS for a dtype in KINDS."""
-    parameters = compilation.parameter_dtype(INTEGERS[name].split(), REALS.get(name, []), {"of_kind": KINDS[kind]})
-    return compilation.compile_kernel(_KERNELS[name], parameters)
+def compile_rows(name: str, kind: str) -> Kernel:
+    """Compile a kernel of this name for a dtype in KINDS."""
+    return compile_kernel(_KERNELS[name], {"of_kind": KINDS[kind]}, _INTEGERS[name], _REALS.get(name, ""))
 
 
 @kernel_part()

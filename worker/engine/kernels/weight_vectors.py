@@ -9,9 +9,6 @@ A half is one vector of a panel, V lanes: one register. The formats keep two con
                those of the first two columns
 """
 
-# numba compiles these functions from their bytecode, without annotations, so mypy has no types to check.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -20,9 +17,7 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from worker.engine.kernels.llvm import (
     F32,
@@ -30,12 +25,12 @@ from worker.engine.kernels.llvm import (
     I16,
     I32,
     I64,
-    field_length,
+    Parameters,
+    emits,
     int64,
     kernel_part,
     kind_bytes,
     load,
-    load_field,
     load_floats,
     round_to_kind,
     store,
@@ -152,9 +147,9 @@ def keep_order(b: Any) -> None:
 
 
 @contextmanager
-def each_segment(b: Any, parameters: Any, p: Any) -> Iterator[tuple[Any, Any, Any]]:
+def each_segment(b: Any, p: Parameters) -> Iterator[tuple[Any, Any, Any]]:
     """Emit a loop over the segments of a row; gives the first column, the last + 1, and the segment's number."""
-    columns, segment = (load_field(b, parameters, p, name) for name in ("columns", "segment"))
+    columns, segment = map(p.load, ("columns", "segment"))
     with cgutils.for_range_slice(b, int64(0), columns, segment, I64) as (first, number):
         stop = b.add(first, segment)
         yield first, b.select(b.icmp_signed("<", stop, columns), stop, columns), number
@@ -195,27 +190,21 @@ class TileSums:
             store(self._b, self[row, half], address, 4 * (PANEL * row + V * half), 4)
 
 
-@intrinsic
-def write_row(typingctx, parameters, sums, bias, y, width):
+@emits()
+def write_row(b, p, sums, bias, y, width):
     """Write a row's outputs of a panel, of which the first `width` exist: sums + bias, in the kernel's dtype."""
-    kind = field_length(parameters, "of_kind")
+    kind = p.constant("of_kind")
     size = kind_bytes(kind)
 
-    def generate(context, b, signature, arguments):
-        _, sums, bias, y, width = arguments
+    def emit(lanes, offset):
+        at = b.mul(offset, int64(4))
+        value = b.fadd(load_floats(b, b.add(sums, at), 0, lanes), load_floats(b, b.add(bias, at), 0, lanes))
+        store(b, round_to_kind(b, kind, value, lanes), b.add(y, b.mul(offset, int64(size))), 0, size)
 
-        def emit(lanes, offset):
-            at = b.mul(offset, int64(4))
-            value = b.fadd(load_floats(b, b.add(sums, at), 0, lanes), load_floats(b, b.add(bias, at), 0, lanes))
-            store(b, round_to_kind(b, kind, value, lanes), b.add(y, b.mul(offset, int64(size))), 0, size)
-
-        full = b.icmp_signed("==", width, int64(PANEL))
-        with b.if_else(full) as (then, otherwise):
-            with then:
-                for half in HALVES:
-                    emit(V, int64(V * half))
-            with otherwise, cgutils.for_range_slice(b, int64(0), width, int64(1), I64) as (index, _):
-                emit(1, index)
-        return context.get_dummy_value()
-
-    return types.void(parameters, sums, bias, y, width), generate
+    full = b.icmp_signed("==", width, int64(PANEL))
+    with b.if_else(full) as (then, otherwise):
+        with then:
+            for half in HALVES:
+                emit(V, int64(V * half))
+        with otherwise, cgutils.for_range_slice(b, int64(0), width, int64(1), I64) as (index, _):
+            emit(1, index)

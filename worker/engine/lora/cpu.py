@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from struct import Struct
 from types import MappingProxyType
 
 import numpy as np
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from worker.engine.device import dtype_name
-from worker.engine.kernels import threads
 from worker.engine.kernels.lora import COUNTERS, PAIR_FIELDS, SEGMENT_FIELDS, compile_lora
 from worker.engine.kernels.threads import Workspace
 from worker.engine.lora.fused_linears import FusedPart, FusedProduct, fused_groups, replace_linears
@@ -58,8 +56,6 @@ class CpuEmbedding(nn.Module):
 _KERNEL_ROWS = 96
 # Minimum number of tasks per thread that a step is cut into: with two, no thread waits long for the last one.
 _TASKS_PER_THREAD = 2
-# Layout of the kernel's 16 parameters: 64-bit integers, see kernels/lora.py.
-_PARAMETERS = Struct("=16q")
 
 
 @dataclass(slots=True)
@@ -172,12 +168,11 @@ class CpuGroup(FusedProduct):
         assert x.dtype == y.dtype == self._dtype, "the dtype that the kernel is compiled for"
         shrunk = step.workspace.address(step.tokens * layers * self._max_rank)
         step.counters[:] = 0
-        parameters = _PARAMETERS.pack(
+        self._kernel.run(
             *(x.data_ptr(), self.in_features * size, self.in_features, y.data_ptr(), self.width * size),
             *(*self._addresses, layers, step.addresses[0], len(step.short), step.parts, step.addresses[1]),
             *(shrunk, layers * self._max_rank * 4, self._max_rank, size),
         )
-        threads.run_on_all_threads(self._kernel.address, parameters)
 
 
 def _table_line(pair: LoraPair | None) -> tuple[int, ...]:
