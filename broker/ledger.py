@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from redis.asyncio import Redis, RedisCluster
@@ -40,19 +40,15 @@ _AT_ONCE = 128
 _EVENTS_S = 10.0
 # Types of the keys that all tenants share.
 _SHARED = {"state": "string", "routers": "hash", "usage": "stream"}
-# What the scripts count, in the order of TokenLimits.
-_COUNTS = ("streams", "requests", "input_tokens", "output_tokens", "day_tokens", "month_tokens")
-
-
-class TokenLimits(NamedTuple):
-    """Maximum streams at once, and counts by minute, day and month; None: no limit."""
-
-    streams: int | None = None
-    requests_per_minute: int | None = None
-    input_tokens_per_minute: int | None = None
-    output_tokens_per_minute: int | None = None
-    tokens_per_day: int | None = None
-    tokens_per_month: int | None = None
+# What an account counts, by the field of a plan that limits it.
+COUNTS = {
+    "concurrent_streams": "streams",
+    "requests_per_minute": "requests",
+    "input_tokens_per_minute": "input_tokens",
+    "output_tokens_per_minute": "output_tokens",
+    "tokens_per_day": "day_tokens",
+    "tokens_per_month": "month_tokens",
+}
 
 
 class Counts(msgspec.Struct, frozen=True, order=True):
@@ -117,8 +113,8 @@ class QuotaReachedError(Exception):
     """A limit leaves no room; `wait_ms` is the time until there is some, None where there never is for this request."""
 
     def __init__(self, account: str, limit: str, wait_ms: float) -> None:
-        self.account, self.limit = account, TokenLimits._fields[_COUNTS.index(limit)]
-        super().__init__(self.limit)
+        super().__init__(limit)
+        self.account, self.limit = account, limit
         self.wait_ms = int(wait_ms) if wait_ms < 2**53 else None
 
 
@@ -181,20 +177,20 @@ class Ledger:
         self,
         wanted: Reservation,
         received: int | None,
-        limits: Mapping[str, TokenLimits],
+        limits: Mapping[str, Mapping[str, int]],
         send: SendReserve | None = None,
     ) -> Reservation:
         """Reserve the tokens of a request, or go on with its reservation where it is resumed with `received` tokens.
 
-        Returns the reservation as the ledger has it. `limits` are by account. `send` sends the call of a new request
-        together with another; its errors pass through. Raises QuotaReachedError, LedgerUnreadyError or LedgerFullError.
+        Returns the reservation as the ledger has it. `limits` are by account, and by field of a plan. `send` sends the
+        call of a new request together with another; its errors pass through. Raises QuotaReachedError,
+        LedgerUnreadyError or LedgerFullError.
         """
         wanted.holder = wanted.holder or f"{self.router}:{secrets.token_hex(4)}"
-        bounds = [(name, *one) for name, most in limits.items() for one in zip(_COUNTS, most, strict=True)]
         message = {
             "reservation": wanted,
             "received": -1 if received is None else received,
-            "limits": [one for one in bounds if one[2] is not None],
+            "limits": [(name, limit, COUNTS[limit], most) for name, of in limits.items() for limit, most in of.items()],
         }
         try:  # what has begun is not refused by a full Redis
             name = "ledger_reserve" if received is None else "ledger_reserve_when_full"

@@ -39,14 +39,14 @@ end
 local NEVER_MS = 2 ^ 53
 local refused = {'', '', 0} -- the refusal whose room comes last: account, limit, time until there is room
 for _, limit in ipairs(message.limits) do
-  local name, field, most = unpack(limit)
+  local name, limit_name, field, most = unpack(limit)
   local account, own = account_of(name), 0
   if string.find(' ' .. r.accounts .. ' ', ' ' .. name .. ' ', 1, true) then own = holds[field] end
   -- A request that is resumed in time has its former place, or one of as many again.
   local room = (r.open and field == 'streams' and 2 * most or most) - account[field] - account['held_' .. field]
   if needs[field] > math.max(0, own) and needs[field] - own > room then
     local wait_ms = needs[field] > most and NEVER_MS or left_ms(COUNTS[field])
-    if wait_ms > refused[3] then refused = {name, field, wait_ms} end
+    if wait_ms > refused[3] then refused = {name, limit_name, wait_ms} end
   end
 end
 if refused[3] > 0 then return cmsgpack.pack({refused = refused}) end

@@ -11,7 +11,7 @@ from pathlib import Path
 from loraplex.admin.v1 import plans_pb2 as pb
 
 from broker.keys import is_key_account, key_account
-from broker.ledger import TokenLimits
+from broker.ledger import COUNTS
 from broker.terms import NO_KEY, KeyTerms
 from router.catalog.store_client import StoreClient
 from router.catalog.store_copies import StoreChanges
@@ -34,12 +34,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A tenant or an API key of it, with its plan's name, its account in the ledger and its plan."""
+    """A tenant, or an API key of it, with its plan."""
 
-    name: str
-    account: str
     tenant: str
+    key_id: str
     plan: Plan
+
+    @property
+    def name(self) -> str:
+        """Return the plan's name."""
+        return plan_name(self.tenant, self.key_id)
+
+    @property
+    def account(self) -> str:
+        """Return the name of the account in the ledger."""
+        return key_account(self.key_id) if self.key_id else self.tenant
 
 
 class Plans:
@@ -50,8 +59,8 @@ class Plans:
         self._plans: Mapping[str, Plan] = {}
         self._default = UNLIMITED
         # The limits by account, since they are asked for with every request.
-        self._default_limits: TokenLimits | None = None
-        self._limits = dict[str, TokenLimits | None]()
+        self._default_limits: Mapping[str, int] = {}
+        self._limits = dict[str, Mapping[str, int]]()
         self._path, self._file = path, None if path is None else PlansFile(path)
         # Keeps an event of the audit log.
         self.record: Callable[..., None] = lambda event, **values: None
@@ -75,7 +84,7 @@ class Plans:
     @property
     def has_limits(self) -> bool:
         """Return whether the ledger keeps limits of anybody."""
-        return self._default_limits is not None or any(self._limits.values())
+        return bool(self._default_limits) or any(self._limits.values())
 
     def of(self, tenant: str) -> Plan:
         """Return a tenant's plan."""
@@ -88,14 +97,14 @@ class Plans:
         """
         if self._missing:
             raise Unavailable("the adapter store does not answer, which knows the plans", reason="PLANS_MISSING")
-        owners = [Owner(plan_name(tenant), tenant, tenant, self.of(tenant))]
+        owners = [Owner(tenant, "", self.of(tenant))]
         if key_id and (plan := self._plans.get(plan_name(key_id=key_id))):
-            owners.insert(0, Owner(plan_name(key_id=key_id), key_account(key_id), tenant, plan))
+            owners.insert(0, Owner(tenant, key_id, plan))
         return owners
 
-    def limits_of(self, account: str) -> TokenLimits | None:
-        """Return the limits that the ledger keeps in an account; None: none."""
-        return self._limits.get(account, None if is_key_account(account) else self._default_limits)
+    def limits_of(self, account: str) -> Mapping[str, int]:
+        """Return the limits that the ledger keeps in an account, by their fields of a plan."""
+        return self._limits.get(account, {} if is_key_account(account) else self._default_limits)
 
     def weights_over(self, weights: Mapping[str, float]) -> Callable[[str], float]:
         """Return a function that gives a tenant's weight: its plan's, else one of these, else 1."""
@@ -153,13 +162,5 @@ def _accounts(names: Iterable[str]) -> Iterable[tuple[str, str]]:
             yield name, key_account(of) if kind == "keys" else of
 
 
-def _limits(plan: Plan) -> TokenLimits | None:
-    limits = TokenLimits(
-        plan.concurrent_streams,
-        plan.requests_per_minute,
-        plan.input_tokens_per_minute,
-        plan.output_tokens_per_minute,
-        plan.tokens_per_day,
-        plan.tokens_per_month,
-    )
-    return None if limits == TokenLimits() else limits
+def _limits(plan: Plan) -> Mapping[str, int]:
+    return {limit: most for limit in COUNTS if (most := getattr(plan, limit)) is not None}

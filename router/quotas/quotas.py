@@ -21,7 +21,6 @@ import msgspec
 from loraplex.admin.v1 import accounts_pb2 as pb
 
 from broker.connection import REDIS_DOWN
-from broker.keys import is_key_account
 from broker.ledger import (
     Counts,
     Ledger,
@@ -30,7 +29,6 @@ from broker.ledger import (
     QuotaReachedError,
     Reservation,
     SendReserve,
-    TokenLimits,
 )
 from broker.messages import Job
 from broker.terms import RECOVERY_MS
@@ -153,15 +151,21 @@ class Quotas:
                 ("answers_per_request", job.n, owner.plan.answers_per_request),
             ):
                 if most is not None and size > most:
-                    self._count_refusal(owner, name)
-                    raise _plan_exceeded(owner.name, name, most, f"the request has {size}")
+                    raise self._refusal(owner, name, f"the request has {size}")
             ceiling = owner.plan.priority_ceiling
             job = job if ceiling is None or job.priority <= ceiling else replace(job, priority=ceiling)
         return job
 
-    def _count_refusal(self, owner: Owner, limit: str) -> None:
-        label = f"key_{limit}" if is_key_account(owner.account) else limit
+    def _refusal(self, owner: Owner, limit: str, why: str, wait_ms: int | None = None) -> Exhausted:
+        """Count a call that a limit refuses; return its error. Without `wait_ms` waiting does not help."""
+        label, named = (f"key_{limit}", f"API key {owner.key_id}") if owner.key_id else (limit, owner.tenant)
         self._metrics.quota_refusals.labels(self._metrics.tenants.bounded(owner.tenant), label).inc()
+        most = getattr(owner.plan, limit)
+        if wait_ms is None:
+            message, after_s = f"the plan of {named} has {limit} {most}: {why}", None
+        else:  # clients of a tenant must not all come at the same moment
+            message, after_s = f"{named} has used its quota: {limit} is {most}", wait_ms / 1e3 + random.random()
+        return Exhausted(f"{owner.name}/quotas/{limit}", message, retry_after_s=after_s, reason="QUOTA_EXCEEDED")
 
     async def reserve(
         self,
@@ -179,10 +183,10 @@ class Quotas:
         has. `send` sends the call with another; see Ledger.reserve. Raises Exhausted or Unavailable.
         """
         owners = {owner.account: owner for owner in reversed(self._plans.owners(tenant, calling_key()))}
-        limits = {name: one for name in owners if (one := self._plans.limits_of(name)) is not None}
+        limits = {name: one for name in owners if (one := self._plans.limits_of(name))}
         known = None if self._usage is None else facts.of_caller(tenant, calling_key())
         if known is not None:
-            limits = {tenant: TokenLimits(), **limits}  # the ledger is where usage is counted
+            limits = {tenant: {}, **limits}  # the ledger is where usage is counted
         if not limits:
             return None
         reservation_id, received = resumed or ("", None)
@@ -195,8 +199,8 @@ class Quotas:
             with self._metrics.reserve_time.time():
                 await self._reserve(grant, received, limits, send)
         except QuotaReachedError as error:
-            self._count_refusal(owners[error.account], error.limit)
-            raise _quota_reached(owners[error.account].name, error, limits[error.account]) from error
+            alone = "the request alone is more"
+            raise self._refusal(owners[error.account], error.limit, alone, error.wait_ms) from error
         except LedgerFullError as error:
             raise queue_full("", str(error)) from error
         except BaseException as error:
@@ -209,7 +213,7 @@ class Quotas:
         return grant
 
     async def _reserve(
-        self, grant: Grant, received: int | None, limits: Mapping[str, TokenLimits], send: SendReserve | None
+        self, grant: Grant, received: int | None, limits: Mapping[str, Mapping[str, int]], send: SendReserve | None
     ) -> None:
         while grant not in self._grants:
             try:
@@ -350,24 +354,3 @@ class Quotas:
         await self.save()
         if self._usage is not None:
             await self._usage.close(timeout_s)
-
-
-def _quota_reached(owner: str, error: QuotaReachedError, limits: TokenLimits) -> Exhausted:
-    """Return the error of a call for which a limit leaves no room now."""
-    most = getattr(limits, error.limit)
-    if error.wait_ms is None:
-        return _plan_exceeded(owner, error.limit, most, "the request alone is more")
-    after_s = error.wait_ms / 1e3 + random.random()  # clients of a tenant must not all come at the same moment
-    message = f"{_called(owner)} has used its quota: {error.limit} is {most}"
-    return Exhausted(f"{owner}/quotas/{error.limit}", message, retry_after_s=after_s, reason="QUOTA_EXCEEDED")
-
-
-def _plan_exceeded(owner: str, limit: str, most: int, why: str) -> Exhausted:
-    """Return the error of a call that is larger than a limit: waiting does not help."""
-    message = f"the plan of {_called(owner)} has {limit} {most}: {why}"
-    return Exhausted(f"{owner}/quotas/{limit}", message, retry_after_s=None, reason="QUOTA_EXCEEDED")
-
-
-def _called(owner: str) -> str:
-    kind, _, name = owner.partition("/")
-    return f"API key {name}" if kind == "keys" else name

@@ -14,7 +14,7 @@ from broker.commands import DRAIN
 from broker.connection import connect
 from broker.functions import FunctionsMissingError
 from broker.keys import LEDGER, RESUME_KEYS, Keys
-from broker.ledger import Ledger, Reservation, TokenLimits
+from broker.ledger import Ledger, Reservation
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, AdapterRequest, Capacity
 from broker.queue import JobQueue
@@ -80,7 +80,7 @@ async def test_a_router_and_a_worker_do_all_their_work(redis: Redis, valkey_url:
 async def use_ledger(redis: Redis) -> None:
     ledger, usage = Ledger(redis), LEDGER + "usage"
     await ledger.fill([], [], 0)
-    limits = {"acme": TokenLimits(streams=1)}
+    limits = {"acme": {"concurrent_streams": 1}}
     reservation = await ledger.reserve(Reservation("r", "acme", 4, 8, "{}"), None, limits)
     reservation.use(4, 1)
     await ledger.tell([reservation], renews=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -15,14 +16,13 @@ from broker.ledger import (
     QuotaReachedError,
     Reservation,
     ReserveCall,
-    TokenLimits,
 )
 from broker.queue import JobQueue, QueueFullError, UnreservedError
 from broker.terms import QueueLimits
 from tests.broker.both_queues import KEYS, make_job
 from tests.broker.test_batched_script import round_trips
 
-ROOMY, NARROW = TokenLimits(tokens_per_day=1000), TokenLimits(tokens_per_day=10)
+ROOMY, NARROW = {"tokens_per_day": 1000}, {"tokens_per_day": 10}
 
 
 class Router:
@@ -32,7 +32,7 @@ class Router:
         self.queue, self.ledger = JobQueue(redis, KEYS, limits=limits), Ledger(redis, router="router-a")
         self.error: Exception | None = None
 
-    async def reserve(self, limits: TokenLimits) -> Reservation:
+    async def reserve(self, limits: Mapping[str, int]) -> Reservation:
         """Reserve tokens, and enqueue a job with them."""
 
         async def send(call: ReserveCall) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from broker.ledger import Ledger, Reservation, TokenLimits
+from broker.ledger import Ledger, Reservation
 from broker.liveness import Liveness
 from broker.messages import AdapterRef
 from broker.quarantine import QuarantinedError
@@ -19,7 +19,7 @@ from tests.broker.queued_jobs import KEYS, ROOMY, job
 from tests.fuzz.queue_payloads import STATE
 
 WAITING = ("a1", "b1", "c1")
-LIMITS = TokenLimits(streams=9)
+LIMITS = {"concurrent_streams": 9}
 # Texts that are no number, no packed value, or one that compares with nothing.
 _TEXTS = (b"", b"?", b"nan", b"1e999", b"\xff" * 40)
 # Kinds of keys with packed values; jobs whose fields are changed, and the one whose facts are changed one by one.

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.keys import LEDGER, RESUME_KEYS
-from broker.ledger import Ledger, Reservation, TokenLimits
+from broker.ledger import Ledger, Reservation
 from broker.queue import JobQueue, QueueFullError
 from broker.resume_keys import StoredResumeKeys
 from broker.terms import LOOKS_PER_CHECK, QueueLimits, QueueState
@@ -24,7 +24,7 @@ async def _resume_keys(redis: Redis) -> list[str]:
 async def _charged(redis: Redis) -> list[str]:
     ledger = Ledger(redis)
     await ledger.fill([], [], 0)
-    one = await ledger.reserve(Reservation("r", "acme", 1, 1, "{}"), None, {"acme": TokenLimits()})
+    one = await ledger.reserve(Reservation("r", "acme", 1, 1, "{}"), None, {"acme": {}})
     one.use(1, 1)
     one.open = False
     await ledger.tell([one], renews=True)

@@ -20,7 +20,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from broker.keys import LEDGER, is_key_account
-from broker.ledger import Ledger, Reservation, TokenLimits
+from broker.ledger import Ledger, Reservation
 from broker.terms import HELD_MS, RECOVERY_MS
 from router.catalog.store_client import StoreClient
 from router.quotas.plans import Plans
@@ -102,7 +102,7 @@ async def use_quotas(quotas: Iterable[Quota], redis: Redis, store: str) -> None:
     async def charge(quota: Quota) -> None:
         facts = Facts(quota.tenant, request_id="earlier").encode()
         wanted = Reservation(f"of-{quota.tenant}", quota.tenant, quota.used, 0, facts)
-        reservation = await ledger.reserve(wanted, None, {quota.tenant: TokenLimits()})
+        reservation = await ledger.reserve(wanted, None, {quota.tenant: {}})
         reservation.use(quota.used, 0)
         reservation.open = False
         await ledger.tell([reservation])
