@@ -41,7 +41,7 @@ from router.quotas.quotas import Quotas
 from router.quotas.usage import UsageLog, calling_key
 from router.servers import add_services, make_servers, renew_pins, resume_keys_of, seals_of
 from router.settings import Settings, read_weights
-from router.text.prompt_encoder import PromptEncoder
+from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.server import stop_signal, unless_stopped
 from telemetry.metrics import serve_metrics
 from telemetry.tracing import Spans, set_up_tracing
@@ -83,7 +83,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
     dispatcher = _dispatcher(settings, models, reach := RelayReach(metrics), plans, metrics)
     telemetry, auditor = _records(settings, metrics, spans, models)
     plans.record = auditor.record
-    encoder, proofs, configs = PromptEncoder(), GrammarProofs(), AdapterConfigs(store)
+    prompts, proofs, configs = PromptTokenizer(), GrammarProofs(), AdapterConfigs(store)
     quotas = _quotas(settings, redis, plans, metrics, store)
     public, relay = make_servers(settings, tls, telemetry, store, auditor, seals, supervised)
     commands = AdapterCommands(models, store)
@@ -95,13 +95,13 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         reply_to = reach.address = f"{settings.relay_name}:{relay_port}"
         models.announce(reply_to)
         await asyncio.gather(resume_keys.look(), plans.look())
-        admission = Admission(models, store, configs, reply_to, reach, encoder, proofs)
+        admission = Admission(models, store, configs, reply_to, reach, prompts, proofs)
         generation = Generation(
-            *(admission, dispatcher, ResumeTokens(resume_keys, ResumeEpochs(store, public.keys)), quotas, encoder),
+            *(admission, dispatcher, ResumeTokens(resume_keys, ResumeEpochs(store, public.keys)), quotas, prompts),
             client_stall_s=settings.client_stall_s,
         )
-        encoding = Encoding(generation, models, store, configs, reply_to, reach, encoder)
-        data = relay.serve_tenant_data(RouterData(dispatcher, store, configs, encoder, proofs, quotas), auditor.record)
+        encoding = Encoding(generation, models, store, configs, reply_to, reach, prompts)
+        data = relay.serve_tenant_data(RouterData(dispatcher, store, configs, prompts, proofs, quotas), auditor.record)
         cluster = ClusterService(
             *(models, dispatcher, metrics, commands),
             CellPurge(models, redis, data, relay_service.forgets, reply_to, tls),
@@ -109,7 +109,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         add_services(
             public,
             settings,
-            InferenceService(generation, admission, models, telemetry, encoder, encoding),
+            InferenceService(generation, admission, models, telemetry, prompts, encoding),
             cluster,
             dispatcher,
             commands,
@@ -145,7 +145,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         await dispatcher.drain_tasks()
         await quotas.drain(HAND_OVER_S)
         await relay.stop(HAND_OVER_S)
-        for closing in (encoder, proofs, auditor):
+        for closing in (prompts, proofs, auditor):
             closing.close()
         await asyncio.gather(store.close(), redis.aclose())
         if metrics_server is not None:

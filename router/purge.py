@@ -35,7 +35,7 @@ from router.dispatch.relay import WorkerForgets
 from router.generation.admission import GrammarProofs
 from router.generation.chat_format import forget_tools
 from router.quotas.quotas import Quotas
-from router.text.prompt_encoder import PromptEncoder
+from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import CallError, InvalidField, NotFound, PermissionDenied
 from rpc.server import channel_options
 from rpc.tls import LiveChannel, TlsFiles
@@ -64,14 +64,14 @@ class RouterData:
         dispatcher: Dispatcher,
         store: StoreClient,
         configs: AdapterConfigs,
-        encoder: PromptEncoder,
+        prompts: PromptTokenizer,
         proofs: GrammarProofs,
         quotas: Quotas,
     ) -> None:
         self._dispatcher = dispatcher
         self._store = store
         self._configs = configs
-        self._encoder = encoder
+        self._prompts = prompts
         self._proofs = proofs
         self._quotas = quotas
 
@@ -81,7 +81,7 @@ class RouterData:
         names = self._store.forget_tenant(tenant)
         settings = self._configs.forget_tenant(tenant)
         forget_warnings()
-        texts = forget_formats() + forget_tools() + self._proofs.forget() + self._encoder.forget()
+        texts = forget_formats() + forget_tools() + self._proofs.forget() + self._prompts.forget()
         await self._quotas.forget_tenant()
         return [
             relay_pb2.Removal(place="jobs", removed=ended, left=open_jobs),

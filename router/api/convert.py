@@ -34,7 +34,7 @@ from router.request import (
     ToolCallDelta,
     WeightedAdapter,
 )
-from router.text.prompt_encoder import PromptEncoder, check_text
+from router.text.prompt_tokenizer import PromptTokenizer, check_text
 from rpc.errors import InvalidField
 
 REQUEST_ID_CHARACTERS = 128
@@ -67,7 +67,7 @@ def check_prompt_size(message: pb.GenerateSpec | pb.TokenizeRequest, model: Serv
         return
     match message.WhichOneof("input"):
         case "prompt":
-            check_text(model.text, message.prompt, "prompt", context)
+            check_text(model.tokenizer, message.prompt, "prompt", context)
         case "token_ids" if isinstance(message, pb.GenerateSpec):
             check_count("token_ids", message.token_ids.ids, context)
         case "chat":
@@ -374,9 +374,9 @@ def _write_tool_call(part: ToolCallDelta) -> pb.ToolCallDelta:
     return pb.ToolCallDelta(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
 
 
-async def read_spec(spec: pb.GenerateSpec, tenant: str, models: Models, encoder: PromptEncoder) -> Request:
+async def read_spec(spec: pb.GenerateSpec, tenant: str, models: Models, prompts: PromptTokenizer) -> Request:
     """Return the request in a message. Raises InvalidField, NotBuilt, NotFound or Unavailable."""
     check_prompt_size(spec, models.get(spec.model))
     if is_large_format(spec):  # read_request then knows it
-        await encoder.in_turn(tenant, lambda: read_format(spec, tenant))
-    return await encoder.run(tenant, len(spec.token_ids.ids), lambda: read_request(spec, tenant))
+        await prompts.in_turn(tenant, lambda: read_format(spec, tenant))
+    return await prompts.run(tenant, len(spec.token_ids.ids), lambda: read_request(spec, tenant))

@@ -34,7 +34,7 @@ from router.generation.encoding import Encoding
 from router.generation.generation import Generation
 from router.generation.scoring import ContinuationScore, Scoring
 from router.request import Message, Request, Stopping, Summary
-from router.text.prompt_encoder import PromptEncoder
+from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import InvalidField
 from rpc.interceptors import Context
 from rpc.principal import calling_tenant
@@ -95,21 +95,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         admission: Admission,
         models: Models,
         telemetry: RequestTelemetry,
-        encoder: PromptEncoder,
+        prompts: PromptTokenizer,
         encoding: Encoding,
     ) -> None:
         self.generation = generation
         self._admission = admission
-        self._scoring = Scoring(generation, admission, models, encoder)
+        self._scoring = Scoring(generation, admission, models, prompts)
         self.encoding = encoding
-        self.encoder = encoder
+        self.prompts = prompts
         self.models = models
         self.telemetry = telemetry
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Stream the answer to a request."""
         with self.telemetry.new_record(context) as record:
-            call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.encoder))
+            call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.prompts))
             del request  # it may be large, and a stream long
             async with aclosing(self.generation.run(call, context.time_remaining())) as messages:
                 async for message in messages:
@@ -119,10 +119,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> AsyncIterator[pb.ResumeResponse]:
         """Stream the rest of an answer whose stream was lost, at this router or another."""
         with self.telemetry.new_record(context) as record:
-            call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.encoder))
+            call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.prompts))
             claims = await self.generation.verify(call, request.resume_token)
             count = count_received(request.received, call.n, claims.max_tokens)
-            received = await self.encoder.run(call.tenant, count, partial(read_received, request.received))
+            received = await self.prompts.run(call.tenant, count, partial(read_received, request.received))
             del request
             rest = self.generation.resume(call, claims, received, context.time_remaining())
             async with aclosing(rest) as messages:
@@ -131,7 +131,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     yield pb.ResumeResponse(event=await self._write(message, call.tenant))
 
     async def _write(self, message: Message, tenant: str) -> pb.GenerateEvent:
-        return await self.encoder.run(tenant, count_numbers(message.event), partial(write_message, message))
+        return await self.prompts.run(tenant, count_numbers(message.event), partial(write_message, message))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the ids of a prompt, as Generate makes them."""
@@ -151,7 +151,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
         """Count the tokens of a prompt as Generate makes them."""
-        call = await read_spec(request.spec, calling_tenant(), self.models, self.encoder)
+        call = await read_spec(request.spec, calling_tenant(), self.models, self.prompts)
         count = len(await self._admission.prompt_ids(call))
         context_length = self.models.get(call.model).manifest.context_length
         return pb.CountTokensResponse(prompt_tokens=count, context_length=context_length)
@@ -160,7 +160,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Return the log probabilities of continuations of a prompt."""
         with self.telemetry.new_record(context) as record:
             continuations = read_continuations(request)
-            call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.encoder))
+            call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.prompts))
             del request
             scores, summary = await self._scoring.score(call, continuations, context.time_remaining())
             record.count(summary)
@@ -197,11 +197,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
         def detokenize() -> pb.DetokenizeResponse:
             return pb.DetokenizeResponse(
-                text=model.text.decode(request.token_ids, skip_special_tokens=skip),
-                token_bytes=map(model.text.bytes_of, request.token_ids) if request.token_bytes else (),
+                text=model.tokenizer.decode(request.token_ids, skip_special_tokens=skip),
+                token_bytes=map(model.tokenizer.bytes_of, request.token_ids) if request.token_bytes else (),
             )
 
-        return await self.encoder.run(tenant, len(request.token_ids), detokenize)
+        return await self.prompts.run(tenant, len(request.token_ids), detokenize)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """List the base models."""

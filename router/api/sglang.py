@@ -268,7 +268,7 @@ class SglangScheduler:
         adapter: str,
         waits_for: Callable[[], str],
     ) -> None:
-        self._telemetry, self._encoder = inference.telemetry, inference.encoder
+        self._telemetry, self._prompts = inference.telemetry, inference.prompts
         self._generation, self._encoding = inference.generation, inference.encoding
         self._dispatcher = dispatcher
         self._models = inference.models
@@ -281,8 +281,8 @@ class SglangScheduler:
     async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
         """Stream the answer to a request: chunks if it asks for them, then each choice whole."""
         with self._telemetry.new_record(context) as record, engine_field_names():
-            call = record.begin(await read_generate(request, record.tenant, self._adapter, self._models, self._encoder))
-            end = reasoning_end(self._models.get("").text) if request.require_reasoning else None
+            call = record.begin(await read_generate(request, record.tenant, self._adapter, self._models, self._prompts))
+            end = reasoning_end(self._models.get("").tokenizer) if request.require_reasoning else None
             answer = EngineAnswer(call, tuple(request.tokenized.input_ids), streamed=request.stream, end=end)
             del request  # it may be large, and a stream long
             async with aclosing(self._generation.run(call, context.time_remaining())) as messages:

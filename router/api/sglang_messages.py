@@ -22,8 +22,8 @@ from router.catalog.models import Models
 from router.generation.admission import DEFAULT_MAX_TOKENS
 from router.request import Delta, EncodeRequest, Finished, FinishReason, PromptLogprobs, Request, Summary
 from router.text.chat import REASONING
-from router.text.prompt_encoder import PromptEncoder
-from router.text.text import Text
+from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import ModelTokenizer
 from rpc.errors import InvalidField, NotBuilt
 from rpc.server import MESSAGE_BYTES
 
@@ -74,12 +74,12 @@ EBNF_BYTES = 8 * 1024
 _SHORT_CHARACTERS = 1_024
 
 
-async def read_ebnf(ebnf: str, tenant: str, encoder: PromptEncoder) -> str:
+async def read_ebnf(ebnf: str, tenant: str, prompts: PromptTokenizer) -> str:
     """Return a grammar in llguidance's syntax; a large one is converted in a thread, at the tenant's turn.
 
     Raises InvalidField.
     """
-    return await encoder.in_turn(tenant, partial(lark_of, ebnf)) if len(ebnf) > _SHORT_CHARACTERS else lark_of(ebnf)
+    return await prompts.in_turn(tenant, partial(lark_of, ebnf)) if len(ebnf) > _SHORT_CHARACTERS else lark_of(ebnf)
 
 
 def lark_of(ebnf: str) -> str:
@@ -114,7 +114,7 @@ _TOO_LARGE = "ANSWER_TOO_LARGE"
 _MOST_VALUES = {"logit_bias": LOGIT_BIASES, "stop": STOP_STRINGS, "stop_token_ids": STOP_TOKEN_IDS}
 
 
-async def read_generate(request: Any, tenant: str, adapter: str, models: Models, encoder: PromptEncoder) -> Request:
+async def read_generate(request: Any, tenant: str, adapter: str, models: Models, prompts: PromptTokenizer) -> Request:
     """Return the request in a message; `adapter` is that of a message without lora_id. Raises a CallError."""
     _check_served(request, _UNSERVED)
     ids, params = request.tokenized.input_ids, request.sampling_params
@@ -148,10 +148,10 @@ async def read_generate(request: Any, tenant: str, adapter: str, models: Models,
         case "regex":
             spec.regex = params.regex
         case "ebnf_grammar":
-            spec.grammar = await read_ebnf(params.ebnf_grammar, tenant, encoder)
+            spec.grammar = await read_ebnf(params.ebnf_grammar, tenant, prompts)
         case "structural_tag":
             raise NotBuilt("sampling_params.structural_tag")
-    read = await read_spec(spec, tenant, models, encoder)
+    read = await read_spec(spec, tenant, models, prompts)
     _check_size(read, 0 if start is None else len(ids) - start)
     # The spec has no such field: two requests that differ in it alone are two.
     fingerprint = f"{read.fingerprint}/{start or 0}"
@@ -239,11 +239,11 @@ def _check_size(request: Request, prompt: int) -> None:
         raise InvalidField("top_logprobs_num", f"{message}; {hint}", reason=_TOO_LARGE)
 
 
-def reasoning_end(text: Text) -> int:
+def reasoning_end(tokenizer: ModelTokenizer) -> int:
     """Return the token that ends a model's reasoning. Raises NotBuilt for a model that has none."""
     for _, mark in REASONING:
         try:
-            ids = text.encode(mark, special_tokens=False)
+            ids = tokenizer.tokenize(mark, special_tokens=False)
         except InvalidField:  # a model without a tokenizer
             break
         if len(ids) == 1:

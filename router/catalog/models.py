@@ -20,7 +20,7 @@ from broker.queue import JobQueue
 from broker.terms import WORKER_TTL_MS, QueueLimits
 from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.store_client import StoreClient
-from router.text.text import Text, panics_as_errors, text_of
+from router.text.tokenizer import ModelTokenizer, panics_as_errors, tokenizer_of
 from rpc.children.pool import ChildDiedError, ChildPool
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 
@@ -138,12 +138,12 @@ class _Refusal:
     look_again_at: float
 
 
-class ModelTexts:
+class ModelTokenizers:
     """The tokenizers of a router's base models."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._children = ChildPool("router.text.tokenizer_text", "TOKENIZER_BUSY", children=1, wall_s=WALL_S)
+        self._children = ChildPool("router.text.file_tokenizer", "TOKENIZER_BUSY", children=1, wall_s=WALL_S)
         # By the digest of the base model.
         self._refused: dict[str, _Refusal] = {}
 
@@ -156,7 +156,7 @@ class ModelTexts:
         """Tell whether a model's files were refused a moment ago."""
         return digest in self._refused and self._clock() < self._refused[digest].look_again_at
 
-    async def load(self, manifest: Manifest) -> Text | None:
+    async def load(self, manifest: Manifest) -> ModelTokenizer | None:
         """Return a model's tokenizer; None where its files cannot be used, which is logged once.
 
         Raises Unavailable on a machine without time for it.
@@ -167,9 +167,9 @@ class ModelTexts:
             why = await self._why_unusable(manifest.files)
             if not why:
                 try:
-                    text = await asyncio.to_thread(_load, manifest)
+                    tokenizer = await asyncio.to_thread(_load, manifest)
                     self._refused.pop(manifest.digest, None)
-                    return text
+                    return tokenizer
                 except Exception as error:  # anybody may have written the files: the other models go on
                     why = f"{type(error).__name__}: {error}"
             log.warning("base model %s can't be served, its tokenizer files %s", manifest.name, why)
@@ -191,9 +191,9 @@ class ModelTexts:
             return f"ended the process that tried them out: it {error}"
 
 
-def _load(manifest: Manifest) -> Text:
+def _load(manifest: Manifest) -> ModelTokenizer:
     with panics_as_errors():
-        return text_of(manifest.architecture, manifest.files)
+        return tokenizer_of(manifest.architecture, manifest.files)
 
 
 _NO_MODEL = "a base model to be registered (loraplex models push)"
@@ -206,7 +206,7 @@ class ServedModel:
     """A base model with its tokenizer and its queue."""
 
     manifest: Manifest
-    text: Text
+    tokenizer: ModelTokenizer
     queue: JobQueue
     liveness: Liveness
 
@@ -234,7 +234,7 @@ class Models:
         self._served: dict[str, ServedModel] = {}
         # True once everything that is registered with the store has been read.
         self.listed = False
-        self._texts = ModelTexts(clock)
+        self._tokenizers = ModelTokenizers(clock)
         # Models that another one has replaced under their name, by digest, while workers serve them.
         self._replaced: dict[str, ServedModel] = {}
         self._live = LiveWorkers(clock, answer_s, set_aside)
@@ -319,7 +319,7 @@ class Models:
         if self._live.redis_is_away:
             return "Redis to answer"
         if not self._served:
-            refused = "; ".join(self._texts.refusals)
+            refused = "; ".join(self._tokenizers.refusals)
             return f"other files of base model {refused}" if refused else _NO_MODEL
         if not any(self.serving(name) for name in self._served):
             return "a worker that serves " + " or ".join(sorted(self._served))
@@ -345,7 +345,7 @@ class Models:
         while True:
             try:
                 for name, listed in (await self._store.models()).items():
-                    if not self._texts.is_refused(listed.digest) and not self._has(name, listed):
+                    if not self._tokenizers.is_refused(listed.digest) and not self._has(name, listed):
                         await self._serve(name)
                 self.listed = True
             except CallError as error:
@@ -360,15 +360,15 @@ class Models:
 
     async def _serve(self, name: str) -> None:
         manifest = await self._store.manifest(name)
-        text = await self._texts.load(manifest)
-        if text is None:
+        tokenizer = await self._tokenizers.load(manifest)
+        if tokenizer is None:
             return
         if (replaced := self._served.get(name)) is not None:
             self._replaced[replaced.manifest.digest] = replaced
         self._replaced.pop(manifest.digest, None)
         keys = Keys(name, self._cell)
         queue = JobQueue(self._redis, keys, limits=self._limits, seals=self._seals)
-        self._served[name] = ServedModel(manifest, text, queue, Liveness(self._redis, keys))
+        self._served[name] = ServedModel(manifest, tokenizer, queue, Liveness(self._redis, keys))
         log.info("serves base model %s (%s)", name, manifest.digest)
 
     def _log_once(self, message: str) -> None:

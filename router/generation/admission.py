@@ -24,8 +24,8 @@ from router.generation.chat_reader import ChatFormat
 from router.generation.resume import Resumption
 from router.request import Chat, PromptOptions, Request
 from router.text.chat import ChatTemplate
-from router.text.prompt_encoder import PromptEncoder
-from router.text.text import Text
+from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import ModelTokenizer
 from rpc.errors import InvalidField, Unavailable
 from rpc.server import MESSAGE_BYTES
 from rpc.shares import FairTurns
@@ -140,10 +140,10 @@ DEFAULT_MAX_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """An admitted request: its job, its model's text, and how to read the answer to a chat that is not text alone."""
+    """An admitted request: its job, the tokenizer, and how to read the answer to a chat that is not text alone."""
 
     job: Job
-    text: Text
+    tokenizer: ModelTokenizer
     chat_format: ChatFormat | None = None
 
 
@@ -157,7 +157,7 @@ class Admission:
         configs: AdapterConfigs,
         reply_to: str,
         reach: RelayReach,
-        encoder: PromptEncoder,
+        prompts: PromptTokenizer,
         proofs: GrammarProofs | None = None,
     ) -> None:
         self._models = models
@@ -165,7 +165,7 @@ class Admission:
         self._store = store
         self._configs = configs
         self._reply_to = reply_to
-        self._encoder = encoder
+        self._prompts = prompts
         self._proofs = proofs or GrammarProofs()
 
     async def admit(self, request: Request, deadline_s: float | None) -> Admitted:
@@ -196,7 +196,7 @@ class Admission:
         if unservable := self._models.why_unservable(job):  # it was admitted: a worker that fits may be restarting
             raise unservable
         check = partial(_check_received, resumption, model.manifest.vocab_size)
-        await self._encoder.run(job.tenant, resumption.received_tokens, check)
+        await self._prompts.run(job.tenant, resumption.received_tokens, check)
         if request.best_of == request.n:  # of more candidates nothing was delivered
             received = resumption.received.items()
             emitted = {choice: part.token_ids for choice, part in received if part.token_ids and not part.finished}
@@ -225,7 +225,7 @@ class Admission:
         max_tokens = _max_tokens(request, len(prompt_ids), context)
         _check_all_ids(request, prompt_ids, model.manifest.vocab_size)
         job = self._job(request, model.manifest, adapter, prompt_ids, grammar, max_tokens, deadline_s)
-        return Admitted(job, model.text, answer_format)
+        return Admitted(job, model.tokenizer, answer_format)
 
     async def _template(self, request: Request, model: ServedModel, adapter: AdapterRef | None) -> ChatTemplate | None:
         """Return the template that renders a request's chat; None for a prompt."""
@@ -233,16 +233,16 @@ class Admission:
             return None
         if request.prompt.tools and request.grammar:
             raise InvalidField("chat.tools", f"cannot be combined with {request.format_field}")
-        return model.text.chat.with_settings((await self._configs.of(request.tenant, adapter)).chat)
+        return model.tokenizer.chat.with_settings((await self._configs.of(request.tenant, adapter)).chat)
 
     async def _tokenize(self, request: Request, model: ServedModel, template: ChatTemplate | None) -> tuple[int, ...]:
         prompt, tenant, context = request.prompt, request.tenant, model.manifest.context_length
         options = _resolved(request, context)
         if template is not None and isinstance(prompt, Chat):
             now = request.rendered_at_s or time.time()
-            return await self._encoder.encode_chat(model.text, template, prompt, tenant, context, now, options)
+            return await self._prompts.tokenize_chat(model.tokenizer, template, prompt, tenant, context, now, options)
         assert not isinstance(prompt, Chat), "a chat has a template"
-        return await self._encoder.encode(model.text, prompt, request.prompt_field, tenant, context, options)
+        return await self._prompts.tokenize(model.tokenizer, prompt, request.prompt_field, tenant, context, options)
 
     async def _formats(
         self, request: Request, model: ServedModel, template: ChatTemplate | None, prompt_ids: tuple[int, ...]
@@ -250,17 +250,19 @@ class Admission:
         """Return how to read the answer to a chat, and the grammar that the answer keeps to."""
         if template is None or not isinstance(request.prompt, Chat):
             return None, request.grammar
-        chat, text = request.prompt, model.text
+        chat, tokenizer = request.prompt, model.tokenizer
 
         def make() -> tuple[ChatFormat | None, str]:
-            found = chat_format(chat, template, text, prompt_ids, request.request_id)
-            called = call_grammar(chat, template, text, prompt_ids, request.tenant) if chat.tools else request.grammar
+            found = chat_format(chat, template, tokenizer, prompt_ids, request.request_id)
+            called = (
+                call_grammar(chat, template, tokenizer, prompt_ids, request.tenant) if chat.tools else request.grammar
+            )
             return found, called
 
         if chat.tools:  # the schemas of many take tens of milliseconds
-            return await self._encoder.in_turn(request.tenant, make)
+            return await self._prompts.in_turn(request.tenant, make)
         # To continue a message, the whole prompt is read; otherwise its end alone, which takes no time.
-        return await self._encoder.run(request.tenant, len(prompt_ids) if chat.continue_final_message else 0, make)
+        return await self._prompts.run(request.tenant, len(prompt_ids) if chat.continue_final_message else 0, make)
 
     def _job(
         self,

@@ -18,7 +18,7 @@ from options import FinishKind, TokenLogprobs
 from router.dispatch.routed_job import Arrival, RoutedJob
 from router.generation.chat_reader import ChatFormat, ChatReader
 from router.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Received, Request
-from router.text.text import Text, TextStream
+from router.text.tokenizer import ModelTokenizer, TextStream
 from rpc.errors import Aborted
 
 # Maximum characters of a delta: 1 MiB of a message's 4, since a character has at most 4 bytes.
@@ -196,7 +196,7 @@ class Answer:
     def __init__(
         self,
         request: Request,
-        text: Text,
+        tokenizer: ModelTokenizer,
         routed: RoutedJob,
         received: Mapping[int, Received] | None = None,
         chat_format: ChatFormat | None = None,
@@ -205,7 +205,7 @@ class Answer:
         received_choices = received or {}
         skip = request.skip_special_tokens
         prompt_ids = routed.job.prompt_ids
-        echo = Echo(text.decode(prompt_ids, skip_special_tokens=skip, whole=False) if request.echo else "")
+        echo = Echo(tokenizer.decode(prompt_ids, skip_special_tokens=skip, whole=False) if request.echo else "")
         self._ranking = BestOf(request, received_choices, echo) if request.best_of > request.n else None
         if self._ranking is not None:
             # A client has ranked answers, and nothing of the candidates themselves.
@@ -223,7 +223,7 @@ class Answer:
         marks = chat_format.marks if chat_format else ()
         self._choices = [
             ChoiceAnswer(
-                text.stream(prompt_ids, skip_special_tokens=skip, echo=request.echo, marks=marks),
+                tokenizer.stream(prompt_ids, skip_special_tokens=skip, echo=request.echo, marks=marks),
                 request.stopping.stop,
                 request.stream_interval,
                 choice,

@@ -23,7 +23,7 @@ from grammars.json_schema import JsonStyle, check_schema
 from router.generation.chat_reader import ChatFormat
 from router.request import Chat, Tool, ToolMode
 from router.text.chat import ChatTemplate
-from router.text.text import Text
+from router.text.tokenizer import ModelTokenizer
 from rpc.errors import InvalidField
 
 # Writes JSON as json.dumps and the templates' tojson do.
@@ -168,7 +168,7 @@ _TAIL_IDS = 32
 
 
 def chat_format(
-    chat: Chat, template: ChatTemplate, text: Text, prompt_ids: tuple[int, ...], call_seed: str
+    chat: Chat, template: ChatTemplate, tokenizer: ModelTokenizer, prompt_ids: tuple[int, ...], call_seed: str
 ) -> ChatFormat | None:
     """Return the format of the answer; None where it is text alone. `call_seed` makes the ids of its calls."""
     marks = template.reasoning_marks(chat)
@@ -179,14 +179,16 @@ def chat_format(
         tool_calls=tools,
         tool_names=frozenset(tool.name for tool in chat.tools),
         reasoning=marks,
-        begins_in_reasoning=marks is not None and _is_open(marks, _end_of_prompt(chat, text, prompt_ids)),
+        begins_in_reasoning=marks is not None and _is_open(marks, _end_of_prompt(chat, tokenizer, prompt_ids)),
         call_seed=call_seed,
     )
 
 
-def call_grammar(chat: Chat, template: ChatTemplate, text: Text, prompt_ids: tuple[int, ...], tenant: str = "") -> str:
+def call_grammar(
+    chat: Chat, template: ChatTemplate, tokenizer: ModelTokenizer, prompt_ids: tuple[int, ...], tenant: str = ""
+) -> str:
     """Return the grammar of the answer to a chat with tools; empty: none is needed. Raises InvalidField."""
-    found = chat_format(chat, template, text, prompt_ids, "")
+    found = chat_format(chat, template, tokenizer, prompt_ids, "")
     if not chat.tools:
         return ""
     if found is None or found.tool_calls is ToolCallFormat.NONE:
@@ -196,19 +198,19 @@ def call_grammar(chat: Chat, template: ChatTemplate, text: Text, prompt_ids: tup
         return ""
     begins = ends = ""
     if found.reasoning is not None:
-        end = _end_of_prompt(chat, text, prompt_ids)
+        end = _end_of_prompt(chat, tokenizer, prompt_ids)
         closed = end.rstrip().endswith(found.reasoning[1])  # the template leaves the reasoning out
         begins = "" if found.begins_in_reasoning else found.reasoning[0]
         ends = "" if closed else found.reasoning[1]
-    ids = {mark: token_id for mark in found.marks if (token_id := text.special_token(mark)) is not None}
+    ids = {mark: token_id for mark in found.marks if (token_id := tokenizer.special_token(mark)) is not None}
     named_first = "[ARGS]" in template.source_for(chat)
     return tool_grammar(chat, CallSyntax(found.tool_calls, ids, named_first, begins, ends), tenant)
 
 
-def _end_of_prompt(chat: Chat, text: Text, prompt_ids: tuple[int, ...]) -> str:
+def _end_of_prompt(chat: Chat, tokenizer: ModelTokenizer, prompt_ids: tuple[int, ...]) -> str:
     # A message that is continued may have opened a block long ago.
     tail = prompt_ids if chat.continue_final_message else prompt_ids[-_TAIL_IDS:]
-    return text.decode(tail, skip_special_tokens=False)
+    return tokenizer.decode(tail, skip_special_tokens=False)
 
 
 def _is_open(marks: tuple[str, str], end_of_prompt: str) -> bool:

@@ -25,7 +25,7 @@ from router.dispatch.worker_links import RelayReach
 from router.generation.admission import check_ids, workers_for_new_jobs
 from router.generation.generation import Generation
 from router.request import EncodeRequest, Summary, WeightedAdapter
-from router.text.prompt_encoder import PromptEncoder
+from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import Internal, InvalidField
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class Encoding:
         configs: AdapterConfigs,
         reply_to: str,
         reach: RelayReach,
-        encoder: PromptEncoder,
+        prompts: PromptTokenizer,
     ) -> None:
         self._generation = generation
         self._models = models
@@ -84,7 +84,7 @@ class Encoding:
         self._configs = configs
         self._reply_to = reply_to
         self._reach = reach
-        self._encoder = encoder
+        self._prompts = prompts
 
     async def encode(
         self, request: EncodeRequest, deadline_s: float | None, write: Callable[[Vector], T]
@@ -122,7 +122,7 @@ class Encoding:
         workers = workers_for_new_jobs(self._models, self._reach, manifest)
         check_rank(adapter, max(state.max_rank for state in workers))
         limit = min(manifest.context_length, max(state.max_tokens for state in workers))
-        encoded = await self._encoder.encode_inputs(model.text, request, limit)
+        encoded = await self._prompts.tokenize_inputs(model.tokenizer, request, limit)
         for (ids, _), field in zip(encoded, request.fields, strict=True):
             if not ids:
                 raise InvalidField(field, "has no tokens")

@@ -28,7 +28,7 @@ from router.generation.runs import Run, Runs
 from router.quotas.quotas import Grant, Quotas
 from router.quotas.usage import Facts
 from router.request import Message, Received, Request
-from router.text.prompt_encoder import PromptEncoder
+from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import Aborted, CallError, Exhausted, InvalidField, Unavailable
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Generation:
         dispatcher: Dispatcher,
         tokens: ResumeTokens,
         quotas: Quotas,
-        encoder: PromptEncoder,
+        prompts: PromptTokenizer,
         *,
         client_stall_s: float = math.inf,
     ) -> None:
@@ -110,7 +110,7 @@ class Generation:
         self._dispatcher = dispatcher
         self._tokens = tokens
         self._quotas = quotas
-        self._encoder = encoder
+        self._prompts = prompts
         self._runs = Runs()
         # Jobs of calls that have no stream.
         self._unstreamed: set[RoutedJob] = set()
@@ -174,15 +174,17 @@ class Generation:
             run.routed.limit(deadline_s)
             job = run.routed.job
             received = resumption.received if resumption else None
-            make_answer = partial(Answer, request, run.admitted.text, run.routed, received, run.admitted.chat_format)
-            answer = await self._encoder.run(job.tenant, len(job.prompt_ids) if request.echo else 0, make_answer)
+            make_answer = partial(
+                Answer, request, run.admitted.tokenizer, run.routed, received, run.admitted.chat_format
+            )
+            answer = await self._prompts.run(job.tenant, len(job.prompt_ids) if request.echo else 0, make_answer)
             if run.grant is not None:
                 run.grant.delivered = lambda: answer.completion_tokens
             started = False
             with self.slow_clients.watched(partial(self._drop, run, reader)) as stream:
                 while arrivals := await run.routed.arrivals(reader):
                     count = sum(len(arrival.token_ids) for arrival in arrivals)
-                    events = await self._encoder.run(job.tenant, count, partial(answer.events_of, arrivals))
+                    events = await self._prompts.run(job.tenant, count, partial(answer.events_of, arrivals))
                     answer.close_ended()
                     for event in events:
                         token = "" if started else self._tokens.sign(run.claims, request.tenant)

@@ -22,7 +22,7 @@ from router.generation.encoding import run_some_at_once
 from router.generation.generation import Generation
 from router.quotas.quotas import Grant
 from router.request import PromptLogprobs, PromptOptions, Request, Stopping, Summary, WeightedAdapter
-from router.text.prompt_encoder import PromptEncoder
+from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import Internal, InvalidField
 
 # Maximum continuations of one call that wait or run at once: its tenant's other requests get turns between them.
@@ -41,11 +41,11 @@ class ContinuationScore:
 class Scoring:
     """Scores the continuations of one router's calls."""
 
-    def __init__(self, generation: Generation, admission: Admission, models: Models, encoder: PromptEncoder) -> None:
+    def __init__(self, generation: Generation, admission: Admission, models: Models, prompts: PromptTokenizer) -> None:
         self._generation = generation
         self._admission = admission
         self._models = models
-        self._encoder = encoder
+        self._prompts = prompts
 
     async def score(
         self, request: Request, continuations: Sequence[str | tuple[int, ...]], deadline_s: float | None
@@ -99,11 +99,13 @@ class Scoring:
         field, tenant, context = f"continuations[{index}]", request.tenant, model.manifest.context_length
         if isinstance(request.prompt, str):
             options = replace(request.prompt_options, truncate_to=None)
-            whole = await self._encoder.encode(model.text, request.prompt + text, field, tenant, context, options)
+            whole = await self._prompts.tokenize(
+                model.tokenizer, request.prompt + text, field, tenant, context, options
+            )
             if whole[: len(prompt_ids)] == prompt_ids and len(whole) > len(prompt_ids):
                 return whole[len(prompt_ids) :]
         options = replace(request.prompt_options, truncate_to=None, add_special_tokens=False)
-        return await self._encoder.encode(model.text, text, field, tenant, context, options)
+        return await self._prompts.tokenize(model.tokenizer, text, field, tenant, context, options)
 
     async def _run(
         self, part: Request, deadline_s: float | None, grant: Grant | None

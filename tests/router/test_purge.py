@@ -23,7 +23,7 @@ from router.generation.admission import GrammarProofs
 from router.purge import CellPurge, RouterData
 from router.quotas.quotas import Quotas
 from router.servers import RelayAccess
-from router.text.prompt_encoder import PromptEncoder
+from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import NotFound, PermissionDenied
 from tests.broker.test_liveness import worker
 from tests.router.recording_link import KEYS, RecordingLink, job, read
@@ -36,7 +36,7 @@ class Router:
 
     def __init__(self, queue: JobQueue, quotas: Quotas) -> None:
         self.dispatcher = Dispatcher(lambda model: queue, lambda job: Placement())
-        self.store, self.encoder, self.proofs = StoreClient("127.0.0.1:1"), PromptEncoder(), GrammarProofs()
+        self.store, self.encoder, self.proofs = StoreClient("127.0.0.1:1"), PromptTokenizer(), GrammarProofs()
         configs = AdapterConfigs(self.store)
         self.data = RouterData(self.dispatcher, self.store, configs, self.encoder, self.proofs, quotas)
         self.relay = RelayAccess(None, lambda *refused: None)

@@ -35,7 +35,7 @@ from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.quotas.usage import calling_key
 from router.request import EncodeRequest, Message, Received, Request, Summary
-from router.text.prompt_encoder import PromptEncoder
+from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import NotFound, Unavailable
 from rpc.principal import Role
 from tenancy.api_keys import HashedKey, KeyDirectory
@@ -203,7 +203,7 @@ class SimulatedRouter:
         self.keys = KeyDirectory()
         self.keys.put(tuple(self._store.keys.values()))
         tokens = ResumeTokens(GivenKeys("the key that all routers share"), ResumeEpochs(self._store, self.keys))
-        encoder, proofs = PromptEncoder(), GrammarProofs()
+        encoder, proofs = PromptTokenizer(), GrammarProofs()
         configs = AdapterConfigs(self._store)
         admission = Admission(self.models, self._store, configs, self.name, self.reach, encoder, proofs)
         self.plans = Plans(self._quotas)

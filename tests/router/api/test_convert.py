@@ -25,8 +25,8 @@ from router.api.convert import (
     read_request,
 )
 from router.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Received, Request
-from router.text.prompt_encoder import PromptEncoder
-from router.text.text import HashText
+from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import HashTokenizer
 from rpc.errors import InvalidField
 
 
@@ -133,7 +133,7 @@ def test_a_message_is_as_long_to_write_as_it_has_numbers(event: Event, numbers: 
     assert count_numbers(event) == numbers
 
 
-MODEL: Any = SimpleNamespace(manifest=SimpleNamespace(context_length=100), text=HashText())
+MODEL: Any = SimpleNamespace(manifest=SimpleNamespace(context_length=100), tokenizer=HashTokenizer())
 CASES = {
     "prompt": lambda size: pb.GenerateSpec(prompt="x" * size),
     "token_ids": lambda size: pb.GenerateSpec(token_ids=pb.TokenIds(ids=[1] * size)),
@@ -156,7 +156,7 @@ def test_too_many_biases_are_refused_before_they_are_sorted() -> None:
 
 
 MODELS: Any = SimpleNamespace(
-    get=lambda name: SimpleNamespace(manifest=SimpleNamespace(context_length=64), text=HashText())
+    get=lambda name: SimpleNamespace(manifest=SimpleNamespace(context_length=64), tokenizer=HashTokenizer())
 )
 
 
@@ -171,7 +171,7 @@ async def test_large_formats_of_one_tenant_delay_another_s_by_one(monkeypatch: p
         return read_format(spec, tenant)
 
     monkeypatch.setattr(convert, "read_format", read)
-    encoder = PromptEncoder(1)
+    encoder = PromptTokenizer(1)
 
     async def ask(tenant: str, number: int) -> None:
         spec = pb.GenerateSpec(prompt="x", regex="[a-z]" * 1_000 + str(number))
@@ -196,7 +196,7 @@ async def test_many_ids_of_a_prompt_are_read_in_a_thread(monkeypatch: pytest.Mon
     for count in (10, 10_000):
         spec = pb.GenerateSpec(token_ids=pb.TokenIds(ids=range(count)))
         spec.prompt_options.truncate_to = 5
-        assert (await convert.read_spec(spec, "acme", MODELS, PromptEncoder(1))).prompt == tuple(range(count))
+        assert (await convert.read_spec(spec, "acme", MODELS, PromptTokenizer(1))).prompt == tuple(range(count))
     assert [ident == threading.get_ident() for ident in threads] == [True, False]
 
 

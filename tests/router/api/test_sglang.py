@@ -15,7 +15,7 @@ import pytest
 
 from router.api.sglang_messages import ReasoningCount, reasoning_end
 from router.catalog.manifest import Manifest
-from router.text.text import HashText, NoText
+from router.text.tokenizer import HashTokenizer, ModelTokenizer
 from rpc.errors import InvalidField, NotBuilt
 
 pytest.importorskip("smg_grpc_proto", reason="the engine protocol's package is not installed: pip install '.[smg]'")
@@ -80,9 +80,9 @@ async def test_calls_at_the_same_time_share_a_zip(monkeypatch: pytest.MonkeyPatc
 
 
 def test_reasoning_is_counted_to_the_token_that_ends_it() -> None:
-    thinks: Any = SimpleNamespace(encode=lambda mark, special_tokens: [9] if mark == "</think>" else [1, 2])
+    thinks: Any = SimpleNamespace(tokenize=lambda mark, special_tokens: [9] if mark == "</think>" else [1, 2])
     assert reasoning_end(thinks) == 9
-    for text in (HashText(), NoText()):
+    for text in (HashTokenizer(), ModelTokenizer()):
         with pytest.raises(NotBuilt):
             reasoning_end(text)
     for deltas, tokens in ((((1, 2), (3, 9, 4), (5, 9)), 3), (((1, 2), (3,)), 3), (((9,), (1,)), 0)):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.api.sglang_messages import engine_field_names, read_generate
-from router.text.prompt_encoder import PromptEncoder
+from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import InvalidField
 
 pytest.importorskip("smg_grpc_proto", reason="the engine protocol's package is not installed: pip install '.[smg]'")
@@ -21,7 +21,7 @@ async def test_another_beginning_of_the_prompts_logprobs_is_another_request() ->
 
     async def fingerprint(**fields: Any) -> str:
         request = pb.GenerateRequest(request_id="r", tokenized=pb.TokenizedInput(input_ids=[1, 2, 3]), **fields)
-        return (await read_generate(request, "acme", "", models, PromptEncoder(1))).fingerprint
+        return (await read_generate(request, "acme", "", models, PromptTokenizer(1))).fingerprint
 
     found = [await fingerprint(return_logprob=True, logprob_start_len=start) for start in (-1, 0, 1, 1)]
     assert len(set(found)) == 3
@@ -49,5 +49,5 @@ async def test_a_field_with_too_many_values_is_refused_before_they_are_read(
     ids = [1] * 65 if field == "input_ids" else [1]
     request = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=ids), sampling_params=params)
     with pytest.raises(InvalidField) as refused, engine_field_names():
-        await read_generate(request, "acme", "", models, PromptEncoder(1))
+        await read_generate(request, "acme", "", models, PromptTokenizer(1))
     assert refused.value.field == ("tokenized.input_ids" if field == "input_ids" else f"sampling_params.{field}")

@@ -21,7 +21,7 @@ from router.dispatch.routed_job import (
 )
 from router.generation.admission import Admitted
 from router.generation.runs import Run
-from router.text.text import HashText
+from router.text.tokenizer import HashTokenizer
 from rpc.errors import Internal
 from tests.router.recording_link import RecordingLink, job
 
@@ -158,7 +158,10 @@ async def test_a_frame_without_ids_is_no_first_token() -> None:
     assert (arrival.token_ids, routed.prompt_logprobs) == ([5], OF_PROMPT)
     assert (routed.adapter_ms, routed.cached_tokens) == (7.0, 1)
     assert routed.first_token_at is not None
-    assert Run("f", routed, Admitted(routed.job, HashText())).began.ttft_s == routed.first_token_at - routed.admitted_at
+    assert (
+        Run("f", routed, Admitted(routed.job, HashTokenizer())).began.ttft_s
+        == routed.first_token_at - routed.admitted_at
+    )
 
 
 async def test_the_prompt_s_log_probabilities_come_before_another_choice_s_ids() -> None:

@@ -21,8 +21,8 @@ from router.dispatch.worker_links import RelayReach
 from router.generation.admission import DEFAULT_MAX_TOKENS, Admission, GrammarProofs, check_answer_size
 from router.generation.resume import Began, ResumeClaims, Resumption
 from router.request import Delta, Message, PromptLogprobs, Received, Request, Stopping
-from router.text.prompt_encoder import PromptEncoder
-from router.text.text import HashText
+from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import HashTokenizer
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 from rpc.server import MESSAGE_BYTES
 
@@ -37,7 +37,7 @@ class Cluster:
     """The models and workers that an admission sees."""
 
     def __init__(self) -> None:
-        self.served = {"tiny": SimpleNamespace(manifest=MANIFEST, text=HashText())}
+        self.served = {"tiny": SimpleNamespace(manifest=MANIFEST, tokenizer=HashTokenizer())}
         self.workers = [SimpleNamespace(max_rank=16, max_tokens=200)]
         self.unservable: CallError | None = None
 
@@ -69,7 +69,7 @@ def cluster() -> Cluster:
 def admission(cluster: Any) -> Iterator[Admission]:
     store: Any = None  # no request of these tests names an adapter
     proofs = GrammarProofs()
-    yield Admission(cluster, store, AdapterConfigs(store), "router:1", RelayReach(), PromptEncoder(1), proofs)
+    yield Admission(cluster, store, AdapterConfigs(store), "router:1", RelayReach(), PromptTokenizer(1), proofs)
     proofs.close()
 
 

@@ -11,14 +11,14 @@ from options import FinishKind
 from router.dispatch.routed_job import Arrival, RoutedJob
 from router.generation.answer import Answer, ChoiceAnswer
 from router.request import Delta, Finished, FinishReason, Request, Stopping
-from router.text.text import HashText
+from router.text.tokenizer import HashTokenizer
 from tests.router.recording_link import job
 
 REQUEST = Request("acme", "x", "prompt")
 
 
 def answer(*stop: str, interval: int = 1) -> ChoiceAnswer:
-    return ChoiceAnswer(HashText(), stop, interval)
+    return ChoiceAnswer(HashTokenizer(), stop, interval)
 
 
 def run(reader: ChoiceAnswer, chunks: list[str], finish: FinishKind) -> tuple[list[Delta], Finished | None]:
@@ -57,7 +57,7 @@ def test_a_stop_token_is_an_id_without_text_and_is_named() -> None:
 
 @pytest.mark.parametrize("chunks", [["one END two"], ["one E", "ND two"], list("one END two")])
 def test_a_stop_string_that_is_kept_is_delivered_with_its_tokens_and_nothing_after_it(chunks: list[str]) -> None:
-    deltas, finished = run(ChoiceAnswer(HashText(), ("END",), 1, keep_stop=True), chunks, FinishKind.LENGTH)
+    deltas, finished = run(ChoiceAnswer(HashTokenizer(), ("END",), 1, keep_stop=True), chunks, FinishKind.LENGTH)
     assert text(deltas) == "one END"
     assert [chr(token) for delta in deltas for token in delta.token_ids] == list("one END")
     assert finished == Finished(FinishReason.STOP, stop_string="END")
@@ -128,7 +128,7 @@ def test_chunking_never_changes_what_is_delivered() -> None:
 
 def test_a_stop_string_is_found_across_two_reads() -> None:
     stopping = replace(REQUEST, stopping=Stopping(stop=("aabb",)))
-    whole = Answer(stopping, HashText(), RoutedJob(job()))
+    whole = Answer(stopping, HashTokenizer(), RoutedJob(job()))
     assert text(read(whole, Arrival(0, [97] * 100, [], None))[0]) == "a" * 98
     assert read(whole, Arrival(0, [98] * 100, [], FinishKind.LENGTH)) == (
         [],
@@ -144,7 +144,7 @@ def read(whole: Answer, arrival: Arrival) -> tuple[list[Delta], Finished | None]
 
 def test_ids_behind_the_stop_strings_of_all_candidates_rank_them_no_second_time() -> None:
     request = replace(REQUEST, best_of=2, stopping=Stopping(max_tokens=9, stop=("!",)))
-    reader = Answer(request, HashText(), RoutedJob(job(n=2)))
+    reader = Answer(request, HashTokenizer(), RoutedJob(job(n=2)))
     events = reader.events_of([Arrival(choice, (97, 33), (), None) for choice in (0, 1)])
     assert [type(event) for event in events] == [Delta, Finished]
     assert reader.events_of([Arrival(0, (98,), (), None)]) == []

@@ -21,13 +21,13 @@ from router.generation.chat_format import call_grammar, chat_format
 from router.generation.chat_reader import ChatFormat, ChatReader
 from router.request import Chat, ChatMessage, Delta, FinishReason, Tool, ToolMode
 from router.text.chat import ChatTemplate
-from router.text.text import HashText
-from router.text.tokenizer_text import TokenizerText
+from router.text.file_tokenizer import FileTokenizer
+from router.text.tokenizer import HashTokenizer
 from rpc.errors import InvalidField
 from tests.router.generation.test_tool_grammar import SCHEMAS, TOOLS, calls_of
 from tests.router.small_tokenizers import id_of, tokenizer_of
 
-TEXT = HashText()
+TEXT = HashTokenizer()
 CHAT = Chat((ChatMessage("user", "x"),))
 WITH_TOOLS = replace(CHAT, tools=(Tool("now"),))
 REQUIRED = replace(WITH_TOOLS, tool_mode=ToolMode.REQUIRED)
@@ -97,8 +97,8 @@ def tokenizer_with_marks(kind: str) -> Tokenizer:
 def test_every_call_of_a_random_model_parses(kind: str, family: str) -> None:
     tokenizer = tokenizer_with_marks(kind)
     source = (FAMILIES / f"{family}.jinja").read_bytes()
-    text = TokenizerText({"tokenizer.json": tokenizer.to_str().encode(), "chat_template.jinja": source})
-    prompt_ids = tuple(text.encode("assistant: <think>\n\n</think>\n\n", special_tokens=False))
+    text = FileTokenizer({"tokenizer.json": tokenizer.to_str().encode(), "chat_template.jinja": source})
+    prompt_ids = tuple(text.tokenize("assistant: <think>\n\n</think>\n\n", special_tokens=False))
     end = id_of(kind, "<|end|>")
     vocabulary = read_vocabulary(tokenizer.to_str().encode(), tokenizer.get_vocab_size(), [end])
     grammar = call_grammar(ASKING, text.chat, text, prompt_ids)
@@ -135,7 +135,7 @@ def random_ids(tokens: Any, grammar: str, rng: random.Random, end: int) -> tuple
 
 
 def test_a_tool_without_parameters_takes_none() -> None:
-    text = TokenizerText(
+    text = FileTokenizer(
         {"tokenizer.json": tokenizer_with_marks("byte-level").to_str().encode(),
          "chat_template.jinja": (FAMILIES / "qwen2.jinja").read_bytes()}
     )  # fmt: skip

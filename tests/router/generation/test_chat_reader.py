@@ -13,8 +13,8 @@ from options import FinishKind
 from router.generation.answer import ChoiceAnswer, ResumeFilter
 from router.generation.chat_reader import ChatFormat, ChatReader
 from router.request import Delta, FinishReason
-from router.text.text import HashText
-from router.text.tokenizer_text import TokenizerText
+from router.text.file_tokenizer import FileTokenizer
+from router.text.tokenizer import HashTokenizer
 
 NAMES = frozenset({"weather", "now"})
 HERMES = ChatFormat(ToolCallFormat.HERMES, NAMES)
@@ -107,7 +107,9 @@ def test_a_stream_that_is_resumed_anywhere_tells_the_rest(chat_format: ChatForma
     ids = [ord(character) for character in text]
 
     def deltas(received: int, text_bytes: int | None) -> list[Delta]:
-        answer = ChoiceAnswer(HashText(), ("@@",), 1, 0, received, ResumeFilter(text_bytes, ChatReader(chat_format)))
+        answer = ChoiceAnswer(
+            HashTokenizer(), ("@@",), 1, 0, received, ResumeFilter(text_bytes, ChatReader(chat_format))
+        )
         found = [answer.push([token_id], None)[0] for token_id in ids]
         return [delta for delta in (*found, answer.push([2], FinishKind.END)[0]) if delta is not None]
 
@@ -145,7 +147,7 @@ def test_random_answers_are_text_or_calls_in_any_pieces() -> None:
     ],
 )
 def test_an_answer_ends_with_calls_if_one_is_complete(text: str, end: FinishKind, reason: FinishReason) -> None:
-    answer = ChoiceAnswer(HashText(), (), 1, resume_filter=ResumeFilter(None, ChatReader(HERMES)))
+    answer = ChoiceAnswer(HashTokenizer(), (), 1, resume_filter=ResumeFilter(None, ChatReader(HERMES)))
     _, finished = answer.push([*text.encode(), 2], end)
     assert finished is not None
     assert finished.reason is reason
@@ -171,8 +173,8 @@ def test_marks_that_are_special_tokens_reach_the_reader() -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer.model = models.BPE({letter: index for index, letter in enumerate(alphabet)}, [])
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in ("<end>", "[TOOL_CALLS]", "[ARGS]")])
-    text = TokenizerText({"tokenizer.json": tokenizer.to_str().encode()})
-    ids = text.encode("hé<end>[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]f[ARGS]{}", special_tokens=False)
+    text = FileTokenizer({"tokenizer.json": tokenizer.to_str().encode()})
+    ids = text.tokenize("hé<end>[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]f[ARGS]{}", special_tokens=False)
     stream = text.stream([], skip_special_tokens=True, marks=MISTRAL.marks)
     answer = ChoiceAnswer(stream, (), 1, resume_filter=ResumeFilter(None, ChatReader(MISTRAL)))
     delta, _ = answer.push(ids, FinishKind.LENGTH)

@@ -31,8 +31,8 @@ from router.generation.resume import GivenKeys, ResumeTokens
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.request import EncodeRequest, Summary, TextPair
-from router.text.prompt_encoder import PromptEncoder
-from router.text.text import HashText
+from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import HashTokenizer
 from rpc.errors import CallError, Exhausted, Internal, InvalidField, Mismatch, Unavailable
 from tests.router.recording_link import KEYS, RecordingLink
 
@@ -52,7 +52,7 @@ class Cluster:
         self.resolved = 0
 
     def get(self, name: str) -> Any:
-        return SimpleNamespace(manifest=self.manifest, text=HashText())
+        return SimpleNamespace(manifest=self.manifest, tokenizer=HashTokenizer())
 
     def serving(self, name: str, digest: str = "") -> Any:
         return self.workers
@@ -75,7 +75,7 @@ class Calls:
 
     def __init__(self, cluster: Any, dispatcher: Dispatcher, queue: JobQueue, quotas: Quotas) -> None:
         self.dispatcher = dispatcher
-        encoder, configs = PromptEncoder(1), AdapterConfigs(cluster)
+        encoder, configs = PromptTokenizer(1), AdapterConfigs(cluster)
         self.generation = Generation(cluster, dispatcher, ResumeTokens(GivenKeys()), quotas, encoder)
         self.encoding = Encoding(self.generation, cluster, cluster, configs, "here", RelayReach(), encoder)
         self.link = RecordingLink("w")

@@ -25,8 +25,8 @@ from router.generation.generation import Generation
 from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens, Resumption
 from router.quotas.quotas import Grant, Quotas
 from router.request import Delta, Message, Received, Request, Summary
-from router.text.prompt_encoder import SHORT_IDS
-from router.text.text import HashText
+from router.text.prompt_tokenizer import SHORT_IDS
+from router.text.tokenizer import HashTokenizer
 from rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidField, Unavailable
 from tests.router.recording_link import RecordingLink, claim, job
 
@@ -50,15 +50,15 @@ class Admission:
             raise self.refusals.pop()
         self.made += 1
         made = replace(job(), job_id=f"j{self.made}", tenant=request.tenant, request_id=request.request_id)
-        return Admitted(made, HashText())
+        return Admitted(made, HashTokenizer())
 
     async def readmit(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Admitted:
         made = (await self.admit(request, deadline_s)).job
         emitted = {choice: part.token_ids for choice, part in resumption.received.items()}
-        return Admitted(replace(made, emitted=emitted), HashText())
+        return Admitted(replace(made, emitted=emitted), HashTokenizer())
 
     async def run(self, tenant: str, ids: int, work: Callable[[], Any]) -> Any:
-        """See PromptEncoder."""
+        """See PromptTokenizer."""
         self.worked_on.append(ids)
         return work() if ids <= SHORT_IDS else await asyncio.to_thread(work)
 
@@ -288,13 +288,13 @@ async def test_the_text_of_a_prompt_is_not_made_on_the_loop(
     generation: Generation, dispatcher: Dispatcher, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_in: list[threading.Thread] = []
-    decode = HashText.decode
+    decode = HashTokenizer.decode
 
-    def noted(text: HashText, *ids: Any, **options: Any) -> str:
+    def noted(text: HashTokenizer, *ids: Any, **options: Any) -> str:
         made_in.append(threading.current_thread())
         return decode(text, *ids, **options)
 
-    monkeypatch.setattr(HashText, "decode", noted)
+    monkeypatch.setattr(HashTokenizer, "decode", noted)
     monkeypatch.setattr(sys.modules[__name__], "SHORT_IDS", 0)
     echoed = call(generation, replace(REQUEST, echo=True))
     await claim(queue)

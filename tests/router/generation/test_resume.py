@@ -19,8 +19,8 @@ from router.generation import resume
 from router.generation.answer import Answer
 from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens
 from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping
-from router.text.text import HashText, Text
-from router.text.tokenizer_text import TokenizerText
+from router.text.file_tokenizer import FileTokenizer
+from router.text.tokenizer import HashTokenizer, ModelTokenizer
 from rpc.errors import Aborted, InvalidField
 from tests.router.recording_link import RecordingLink
 from tests.router.small_tokenizers import KINDS, files_of, tokenizer_of
@@ -151,7 +151,12 @@ def logprobs_of(ids: Sequence[int], start: int) -> tuple[TokenLogprobs, ...]:
 
 
 async def play(
-    request: Request, text: Text, job: Job, answers: Sequence[Made], rng: random.Random, had: Client | None = None
+    request: Request,
+    text: ModelTokenizer,
+    job: Job,
+    answers: Sequence[Made],
+    rng: random.Random,
+    had: Client | None = None,
 ) -> list[Event]:
     """Return the events that a client gets of these answers, which come in frames of random length.
 
@@ -201,7 +206,7 @@ async def test_an_answer_goes_on_from_any_of_its_messages(kind: str) -> None:
     seed = 11
     print(f"seed {seed}")
     rng = random.Random(seed)
-    text: Text = HashText() if kind == "hash" else TokenizerText(files_of(kind))
+    text: ModelTokenizer = HashTokenizer() if kind == "hash" else FileTokenizer(files_of(kind))
     vocab = range(97, 100) if kind == "hash" else range(tokenizer_of(kind).get_vocab_size())
     stopped = cuts = 0
     for _ in range(250):
@@ -250,14 +255,14 @@ async def test_a_reader_that_is_turned_away_leaves_everything_to_the_next() -> N
     routed = RoutedJob(job)
     request = Request("acme", "x", "prompt", prompt_logprobs=0)
 
-    older, reader = Answer(request, HashText(), routed), routed.reader
+    older, reader = Answer(request, HashTokenizer(), routed), routed.reader
     bound(routed).accept(Frame("j", 1, 0, (97, 98), prompt_logprobs=(TokenLogprobs(-1.0),)))
     first = [PromptLogprobs((TokenLogprobs(-1.0),)), Delta(0, (97, 98), "ab")]
     assert older.events_of(await routed.arrivals(reader)) == first
     waiting = asyncio.ensure_future(routed.arrivals(reader))
     await asyncio.sleep(0)
     routed.replace_reader(Aborted("taken over", reason="TAKEN_OVER"))
-    newer = Answer(request, HashText(), routed)
+    newer = Answer(request, HashTokenizer(), routed)
     assert newer.events_of(await routed.arrivals(routed.reader)) == first
     with pytest.raises(Aborted):
         await waiting
@@ -275,7 +280,7 @@ async def test_the_best_of_more_are_computed_again_and_told_once(echo: bool) -> 
         routed = bound(RoutedJob(job))
         for choice, (ids, finish) in enumerate(answers):
             routed.accept(Frame("j", 1, 0, ids, choice, logprobs_of(ids, 0), finish))
-        return await events_of(Answer(request, HashText(), routed, received), routed)
+        return await events_of(Answer(request, HashTokenizer(), routed, received), routed)
 
     whole = await best(None)
     shown = ["AB", "aaa", "AB", "bbb"] if echo else ["aaa", "bbb"]
@@ -296,7 +301,7 @@ async def test_ranked_answers_without_tokens_end_once() -> None:
         routed = bound(RoutedJob(job))
         for choice in range(3):
             routed.accept(Frame("j", 1, 0, (), choice, finish=FinishKind.LENGTH))
-        return await events_of(Answer(request, HashText(), routed, received), routed)
+        return await events_of(Answer(request, HashTokenizer(), routed, received), routed)
 
     client = Client(2).take(await best(None))
     assert all(client.ends)

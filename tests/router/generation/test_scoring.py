@@ -16,8 +16,8 @@ from options import TokenLogprobs
 from router.generation.scoring import AT_ONCE, Scoring
 from router.quotas.quotas import Grant
 from router.request import Message, PromptLogprobs, Request, Summary
-from router.text.prompt_encoder import PromptEncoder
-from router.text.tokenizer_text import TokenizerText
+from router.text.file_tokenizer import FileTokenizer
+from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import CallError, InvalidField, Unavailable
 from tests.router.small_tokenizers import files_of, tokenizer_of
 
@@ -69,14 +69,14 @@ def answers() -> Answers:
 @pytest.fixture
 def scoring(answers: Any) -> Scoring:
     model = SimpleNamespace(
-        text=TokenizerText(files_of("byte-level")), manifest=SimpleNamespace(context_length=40)
+        tokenizer=FileTokenizer(files_of("byte-level")), manifest=SimpleNamespace(context_length=40)
     )  # fmt: skip
     models: Any = SimpleNamespace(get=lambda name: model)
-    encoder = PromptEncoder(1)
+    encoder = PromptTokenizer(1)
 
     async def prompt_ids(request: Request) -> tuple[int, ...]:
         assert isinstance(request.prompt, str)
-        return await encoder.encode(model.text, request.prompt, request.prompt_field, request.tenant, 40)
+        return await encoder.tokenize(model.tokenizer, request.prompt, request.prompt_field, request.tenant, 40)
 
     admission: Any = SimpleNamespace(prompt_ids=prompt_ids)
     return Scoring(answers, admission, models, encoder)

@@ -12,7 +12,7 @@ from options import FinishKind, StoppingParams
 from router.dispatch.routed_job import Arrival, RoutedJob
 from router.generation.answer import PART_CHARACTERS, Answer, Echo
 from router.request import Delta, Finished, Received, Request, Stopping
-from router.text.tokenizer_text import TokenizerText
+from router.text.file_tokenizer import FileTokenizer
 from tests.router.small_tokenizers import KINDS, files_of, text_of_ids, tokenizer_of
 
 _SILENT = (FinishKind.END, FinishKind.STOP_TOKEN)
@@ -36,7 +36,7 @@ def cut(kind: str, prompt: Sequence[int], ids: Sequence[int], stops: Sequence[st
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_deltas_add_up_to_the_text_before_the_first_stop_string(kind: str) -> None:
-    text, vocab = TokenizerText(files_of(kind)), range(tokenizer_of(kind).get_vocab_size())
+    text, vocab = FileTokenizer(files_of(kind)), range(tokenizer_of(kind).get_vocab_size())
     seed = 20261122
     print(f"seed {seed}")
     rng = random.Random(seed)

@@ -7,11 +7,11 @@ import random
 import pytest
 from tokenizers import Tokenizer, models
 
-from router.text.tokenizer_text import TokenizerText
+from router.text.file_tokenizer import FileTokenizer
 from tests.router.small_tokenizers import KINDS, files_of, id_of, text_of_ids, tokenizer_of
 
 
-def streamed(text: TokenizerText, prompt: list[int], ids: list[int], *, skip: bool, echo: bool) -> str:
+def streamed(text: FileTokenizer, prompt: list[int], ids: list[int], *, skip: bool, echo: bool) -> str:
     stream = text.stream(prompt, skip_special_tokens=skip, echo=echo)
     return "".join(map(stream.push, ids)) + stream.flush()
 
@@ -19,7 +19,7 @@ def streamed(text: TokenizerText, prompt: list[int], ids: list[int], *, skip: bo
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_of_a_stream_and_of_its_prompt_is_that_of_all_ids(kind: str, skip: bool) -> None:
-    text, vocab = TokenizerText(files_of(kind)), tokenizer_of(kind).get_vocab_size()
+    text, vocab = FileTokenizer(files_of(kind)), tokenizer_of(kind).get_vocab_size()
     seed = 20261122
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -40,7 +40,7 @@ def test_the_text_of_a_stream_and_of_its_prompt_is_that_of_all_ids(kind: str, sk
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_of_valid_ids_is_that_of_the_library(kind: str) -> None:
-    text, tokenizer = TokenizerText(files_of(kind)), tokenizer_of(kind)
+    text, tokenizer = FileTokenizer(files_of(kind)), tokenizer_of(kind)
     for words in ("the quick fox.", "café 日本 🦊 doesn't, the!", "<tool> the <|end|><s>", " the  fox "):
         ids = tokenizer.encode(words).ids
         for skip in (True, False):
@@ -49,15 +49,15 @@ def test_the_text_of_valid_ids_is_that_of_the_library(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_of_tokens_make_up_their_text(kind: str) -> None:
-    text = TokenizerText(files_of(kind))
-    ids = text.encode("the café 日本 🦊 doesn't", special_tokens=False)
+    text = FileTokenizer(files_of(kind))
+    ids = text.tokenize("the café 日本 🦊 doesn't", special_tokens=False)
     made = b"".join(map(text.bytes_of, ids)).decode()
     assert made.strip() == text.decode(ids, skip_special_tokens=False).strip()
 
 
 def test_bytes_that_are_no_character_take_nothing_back() -> None:
     """The library's own stream raises an error here, and its whole decode takes the first character back."""
-    text, the = TokenizerText(files_of("byte fallback")), id_of("byte fallback", "▁the")
+    text, the = FileTokenizer(files_of("byte fallback")), id_of("byte fallback", "▁the")
     ids = [id_of("byte fallback", f"<0x{byte:02X}>") for byte in (0xE6, 0x97, 0xA5, 0xFF, 0x41)]
     stream = text.stream([the], skip_special_tokens=True)
     assert [stream.push(token_id) for token_id in ids] == ["", "", "日", "\ufffd", "A"]
@@ -66,12 +66,12 @@ def test_bytes_that_are_no_character_take_nothing_back() -> None:
 
 def test_a_tokenizer_without_decoder_is_read_as_the_library_reads_it() -> None:
     tokenizer = Tokenizer(models.WordLevel(vocab={"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    text = TokenizerText({"tokenizer.json": tokenizer.to_str().encode()})
+    text = FileTokenizer({"tokenizer.json": tokenizer.to_str().encode()})
     assert text.decode([0, 1, 2, 0], skip_special_tokens=True) == tokenizer.decode([0, 1, 2, 0]) == "a b ? a"
 
 
 def test_a_prompt_of_ids_without_text_is_not_read_to_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    text, looked = TokenizerText(files_of(KINDS[0])), list[int]()
+    text, looked = FileTokenizer(files_of(KINDS[0])), list[int]()
 
     def has_not(token_id: int) -> bool:
         looked.append(token_id)

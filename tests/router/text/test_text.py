@@ -7,16 +7,16 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from router.text.prompt_encoder import PromptEncoder
-from router.text.text import HashText, NoText, Text, text_of
-from router.text.tokenizer_text import TokenizerText
+from router.text.file_tokenizer import FileTokenizer
+from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import HashTokenizer, ModelTokenizer, tokenizer_of
 from rpc.errors import InvalidField
 
 SAMPLE = "The quick brown fox — naïve café 日本語 🦊🦊 jumped over the lazy dog. " * 3
 
 
-async def encode_prompt(text: Text, prompt: str | tuple[int, ...], field: str) -> tuple[int, ...]:
-    return await PromptEncoder(1).encode(text, prompt, field, "acme", 512)
+async def encode_prompt(text: ModelTokenizer, prompt: str | tuple[int, ...], field: str) -> tuple[int, ...]:
+    return await PromptTokenizer(1).tokenize(text, prompt, field, "acme", 512)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def files() -> dict[str, bytes]:
 
 
 def test_streaming_equals_decoding_the_whole(files: dict[str, bytes]) -> None:
-    text = TokenizerText(files)
-    prompt = text.encode("The quick 🦊", special_tokens=True)
+    text = FileTokenizer(files)
+    prompt = text.tokenize("The quick 🦊", special_tokens=True)
     seed = 7
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -50,28 +50,28 @@ def test_streaming_equals_decoding_the_whole(files: dict[str, bytes]) -> None:
 
 
 def test_special_tokens_are_shown_only_when_asked_for(files: dict[str, bytes]) -> None:
-    text = TokenizerText(files)
-    ids = [*text.encode("fox", special_tokens=True), 0]
+    text = FileTokenizer(files)
+    ids = [*text.tokenize("fox", special_tokens=True), 0]
     for skip, expected in ((True, "fox"), (False, "fox<end>")):
         stream = text.stream([], skip_special_tokens=skip)
         assert "".join(stream.push(token_id) for token_id in ids) + stream.flush() == expected
 
 
 async def test_a_model_without_tokenizer_takes_ids_only() -> None:
-    text = text_of("llama", {})
-    assert isinstance(text, NoText)
+    text = tokenizer_of("llama", {})
+    assert isinstance(text, ModelTokenizer)
     assert await encode_prompt(text, (1, 2), "token_ids") == (1, 2)
     with pytest.raises(InvalidField, match=r"tokenizer\.json"):
         await encode_prompt(text, "words", "prompt")
 
 
 async def test_the_hash_model_reads_bytes() -> None:
-    text = text_of("hash", {})
-    assert isinstance(text, HashText)
+    text = tokenizer_of("hash", {})
+    assert isinstance(text, HashTokenizer)
     assert await encode_prompt(text, "hé", "prompt") == (104, 195, 169)
     assert text.decode([104, 300], skip_special_tokens=True) == "h<300>"
 
 
 def test_a_broken_tokenizer_is_named() -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        text_of("llama", {"tokenizer.json": b"{"})
+        tokenizer_of("llama", {"tokenizer.json": b"{"})

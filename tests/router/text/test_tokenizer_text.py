@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from router.request import Chat, ChatMessage, PromptOptions
-from router.text.prompt_encoder import PromptEncoder
-from router.text.text import HashText, TooManyTokensError
-from router.text.tokenizer_text import TokenizerText, longest_token_bytes
+from router.text.file_tokenizer import FileTokenizer, longest_token_bytes
+from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import HashTokenizer, TooManyTokensError
 from rpc.errors import InvalidField
 from tests.router.small_tokenizers import KINDS, files_of, id_of, tokenizer_of
 
@@ -20,7 +20,7 @@ TEMPLATE = "<s>{% for m in messages %}{{ m.content if m.content is string else m
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_prompt_says_whether_its_special_tokens_are_read(kind: str) -> None:
-    text, encode = TokenizerText(files_of(kind)), PromptEncoder(1).encode
+    text, encode = FileTokenizer(files_of(kind)), PromptTokenizer(1).tokenize
     end, begin = id_of(kind, "<|end|>"), id_of(kind, "<s>")
     prompt = "the<|end|> fox<|end|>"
     whole = await encode(text, prompt, "prompt", "acme", 99)
@@ -45,14 +45,14 @@ async def test_a_prompt_says_whether_its_special_tokens_are_read(kind: str) -> N
     ],
 )
 async def test_the_texts_of_a_chat_make_no_special_tokens(message: ChatMessage) -> None:
-    text, encoder = TokenizerText(files_of("byte-level", chat_template=TEMPLATE)), PromptEncoder(1)
+    text, encoder = FileTokenizer(files_of("byte-level", chat_template=TEMPLATE)), PromptTokenizer(1)
     chat = Chat((message,))
-    ids = await encoder.encode_chat(text, text.chat, chat, "acme", 200, 0.0)
+    ids = await encoder.tokenize_chat(text, text.chat, chat, "acme", 200, 0.0)
     begin, end = id_of("byte-level", "<s>"), id_of("byte-level", "<|end|>")
     assert (ids[0], ids.count(begin)) == (begin, 1)
     assert (ids[-1], ids.count(end)) == (end, 1)
     assert text.decode(ids, skip_special_tokens=True) == message.content + "".join(message.parts)
-    parsed = await encoder.encode_chat(
+    parsed = await encoder.tokenize_chat(
         text, text.chat, chat, "acme", 200, 0.0, PromptOptions(parse_special_tokens=True)
     )
     assert parsed.count(end) > 1
@@ -60,7 +60,7 @@ async def test_the_texts_of_a_chat_make_no_special_tokens(message: ChatMessage) 
 
 
 async def test_a_prompt_is_cut_from_the_left_and_keeps_its_beginning() -> None:
-    text, encode = TokenizerText(files_of("byte-level")), PromptEncoder(1).encode
+    text, encode = FileTokenizer(files_of("byte-level")), PromptTokenizer(1).tokenize
     prompt = "The quick brown fox " * 20
     whole = tokenizer_of("byte-level").encode(prompt).ids
     cut = await encode(text, prompt, "prompt", "acme", 30, PromptOptions(truncate_to=12))
@@ -138,11 +138,11 @@ WORDS = ["[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
 A, B, C, CLS, SEP = (WORDS.index(word) for word in ("a", "b", "c", "[CLS]", "[SEP]"))
 
 
-def text_with(processor: processors.PostProcessor) -> TokenizerText:
+def text_with(processor: processors.PostProcessor) -> FileTokenizer:
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processor
-    return TokenizerText({"tokenizer.json": tokenizer.to_str().encode()})
+    return FileTokenizer({"tokenizer.json": tokenizer.to_str().encode()})
 
 
 BERT = processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS))
@@ -157,33 +157,33 @@ PAIR_TEMPLATE = processors.TemplateProcessing(
 @pytest.mark.parametrize("processor", [BERT, PAIR_TEMPLATE, ROBERTA], ids=["bert", "template", "roberta"])
 def test_the_post_processor_puts_its_tokens_around_texts(processor: processors.PostProcessor) -> None:
     text = text_with(processor)
-    assert text.encode_input("a b", None, 10, truncate=False) == ([CLS, A, B, SEP], 0)
+    assert text.tokenize_input("a b", None, 10, truncate=False) == ([CLS, A, B, SEP], 0)
     between, types = ([SEP, SEP], 0) if processor is ROBERTA else ([SEP], 3)  # RoBERTa has one type of token
     pair = [CLS, A, *between, B, C, SEP]
-    assert text.encode_input("a", "b c", 10, truncate=False) == (pair, types)
-    assert text.encode_input("a", "b c", len(pair), truncate=False) == (pair, types)
+    assert text.tokenize_input("a", "b c", 10, truncate=False) == (pair, types)
+    assert text.tokenize_input("a", "b c", len(pair), truncate=False) == (pair, types)
     for truncate in (True, False):  # a tokenizer that cuts is another one, made once
-        assert text.encode_input("a b", None, 4, truncate=truncate) == ([CLS, A, B, SEP], 0)
+        assert text.tokenize_input("a b", None, 4, truncate=truncate) == ([CLS, A, B, SEP], 0)
     with pytest.raises(TooManyTokensError) as caught:
-        text.encode_input("a", "b c", len(pair) - 1, truncate=False)
+        text.tokenize_input("a", "b c", len(pair) - 1, truncate=False)
     assert caught.value.tokens == len(pair)
 
 
 def test_the_longer_text_is_cut_at_its_end() -> None:
     text = text_with(BERT)
-    assert text.encode_input("a b c d e", None, 5, truncate=True)[0] == [CLS, A, B, C, SEP]
-    assert text.encode_input("a b c d e", None, 4, truncate=True)[0] == [CLS, A, B, SEP]
-    assert text.encode_input("a b c d e", "b", 6, truncate=True) == ([CLS, A, B, SEP, B, SEP], 2)
-    assert text.encode_input("a", "b c d e f", 6, truncate=True) == ([CLS, A, SEP, B, C, SEP], 3)
-    hashed = HashText()
-    assert hashed.encode_input("abcdef", "xy", 5, truncate=True) == ([*b"abcxy"], 2)
-    assert hashed.encode_input("ab", "uvwxyz", 5, truncate=True) == ([*b"abuvw"], 3)
-    assert hashed.encode_input("abcd", "wxyz", 5, truncate=True) == ([*b"abwxy"], 3)
+    assert text.tokenize_input("a b c d e", None, 5, truncate=True)[0] == [CLS, A, B, C, SEP]
+    assert text.tokenize_input("a b c d e", None, 4, truncate=True)[0] == [CLS, A, B, SEP]
+    assert text.tokenize_input("a b c d e", "b", 6, truncate=True) == ([CLS, A, B, SEP, B, SEP], 2)
+    assert text.tokenize_input("a", "b c d e f", 6, truncate=True) == ([CLS, A, SEP, B, C, SEP], 3)
+    hashed = HashTokenizer()
+    assert hashed.tokenize_input("abcdef", "xy", 5, truncate=True) == ([*b"abcxy"], 2)
+    assert hashed.tokenize_input("ab", "uvwxyz", 5, truncate=True) == ([*b"abuvw"], 3)
+    assert hashed.tokenize_input("abcd", "wxyz", 5, truncate=True) == ([*b"abwxy"], 3)
     with pytest.raises(TooManyTokensError):
-        hashed.encode_input("abc", "de", 4, truncate=False)
+        hashed.tokenize_input("abc", "de", 4, truncate=False)
 
 
 def test_a_model_without_special_tokens_gets_texts_as_they_are() -> None:
     text = text_with(processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[]))
-    assert text.encode_input("a b", None, 10, truncate=False) == ([A, B], 0)
-    assert text.encode_input("a b", "c", 10, truncate=False) == ([A, B, C], 1)
+    assert text.tokenize_input("a b", None, 10, truncate=False) == ([A, B], 0)
+    assert text.tokenize_input("a b", "c", 10, truncate=False) == ([A, B, C], 1)

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from router.request import Chat, EncodeInput, EncodeRequest, PromptOptions, TextPair
 from router.text.chat import ChatTemplate, TemplateRenderer, shielded_chat
-from router.text.text import Text, TooManyTokensError
+from router.text.tokenizer import ModelTokenizer, TooManyTokensError
 from rpc.errors import Internal, InvalidField
 from rpc.shares import FairTurns
 
@@ -33,7 +33,7 @@ RENDERED_CHARACTERS = 1 << 24
 THREADS = max(2, (os.cpu_count() or 1) // 2)
 
 
-class PromptEncoder:
+class PromptTokenizer:
     """Makes ids of the prompts of one router."""
 
     def __init__(self, threads: int = THREADS) -> None:
@@ -41,9 +41,9 @@ class PromptEncoder:
         self._turns = FairTurns(threads)
         self._renderer = TemplateRenderer()
 
-    async def encode(
+    async def tokenize(
         self,
-        text: Text,
+        tokenizer: ModelTokenizer,
         prompt: str | tuple[int, ...],
         field: str,
         tenant: str,
@@ -52,36 +52,38 @@ class PromptEncoder:
     ) -> tuple[int, ...]:
         """Return the ids of a prompt, at most `context`. Raises InvalidField, naming `field`."""
         if isinstance(prompt, str):
-            shielded = text.shield(prompt) if options.parse_special_tokens is False else prompt
-            return await self._encode(text, shielded, field, tenant, context, options, added=True)
+            shielded = tokenizer.shield(prompt) if options.parse_special_tokens is False else prompt
+            return await self._tokenize(tokenizer, shielded, field, tenant, context, options, added=True)
         if options.truncate_to is not None:
-            prompt = tuple(text.cut(prompt, options.truncate_to))
+            prompt = tuple(tokenizer.cut(prompt, options.truncate_to))
         if len(prompt) > context:
             raise _too_long(field, f"{len(prompt)} tokens", context)
         return prompt
 
-    async def encode_inputs(self, text: Text, request: EncodeRequest, limit: int) -> list[tuple[tuple[int, ...], int]]:
+    async def tokenize_inputs(
+        self, tokenizer: ModelTokenizer, request: EncodeRequest, limit: int
+    ) -> list[tuple[tuple[int, ...], int]]:
         """Return the ids of each input, at most `limit`, and how many of them are a pair's second text.
 
         Raises InvalidField, naming the input.
         """
         inputs = list(zip(request.inputs, request.fields, strict=True))
         if not request.truncate:  # before anything of their size is made
-            for given, field in inputs:
-                _check_input(text, given, field, limit)
+            for entry, field in inputs:
+                _check_input(tokenizer, entry, field, limit)
 
-        def encode() -> list[tuple[tuple[int, ...], int]]:
-            return [_ids_of(text, given, field, limit, truncate=request.truncate) for given, field in inputs]
+        def tokenize() -> list[tuple[tuple[int, ...], int]]:
+            return [_ids_of(tokenizer, entry, field, limit, truncate=request.truncate) for entry, field in inputs]
 
         return (
-            encode()
+            tokenize()
             if sum(map(_length, request.inputs)) <= SHORT_CHARACTERS
-            else await self.in_turn(request.tenant, encode)
+            else await self.in_turn(request.tenant, tokenize)
         )
 
-    async def encode_chat(
+    async def tokenize_chat(
         self,
-        text: Text,
+        tokenizer: ModelTokenizer,
         template: ChatTemplate,
         chat: Chat,
         tenant: str,
@@ -93,29 +95,37 @@ class PromptEncoder:
 
         Special tokens are the template's alone, unless the options say otherwise. Raises InvalidField or Unavailable.
         """
-        limit = RENDERED_CHARACTERS if text.longest_token is None else context * text.longest_token
+        limit = RENDERED_CHARACTERS if tokenizer.longest_token is None else context * tokenizer.longest_token
         if options.truncate_to is not None:
             limit = RENDERED_CHARACTERS
-        shielded = chat if options.parse_special_tokens else shielded_chat(chat, text.shield)
+        shielded = chat if options.parse_special_tokens else shielded_chat(chat, tokenizer.shield)
         rendered = await self._renderer.render(template.call(shielded, now, min(limit, RENDERED_CHARACTERS)), tenant)
         if not rendered:
             raise InvalidField("chat.messages", "the chat template makes no text of them", reason="CHAT_TEMPLATE")
-        return await self._encode(text, rendered, "chat", tenant, context, options, added=False)
+        return await self._tokenize(tokenizer, rendered, "chat", tenant, context, options, added=False)
 
-    async def _encode(
-        self, text: Text, prompt: str, field: str, tenant: str, context: int, options: PromptOptions, *, added: bool
+    async def _tokenize(
+        self,
+        tokenizer: ModelTokenizer,
+        prompt: str,
+        field: str,
+        tenant: str,
+        context: int,
+        options: PromptOptions,
+        *,
+        added: bool,
     ) -> tuple[int, ...]:
         keep = options.truncate_to
         if keep is None:
-            check_text(text, prompt, field, context)
+            check_text(tokenizer, prompt, field, context)
         special = added if options.add_special_tokens is None else options.add_special_tokens
 
-        def encode() -> tuple[int, ...]:
-            ids = text.encode(prompt, special_tokens=special, limit=context if keep is None else None)
-            return tuple(ids if keep is None else text.cut(ids, keep))
+        def tokenize() -> tuple[int, ...]:
+            ids = tokenizer.tokenize(prompt, special_tokens=special, limit=context if keep is None else None)
+            return tuple(ids if keep is None else tokenizer.cut(ids, keep))
 
         try:
-            return encode() if len(prompt) <= SHORT_CHARACTERS else await self.in_turn(tenant, encode)
+            return tokenize() if len(prompt) <= SHORT_CHARACTERS else await self.in_turn(tenant, tokenize)
         except Internal as error:  # the tokenizer's, which this prompt led to
             raise InvalidField(field, error.message, reason=error.reason) from None
         except TooManyTokensError as error:
@@ -140,25 +150,27 @@ class PromptEncoder:
         self._renderer.close()
 
 
-def _length(given: EncodeInput) -> int:
+def _length(entry: EncodeInput) -> int:
     """Return the characters of an input's texts, or the number of its ids."""
-    return len(given.first) + len(given.second) if isinstance(given, TextPair) else len(given)
+    return len(entry.first) + len(entry.second) if isinstance(entry, TextPair) else len(entry)
 
 
-def _check_input(text: Text, given: EncodeInput, field: str, limit: int) -> None:
-    if isinstance(given, tuple):
-        if len(given) > limit:
-            raise _too_long_input(field, f"{len(given)} tokens", limit)
-    elif size := _bytes_beyond(text, given.first + given.second if isinstance(given, TextPair) else given, limit):
+def _check_input(tokenizer: ModelTokenizer, entry: EncodeInput, field: str, limit: int) -> None:
+    if isinstance(entry, tuple):
+        if len(entry) > limit:
+            raise _too_long_input(field, f"{len(entry)} tokens", limit)
+    elif size := _bytes_beyond(tokenizer, entry.first + entry.second if isinstance(entry, TextPair) else entry, limit):
         raise _too_long_input(field, f"{size} bytes of text", limit)
 
 
-def _ids_of(text: Text, given: EncodeInput, field: str, limit: int, *, truncate: bool) -> tuple[tuple[int, ...], int]:
-    if isinstance(given, tuple):
-        return given[:limit], 0
-    first, second = (given.first, given.second) if isinstance(given, TextPair) else (given, None)
+def _ids_of(
+    tokenizer: ModelTokenizer, entry: EncodeInput, field: str, limit: int, *, truncate: bool
+) -> tuple[tuple[int, ...], int]:
+    if isinstance(entry, tuple):
+        return entry[:limit], 0
+    first, second = (entry.first, entry.second) if isinstance(entry, TextPair) else (entry, None)
     try:
-        ids, pair_tokens = text.encode_input(first, second, limit, truncate=truncate)
+        ids, pair_tokens = tokenizer.tokenize_input(first, second, limit, truncate=truncate)
     except Internal as error:
         raise InvalidField(field, error.message, reason=error.reason) from None
     except TooManyTokensError as error:
@@ -166,17 +178,17 @@ def _ids_of(text: Text, given: EncodeInput, field: str, limit: int, *, truncate:
     return tuple(ids), pair_tokens
 
 
-def check_text(text: Text, prompt: str, field: str, context: int) -> None:
+def check_text(tokenizer: ModelTokenizer, prompt: str, field: str, context: int) -> None:
     """Raise InvalidField where a text has more bytes than `context` of the model's longest tokens stand for."""
-    if size := _bytes_beyond(text, prompt, context):
+    if size := _bytes_beyond(tokenizer, prompt, context):
         raise _too_long(field, f"{size} bytes of text", context)
 
 
-def _bytes_beyond(text: Text, prompt: str, context: int) -> int:
+def _bytes_beyond(tokenizer: ModelTokenizer, prompt: str, context: int) -> int:
     """Return the size of a text in bytes if `context` tokens can't stand for them, else 0."""
-    if text.longest_token is None:
+    if tokenizer.longest_token is None:
         return 0
-    limit = context * text.longest_token
+    limit = context * tokenizer.longest_token
     size = len(prompt)  # characters: no more than its bytes
     if size <= limit < 4 * size:
         size = len(prompt.encode())

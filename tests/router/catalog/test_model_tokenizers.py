@@ -11,10 +11,10 @@ from redis.asyncio import Redis
 
 from broker.terms import QueueLimits
 from router.catalog.manifest import Manifest, RegisteredModel
-from router.catalog.models import LOOK_AGAIN_S, Models, ModelTexts
+from router.catalog.models import LOOK_AGAIN_S, Models, ModelTokenizers
 from router.request import PromptOptions
-from router.text.prompt_encoder import PromptEncoder
-from router.text.tokenizer_text import TokenizerText
+from router.text.file_tokenizer import FileTokenizer
+from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import InvalidField
 from tests.router.small_tokenizers import files_of
 
@@ -53,7 +53,7 @@ def manifest(name: str, files: dict[str, bytes]) -> Manifest:
 async def test_files_that_panic_hang_or_blow_up_are_not_loaded(name: str, caplog: pytest.LogCaptureFixture) -> None:
     files, why = HOSTILE[name]
     now = 0.0
-    texts, bad = ModelTexts(lambda: now), manifest("bad", files)
+    texts, bad = ModelTokenizers(lambda: now), manifest("bad", files)
     assert await texts.load(bad) is None
     assert texts.is_refused(bad.digest)
     assert texts.refusals[0].startswith("bad (")
@@ -89,8 +89,8 @@ async def test_a_router_goes_on_beside_a_model_that_panics() -> None:
 
 
 async def test_a_prompt_on_which_a_tokenizer_panics_is_refused_by_its_field() -> None:
-    text, encoder = TokenizerText(tokenizer(pre_tokenizer=split("(a|a)+$"))), PromptEncoder(1)
+    text, encoder = FileTokenizer(tokenizer(pre_tokenizer=split("(a|a)+$"))), PromptTokenizer(1)
     with pytest.raises(InvalidField, match="the model's tokenizer failed") as caught:
-        await encoder.encode(text, "a" * 40 + "!", "prompt", "acme", 1_000, PromptOptions())
+        await encoder.tokenize(text, "a" * 40 + "!", "prompt", "acme", 1_000, PromptOptions())
     assert (caught.value.field, caught.value.reason) == ("prompt", "TOKENIZER_FAILED")
     encoder.close()

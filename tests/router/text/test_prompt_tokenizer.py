@@ -10,14 +10,14 @@ import pytest
 
 from router.request import Chat, ChatMessage
 from router.text.chat import ChatTemplate
-from router.text.prompt_encoder import SHORT_CHARACTERS, SHORT_IDS, PromptEncoder
-from router.text.text import HashText
+from router.text.prompt_tokenizer import SHORT_CHARACTERS, SHORT_IDS, PromptTokenizer
+from router.text.tokenizer import HashTokenizer
 from rpc.errors import InvalidField
 
 LONG = "x" * (SHORT_CHARACTERS + 1)
 
 
-class WatchedText(HashText):
+class WatchedText(HashTokenizer):
     """A text that notes what is tokenized, and tokenizes long texts once `go` is set."""
 
     def __init__(self) -> None:
@@ -28,13 +28,13 @@ class WatchedText(HashText):
         self.beginnings = threading.Semaphore(0)
         self.threads: set[threading.Thread] = set()
 
-    def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
+    def tokenize(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         self.begun.append(text)
         self.beginnings.release()
         self.threads.add(threading.current_thread())
         if len(text) > SHORT_CHARACTERS:
             assert self.go.wait(10)
-        return super().encode(text, special_tokens=special_tokens, limit=limit)
+        return super().tokenize(text, special_tokens=special_tokens, limit=limit)
 
 
 @pytest.fixture
@@ -42,22 +42,24 @@ def text() -> WatchedText:
     return WatchedText()
 
 
-async def encoded(text: Any, prompt: str, tenant: str = "acme", *, encoder: PromptEncoder, context: int = 9999) -> int:
-    return len(await encoder.encode(text, prompt, "prompt", tenant, context))
+async def encoded(
+    text: Any, prompt: str, tenant: str = "acme", *, encoder: PromptTokenizer, context: int = 9999
+) -> int:
+    return len(await encoder.tokenize(text, prompt, "prompt", tenant, context))
 
 
 async def test_a_chat_whose_template_makes_no_text_is_refused(text: WatchedText) -> None:
-    encoder, chat = PromptEncoder(1), Chat((ChatMessage("user", "Hi"),))
+    encoder, chat = PromptTokenizer(1), Chat((ChatMessage("user", "Hi"),))
     try:
         with pytest.raises(InvalidField, match="makes no text of them") as refused:
-            await encoder.encode_chat(text, ChatTemplate("{{ 'x' | attr('__class__') }}"), chat, "acme", 99, 0.0)
+            await encoder.tokenize_chat(text, ChatTemplate("{{ 'x' | attr('__class__') }}"), chat, "acme", 99, 0.0)
         assert refused.value.field == "chat.messages"
     finally:
         encoder.close()
 
 
 async def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(text: WatchedText) -> None:
-    encoder = PromptEncoder(1)
+    encoder = PromptTokenizer(1)
     for prompt in ("x" * 401, "é" * 201, "🦊" * 101):
         with pytest.raises(InvalidField, match="bytes of text do not fit the context of 100") as refused:
             await encoded(text, prompt, encoder=encoder, context=100)
@@ -71,13 +73,13 @@ async def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(text:
 
 async def test_ids_beyond_the_context_are_refused(text: WatchedText) -> None:
     with pytest.raises(InvalidField, match="token_ids: 101 tokens"):
-        await PromptEncoder(1).encode(text, (1,) * 101, "token_ids", "acme", 100)
+        await PromptTokenizer(1).tokenize(text, (1,) * 101, "token_ids", "acme", 100)
 
 
 async def test_a_short_prompt_waits_for_no_long_one_and_a_long_one_not_for_another_tenant_s_flood(
     text: WatchedText,
 ) -> None:
-    encoder = PromptEncoder(2)
+    encoder = PromptTokenizer(2)
     flood = [asyncio.create_task(encoded(text, LONG, "loud", encoder=encoder)) for _ in range(5)]
     quiet = asyncio.create_task(encoded(text, LONG + "quiet", "quiet", encoder=encoder))
     for _ in range(2):
@@ -91,7 +93,7 @@ async def test_a_short_prompt_waits_for_no_long_one_and_a_long_one_not_for_anoth
 
 
 async def test_a_caller_that_leaves_does_not_free_the_thread_that_works_for_it(text: WatchedText) -> None:
-    encoder = PromptEncoder(1)
+    encoder = PromptTokenizer(1)
     leaving = asyncio.create_task(encoded(text, LONG, encoder=encoder))
     assert await asyncio.to_thread(text.beginnings.acquire, timeout=10)
     leaving.cancel()
@@ -103,6 +105,6 @@ async def test_a_caller_that_leaves_does_not_free_the_thread_that_works_for_it(t
 
 
 async def test_work_on_many_ids_takes_a_turn_and_on_few_none() -> None:
-    encoder = PromptEncoder(1)
+    encoder = PromptTokenizer(1)
     assert await encoder.run("acme", SHORT_IDS, threading.current_thread) is threading.current_thread()
     assert await encoder.run("acme", SHORT_IDS + 1, threading.current_thread) is not threading.current_thread()

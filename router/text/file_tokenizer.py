@@ -1,4 +1,11 @@
-"""Text of a model with a tokenizer.json, by the tokenizers library and the model's own chat template.
+"""The tokenizer of a model with a tokenizer.json, by the tokenizers library, and its ids to text as they come.
+
+    ids ──▶ bytes of each token ──▶ characters, as they become whole; U+FFFD for bytes that no character begins with
+
+Every token stands for bytes, and text is the UTF-8 reading of their sequence. So the pieces of a stream always add up
+to the text of all its ids, wherever they are cut, and what is shown is never taken back. The tokenizers library agrees,
+but for bytes of `<0x..>` tokens that are no UTF-8: it shows the whole run of such tokens as U+FFFD, also the characters
+that were whole before.
 
 As a child process of rpc.children this module tries out the files of a base model, and ends. What kills, hangs or blows
 up that process is not loaded by the router: files may be made for that, and the library panics, recurses and backtracks
@@ -7,6 +14,7 @@ on some.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import secrets
@@ -17,14 +25,21 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from router.text.chat import ChatTemplate
-from router.text.detokenizer import Detokenizer
-from router.text.text import TextStream, TooManyTokensError, panics_as_errors
+from router.text.tokenizer import ModelTokenizer, TextStream, TooManyTokensError, panics_as_errors
 from rpc.children.child import LAST, Json, serve
 
 # Parts of a tokenizer that never make a text shorter.
 _LOSSLESS = frozenset({"ByteLevel", "Prepend", "Metaspace", "Digits", "Split", "Sequence"})
 # Factor by which NFC makes a text shorter at most, in bytes: three Hangul letters of 3 bytes are one syllable of 3.
 _NFC_FACTOR = 3
+# Text of bytes that are no character.
+CUT = "\N{REPLACEMENT CHARACTER}"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+# Number of bytes at the end of a text that decide whether its last character is cut.
+_CHARACTER_BYTES = 4
+# Maximum number of ids at a prompt's end that are looked at for these bytes: all others may be skipped, or no tokens.
+_TAIL_IDS = 256
+_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 def longest_token_bytes(tokenizer_json: Mapping[str, Any]) -> int | None:
@@ -50,8 +65,8 @@ def _parts(part: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]:
     """Return a part of a tokenizer and, of a sequence, its parts."""
     if part is None:
         return []
-    inner = [*part.get("normalizers", ()), *part.get("pretokenizers", ())]
-    return [part, *(found for one in inner for found in _parts(one))]
+    inner = [one for name in ("normalizers", "pretokenizers", "decoders") for one in part.get(name, ())]
+    return [part, *(piece for one in inner for piece in _parts(one))]
 
 
 def _keeps_length(part: Mapping[str, Any]) -> bool:
@@ -135,8 +150,138 @@ def _begin(tokenizer: Tokenizer, begin: str) -> tuple[int, ...]:
     return () if token_id is None else (token_id,)
 
 
-class TokenizerText:
-    """The text of a model with a tokenizer.json."""
+class Detokenizer:
+    """The bytes of each token of a tokenizer. `special`: ids that are left out where special tokens are skipped."""
+
+    def __init__(self, tokenizer: Tokenizer, tokenizer_json: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        kinds = {part["type"] for part in _parts(tokenizer_json.get("decoder"))}
+        self._letters = _letters() if "ByteLevel" in kinds else None
+        self._byte_fallback = "ByteFallback" in kinds
+        self.special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self.inner = _InnerBytes(self)
+        self._anchor, self._anchor_text = self._find_anchor()
+
+    def _find_anchor(self) -> tuple[list[int], str]:
+        """Return a token of plain letters and its text, to see what others add after it."""
+        if self._letters is None:
+            for token_id in range(self._tokenizer.get_vocab_size()):
+                text = self._decoded([token_id])
+                if text.isascii() and text.isalnum() and self._decoded([token_id, token_id]).startswith(text):
+                    return [token_id], text
+        return [], ""
+
+    def _decoded(self, ids: list[int]) -> str:
+        with panics_as_errors():
+            return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def has(self, token_id: int) -> bool:
+        """Return whether there is such a token: the vocabularies of models are padded."""
+        return self._tokenizer.id_to_token(token_id) is not None
+
+    def bytes_of(self, token_id: int, *, first: bool) -> bytes:
+        """Return the bytes of a token; many tokenizers leave out the space in front of the first token of a text."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._letters is not None:
+            return self._letter_bytes(token, self._letters)
+        text = self._decoded([token_id] if first else [*self._anchor, token_id])
+        if self._byte_fallback and (byte := _BYTE.fullmatch(token)) and not (first and CUT not in text):
+            return bytes.fromhex(byte[1])
+        return (text if first else text.removeprefix(self._anchor_text)).encode()
+
+    @staticmethod
+    def _letter_bytes(token: str, letters: Mapping[str, int]) -> bytes:
+        try:
+            return bytes([letters[letter] for letter in token])
+        except KeyError:  # an added token, in letters of its own
+            return token.encode()
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
+        """Return the text of ids; unless `whole`, without a character that is cut at the end."""
+        special = self.special if skip_special_tokens else frozenset[int]()
+        shown, parts = (token_id for token_id in ids if token_id not in special), []
+        for token_id in shown:
+            parts.append(self.bytes_of(token_id, first=True))
+            if self.has(token_id):
+                break
+        parts.extend(map(self.inner.__getitem__, shown))
+        return _decoder("replace").decode(b"".join(parts), whole)
+
+    def stream(self, prompt_ids: Sequence[int], *, skipped: frozenset[int], echo: bool) -> TokenStream:
+        """Return a stream for the ids after a prompt, without those that are `skipped`.
+
+        `echo`: the prompt's text is shown before them.
+        """
+        tail = b""
+        first = True
+        for token_id in reversed(prompt_ids[-_TAIL_IDS:]):
+            if token_id not in skipped and self.has(token_id):
+                first = False
+                tail = self.inner[token_id] + tail
+                if len(tail) >= _CHARACTER_BYTES:
+                    break
+        return TokenStream(self, skipped, tail, first=first, echo=echo)
+
+
+class _InnerBytes(dict[int, bytes]):
+    """The bytes of tokens that are not the first of a text, by id, each found when it is needed first."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._detokenizer.bytes_of(token_id, first=False)
+        return found
+
+
+class TokenStream:
+    """The text of an answer's ids; `tail`: the prompt's last bytes, whose last character the answer may complete."""
+
+    def __init__(
+        self, detokenizer: Detokenizer, skipped: frozenset[int], tail: bytes, *, first: bool, echo: bool
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._skipped = skipped
+        self._first = first
+        self._decoder = _decoder("replace")
+        self._decoder.decode(tail)
+        # Text of the prompt's last bytes where the answer completes no character with them: no part of the answer.
+        self._prompt_text = "" if echo else self._decoder.getstate()[0].decode(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """Return the text that a token adds; a character that is cut waits for its rest."""
+        if token_id in self._skipped:
+            return ""
+        if self._first:
+            piece = self._detokenizer.bytes_of(token_id, first=True)
+            self._first = not self._detokenizer.has(token_id)
+        else:
+            piece = self._detokenizer.inner[token_id]
+        text = self._decoder.decode(piece)
+        return self._without_prompt(text) if self._prompt_text else text
+
+    def flush(self) -> str:
+        """Return the text that still waits, after the last id."""
+        text = self._decoder.decode(b"", True)
+        return self._without_prompt(text) if self._prompt_text else text
+
+    def _without_prompt(self, text: str) -> str:
+        if text:
+            text, self._prompt_text = text.removeprefix(self._prompt_text), ""
+        return text
+
+
+def _letters() -> dict[str, int]:
+    """Return the byte of each letter in which byte-level vocabularies write bytes, as GPT-2's bytes_to_unicode."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+class FileTokenizer(ModelTokenizer):
+    """The tokenizer of a model with a tokenizer.json."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         try:
@@ -153,8 +298,8 @@ class TokenizerText:
         self._cut_to: tuple[int, Tokenizer] | None = None
         self._special = SpecialTokens(self._tokenizer, self.chat.tokens.get("bos_token", ""))
 
-    def encode(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
-        """See Text."""
+    def tokenize(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
+        """See ModelTokenizer."""
         parts = self._special.parts(text)
         added = list(self._special.added) if special_tokens and len(parts) > 1 else []
         # Only the batch call releases the interpreter's lock; offsets are not needed.
@@ -165,8 +310,8 @@ class TokenizerText:
             raise TooManyTokensError(count)
         return added + [token_id for encoding in encodings for token_id in encoding.ids]
 
-    def encode_input(self, text: str, second: str | None, limit: int, *, truncate: bool) -> tuple[list[int], int]:
-        """See Text; as transformers does it, with the post-processor of tokenizer.json."""
+    def tokenize_input(self, text: str, second: str | None, limit: int, *, truncate: bool) -> tuple[list[int], int]:
+        """See ModelTokenizer; as transformers does it, with the post-processor of tokenizer.json."""
         tokenizer = self._truncating(limit) if truncate else self._tokenizer
         with panics_as_errors():
             (encoding,) = tokenizer.encode_batch_fast([text if second is None else (text, second)])
@@ -184,35 +329,30 @@ class TokenizerText:
         return self._cut_to[1]
 
     def shield(self, text: str) -> str:
-        """See Text."""
+        """See ModelTokenizer."""
         return self._special.shield(text)
 
     def cut(self, ids: Sequence[int], keep: int) -> Sequence[int]:
-        """See Text."""
+        """See ModelTokenizer."""
         return self._special.cut(ids, keep)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool, whole: bool = True) -> str:
-        """See Text."""
+        """See ModelTokenizer."""
         return self._detokenizer.decode(ids, skip_special_tokens=skip_special_tokens, whole=whole)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """See Text."""
+        """See ModelTokenizer."""
         return self._detokenizer.inner[token_id]
 
     def special_token(self, text: str) -> int | None:
-        """See Text."""
+        """See ModelTokenizer."""
         token_id = self._tokenizer.token_to_id(text)
         return token_id if token_id in self._detokenizer.special else None
 
     def stream(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool,
-        echo: bool = False,
-        marks: Sequence[str] = (),
+        self, prompt_ids: Sequence[int], *, skip_special_tokens: bool, echo: bool = False, marks: Sequence[str] = ()
     ) -> TextStream:
-        """See Text."""
+        """See ModelTokenizer."""
         shown = frozenset(map(self.special_token, marks))
         skipped = self._detokenizer.special - shown if skip_special_tokens else frozenset[int]()
         return self._detokenizer.stream(prompt_ids, skipped=skipped, echo=echo)
@@ -245,12 +385,12 @@ def _answer(request: Mapping[str, Any]) -> Json:
 
 
 def _try_out(files: Mapping[str, bytes]) -> None:
-    text = TokenizerText(files)
+    tokenizer = FileTokenizer(files)
     for sample in _SAMPLES:
-        ids = text.encode(sample, special_tokens=True)
+        ids = tokenizer.tokenize(sample, special_tokens=True)
         if len(ids) > _TOKENS_A_CHARACTER * len(sample):
             raise ValueError(f"makes {len(ids)} tokens of {len(sample)} characters")
-        if len(shown := text.decode(ids, skip_special_tokens=False)) > _CHARACTERS_A_TOKEN * len(ids):
+        if len(shown := tokenizer.decode(ids, skip_special_tokens=False)) > _CHARACTERS_A_TOKEN * len(ids):
             raise ValueError(f"makes {len(shown)} characters of {len(ids)} tokens")
 
 
