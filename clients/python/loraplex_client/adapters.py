@@ -22,12 +22,9 @@ from loraplex_client.resources import (
     FitnessCertificate,
     Pushed,
     Revision,
-    adapter_of,
     certificate_message,
-    certificate_of,
     model_message,
-    model_of,
-    revision_of,
+    resource_of,
 )
 from loraplex_client.retries import read_addresses
 
@@ -105,14 +102,16 @@ class StoreCalls:
         header = adapters_pb2.UploadHeader(adapter=name, base_model=base_model, alias=alias)
         config, weights = read_config(Path(directory)), Path(directory) / WEIGHTS_FILE
         response = yield Call("UploadRevision", UploadRequests(_upload_requests(header, config, weights, progress)))
-        return Pushed(adapter_of(response.adapter), revision_of(response.revision), response.created)
+        return Pushed(
+            resource_of(Adapter, response.adapter), resource_of(Revision, response.revision), response.created
+        )
 
     @method
     def list(self, tenant: str = "") -> Script[tuple[Adapter, ...]]:
         """Return the adapters that the caller may use: its own and the shared ones, or those of one `tenant`."""
         request = adapters_pb2.ListAdaptersRequest(parent=f"tenants/{tenant}" if tenant else "", page_size=PAGE_SIZE)
         messages = yield from pages("ListAdapters", request, lambda page: page.adapters)
-        return tuple(map(adapter_of, messages))
+        return tuple(resource_of(Adapter, message) for message in messages)
 
     @method
     def get(self, name: str) -> Script[tuple[Adapter, Revision]]:
@@ -129,21 +128,21 @@ class StoreCalls:
         """Return an adapter's revisions, newest first."""
         request = adapters_pb2.ListRevisionsRequest(parent=self._full_name(name), page_size=PAGE_SIZE)
         messages = yield from pages("ListRevisions", request, lambda page: page.revisions)
-        return tuple(map(revision_of, messages))
+        return tuple(resource_of(Revision, message) for message in messages)
 
     @method
     def set_alias(self, name: str, alias: str, digest: str) -> Script[Adapter]:
         """Move `alias` to the revision of that digest, atomically; an empty digest removes it."""
         request = adapters_pb2.SetAliasRequest(adapter=self._full_name(name), alias=alias, digest=digest)
         response = yield Call("SetAlias", request)
-        return adapter_of(response.adapter)
+        return resource_of(Adapter, response.adapter)
 
     @method
     def certify(self, revision: str, certificate: FitnessCertificate) -> Script[FitnessCertificate]:
         """Keep the certificate of a revision, by its full name; returns it with the store's verdict."""
         request = adapters_pb2.CertifyRevisionRequest(name=revision, certificate=certificate_message(certificate))
         response = yield Call("CertifyRevision", request)
-        return certificate_of(response.certificate)
+        return resource_of(FitnessCertificate, response.certificate)
 
     @method
     def download(self, name: str, directory: str | Path) -> Script[Revision]:
@@ -170,14 +169,14 @@ class StoreCalls:
             sha256 = f"sha256:{hashlib.sha256(content).hexdigest()}"
             header.model.files.add(name=name, size=len(content), sha256=sha256)
         response = yield Call("RegisterBaseModel", UploadRequests(_register_requests(header, files)))
-        return model_of(response.model)
+        return resource_of(BaseModel, response.model)
 
     @method
     def models(self) -> Script[tuple[BaseModel, ...]]:
         """Return the registered base models."""
         request = adapters_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE)
         messages = yield from pages("ListBaseModels", request, lambda page: page.models)
-        return tuple(map(model_of, messages))
+        return tuple(resource_of(BaseModel, message) for message in messages)
 
     def _full_name(self, name: str) -> str:
         """Return the full name of an adapter; a short name means the tenant's own, whom the store may know alone."""
@@ -186,7 +185,7 @@ class StoreCalls:
 
 def _get(name: str) -> Script[tuple[Adapter, Revision]]:
     response = yield Call("GetAdapter", adapters_pb2.GetAdapterRequest(name=name))
-    return adapter_of(response.adapter), revision_of(response.revision)
+    return resource_of(Adapter, response.adapter), resource_of(Revision, response.revision)
 
 
 def read_config(directory: Path) -> bytes:
@@ -273,7 +272,7 @@ class _Incoming:
     def take(self, response: adapters_pb2.DownloadRevisionResponse) -> None:
         """Keep a message's description, or append its chunk to its file."""
         if response.WhichOneof("part") == "revision":
-            self._revision = revision_of(response.revision)
+            self._revision = resource_of(Revision, response.revision)
             return
         name = response.chunk.name
         if name not in (CONFIG_FILE, WEIGHTS_FILE):  # A path could lead out of the directory.

@@ -185,28 +185,20 @@ class GenerateOptions(ChatOptions, total=False):
     messages: ChatMessages | None
 
 
-# The path of each option in GenerateSpec.
+# The path of each option in GenerateSpec: most are fields of its groups, under their own names.
 _PATHS: dict[str, str] = {
+    **{name: name for name in ("model", "request_id", "priority", "json_schema", "regex", "grammar")},
+    **{
+        field.name: f"{group}.{field.name}"
+        for group in ("prompt_options", "sampling", "stopping", "output")
+        for field in inference_pb2.GenerateSpec.DESCRIPTOR.fields_by_name[group].message_type.fields  # type: ignore[union-attr]
+        if field.name in GenerateOptions.__annotations__
+    },
     "token_ids": "token_ids.ids",
     "adapter_id": "adapter",
     "choices": "choices.values",
-    "add_special_tokens": "prompt_options.add_special_tokens",
-    "parse_special_tokens": "prompt_options.parse_special_tokens",
     "truncate_prompt_tokens": "prompt_options.truncate_to",
-    **{name: name for name in ("model", "request_id", "priority", "json_schema", "regex", "grammar")},
-    **{
-        name: f"sampling.{name}"
-        for name in (
-            "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "repetition_penalty",
-            "frequency_penalty", "presence_penalty", "logit_bias", "seed",
-        )
-    },
-    **{name: f"stopping.{name}" for name in ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")},
-    **{
-        name: f"output.{name}"
-        for name in ("n", "best_of", "logprobs", "prompt_logprobs", "echo", "skip_special_tokens", "stream_interval")
-    },
-}  # fmt: skip
+}
 
 
 def with_keywords(options: type) -> Callable[[F], F]:

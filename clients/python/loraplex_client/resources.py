@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any, TypeVar
 
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.adapters.v1 import adapters_pb2
 
@@ -121,105 +124,46 @@ class BaseModel:
     kv_cache_dtype: str = ""
 
 
-def adapter_of(message: adapters_pb2.Adapter) -> Adapter:
-    """Return the adapter in a message."""
-    return Adapter(
-        name=message.name,
-        base_model=message.base_model,
-        aliases=dict(message.aliases),
-        create_time=_time_of(message.create_time),
-        update_time=_time_of(message.update_time),
-        etag=message.etag,
-    )
+T = TypeVar("T")
 
 
-def revision_of(message: adapters_pb2.Revision) -> Revision:
-    """Return the revision in a message."""
-    return Revision(
-        name=message.name,
-        digest=message.digest,
-        base_model=message.base_model,
-        base_digest=message.base_digest,
-        rank=message.rank,
-        weight_bytes=message.weight_bytes,
-        create_time=_time_of(message.create_time),
-        certificates=tuple(map(certificate_of, message.certificates)),
-    )
+def resource_of(cls: type[T], message: Message) -> T:
+    """Return the resource of a class in a message, whose fields have the same names."""
+    fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]  # all of these classes are dataclasses
+    values = {field.name: _value_of(getattr(message, field.name)) for field in fields}
+    if cls is FitnessCertificate:
+        values["verdict"] = _VERDICTS.get(values["verdict"], "")
+    return cls(**values)
 
 
-def certificate_of(message: adapters_pb2.FitnessCertificate) -> FitnessCertificate:
-    """Return the certificate in a message."""
-    return FitnessCertificate(
-        quantization=message.quantization,
-        base_digest=message.base_digest,
-        prompts=message.prompts,
-        drawn=message.drawn,
-        tokens=message.tokens,
-        agreement=message.agreement,
-        mean_kl=message.mean_kl,
-        max_kl=message.max_kl,
-        verdict=_VERDICTS.get(message.verdict, ""),
-        breach=message.breach,
-        create_time=_time_of(message.create_time),
-    )
+def _value_of(value: Any) -> Any:
+    match value:
+        case Timestamp():
+            return value.ToDatetime(tzinfo=UTC)
+        case Message():
+            return resource_of(_CLASSES[value.DESCRIPTOR.name], value)
+        case Mapping():
+            return dict(value)
+        case str():
+            return value
+        case Sequence():
+            return tuple(map(_value_of, value))
+    return value
+
+
+# The classes of messages that are in others.
+_CLASSES: Mapping[str, type] = {"FitnessCertificate": FitnessCertificate, "Module": Module, "FileInfo": ModelFile}
 
 
 def certificate_message(certificate: FitnessCertificate) -> adapters_pb2.FitnessCertificate:
     """Return the message of a certificate, without what the store fills in."""
-    return adapters_pb2.FitnessCertificate(
-        quantization=certificate.quantization,
-        base_digest=certificate.base_digest,
-        prompts=certificate.prompts,
-        drawn=certificate.drawn,
-        tokens=certificate.tokens,
-        agreement=certificate.agreement,
-        mean_kl=certificate.mean_kl,
-        max_kl=certificate.max_kl,
-    )
-
-
-def model_of(message: adapters_pb2.BaseModel) -> BaseModel:
-    """Return the base model in a message."""
-    return BaseModel(
-        name=message.name,
-        digest=message.digest,
-        architecture=message.architecture,
-        context_length=message.context_length,
-        vocab_size=message.vocab_size,
-        end_token_ids=tuple(message.end_token_ids),
-        modules=tuple(Module(module.name, module.in_features, module.out_features) for module in message.modules),
-        files=tuple(ModelFile(file.name, file.size, file.sha256) for file in message.files),
-        create_time=_time_of(message.create_time),
-        tasks=tuple(message.tasks),
-        labels=tuple(message.labels),
-        pooling=message.pooling,
-        quantization=message.quantization,
-        original_digest=message.original_digest,
-        kv_cache_dtype=message.kv_cache_dtype,
-    )
+    return adapters_pb2.FitnessCertificate(**_without(certificate, "verdict", "breach", "create_time"))
 
 
 def model_message(model: BaseModel) -> adapters_pb2.BaseModel:
     """Return the message that registers a base model."""
-    return adapters_pb2.BaseModel(
-        name=model.name,
-        digest=model.digest,
-        architecture=model.architecture,
-        context_length=model.context_length,
-        vocab_size=model.vocab_size,
-        end_token_ids=model.end_token_ids,
-        modules=[
-            adapters_pb2.Module(name=module.name, in_features=module.in_features, out_features=module.out_features)
-            for module in model.modules
-        ],
-        tasks=model.tasks,
-        labels=model.labels,
-        pooling=model.pooling,
-        quantization=model.quantization,
-        original_digest=model.original_digest,
-        kv_cache_dtype=model.kv_cache_dtype,
-    )
+    return adapters_pb2.BaseModel(**_without(model, "files", "create_time"))
 
 
-def _time_of(message: Timestamp) -> datetime:
-    return message.ToDatetime(tzinfo=UTC)
+def _without(resource: Any, *names: str) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(resource).items() if name not in names}
