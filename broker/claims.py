@@ -121,9 +121,8 @@ class Claims:
     def _jobs(self, answer: _ScanAnswer) -> list[Job]:
         """Read the jobs of an answer. The router of one that cannot be read dispatches it again."""
         if self._seals is not None:
-            from broker.sealed_jobs import open_jobs
-
-            jobs = open_jobs(self._seals, self._keys, answer.bodies, answer.facts)
+            pairs = zip(answer.bodies, answer.facts, strict=True)
+            jobs = [self._seals.open_job(self._keys.prefix, body, facts) for body, facts in pairs]
         else:
             jobs = _readable(answer.bodies, decode_job)
         if answer.last_apart and (last := jobs[-1]) is not None:

@@ -1,27 +1,31 @@
-"""Operators' commands to an incarnation of a worker, over a list of its own. Commands are not acknowledged.
+"""Operators' commands to an incarnation of a worker, over a list of its own, and the adapters that all workers keep.
 
-An entry of the list is the verb; if it concerns an adapter, a space and the bytes of a queue.v1 Wanted follow. With
-credentials all of that is sealed for the one list: the entry is `sealed`, a space, and the bytes of a queue.v1 Sealed.
+Commands are not acknowledged. An entry of the list is the verb; if it concerns an adapter, a space and the bytes of a
+queue.v1 Wanted follow. With credentials all of that is sealed for the one list: the entry is `sealed`, a space, and the
+bytes of a queue.v1 Sealed.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf.message import DecodeError
-from loraplex.queue.v1 import queue_pb2
 from redis.asyncio import Redis
 
 from broker.codec import decode_adapter_request, encode_adapter_request
 from broker.keys import Keys
-from broker.messages import AdapterRequest
+from broker.messages import AdapterRef, AdapterRequest, SealKind
 from broker.scripts import SCRIPTS
-from broker.seal_kinds import SealError, SealKind
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # seals load cryptography
     from broker.seals import Seals
+
+log = logging.getLogger(__name__)
 
 # Time in ms that a command waits for its worker, and maximum number of commands that wait for one.
 COMMAND_TTL_MS = 30_000
@@ -81,7 +85,12 @@ class CommandQueue:
     async def send(self, incarnation: str, command: Command) -> None:
         """Send a command; a live worker receives it at once. Of more than COMMANDS_LIMIT the oldest are dropped."""
         key = self._keys.commands(incarnation)
-        entry = encode_command(command) if self._seals is None else _seal(self._seals, key, command)
+        if self._seals is None:
+            entry = encode_command(command)
+        else:
+            if command.request is not None:
+                command = replace(command, request=self._seals.granted_request(command.request))
+            entry = _SEALED + self._seals.seal(SealKind.COMMAND, key, encode_command(command)).SerializeToString()
         arguments: list[bytes | int] = [entry, COMMANDS_LIMIT, COMMAND_TTL_MS]
         await self._send(key, arguments)
 
@@ -90,28 +99,112 @@ class CommandQueue:
         key = self._keys.commands(incarnation)
         if self._seals is not None:
             self._seals.look()
-        answer = await self._redis.blpop([key], timeout=timeout_s)
+        answer: Any = await self._redis.blpop([key], timeout=timeout_s)
         if answer is None:
             return None
-        data = answer[1]
-        assert isinstance(data, bytes), "connect() makes clients of bytes"
-        return decode_command(data) if self._seals is None else _open(self._seals, key, data)
+        data: bytes = answer[1]
+        if self._seals is None:
+            return decode_command(data)
+        sealed = data.removeprefix(_SEALED) if data.startswith(_SEALED) else None
+        content = self._seals.open_or_refuse(SealKind.COMMAND, key, sealed)
+        return None if content is None else decode_command(content)
 
 
-def _seal(seals: Seals, key: str, command: Command) -> bytes:
-    if command.request is not None:
-        command = replace(command, request=seals.granted_request(command.request))
-    return _SEALED + seals.seal(SealKind.COMMAND, key, encode_command(command)).SerializeToString()
+def is_unpinned_by(pinned: AdapterRef, unpinned: AdapterRef) -> bool:
+    """Return whether unpinning one revision unpins the other: the same bytes, or a revision of the same adapter."""
+    return pinned.digest == unpinned.digest or _adapter(pinned) == _adapter(unpinned)
 
 
-def _open(seals: Seals, key: str, data: bytes) -> Command | None:
-    try:
-        if not data.startswith(_SEALED):
-            raise SealError("UNSEALED", "a command without a seal")
-        sealed = queue_pb2.Sealed.FromString(data.removeprefix(_SEALED))
-        return decode_command(seals.open(SealKind.COMMAND, key, sealed))
-    except SealError as error:
-        seals.on_refused(SealKind.COMMAND, error)
-    except DecodeError:
-        seals.on_refused(SealKind.COMMAND, SealError("UNSEALED", "a command that is no message"))
-    return None
+def concerns_tenant(request: AdapterRequest, tenant: str) -> bool:
+    """Return whether an adapter, or a part of it, is a tenant's, or was requested for the tenant."""
+    return request.tenant == tenant or any(is_of_tenant(part.revision, tenant) for part in request.adapter.summands)
+
+
+def is_of_tenant(revision: str, tenant: str) -> bool:
+    """Return whether a revision, by its full name, is of an adapter of a tenant."""
+    return revision.startswith(f"tenants/{tenant}/")
+
+
+def _adapter(ref: AdapterRef) -> str:
+    return ref.revision.rpartition("/")[0]
+
+
+class PinnedAdapters:
+    """Pinned adapters in Redis, a hash by digest and tenant; with `seals` each is sealed for its field.
+
+    Tenants that pin the same bytes have a record each.
+    """
+
+    def __init__(self, redis: Redis, keys: Keys, seals: Seals | None = None) -> None:
+        self._redis = redis
+        self._key = keys.pins
+        self._seals = seals
+        # Certificate and job key with which this process has renewed all pins; None: not yet.
+        self._made_with: tuple[int, str] | None = None
+        self._renew = SCRIPTS.register(redis, "renew_pin")
+
+    async def pin(self, request: AdapterRequest) -> None:
+        """Pin an adapter for a tenant."""
+        field = f"{request.adapter.digest} {request.tenant}"
+        await self._redis.hset(self._key, field, self._encode(field, request))
+
+    async def unpin(self, ref: AdapterRef) -> None:
+        """Unpin an adapter with all its revisions, whoever has pinned it; does nothing if none is pinned."""
+        await self._remove(lambda request: is_unpinned_by(request.adapter, ref))
+
+    async def forget_tenant(self, tenant: str) -> int:
+        """Unpin the adapters of a tenant, and what was pinned for it alone; return the number of records."""
+        return await self._remove(lambda request: concerns_tenant(request, tenant))
+
+    async def _remove(self, goes: Callable[[AdapterRequest], bool]) -> int:
+        gone = [field for field, request in await self._records() if goes(request)]
+        if gone:
+            await self._redis.hdel(self._key, *gone)
+        return len(gone)
+
+    async def renew_grants(self, now: Callable[[], float] = time.time) -> None:
+        """Give pins new grants whose grants end soon, for workers that start later; all pins with another certificate.
+
+        The former certificate, or the former job key, may end before the grants do.
+        """
+        if self._seals is None:
+            return
+        from tenancy.signatures import GRANT_S, left_s
+
+        made_with = self._seals.made_with()
+        for field, request in await self._records():
+            if made_with != self._made_with or left_s(request.adapter.grant, now()) < GRANT_S / 2:
+                await self._renew(self._key, [field, self._encode(field, request)])
+        self._made_with = made_with
+
+    async def list(self) -> list[AdapterRequest]:
+        """Return all pinned adapters, for each tenant that has pinned it."""
+        return [request for _, request in await self._records()]
+
+    async def _records(self) -> Sequence[tuple[str, AdapterRequest]]:
+        """Return the fields that can be read, and their pins."""
+        records: list[tuple[str, AdapterRequest]] = []
+        if self._seals is not None:
+            self._seals.look()
+        entries = cast(dict[bytes, bytes], await self._redis.hgetall(self._key))  # connect() makes clients of bytes
+        for name, data in entries.items():
+            field = name.decode(errors="replace")
+            content: bytes | None = data
+            if self._seals is not None:
+                content = self._seals.open_or_refuse(SealKind.PIN, self._place(field), data)
+            if content is None:
+                continue
+            try:
+                records.append((field, decode_adapter_request(content)))
+            except DecodeError:  # another version wrote it
+                log.warning("cannot read a pin of %d bytes", len(data))
+        return records
+
+    def _encode(self, field: str, request: AdapterRequest) -> bytes:
+        if self._seals is None:
+            return encode_adapter_request(request)
+        content = encode_adapter_request(self._seals.granted_request(request))
+        return self._seals.seal(SealKind.PIN, self._place(field), content).SerializeToString()
+
+    def _place(self, field: str) -> str:
+        return f"{self._key} {field}"

@@ -200,6 +200,15 @@ class AdapterTiers:
     disk_misses: int = 0
 
 
+class SealKind(StrEnum):
+    """The uses of seals (broker/seals.py)."""
+
+    JOB = "job"
+    COMMAND = "command"
+    # Adapters that all workers keep: such a seal does not expire, and is opened by each worker that starts.
+    PIN = "pin"
+
+
 class WorkerPhase(StrEnum):
     """The phase of a live worker: only a serving one claims jobs."""
 

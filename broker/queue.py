@@ -19,12 +19,11 @@ from broker.batched_script import BatchedScript
 from broker.claim_arguments import packed_reports
 from broker.claim_memory import ClaimMemory
 from broker.claims import Claims
-from broker.commands import CommandQueue
+from broker.commands import CommandQueue, PinnedAdapters
 from broker.dead import DeadLetters
 from broker.keys import Keys
 from broker.ledger import ReserveCall
 from broker.messages import Capacity, Job
-from broker.pins import PinnedAdapters
 from broker.quarantine import Quarantine, QuarantinedError
 from broker.queue_entry import Entry, is_short
 from broker.scripts import SCRIPTS, Scripts
@@ -156,11 +155,7 @@ class JobQueue:
 
     def make_entry(self, job: Job, placement: Placement) -> Entry:
         """Return a job's entry, sealed with credentials: that takes as long as all else of an enqueue."""
-        if self._seals is None:
-            return Entry.from_job(job, placement)
-        from broker.sealed_jobs import sealed_entry
-
-        return sealed_entry(self._seals, self.keys, job, placement)
+        return self._seals.entry(self.keys.prefix, job, placement) if self._seals else Entry.from_job(job, placement)
 
     async def claim(
         self,

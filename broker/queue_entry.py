@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
@@ -50,8 +49,8 @@ class Entry:
     body: bytes
 
     @classmethod
-    def from_job(cls, job: Job, placement: Placement, seal: Callable[[bytes], bytes] = bytes) -> Entry:
-        """Return a job's entry; `seal` makes its body of the encoded job."""
+    def from_job(cls, job: Job, placement: Placement, body: bytes | None = None) -> Entry:
+        """Return a job's entry; without a `body`, the encoded job is it."""
         return cls(
             tenant=job.tenant,
             attempt=job.attempt,
@@ -72,7 +71,7 @@ class Entry:
             key=placement.key.key,
             key_weight=placement.key.weight,
             wanted=encode_adapter_request(AdapterRequest(job.adapter, job.tenant)) if job.adapter else b"",
-            body=seal(encode_job(replace(job, weight=placement.weight))),
+            body=encode_job(replace(job, weight=placement.weight)) if body is None else body,
         )
 
     @property
@@ -82,7 +81,9 @@ class Entry:
 
 
 _NAMES = [field.name for field in fields(Entry)]
-_facts_of = attrgetter(*_NAMES[: _NAMES.index("begun")])
+# Names of the facts, in the order in which they are packed.
+FACTS = tuple(_NAMES[: _NAMES.index("begun")])
+_facts_of = attrgetter(*FACTS)
 
 
 def is_short(job: Job) -> bool:

@@ -4,7 +4,8 @@
 
 Who can read Redis learns nothing of the content, and who can write there, even with the job key, makes nothing that a
 worker takes. A seal is for one kind and one place (the queue, or the list of one worker's commands), for a limited
-time, and is opened once.
+time, and is opened once. The queue's scripts decide by facts that stand beside a sealed job: a worker takes it only if
+they are its own.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 from cryptography.exceptions import InvalidTag
+from google.protobuf.message import DecodeError
 from loraplex.queue.v1 import queue_pb2
 
+from broker.codec import decode_job, encode_job
 from broker.job_keys import JobKeys
-from broker.messages import AdapterRef, AdapterRequest, Job
-from broker.seal_kinds import JOB_S, SealError, SealKind
-from tenancy.signatures import RevisionGrantIssuer, Signature, SignatureError, Signer, Verifier
+from broker.messages import AdapterRef, AdapterRequest, Job, SealKind
+from broker.queue_entry import FACTS, Entry
+from broker.terms import PLACE_BYTES, SEALED_JOB_S, Placement
+from tenancy.signatures import UNREADABLE, RevisionGrantIssuer, Signature, SignatureError, Signer, Verifier
 
 # Time in seconds that a sealed command is valid: longer than it waits, for clocks that differ.
 COMMAND_S = 120.0
@@ -28,6 +33,20 @@ COMMAND_S = 120.0
 OPENED_LIMIT = 1 << 17
 _NONCE_BYTES = 12
 _LABEL = b"loraplex seal 1"
+# What the queue has noted of a job (broker/lua/include/waiting_jobs.lua): the facts of its entry, and its own.
+_NOTED = (*FACTS, "place", "size", "work", "queued", "deadline")
+# The facts are packed one after the other; with this before them they are an array in MessagePack.
+_ARRAY = b"\xdc" + len(_NOTED).to_bytes(2, "big")
+# Facts that the sealed job does not have.
+_OF_PLACEMENT = {"prefer", "load", "key", "key_weight"}
+
+
+class SealError(Exception):
+    """Something in Redis that no router has sealed for this place and time; `reason` is in UPPER_SNAKE_CASE."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Seals:
@@ -62,9 +81,12 @@ class Seals:
         revisions = tuple(summand.revision for summand in ref.summands)
         return replace(ref, grant=self._grants.issue(tenant, revisions))
 
-    def granted_job(self, job: Job) -> Job:
-        """Return a job with a grant for its adapter."""
-        return job if job.adapter is None else replace(job, adapter=self.granted(job.adapter, job.tenant))
+    def entry(self, prefix: str, job: Job, placement: Placement) -> Entry:
+        """Return a job's entry with a sealed body, in which the job has a grant for its adapter."""
+        if job.adapter is not None:
+            job = replace(job, adapter=self.granted(job.adapter, job.tenant))
+        body = self.seal(SealKind.JOB, prefix, encode_job(replace(job, weight=placement.weight)))
+        return Entry.from_job(job, placement, queue_pb2.Job(sealed=body).SerializeToString())
 
     def granted_request(self, request: AdapterRequest) -> AdapterRequest:
         """Return a request with a grant for its adapter."""
@@ -74,7 +96,7 @@ class Seals:
         """Encrypt and sign a content for one place."""
         assert self._signer is not None, "routers seal"
         self.keys.look(recent=True)
-        life_s = {SealKind.JOB: JOB_S, SealKind.COMMAND: COMMAND_S, SealKind.PIN: 0.0}[kind]
+        life_s = {SealKind.JOB: SEALED_JOB_S, SealKind.COMMAND: COMMAND_S, SealKind.PIN: 0.0}[kind]
         key_id, key = self.keys.newest
         sealed = queue_pb2.Sealed(
             key_id=key_id,
@@ -111,6 +133,41 @@ class Seals:
             self._open_once(kind, sealed, now)
         return content
 
+    def open_or_refuse(self, kind: SealKind, place: str, data: bytes | None) -> bytes | None:
+        """Return the content of an encoded seal; None for what is not opened, and for None, which has no seal."""
+        try:
+            if data is None:
+                raise SealError("UNSEALED", f"a {kind} without a seal")
+            return self.open(kind, place, queue_pb2.Sealed.FromString(data))
+        except SealError as error:
+            self.on_refused(kind, error)
+        except DecodeError:
+            self.on_refused(kind, SealError("UNSEALED", f"a {kind} that is no message"))
+        return None
+
+    def open_job(self, prefix: str, body: bytes, facts: bytes) -> Job | None:
+        """Return a claimed job; None for one that is refused, which its router misses and dispatches again."""
+        try:
+            return self._job(prefix, body, facts)
+        except SealError as error:
+            self.on_refused(SealKind.JOB, error)
+            return None
+
+    def _job(self, prefix: str, body: bytes, facts: bytes) -> Job:
+        try:
+            message = queue_pb2.Job.FromString(body)
+        except DecodeError as error:
+            raise SealError("UNSEALED", "a job that is no message") from error
+        if not message.HasField("sealed"):
+            raise SealError("UNSEALED", "a job without a seal")
+        content = self.open(SealKind.JOB, prefix, message.sealed)
+        try:
+            job = decode_job(content)
+        except DecodeError as error:  # of a router of another version
+            raise SealError("UNREADABLE", "a job that this version cannot read") from error
+        _check_facts(job, facts)
+        return job
+
     def _content(self, kind: SealKind, place: str, sealed: queue_pb2.Sealed) -> bytes:
         bound = _bound(kind, place, sealed)
         signature = Signature(tuple(sealed.certificates), sealed.signature)
@@ -139,3 +196,18 @@ def _bound(kind: SealKind, place: str, sealed: queue_pb2.Sealed) -> tuple[bytes,
     """Return the parts that a seal binds its content to."""
     until = sealed.expires_at_ms.to_bytes(8, "big")
     return _LABEL, kind.encode(), place.encode(), sealed.key_id.encode(), sealed.nonce, until
+
+
+def _check_facts(job: Job, packed: bytes) -> None:
+    """Raise SealError where the queue has handled another job than the sealed one."""
+    try:
+        noted = dict(zip(_NOTED, msgspec.msgpack.decode(_ARRAY + packed, type=list[str | float]), strict=True))
+    except UNREADABLE as error:
+        raise SealError("FACTS_DIFFER", "a job whose facts cannot be read") from error
+    place = str(noted["place"])
+    if job.job_id not in (place, place[PLACE_BYTES:]):
+        raise SealError("FACTS_DIFFER", "a job whose id in the queue is not the sealed one")
+    entry = Entry.from_job(job, Placement(weight=job.weight), b"")
+    for name in FACTS:
+        if name not in _OF_PLACEMENT and noted[name] != getattr(entry, name):
+            raise SealError("FACTS_DIFFER", f"a job whose {name} in the queue is not the sealed one")

@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 
 from broker.codec import decode_dead_job
+from broker.commands import PinnedAdapters
 from broker.keys import Keys
-from broker.pins import PinnedAdapters
 from broker.scripts import SCRIPTS, Scripts
 
 # Maximum number of jobs, and of dead letters, that one script looks at: it stops the whole server while it runs.

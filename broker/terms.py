@@ -106,6 +106,9 @@ CHARGES_PER_CENSUS = 32
 QUEUES_PER_CENSUS = 64
 # Time in ms for which a key of another type, which was set aside, is kept for an operator to look at.
 ASIDE_MS = 86_400_000
+# Time in seconds that a sealed job is valid. Its router seals it anew after half of that while it waits. Clocks of
+# routers and workers may differ by minutes.
+SEALED_JOB_S = 900.0
 
 # Time in ms for which jobs are refused after a first death (see broker/quarantine.py), by how much it grows with each
 # further one, and its maximum; and the time in ms after which a death is forgotten.

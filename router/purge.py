@@ -22,9 +22,9 @@ from redis.exceptions import ResponseError
 
 from artifacts import ArtifactError
 from artifacts.names import SHARED, check_tenant
+from broker.commands import is_of_tenant
 from broker.connection import REDIS_DOWN
 from broker.messages import WorkerState
-from broker.pins import is_of_tenant
 from broker.tenant_records import TenantRecords
 from router.api.convert import forget_formats
 from router.catalog.adapters import AdapterConfigs, forget_warnings

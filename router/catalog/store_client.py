@@ -13,8 +13,8 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 from loraplex.admin.v1 import accounts_pb2, accounts_pb2_grpc, keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
 
+from broker.commands import is_of_tenant
 from broker.messages import AdapterRef
-from broker.pins import is_of_tenant
 from router.catalog.manifest import Manifest, RegisteredModel, read_manifest, registered_model
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.principal import TENANT_KEY

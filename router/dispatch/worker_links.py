@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from broker.connection import CALL_S
 from broker.messages import WorkerState
-from broker.seal_kinds import JOB_S
+from broker.terms import SEALED_JOB_S
 from router.dispatch.link import WorkerLink
 from router.metrics import RouterMetrics
 from rpc.errors import Unavailable
@@ -38,7 +38,7 @@ class DispatchTiming:
     # Interval between looks into the queue for jobs that are in nobody's hands.
     look_s: float = 0.25
     # Time that an attempt waits in the queue before it is sealed anew.
-    seal_s: float = JOB_S / 2
+    seal_s: float = SEALED_JOB_S / 2
     # Interval between attempts of an operation on a queue that does not answer.
     retry_s: float = 0.2
     # Timeout for removing an ended job from Redis, and for adding a dead letter: an outage may be for good.

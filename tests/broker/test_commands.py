@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from broker.commands import DRAIN, Command, CommandQueue, Verb, decode_command, encode_command
+from broker.commands import DRAIN, Command, CommandQueue, PinnedAdapters, Verb, decode_command, encode_command
 from broker.keys import Keys
 from broker.messages import AdapterRef, AdapterRequest
-from broker.pins import PinnedAdapters
 
 KEYS = Keys("model", "commands")
 

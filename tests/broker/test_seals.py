@@ -20,11 +20,10 @@ from broker.codec import decode_job, encode_job
 from broker.commands import DRAIN, Command, Verb, encode_command
 from broker.job_keys import JobKeys, check_job_key, new_job_key
 from broker.keys import Keys
-from broker.messages import AdapterRef, AdapterRequest, Capacity, Job, WeightedRef
+from broker.messages import AdapterRef, AdapterRequest, Capacity, Job, SealKind, WeightedRef
 from broker.queue import JobQueue
-from broker.seal_kinds import JOB_S, SealKind
 from broker.seals import COMMAND_S, Seals
-from broker.terms import Placement
+from broker.terms import SEALED_JOB_S, Placement
 from rpc.principal import Role
 from tenancy.development_ca import DevelopmentCa, write_private
 from tenancy.signatures import GRANT_S, RevisionGrantVerifier, Signer, Verifier, left_s
@@ -223,7 +222,7 @@ async def test_a_job_is_taken_once_in_its_queue_in_its_time(cell: Cell) -> None:
     assert (await elsewhere.claim(BASE, ROOMY)).jobs == []
     assert refused.reasons == ["SIGNATURE_INVALID"]
     await cell.router.enqueue(job("late"))
-    cell.now += JOB_S
+    cell.now += SEALED_JOB_S
     assert await cell.claim() == []
     assert cell.refused.reasons == ["REPLAYED", "SEAL_EXPIRED"]
     await cell.router.enqueue(job("late", attempt=2))  # its router has missed it
@@ -233,7 +232,7 @@ async def test_a_job_is_taken_once_in_its_queue_in_its_time(cell: Cell) -> None:
 async def test_a_waiting_job_is_sealed_anew_until_it_is_claimed_or_replaced(cell: Cell) -> None:
     await cell.router.enqueue(job())
     for _ in range(3):
-        cell.now += JOB_S - 1
+        cell.now += SEALED_JOB_S - 1
         await cell.router.renew(job(), Placement())
     (claimed,) = await cell.claim()
     assert claimed.adapter is not None

@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 
 from broker.commands import DRAIN, Command, Verb, encode_command
-from broker.messages import AdapterRef, AdapterRequest
+from broker.messages import AdapterRef, AdapterRequest, SealKind
 from broker.queue import JobQueue
-from broker.seal_kinds import SealKind
 from broker.seals import Seals
 from rpc.principal import Role
 from tenancy.signatures import Signer, Verifier

@@ -18,10 +18,8 @@ from loraplex.queue.v1 import queue_pb2
 from broker.codec import decode_job
 from broker.commands import Command, Verb, encode_command
 from broker.keys import Keys
-from broker.messages import AdapterRequest
-from broker.seal_kinds import SealError, SealKind
-from broker.sealed_jobs import open_jobs, sealed_entry
-from broker.seals import Seals
+from broker.messages import AdapterRequest, SealKind
+from broker.seals import SealError, Seals
 from broker.terms import Placement
 from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens
 from rpc.errors import CallError
@@ -41,7 +39,7 @@ _router = router_seals(_directory, time.time)
 _signer = Signer(tls_files(_directory, "loraplex://router/r"), Role.ROUTER)
 _verifier = Verifier(tls_files(_directory, "loraplex://worker/w"), Role.ROUTER)
 _job_keys = job_keys(_directory)
-_job = sealed_entry(_router, _KEYS, decode_job(JOBS[1]), Placement())
+_job = _router.entry(_KEYS.prefix, decode_job(JOBS[1]), Placement())
 _resume_tokens = ResumeTokens(GivenKeys("a key of the tests"))
 _issuer_key = ed25519.Ed25519PrivateKey.generate()
 _claims = {"iss": _ISSUER, "aud": _AUDIENCE, "exp": time.time() + 86_400, "sub": "ann", "tenant": _TENANT}
@@ -128,10 +126,10 @@ CREDENTIALS: dict[str, Target] = {
         message=queue_pb2.Sealed,
     ),
     "sealed-jobs": Target(
-        lambda data: open_jobs(_worker(), _KEYS, [data], [b"\x90"]), (), (_job.body, *JOBS), message=queue_pb2.Job
+        lambda data: _worker().open_job(_KEYS.prefix, data, b"\x90"), (), (_job.body, *JOBS), message=queue_pb2.Job
     ),
     "facts": Target(
-        lambda data: open_jobs(_worker(), _KEYS, [_job.body], [data]),
+        lambda data: _worker().open_job(_KEYS.prefix, _job.body, data),
         (),
         (b"\x9c" + b"\xa1a" * 12, b"\x9d" + b"\xa1a" * 5 + b"\x01" * 7 + _DEEP),
         _PACKED,

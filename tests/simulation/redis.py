@@ -20,8 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from bench.queue_model.queue_model import QueueModel
 from broker.commands import Command
 from broker.messages import DeadJob, Job, WorkerState
-from broker.seal_kinds import JOB_S
-from broker.terms import QueueLimits, UsageReport
+from broker.terms import SEALED_JOB_S, QueueLimits, UsageReport
 from tests.simulation.ledger import LuaLedger
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
@@ -63,7 +62,7 @@ class SimulatedRedis:
         # Workers that refuse the seals of all jobs that they claim.
         self.refusing: set[str] = set()
         # Time in seconds for which a job's seal is valid, and number of seals that were older at the claim.
-        self.seal_s = JOB_S
+        self.seal_s = SEALED_JOB_S
         self.seals_expired = 0
         # Which start of which server it is.
         self.run = 0

@@ -9,8 +9,7 @@ from random import Random
 from artifacts.hash_model import parse_hash_model
 from artifacts.names import sha256_json
 from broker.messages import AdapterRef
-from broker.seal_kinds import JOB_S
-from broker.terms import QueueLimits
+from broker.terms import SEALED_JOB_S, QueueLimits
 from options import SamplingParams
 from router.request import Request, Stopping
 from tests.hash_answers import expected_answers, expected_scores
@@ -53,7 +52,7 @@ class Scenario:
     backlog: bool
     limits: QueueLimits
     # Time in seconds for which a job's seal is valid.
-    seal_s: float = JOB_S
+    seal_s: float = SEALED_JOB_S
     # Plans of tenants and API keys, as the text of a plans file; empty: nobody has one.
     quotas: str = ""
 
@@ -102,7 +101,7 @@ def draw(seed: int) -> Scenario:
         backlog=backlog,
         # In every fifth the queue is soon full: newcomers are refused, or displaced, and what has begun is not.
         limits=QueueLimits(jobs=3, tenant_jobs=2) if seed % 5 == 2 and not backlog else QueueLimits(),
-        seal_s=Random(f"seals {seed}").choice((JOB_S, 1.0)),
+        seal_s=Random(f"seals {seed}").choice((SEALED_JOB_S, 1.0)),
         quotas=quotas,
     )
 

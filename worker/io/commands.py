@@ -24,10 +24,9 @@ import grpc
 from loraplex.admin.v1 import tenants_pb2 as pb
 from loraplex.admin.v1 import tenants_pb2_grpc
 
-from broker.commands import Command, Verb
+from broker.commands import Command, Verb, concerns_tenant, is_unpinned_by
 from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRef, AdapterRequest
-from broker.pins import concerns_tenant, is_unpinned_by
 from broker.queue import JobQueue
 from rpc.tls import LiveChannel
 from worker.engine_api import Removal
