@@ -7,11 +7,13 @@ bench/queue_model decides the same in Python, for simulations and for the tests 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
-from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
@@ -19,12 +21,11 @@ from broker.batched_script import BatchedScript
 from broker.claim_arguments import packed_reports
 from broker.claim_memory import ClaimMemory
 from broker.claims import Claims
+from broker.codec import decode_dead_job, encode_dead_job
 from broker.commands import CommandQueue, PinnedAdapters
-from broker.dead import DeadLetters
 from broker.keys import Keys
 from broker.ledger import ReserveCall
-from broker.messages import Capacity, Job
-from broker.quarantine import Quarantine, QuarantinedError
+from broker.messages import Capacity, DeadJob, Job
 from broker.queue_entry import Entry, is_short
 from broker.scripts import SCRIPTS, Scripts
 from broker.terms import Claimed, Placement, QueueLimits, QueueState, UsageReport
@@ -33,12 +34,17 @@ from rpc.shares import FairTurns
 if TYPE_CHECKING:
     from broker.seals import Seals
 
-# Maximum usage reports and maximum jobs that one script handles: it stops the whole server while it runs.
+log = logging.getLogger(__name__)
+
+# Maximum usage reports, and maximum jobs or dead letters, of one script: it stops the whole server while it runs.
 CHARGES_AT_ONCE = 64
 LOOKS_AT_ONCE = 256
 # Maximum bytes of the jobs that have begun, redispatched or resumed, in a Redis that is out of memory.
 BEGUN_BYTES_WHEN_FULL = 1 << 26
 
+# Maximum number and bytes of the dead letters of a cell.
+DEAD_LIMIT = 1_000
+DEAD_BYTES = 1 << 20
 # Index of the argument of broker/lua/enqueue.lua that is empty unless Redis is full.
 _WHEN_FULL = 3
 
@@ -52,6 +58,16 @@ class QueueFullError(Exception):
         self.key = key
 
 
+class QuarantinedError(Exception):
+    """The tenant's jobs, or those with this adapter, are refused for `left_ms` more."""
+
+    def __init__(self, left_ms: int) -> None:
+        super().__init__(
+            f"jobs of this tenant and adapter kept killing engines; refused for {left_ms / 1e3:.0f} s more"
+        )
+        self.left_ms = left_ms
+
+
 class UnreservedError(Exception):
     """The ledger has refused the tokens that were to be reserved in the same round trip."""
 
@@ -62,6 +78,43 @@ class DeadlineUnattainableError(Exception):
     def __init__(self, wait_ms: int) -> None:
         super().__init__(f"about {wait_ms / 1e3:.0f} s until its turn")
         self.wait_ms = wait_ms
+
+
+class DeadLetters:
+    """A list of dead letters in Redis, bounded in count and bytes."""
+
+    def __init__(self, redis: Redis, keys: Keys, *, limit: int = DEAD_LIMIT, bytes_limit: int = DEAD_BYTES) -> None:
+        self._redis = redis
+        self._key = keys.dead
+        self._limits = (limit, bytes_limit)
+        self._push = SCRIPTS.register(redis, "dead_push")
+
+    async def push(self, dead: DeadJob) -> None:
+        """Keep a dead letter; a repeated call keeps it once."""
+        await self._push(self._key, [encode_dead_job(dead), *self._limits])
+
+    async def list(self) -> list[DeadJob]:
+        """Return all dead letters, the newest first."""
+        return [dead for _, dead in await self.records()]
+
+    async def records(self) -> Sequence[tuple[bytes, DeadJob]]:
+        """Return the dead letters with their bytes in Redis, the newest first."""
+        records: list[tuple[bytes, DeadJob]] = []
+        for data in cast(list[bytes], await self._redis.lrange(self._key, 0, -1)):
+            try:
+                records.append((data, decode_dead_job(data)))
+            except DecodeError:  # another version wrote it
+                log.warning("cannot read a dead letter of %d bytes", len(data))
+        return records
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedRecords:
+    """The numbers of records that a removal found: waiting jobs, pins, and the others under the tenant's name."""
+
+    jobs: int = 0
+    pins: int = 0
+    others: int = 0
 
 
 class JobQueue:
@@ -84,7 +137,6 @@ class JobQueue:
         self.commands = CommandQueue(redis, keys, seals)
         self.pins = PinnedAdapters(redis, keys, seals)
         self._seals = seals
-        self.quarantine = Quarantine(redis, keys, scripts)
         self._limits = limits or QueueLimits()
         self._worker_id = worker_id
         self._claims = Claims(redis, keys, worker_id, scripts, memory or ClaimMemory(), seals)
@@ -98,6 +150,8 @@ class JobQueue:
         self._look_up = scripts.register(redis, "look_up")
         self._stop_claiming = scripts.register(redis, "stop_claiming")
         self._stop_waiting = scripts.register(redis, "stop_waiting")
+        self._record_death = scripts.register(redis, "record_death")
+        self._forget_tenant = scripts.register(redis, "forget_tenant")
 
     async def enqueue(
         self,
@@ -215,6 +269,26 @@ class JobQueue:
         if self._seals is not None:
             entry = self.make_entry(job, placement)
             await self._renew([job.attempt, entry.body, entry.wanted], self.keys.job(job.job_id))
+
+    async def record_death(self, tenant: str, adapter: str, job_id: str) -> int:
+        """Record a job that engines died of; returns for how many ms its tenant and adapter are refused. Idempotent."""
+        return int(await self._record_death(self.keys.waiting, [self.keys.prefix, tenant, adapter, job_id]))
+
+    async def forget_tenant(self, tenant: str) -> RemovedRecords:
+        """Remove what the cell has of a tenant; returns what there was.
+
+        The accounts of the ledger stay, since a tenant that comes back must not have its quota again; so do charges
+        whose usage events are not written yet, and what expires within two minutes: charges of claimed jobs, operators'
+        commands.
+        """
+        pins = await self.pins.forget_tenant(tenant)
+        letters = [data for data, dead in await self.dead.records() if dead.tenant == tenant]
+        jobs = others = at = 0
+        while at >= 0 or letters:
+            arguments = [self.keys.prefix, tenant, max(at, 0), LOOKS_AT_ONCE, *letters[:LOOKS_AT_ONCE]]
+            gone, records, at = await self._forget_tenant(self.keys.waiting, arguments)
+            jobs, others, letters = jobs + gone, others + records, letters[LOOKS_AT_ONCE:]
+        return RemovedRecords(jobs, pins, others)
 
     async def count_waiting(self) -> int:
         """Return how many jobs wait."""

@@ -110,8 +110,16 @@ ASIDE_MS = 86_400_000
 # routers and workers may differ by minutes.
 SEALED_JOB_S = 900.0
 
-# Time in ms for which jobs are refused after a first death (see broker/quarantine.py), by how much it grows with each
-# further one, and its maximum; and the time in ms after which a death is forgotten.
+# The quarantine of tenants whose jobs kill engines. Only proof counts: a job that was ended because engines died of it,
+# the last ones while they had no other job. So nobody is quarantined because its jobs were in a batch with another's.
+#
+#     deaths with an adapter within an hour       1      2      3      4 and more
+#     refused: the tenant's jobs with it          1 min  5 min  25 min 1 h
+#     deaths with other adapters before it        -      1      2      3 and more
+#     refused: all jobs of the tenant             -      1 min  5 min  25 min to 1 h
+#
+# Time in ms for which jobs are refused after a first death, by how much it grows with each further one, and its
+# maximum; and the time in ms after which a death is forgotten.
 QUARANTINE_MS = 60_000
 QUARANTINE_GROWTH = 5
 QUARANTINE_LIMIT_MS = 3_600_000

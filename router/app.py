@@ -104,7 +104,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         data = relay.serve_tenant_data(RouterData(dispatcher, store, configs, prompts, proofs, quotas), auditor.record)
         cluster = ClusterService(
             *(models, dispatcher, metrics, commands),
-            CellPurge(models, redis, data, relay_service.forgets, reply_to, tls),
+            CellPurge(models, data, relay_service.forgets, reply_to, tls),
         )
         add_services(
             public,

@@ -17,7 +17,6 @@ from typing import TypeVar
 import grpc
 from loraplex.cluster.v1 import cluster_pb2 as pb
 from loraplex.relay.v1 import relay_pb2, relay_pb2_grpc
-from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from artifacts import ArtifactError
@@ -25,7 +24,6 @@ from artifacts.names import SHARED, check_tenant
 from broker.commands import is_of_tenant
 from broker.connection import REDIS_DOWN
 from broker.messages import WorkerState
-from broker.tenant_records import TenantRecords
 from router.api.convert import forget_formats
 from router.catalog.adapters import AdapterConfigs, forget_warnings
 from router.catalog.models import Models, ServedModel
@@ -145,7 +143,6 @@ class CellPurge:
     def __init__(
         self,
         models: Models,
-        redis: Redis,
         own_data: RouterData,
         workers: WorkerForgets,
         own_address: str,
@@ -154,7 +151,6 @@ class CellPurge:
         pass_s: float = PASS_S,
     ) -> None:
         self._models = models
-        self._redis = redis
         self._own_data = own_data
         self._workers = workers
         self._own_address = own_address
@@ -203,8 +199,7 @@ class CellPurge:
 
     async def _cell_records(self, model: ServedModel, tenant: str) -> _Places:
         part, queue = f"redis {model.manifest.name}", model.queue
-        records = TenantRecords(self._redis, queue.keys, queue.pins)
-        found = await _answer(part, records.forget(tenant))
+        found = await _answer(part, queue.forget_tenant(tenant))
         if isinstance(found, pb.PurgedPlace):
             return [found]
         counts = {"waiting jobs": found.jobs, "pins": found.pins, "records by name": found.others}

@@ -17,8 +17,7 @@ from typing import Self
 from broker.connection import REDIS_DOWN
 from broker.ledger import ReserveCall
 from broker.messages import Job
-from broker.quarantine import QuarantinedError
-from broker.queue import JobQueue, UnreservedError
+from broker.queue import JobQueue, QuarantinedError, UnreservedError
 from broker.queue_entry import Entry, is_short
 from broker.terms import Placement, QueueState
 from router.dispatch.link import Frame, WorkerLink

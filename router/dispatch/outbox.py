@@ -16,8 +16,7 @@ from dataclasses import replace
 
 from broker.connection import REDIS_DOWN
 from broker.messages import DeadJob, Job, WorkerState
-from broker.quarantine import QuarantinedError
-from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
+from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import NO_KEY, KeyTerms, Placement
 from router.dispatch.routed_job import JobState, RoutedJob
@@ -166,7 +165,7 @@ class Outbox:
         adapter = job.adapter.digest if job.adapter else ""
 
         async def record() -> None:
-            refused_ms = await self._queue_of(job.model).quarantine.record_death(job.tenant, adapter, job.job_id)
+            refused_ms = await self._queue_of(job.model).record_death(job.tenant, adapter, job.job_id)
             message = "jobs of tenant %s with adapter %s are refused for %.0f s: they kill engines"
             log.error(message, job.tenant, adapter or "(none)", refused_ms / 1e3, extra=fields(tenant=job.tenant))
 

@@ -15,10 +15,8 @@ from broker.functions import load
 from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, Capacity, Job
-from broker.quarantine import QuarantinedError
-from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
+from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError, RemovedRecords
 from broker.scripts import Scripts
-from broker.tenant_records import RemovedRecords, TenantRecords
 from broker.terms import Claimed, Placement, QueueLimits, QueueState, UsageReport
 from options import SamplingParams, StoppingParams
 from tests.broker.scripts_clock import CLOCK, SCRIPTS_ON_TEST_CLOCK, START_MS
@@ -176,10 +174,9 @@ class BothQueues:
 
     async def forget_tenant(self, tenant: str) -> None:
         """A tenant is purged."""
-        records = TenantRecords(self._router, KEYS, self._queue().pins, self.scripts)
-        found = await records.forget(tenant)
+        found = await self._queue().forget_tenant(tenant)
         assert found.jobs == self.model.forget_tenant(tenant, self.now_ms)
-        assert await records.forget(tenant) == RemovedRecords()
+        assert await self._queue().forget_tenant(tenant) == RemovedRecords()
 
     async def look_up(self, *jobs: tuple[str, int]) -> list[QueueState]:
         """The states of attempts, by job id and attempt."""
@@ -190,7 +187,7 @@ class BothQueues:
     async def record_death(self, tenant: str, adapter: str, job_id: str) -> int:
         """A job ended because engines died of it."""
         refused_ms = self.model.record_death(tenant, adapter, job_id, self.now_ms)
-        assert await self._queue().quarantine.record_death(tenant, adapter, job_id) == refused_ms
+        assert await self._queue().record_death(tenant, adapter, job_id) == refused_ms
         return refused_ms
 
     async def clear_free_rows(self, worker: str) -> None:

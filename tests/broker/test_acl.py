@@ -70,7 +70,7 @@ async def test_a_router_and_a_worker_do_all_their_work(redis: Redis, valkey_url:
         await living.declare_dead("w-inc")
         await queue.dead.push(dead_job(1))
         await queue.dead.list()
-        await queue.quarantine.record_death("acme", "", "a")
+        await queue.record_death("acme", "", "a")
         await queue.pins.unpin(PINNED.adapter)
         assert await queue.count_waiting() == 0
         await StoredResumeKeys(of_router).merge("made", [])

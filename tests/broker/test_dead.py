@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
-from broker.dead import DeadLetters
 from broker.keys import Keys
 from broker.messages import STRIKES_LIMIT, Capacity, DeadJob
+from broker.queue import DeadLetters
 from broker.terms import PATIENCE_MS
 from tests.broker.both_queues import BothQueues, make_job
 from tests.broker.scripts_clock import Clock

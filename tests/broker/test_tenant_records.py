@@ -7,11 +7,8 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from broker.dead import DeadLetters
 from broker.messages import AdapterRef, AdapterRequest, WeightedRef
-from broker.quarantine import Quarantine
-from broker.queue import JobQueue
-from broker.tenant_records import RemovedRecords, TenantRecords
+from broker.queue import DeadLetters, JobQueue, RemovedRecords
 from broker.terms import KeyTerms, Placement
 from tests.broker.queued_jobs import KEYS, claim, job
 from tests.broker.test_dead import dead_job
@@ -48,18 +45,17 @@ async def test_nothing_of_a_tenant_stays_and_everything_of_others(redis: Redis, 
         await queue.pins.pin(AdapterRequest(adapter(tenant), tenant))
         await DeadLetters(redis, KEYS).push(replace(dead_job(1), tenant=tenant, job_id=tenant))
         for number in range(2):  # of two adapters: then the tenant itself is in quarantine too
-            await Quarantine(redis, KEYS).record_death(tenant, f"sha256:{number}", f"{tenant}/{number}")
+            await queue.record_death(tenant, f"sha256:{number}", f"{tenant}/{number}")
     both = AdapterRef(
         "sha256:set", "sha256:set", 8, 200, tuple(WeightedRef(adapter(one), 0.5) for one in (OTHER, TENANT))
     )
     await queue.pins.pin(AdapterRequest(both, OTHER))
     assert await names_in(redis)
-    records = TenantRecords(redis, KEYS, queue.pins)
-    found = await records.forget(TENANT)
+    found = await queue.forget_tenant(TENANT)
     assert (found.jobs, found.pins) == (3, 2)
     assert found.others >= 6, "a dead letter, two deaths, three subjects in quarantine"
     assert await names_in(redis) == []
-    assert await records.forget(TENANT) == RemovedRecords()
+    assert await queue.forget_tenant(TENANT) == RemovedRecords()
     assert await queue.count_waiting() == 3
     assert [request.tenant for request in await queue.pins.list()] == [OTHER]
     assert [dead.tenant for dead in await DeadLetters(redis, KEYS).list()] == [OTHER]
@@ -69,15 +65,14 @@ async def test_nothing_of_a_tenant_stays_and_everything_of_others(redis: Redis, 
 async def test_more_jobs_than_one_script_looks_at(
     redis: Redis, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broker.tenant_records.LOOKS_AT_ONCE", MOST)
+    monkeypatch.setattr("broker.queue.LOOKS_AT_ONCE", MOST)
     for number in range(MOST + 3):
         for tenant in (TENANT, OTHER):
             begun = number % 2
             await queue.enqueue(
                 job(f"{tenant}/{number}", tenant=tenant, attempt=1 + begun, emitted={0: (1,)} if begun else {})
             )
-    records = TenantRecords(redis, KEYS, queue.pins)
-    assert (await records.forget(TENANT)).jobs == MOST + 3
+    assert (await queue.forget_tenant(TENANT)).jobs == MOST + 3
     assert await names_in(redis) == []
     assert await queue.count_waiting() == MOST + 3
     taken: list[str] = []

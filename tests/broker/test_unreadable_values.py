@@ -12,8 +12,7 @@ from redis.asyncio import Redis
 from broker.ledger import Ledger, Reservation
 from broker.liveness import Liveness
 from broker.messages import AdapterRef
-from broker.quarantine import QuarantinedError
-from broker.queue import JobQueue
+from broker.queue import JobQueue, QuarantinedError
 from broker.terms import LOOKS_PER_CHECK, KeyTerms, Placement, QueueLimits, UsageReport
 from tests.broker.queued_jobs import KEYS, ROOMY, job
 from tests.fuzz.queue_payloads import STATE
@@ -62,7 +61,7 @@ async def _fill(redis: Redis) -> None:
     await queue.enqueue(job("r1", tenant="r"))
     for _ in range(2):
         await queue.claim("sha256:0", ROOMY)
-    await queue.quarantine.record_death("k", "sha256:k", "k1")
+    await queue.record_death("k", "sha256:k", "k1")
     await queue.enqueue(job("a1", tenant="a", adapter=AdapterRef("r", "sha256:x", 8, 1), deadline_ms=60_000))
     await queue.enqueue(job("b1", tenant="b", weight=2.0), Placement(key=KeyTerms("k", 2.0, 0.5)))
     await queue.enqueue(job("c1", tenant="c", attempt=2))
@@ -75,7 +74,7 @@ async def _others_go_on(redis: Redis, spoilt: str) -> None:
     await liveness.take_census("127.0.0.1:1")  # sets keys of another type aside
     await liveness.beat(STATE)
     await liveness.take_census("127.0.0.1:1")
-    await queue.quarantine.record_death("k", "sha256:other", "k2")
+    await queue.record_death("k", "sha256:other", "k2")
     await queue.enqueue(job("n1", tenant="n", deadline_ms=60_000))
     await queue.enqueue(job("b2", tenant="b"), Placement(key=KeyTerms("k", 2.0)))
     await queue.look_up([(name, 1) for name in WAITING for _ in range(LOOKS_PER_CHECK)])

@@ -87,7 +87,7 @@ async def cell_purge(redis: Redis, queue: JobQueue, router: Router, *workers: An
     model = SimpleNamespace(queue=queue, liveness=liveness, manifest=SimpleNamespace(name="tiny"))
     models: Any = SimpleNamespace(served=[model], living=living)
     forgets = WorkerForgets([], answer_s=0.01)
-    return CellPurge(models, redis, router.data, forgets, router.address, None, pass_s=0.01)
+    return CellPurge(models, router.data, forgets, router.address, None, pass_s=0.01)
 
 
 async def test_the_worker_of_a_purged_job_stops_it_before_its_next_token(routers: list[Router]) -> None:

@@ -11,14 +11,13 @@ import msgspec
 from bench.queue_model.decisions import Refusal
 from broker.claim_memory import ClaimMemory, ClaimPlan
 from broker.claims import begin_apart
-from broker.codec import decode_adapter_request, decode_job
+from broker.codec import decode_adapter_request, decode_job, encode_dead_job
 from broker.commands import Command
 from broker.keys import Keys
 from broker.ledger import ReserveCall
 from broker.liveness import Census
 from broker.messages import AdapterRequest, Capacity, DeadJob, Job, WorkerState
-from broker.quarantine import QuarantinedError
-from broker.queue import DeadlineUnattainableError, QueueFullError, UnreservedError
+from broker.queue import DeadlineUnattainableError, QuarantinedError, QueueFullError, RemovedRecords, UnreservedError
 from broker.queue_entry import Entry
 from broker.terms import FREE_ROWS_MS, WORKER_TTL_MS, Claimed, Placement, QueueLimits, QueueState, UsageReport
 from tests.simulation.ledger import SimulatedReserve
@@ -41,7 +40,6 @@ class SimulatedQueue:
         self.dead = SimulatedDeadLetters(redis)
         self.commands = SimulatedCommands(redis)
         self.pins = NoPins()
-        self.quarantine = SimulatedQuarantine(redis)
         self._redis = redis
         self._worker_id = worker_id
         # Few jobs wait here at a time: workers rest after a few of them.
@@ -158,6 +156,16 @@ class SimulatedQueue:
         """See JobQueue."""
         await self._redis.call(self._redis.wake_all)
 
+    async def record_death(self, tenant: str, adapter: str, job_id: str) -> int:
+        """See JobQueue."""
+        redis = self._redis
+        return await redis.call(lambda: redis.data.queue.record_death(tenant, adapter, job_id, redis.now_ms))
+
+    async def forget_tenant(self, tenant: str) -> RemovedRecords:
+        """See JobQueue."""
+        redis = self._redis
+        return RemovedRecords(await redis.call(lambda: redis.data.queue.forget_tenant(tenant, redis.now_ms)))
+
     async def count_waiting(self) -> int:
         """See JobQueue."""
         return await self._redis.call(lambda: len(self._redis.data.queue.waiting))
@@ -175,19 +183,11 @@ class SimulatedDeadLetters:
 
     async def list(self) -> list[DeadJob]:
         """See DeadLetters."""
-        return await self._redis.call(lambda: list(self._redis.data.dead))
+        return [dead for _, dead in await self.records()]
 
-
-class SimulatedQuarantine:
-    """Stands in for broker.quarantine.Quarantine."""
-
-    def __init__(self, redis: SimulatedRedis) -> None:
-        self._redis = redis
-
-    async def record_death(self, tenant: str, adapter: str, job_id: str) -> int:
-        """See Quarantine."""
-        redis = self._redis
-        return await redis.call(lambda: redis.data.queue.record_death(tenant, adapter, job_id, redis.now_ms))
+    async def records(self) -> Sequence[tuple[bytes, DeadJob]]:
+        """See DeadLetters."""
+        return await self._redis.call(lambda: [(encode_dead_job(dead), dead) for dead in self._redis.data.dead])
 
 
 class SimulatedLiveness:

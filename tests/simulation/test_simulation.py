@@ -14,10 +14,9 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from bench.queue_model.queue_model import QueueModel
 from bench.queue_model.tenant_counters import TenantCounters
 from broker.commands import CommandQueue
-from broker.dead import DeadLetters
 from broker.liveness import Liveness
 from broker.messages import Job
-from broker.queue import JobQueue
+from broker.queue import DeadLetters, JobQueue
 from broker.queue_entry import Entry
 from broker.terms import Placement, QueueLimits
 from router.dispatch.dispatcher import UnboundJobs

@@ -1,5 +1,5 @@
 -- Tenants, and their use of an adapter, whose jobs are refused for a while because they killed engines (see
--- broker/quarantine.py). A subject is a tenant, or a tenant, a space and an adapter's digest, empty for the base model.
+-- broker/terms.py). A subject is a tenant, or a tenant, a space and an adapter's digest, empty for the base model.
 --- @include "keys"
 --- @include "clock"
 

@@ -18,8 +18,7 @@ from broker.batched_script import BatchedScript
 from broker.functions import PreparedCall
 from broker.keys import LEDGER
 from broker.ledger import Ledger
-from broker.quarantine import QuarantinedError
-from broker.queue import DeadlineUnattainableError, JobQueue, QueueFullError
+from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.worker_links import DispatchTiming
