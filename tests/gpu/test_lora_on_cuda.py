@@ -37,23 +37,23 @@ def test_one_graph_serves_every_mix_and_every_adapter_that_comes_later() -> None
     x = torch.zeros(ROWS, FEATURES, device=cuda)
     base = torch.zeros(ROWS, sum(WIDTHS.values()), device=cuda)
     graph = torch.cuda.CUDAGraph()
-    lora.set_decode_slots([], ROWS)
+    lora.begin_decode([], ROWS)
     with torch.cuda.graph(graph):
         y = base.clone()
         lora.apply(x, y, "qkv")
 
     def replayed(slots: Sequence[int]) -> Tensor:
-        lora.set_decode_slots(slots, ROWS)
+        lora.begin_decode(slots, ROWS)
         graph.replay()
         return y.clone()
 
     for number, slots in enumerate(([-1, 0, 1, 1, 5], [], list(range(SLOTS)) * 2, [3] * ROWS, [-1] * 4)):
         for slot in range(SLOTS):
-            lora.write_slot(random_adapter(1 + (slot * 7 + number) % 32), slot)
+            lora.install(random_adapter(1 + (slot * 7 + number) % 32), slot)
         x.normal_()
         base.normal_()
         out = replayed(sorted(slots))
-        lora.set_rows([(slot, 1) for slot in sorted(slots)])
+        lora.begin_step([(slot, 1) for slot in sorted(slots)])
         expected = base.clone()
         lora.apply(x, expected, "qkv")
         assert torch.equal(out, expected)

@@ -169,12 +169,12 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
         layers = CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends)
         use_kernels(module, loaded.attention, dtype, loaded.context_length)
         return layers
-    from worker.engine.lora.cuda import CudaLayers  # Triton is there only with CUDA
+    from worker.engine.lora.cuda import adapt_linears  # Triton is there only with CUDA
 
     # Triton launches on the thread's current device.
     torch.cuda.set_device(device)
     try:
-        return CudaLayers(module, loaded.linears, slots, max_rank, config.rows, device, dtype)
+        return adapt_linears(module, loaded.linears, slots, max_rank, config.rows, device, dtype)
     except torch.OutOfMemoryError:
         raise ModelUnusableError(
             f"{slots} adapter slots of rank {max_rank} do not fit in the memory of {device}; use fewer, or a lower rank"

@@ -18,7 +18,9 @@ import torch
 from options import StoppingParams
 from tests.worker.engine.interpreted import replace_language_once
 from worker.engine import torch_engine
-from worker.engine.lora.cuda import CudaLayers
+from worker.engine.lora.adapter_memory import AdapterLayers
+from worker.engine.lora.cuda import adapt_linears
+from worker.engine.model.loader import LoadedModel
 from worker.engine.model.runner import DecodeBuffers
 from worker.engine_api import AdapterSource, EngineConfig, NewSequence
 
@@ -27,23 +29,20 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
     """Return the answers of the engine to a case."""
     padded = 0
 
-    class Counting(CudaLayers):
-        """The layers, with padded steps counted."""
+    def counting(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
+        slots, rank, rows = config.adapter_slots, config.max_rank, config.rows
+        layers = adapt_linears(loaded.module, loaded.linears, slots, rank, rows, loaded.device, loaded.dtype)
+        begin = layers.begin_decode
 
-        def begin_decode(self, row_slots: Sequence[int], size: int) -> None:
+        def begin_decode(row_slots: Sequence[int], size: int) -> None:
             nonlocal padded
             padded += max(row_slots) >= 0
-            super().begin_decode(row_slots, size)
+            begin(row_slots, size)
 
-    torch_engine.adapter_layers = lambda loaded, config: Counting(
-        loaded.module,
-        loaded.linears,
-        config.adapter_slots,
-        config.max_rank,
-        config.rows,
-        loaded.device,
-        loaded.dtype,
-    )
+        layers.begin_decode = begin_decode  # type: ignore[assignment, method-assign]
+        return layers
+
+    torch_engine.adapter_layers = counting
     settings = dict(case["settings"])
     ahead = settings.pop("ahead", None)
     config = EngineConfig(case["model"], dtype="float32", **settings)

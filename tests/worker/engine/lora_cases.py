@@ -141,15 +141,15 @@ class Numbers:
             if module != left_out
         }
         weights = AdapterWeights(pairs, rank)
-        self.lora.write_slot(weights, slot)
+        self.lora.install(weights, slot)
         return weights
 
     def by_kernels(self, name: str, rows: Rows, x: Tensor, y: Tensor) -> Tensor:
         """The group's output [tokens, width] with the rows' adapters."""
         if self.case.padded:
-            self.lora.set_decode_slots([slot for slot, _ in rows], self.case.padded)
+            self.lora.begin_decode([slot for slot, _ in rows], self.case.padded)
         else:
-            self.lora.set_rows(rows)
+            self.lora.begin_step(rows)
         out = y.clone()
         self.lora.apply(x[None], out[None], name)
         return out
@@ -217,7 +217,7 @@ def difference_swapped(device: torch.device, dtype: torch.dtype) -> float:
     fresh = Numbers(numbers.case, device, dtype, exact=True)
     fresh.lora.warm_up()
     for held in (numbers, fresh):
-        held.lora.write_slot(numbers.held[4], 4)
+        held.lora.install(numbers.held[4], 4)
     fresh.lora._groups["qkv"].a[4, 0, 2:].fill_(random.Random(1).random())
     out = [one.by_kernels("qkv", one.case.rows, numbers.x["qkv"], numbers.y["qkv"]) for one in (numbers, fresh)]
     changed = (out[0] != numbers.y["qkv"]).any(0)

@@ -59,9 +59,9 @@ def launches(in_features: int, widths: tuple[int, ...], max_rank: int, dtype: to
     linears = {f"module {index}": (in_features, width) for index, width in enumerate(widths)}
     lora = CudaLora(linears, {"group": tuple(linears)}, 2, max_rank, 32, dtype, CPU)
     x, y = torch.zeros(64, in_features, dtype=dtype), torch.zeros(64, sum(widths), dtype=dtype)
-    lora.set_decode_slots([-1, 0, 1], 32)
+    lora.begin_decode([-1, 0, 1], 32)
     decode = lora.launches(x[:32], y[:32], "group")
-    lora.set_rows([(0, 60), (1, 4)])
+    lora.begin_step([(0, 60), (1, 4)])
     return [*decode, *lora.launches(x, y, "group")]
 
 
@@ -73,15 +73,15 @@ def test_a_decode_steps_launches_depend_on_its_padded_size_alone() -> None:
     x, y = torch.zeros(8, 32), torch.zeros(8, 48)
     seen = []
     for slots in ([], [-1, 2], [0, 0, 0, 1, 2, 3, 3, 3], [3]):
-        lora.write_slot(
+        lora.install(
             AdapterWeights({"m": LoraPair(torch.ones(len(slots) or 1, 32), torch.ones(len(slots) or 1, 48))}, 1), 3
         )
-        lora.set_decode_slots(slots, 8)
+        lora.begin_decode(slots, 8)
         seen.append([described(call) for call in lora.launches(x, y, "g")])
     assert len(seen[0]) == 2
     assert seen.count(seen[0]) == len(seen)
     assert lora._table[:2].tolist() == [[3, 0, 1], [-1, 0, 0]]
-    lora.set_rows([(-1, 5)])
+    lora.begin_step([(-1, 5)])
     assert lora.launches(x, y, "g") == (), "a step without adapters launches nothing"
 
 
