@@ -6,10 +6,10 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import grpc
@@ -22,6 +22,7 @@ from rpc.status import CODES, abort
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 Method = Callable[..., Any]
@@ -136,25 +137,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             self._guarded[name] = wrapped(handler, lambda inner: guard(inner, name))
         return self._guarded[name]
 
-    def _guard(self, method: Callable[..., Awaitable[Any]], name: str) -> Callable[..., Awaitable[Any]]:
+    def _guard(self, method: Method, name: str) -> Method:
         async def guarded(request: Any, context: Context) -> Any:
-            try:
-                answer = await method(request, context)
-                await let_finish()
-                return answer
-            except grpc.aio.AbortError:
-                raise
-            except asyncio.CancelledError:
-                if (ending := take_ending()) is None:
-                    raise
-                failure = ending
-            except Exception as error:
-                failure = _as_call_error(error, name)
-            return await abort(context, failure)
+            answer = await _outcome(lambda: method(request, context), name)
+            return await abort(context, answer) if isinstance(answer, CallError) else answer
 
         return guarded
 
-    def _guard_stream(self, method: Any, name: str) -> Callable[..., Awaitable[None]]:
+    def _guard_stream(self, method: Method, name: str) -> Method:
         """Guard a method that yields; its messages are written here.
 
         gRPC writes what a generator yields outside of it: there the end of a credential would end the call of a client
@@ -162,32 +152,32 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         """
 
         async def guarded(request: Any, context: Context) -> None:
-            answer = None
             writes = _Writes(context)
             try:
-                try:
-                    answer = method(request, context)
-                    async for response in answer:
-                        await writes.write(response)
-                    await let_finish()
-                    return
-                except grpc.aio.AbortError:
-                    raise
-                except asyncio.CancelledError:
-                    if (ending := take_ending()) is None:
-                        raise
-                    failure = ending
-                except Exception as error:
-                    failure = _as_call_error(error, name)
-                finally:
-                    if inspect.isasyncgen(answer):
-                        await answer.aclose()
-                await writes.end_first()
-                await abort(context, failure)
+                error = await _outcome(lambda: writes.write_all(method, request), name)
+                if error is not None:
+                    await writes.end_first()
+                    await abort(context, error)
             finally:
                 writes.close()
 
         return guarded
+
+
+async def _outcome(work: Callable[[], Awaitable[T]], name: str) -> T | CallError:
+    """Do the work of a call of the method `name`; return its result, or the error that ends the call."""
+    try:
+        result = await work()
+        await let_finish()
+        return result
+    except grpc.aio.AbortError:
+        raise
+    except asyncio.CancelledError:
+        if (ending := take_ending()) is None:
+            raise
+        return ending
+    except Exception as error:
+        return _as_call_error(error, name)
 
 
 class _Writes:
@@ -201,7 +191,17 @@ class _Writes:
         self._context = context
         self._first: asyncio.Future[None] | None = None
 
-    async def write(self, response: Any) -> None:
+    async def write_all(self, method: Method, request: Any) -> None:
+        """Write what a method yields."""
+        responses = method(request, self._context)
+        try:
+            async for response in responses:
+                await self._write(response)
+        finally:
+            if inspect.isasyncgen(responses):
+                await responses.aclose()
+
+    async def _write(self, response: Any) -> None:
         """Write a message; a call that is cancelled meanwhile leaves the first one to gRPC."""
         if self._first is None:
             self._first = asyncio.ensure_future(self._context.write(response))
@@ -326,35 +326,32 @@ class CallMeter(Interceptor):
         wrap = self._many if handler.response_streaming else self._one
         return wrapped(handler, lambda inner: wrap(inner, name))
 
-    def _one(self, method: Any, name: str) -> Callable[..., Awaitable[Any]]:
+    def _one(self, method: Method, name: str) -> Method:
         async def metered(request: Any, context: Any) -> Any:
-            began = time.monotonic()
-            try:
-                answer = await method(request, context)
-            except BaseException as error:
-                self._note(name, _code_of(error), began)
-                raise
-            self._note(name, "OK", began)
-            return answer
+            with self._metered(name):
+                return await method(request, context)
 
         return metered
 
-    def _many(self, method: Any, name: str) -> Callable[..., AsyncIterator[Any]]:
+    def _many(self, method: Method, name: str) -> Method:
         async def metered(request: Any, context: Any) -> AsyncIterator[Any]:
-            began = time.monotonic()
-            try:
+            with self._metered(name):
                 async for response in method(request, context):
                     yield response
-            except BaseException as error:
-                self._note(name, _code_of(error), began)
-                raise
-            self._note(name, "OK", began)
 
         return metered
 
-    def _note(self, name: str, code: str, began: float) -> None:
-        self._ended.labels(name, code).inc()
-        self._seconds.labels(name).observe(time.monotonic() - began)
+    @contextmanager
+    def _metered(self, name: str) -> Iterator[None]:
+        began, code = time.monotonic(), "OK"
+        try:
+            yield
+        except BaseException as error:
+            code = _code_of(error)
+            raise
+        finally:
+            self._ended.labels(name, code).inc()
+            self._seconds.labels(name).observe(time.monotonic() - began)
 
 
 def _code_of(error: BaseException) -> str:
