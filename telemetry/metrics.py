@@ -6,14 +6,7 @@ and for people in docs/reference/metrics.md.
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,71 +15,8 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
-    make_wsgi_app,
+    start_http_server,
 )
-
-# Number of threads, maximum number of connections, and time in seconds that one has for its request and the answer.
-THREADS = 4
-CONNECTIONS = 64
-REQUEST_S = 2.0
-
-
-class QuietHandler(WSGIRequestHandler):
-    """Serves a request without a line on stderr."""
-
-    timeout = REQUEST_S
-
-    def log_message(self, *args: Any) -> None:
-        """Log nothing."""
-
-
-class PooledServer(WSGIServer):
-    """Serves at most CONNECTIONS at a time; further ones are closed."""
-
-    request_queue_size = CONNECTIONS
-
-    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler], family: int) -> None:
-        self.address_family = family
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="metrics")
-        # Time of the monotonic clock in seconds at which each open connection is closed.
-        self._open: dict[socket.socket, float] = {}
-        super().__init__(address, handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """See BaseServer; called for each connection."""
-        if len(self._open) >= CONNECTIONS:
-            self.shutdown_request(request)
-            return
-        self._open[request] = time.monotonic() + REQUEST_S * (1 + len(self._open) // THREADS)
-        self._threads.submit(self._serve, request, client_address)
-
-    def _serve(self, request: Any, client_address: Any) -> None:
-        try:
-            with suppress(OSError):  # the client has left
-                self.finish_request(request, client_address)
-        finally:
-            self._open.pop(request, None)
-            self.shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Close connections whose time has passed; called twice a second."""
-        now = time.monotonic()
-        for request, until in list(self._open.items()):
-            if now > until:
-                with suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """See BaseServer: nothing is logged of a client that breaks off."""
-
-    def server_close(self) -> None:
-        """Stop listening, and end the threads."""
-        super().server_close()
-        for request in list(self._open):
-            with suppress(OSError):
-                request.shutdown(socket.SHUT_RDWR)
-        self._threads.shutdown(wait=True, cancel_futures=True)
-
 
 PREFIX = "loraplex"
 # The help text of a setting `metrics_port`.
@@ -156,18 +86,16 @@ class BoundedNames:
 
 
 class MetricsServer:
-    """Serves `/metrics` over HTTP from a few threads, which are idle between requests."""
+    """Serves `/metrics` over HTTP, in prometheus_client's threads."""
 
     def __init__(self, meters: Meters, host: str, port: int) -> None:
         """Listen on host:port, 0 for a port that the system chooses. Raises MetricsPortError."""
         ProcessCollector(registry=meters.registry)
         try:
-            self._server = _listen(host.strip("[]"), port, meters.registry)
+            self._server, self._thread = start_http_server(port, host.strip("[]"), meters.registry)
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             raise MetricsPortError(f"--metrics-port: cannot listen on {host}:{port}: {why}") from error
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
         meters.ready_word = f" metrics={host}:{self._server.server_port}"
 
     def close(self) -> None:
@@ -175,13 +103,6 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def _listen(host: str, port: int, registry: CollectorRegistry) -> PooledServer:
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-    server = PooledServer((host, port), QuietHandler, family)
-    server.set_app(make_wsgi_app(registry))
-    return server
 
 
 def serve_metrics(meters: Meters, host: str, port: int) -> MetricsServer | None:

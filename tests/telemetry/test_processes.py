@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import threading
 import urllib.request
 from collections.abc import Iterator
 
@@ -15,11 +14,9 @@ from telemetry.logging import environment_of, fields, logging_of, set_up_logging
 from telemetry.metrics import (
     NO_METRICS,
     OTHER,
-    THREADS,
     BoundedNames,
     Meters,
     MetricsPortError,
-    QuietHandler,
     serve_metrics,
 )
 from telemetry.tracing import Spans, asked_for, set_up_tracing, traceparent_in, traceparent_of
@@ -94,9 +91,8 @@ def test_a_plain_line_has_them_too_and_lower_levels_are_silent(
     assert line.endswith("WARNING worker somewhere: slow request_id=r-2 code=OK")
 
 
-def test_silent_connections_do_not_keep_metrics_from_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(QuietHandler, "timeout", 0.05)
-    meters, before = Meters(), threading.active_count()
+def test_silent_connections_do_not_keep_metrics_from_a_scrape() -> None:
+    meters = Meters()
     server = serve_metrics(meters, "127.0.0.1", 0)
     assert server is not None
     address = meters.ready_word.removeprefix(" metrics=")
@@ -105,7 +101,6 @@ def test_silent_connections_do_not_keep_metrics_from_a_scrape(monkeypatch: pytes
     silent[0].sendall(b"GET /metrics HTTP/1.1\r\n")  # and never the rest
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         assert b"process_open_fds" in answer.read()
-    assert threading.active_count() <= before + 1 + THREADS
     for connection in silent:
         connection.close()
     server.close()
