@@ -21,8 +21,7 @@ from tenancy.signatures import GRANT_S, RevisionGrantIssuer, Signer
 from tests.credentials_files import tls_files
 from tests.worker.io.adapters.test_fetch import adapter
 from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.download import DownloadTimeouts, FetchFailedError
-from worker.io.adapters.fetch import AdapterFetcher
+from worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts, FetchFailedError
 from worker.io.membership import wait_until_registered
 
 

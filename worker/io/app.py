@@ -20,8 +20,7 @@ from telemetry.tracing import set_up_tracing
 from tenancy.audit_log import AuditLog
 from tenancy.auditor import WINDOW_S, RefusedCallers
 from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.download import DownloadTimeouts
-from worker.io.adapters.fetch import AdapterFetcher
+from worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts
 from worker.io.engine_client import EngineBreaker, EngineLostError, EngineUnusableError
 from worker.io.engine_session import EngineSession
 from worker.io.membership import WorkerHealth

@@ -30,8 +30,7 @@ from broker.messages import AdapterRef, AdapterRequest
 from broker.queue import JobQueue
 from rpc.tls import LiveChannel
 from worker.engine_api import Removal
-from worker.io.adapters.download import FetchFailedError
-from worker.io.adapters.fetch import AdapterFetcher, DiskPin, fetch_source
+from worker.io.adapters.fetch import AdapterFetcher, DiskPin, FetchFailedError, fetch_source
 from worker.io.engine_client import EngineProcess
 from worker.io.relay.links import ForgetError
 from worker.io.results import Results, UsageLog

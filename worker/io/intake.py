@@ -20,8 +20,7 @@ from broker.queue import JobQueue
 from broker.terms import Claimed
 from telemetry.logging import fields
 from worker.engine_api import Failure
-from worker.io.adapters.download import FetchFailedError
-from worker.io.adapters.fetch import AdapterFetcher, fetch_source
+from worker.io.adapters.fetch import AdapterFetcher, FetchFailedError, fetch_source
 from worker.io.capacity import free_capacity, is_crowded
 from worker.io.engine_client import EngineProcess
 from worker.io.local_jobs import LocalJob, LocalJobState

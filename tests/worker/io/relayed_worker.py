@@ -25,8 +25,7 @@ from telemetry.tracing import Spans
 from tenancy.guard import open_guard
 from worker.engine_api import EngineConfig
 from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.download import DownloadTimeouts
-from worker.io.adapters.fetch import AdapterFetcher
+from worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts
 from worker.io.engine_client import EngineLostError, EngineProcess
 from worker.io.intake import Intake
 from worker.io.local_jobs import LocalJobs

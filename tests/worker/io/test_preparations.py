@@ -15,7 +15,7 @@ from broker.messages import AdapterRef
 from tests.worker.io.relayed_worker import job
 from worker.engine_api import Failure
 from worker.io import intake
-from worker.io.adapters.download import FetchFailedError
+from worker.io.adapters.fetch import FetchFailedError
 from worker.io.intake import Preparations
 from worker.io.local_jobs import LocalJobs
 

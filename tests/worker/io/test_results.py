@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from tests.hash_oracle import expected_prompt_logprobs
 from tests.worker.io.relayed_worker import MODEL, Router, job, running
-from worker.engine.hash_engine import expected_prompt_logprobs
 from worker.io import results
 from worker.io.local_jobs import LocalJobState
 from worker.ipc import PROMPT_TOKENS, Add, Begun, Refused, ToEngine

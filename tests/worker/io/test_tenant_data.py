@@ -18,8 +18,7 @@ from clients.cli.models import registered
 from tests.worker.io.adapters.test_fetch import adapter
 from worker.engine_api import Removal
 from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.download import DownloadTimeouts
-from worker.io.adapters.fetch import AdapterFetcher
+from worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts
 from worker.io.commands import TenantData, drop_gone_revisions, gone_revisions
 from worker.ipc import ForgetTenant, TenantForgotten
 

@@ -13,32 +13,64 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import AsyncGenerator, Container, Iterable, Sequence
+from contextlib import aclosing, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import grpc
+from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 
 from artifacts.names import weighted_digest
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE, revision_digest
 from broker.messages import AdapterRef, AdapterRequest
+from rpc.principal import TENANT_KEY, WORKER_GRANT_KEY
 from rpc.server import channel_options
 from rpc.tls import LiveChannel, TlsFiles
-from worker.engine_api import AdapterPart, AdapterSource, Failure, FailureReason
-from worker.io.adapters.disk import DiskTier, NotReservedError
-from worker.io.adapters.disk_budget import Stored, TooLargeError
-from worker.io.adapters.download import (
-    GRANT_REFUSED,
-    DownloadTimeouts,
-    FetchFailedError,
-    bytes_of,
-    digest_on_disk,
-    download,
-)
+from worker.engine_api import AdapterPart, AdapterSource, Failure, FailureCode, FailureReason
+from worker.io.adapters.disk import DiskTier, NotReservedError, Stored, TooLargeError
 from worker.io.metrics import FetchStats, WorkerMetrics
+
+log = logging.getLogger(__name__)
+
+# Maximum bytes of an adapter's configuration file, as the store has it.
+CONFIG_BYTES = 1 << 20
+
+_FAILURES: dict[grpc.StatusCode, tuple[FailureCode, FailureReason]] = {
+    grpc.StatusCode.NOT_FOUND: ("NOT_FOUND", "ADAPTER_GONE"),
+    grpc.StatusCode.DATA_LOSS: ("DATA_LOSS", "DATA_LOSS"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: ("UNAVAILABLE", "STORE_TIMEOUT"),
+    grpc.StatusCode.PERMISSION_DENIED: ("UNAVAILABLE", "GRANT_REFUSED"),
+}
+
+
+class FetchFailedError(Exception):
+    """A revision that can't be fetched; its jobs end with `failure`."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadTimeouts:
+    """Timeouts of a download in seconds: for all of it, and for the next piece (up to 1 MiB) from the store."""
+
+    total_s: float
+    silent_s: float
+
+
+def _sizes(*refs: AdapterRef) -> dict[str, int]:
+    """Return the most bytes that the files of revisions take, by digest."""
+    return {ref.digest: ref.weight_bytes + CONFIG_BYTES for ref in refs}
+
 
 # Maximum number of sets that are remembered: more than slots and host memory have.
 SETS_LIMIT = 4_096
@@ -79,9 +111,8 @@ class WeightedSets:
 class DiskPin:
     """The revisions of one job: none of them leaves the disk before `release`."""
 
-    def __init__(self, fetcher: AdapterFetcher, disk: DiskTier, wait_s: float) -> None:
+    def __init__(self, fetcher: AdapterFetcher, wait_s: float) -> None:
         self._fetcher = fetcher
-        self._disk = disk
         self._wait_s = wait_s
         self._digests: list[str] = []
         self._tenant = ""
@@ -104,26 +135,24 @@ class DiskPin:
     def release(self) -> None:
         """Unpin every revision."""
         while self._digests:
-            self._disk.unpin(self._digests.pop(), self._tenant)
+            self._fetcher.disk.unpin(self._digests.pop(), self._tenant)
 
     async def _pin(self, refs: Sequence[AdapterRef], tenant: str) -> None:
-        sizes = {ref.digest: bytes_of(ref) for ref in refs}
+        sizes = _sizes(*refs)
         names = ", ".join(ref.revision for ref in refs)
         try:
             async with asyncio.timeout(self._wait_s):
-                await self._disk.pin(sizes, tenant)
+                await self._fetcher.disk.pin(sizes, tenant)
         except TooLargeError as error:
             message = f"{names}: {error} on a worker's disk"
-            raise self._failed(Failure("FAILED_PRECONDITION", "ADAPTER_TOO_LARGE", message, "adapter")) from error
+            raise self._fetcher.failed(
+                Failure("FAILED_PRECONDITION", "ADAPTER_TOO_LARGE", message, "adapter")
+            ) from error
         except TimeoutError as error:
             message = f"{names}: the adapters of running answers fill the worker's disk budget"
-            raise self._failed(Failure("UNAVAILABLE", "DISK_FULL", message, "adapter")) from error
+            raise self._fetcher.failed(Failure("UNAVAILABLE", "DISK_FULL", message, "adapter")) from error
         self._digests += sizes
         self._tenant = tenant
-
-    def _failed(self, failure: Failure) -> FetchFailedError:
-        self._fetcher.count(failure)
-        return FetchFailedError(failure)
 
     async def _get(self, refs: Sequence[AdapterRef], tenant: str) -> list[Path]:
         if len(refs) == 1:
@@ -136,8 +165,6 @@ class DiskPin:
                 fetch.cancel()
             await asyncio.gather(*fetches, return_exceptions=True)
 
-
-log = logging.getLogger(__name__)
 
 # Seconds for which a failure is remembered.
 FAILURE_S = 1.0
@@ -197,13 +224,13 @@ class AdapterFetcher:
 
     def disk_pin(self) -> DiskPin:
         """Return the pin of one job, which has no revisions yet."""
-        return DiskPin(self, self.disk, self._timeouts.total_s)
+        return DiskPin(self, self._timeouts.total_s)
 
     @property
     def stats(self) -> FetchStats:
         """Return what is on the disk and on its way, and hits and misses."""
         disk = self.disk
-        return FetchStats(disk.bytes, disk.budget, disk.count, len(self._shared), self._hits, self._misses)
+        return FetchStats(disk.bytes, disk.budget, len(disk.digests), len(self._shared), self._hits, self._misses)
 
     async def get(self, ref: AdapterRef, tenant: str) -> Path:
         """Return the directory of a verified revision, which the caller has pinned.
@@ -217,10 +244,11 @@ class AdapterFetcher:
         self._misses += stored is None
         return await self._fetch_shared(ref, tenant)
 
-    def count(self, failure: Failure) -> None:
-        """Count and log a fetch that failed."""
+    def failed(self, failure: Failure) -> FetchFailedError:
+        """Count and log a fetch that failed; return its error."""
         self._metrics.fetches.labels(failure.reason.lower()).inc()
         log.warning("%s", failure.message)
+        return FetchFailedError(failure)
 
     def prefetch(self, requests: Iterable[AdapterRequest]) -> None:
         """Begin to fetch adapters of waiting jobs, where no job's own fetch runs and the disk has the bytes at once."""
@@ -231,16 +259,16 @@ class AdapterFetcher:
                 claimed = len(self._shared) > len(self._prefetches)
                 if claimed or len(self._prefetches) >= PREFETCHES_LIMIT:
                     return
-                if not self.disk.fits_now(_size(ref), request.tenant):
+                if not self.disk.fits_now(_sizes(ref), request.tenant):
                     continue
                 task = asyncio.get_running_loop().create_task(self._prefetch(ref, request.tenant))
                 self._prefetches.add(task)
                 task.add_done_callback(self._prefetches.discard)
 
     async def _prefetch(self, ref: AdapterRef, tenant: str) -> None:
-        if not self.disk.fits_now(_size(ref), tenant):  # a job came first
+        if not self.disk.fits_now(_sizes(ref), tenant):  # a job came first
             return
-        await self.disk.pin(_size(ref), tenant)
+        await self.disk.pin(_sizes(ref), tenant)
         try:
             await self._fetch_shared(ref, tenant)
         except (FetchFailedError, NotReservedError) as error:
@@ -286,37 +314,37 @@ class AdapterFetcher:
 
     async def _obtain(self, ref: AdapterRef, tenant: str) -> Path:
         try:
-            found = self.disk.find(ref.digest)
-            if found is not None and await self._verify(ref, found):
-                return found.path
-            return (await self._download(ref, tenant)).path
+            stored = self.disk.find(ref.digest)
+            if stored is not None and await self._verify(ref, stored):
+                return stored.path
+            return (await self._store(ref, tenant)).path
         except FetchFailedError as error:
-            self.count(error.failure)
+            self.failed(error.failure)
             now = time.monotonic()
             self._failed = {revision: failed for revision, failed in self._failed.items() if failed[0] > now}
-            if error.failure.reason != GRANT_REFUSED:  # another job's grant may hold
+            if error.failure.reason != "GRANT_REFUSED":  # another job's grant may hold
                 self._failed[ref.revision] = now + self._failure_s, error
             raise
 
-    async def _verify(self, ref: AdapterRef, found: Stored) -> bool:
+    async def _verify(self, ref: AdapterRef, stored: Stored) -> bool:
         """Return whether the bytes on the disk are those of the digest; discards them where they are not."""
         try:
-            found.verified = await asyncio.to_thread(digest_on_disk, found.path) == ref.digest
+            stored.verified = await asyncio.to_thread(_digest_on_disk, stored.path) == ref.digest
         except OSError as error:
-            log.warning("%s: %s", found.path, error)
-        if not found.verified:
-            log.warning("%s has other bytes than its digest; it is fetched again", found.path)
+            log.warning("%s: %s", stored.path, error)
+        if not stored.verified:
+            log.warning("%s has other bytes than its digest; it is fetched again", stored.path)
             self.disk.discard(ref.digest)
-        return found.verified
+        return stored.verified
 
-    async def _download(self, ref: AdapterRef, tenant: str) -> Stored:
+    async def _store(self, ref: AdapterRef, tenant: str) -> Stored:
         try:
             async with asyncio.timeout(self._timeouts.total_s):
                 try:
                     return await self._write(ref, tenant)
                 except OSError as error:
                     # Another program fills the disk: give up what no job needs.
-                    if error.errno not in _NO_SPACE or not await self.disk.evict(bytes_of(ref)):
+                    if error.errno not in _NO_SPACE or not await self.disk.evict(ref.weight_bytes + CONFIG_BYTES):
                         raise
                     return await self._write(ref, tenant)
         except TimeoutError as error:
@@ -330,7 +358,7 @@ class AdapterFetcher:
     async def _write(self, ref: AdapterRef, tenant: str) -> Stored:
         async with self.disk.write(ref.digest) as path, self._downloads:
             with self._metrics.fetch_time.time():
-                size = await download(self.store, ref, tenant, path, self._timeouts)
+                size = await _download(self.store, ref, tenant, path, self._timeouts)
             self._metrics.fetches.labels("ok").inc()
             self._metrics.fetch_bytes.inc(size)
             return self.disk.keep(path, ref.digest, size)
@@ -342,10 +370,6 @@ class AdapterFetcher:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
         await self.channel.close()
-
-
-def _size(ref: AdapterRef) -> dict[str, int]:
-    return {ref.digest: bytes_of(ref)}
 
 
 async def fetch_source(pin: DiskPin, ref: AdapterRef, tenant: str) -> AdapterSource:
@@ -365,3 +389,91 @@ async def fetch_source(pin: DiskPin, ref: AdapterRef, tenant: str) -> AdapterSou
     ]
     # Always in the same order: a sum of floats depends on the order, the digest does not.
     return AdapterSource(ref.digest, parts=tuple(sorted(parts, key=lambda part: part.digest)))
+
+
+async def _download(
+    store: adapters_pb2_grpc.AdapterServiceAsyncStub,
+    ref: AdapterRef,
+    tenant: str,
+    into: Path,
+    timeouts: DownloadTimeouts,
+) -> int:
+    """Write a revision's two files, and check their digest; returns their bytes. Raises FetchFailedError, OSError."""
+    try:
+        with (
+            closing(_File(into / CONFIG_FILE, CONFIG_BYTES)) as config,
+            closing(_File(into / WEIGHTS_FILE, ref.weight_bytes)) as weights,
+        ):
+            files = {CONFIG_FILE: config, WEIGHTS_FILE: weights}
+            async with aclosing(_parts(store, ref, tenant, timeouts)) as parts:
+                async for part in parts:
+                    if part.HasField("chunk") and part.chunk.name in files:
+                        await asyncio.to_thread(files[part.chunk.name].write, part.chunk.data)
+    except grpc.aio.AioRpcError as error:
+        code, reason = _FAILURES.get(error.code(), ("UNAVAILABLE", "STORE_DOWN"))
+        message = ref.revision if code in {"NOT_FOUND", "DATA_LOSS"} else f"{ref.revision}: {error.details()}"
+        raise FetchFailedError(Failure(code, reason, message, "adapter")) from error
+    if config.too_large or weights.too_large or await asyncio.to_thread(_digest_of, into, weights) != ref.digest:
+        raise FetchFailedError(Failure("DATA_LOSS", "DATA_LOSS", ref.revision, "adapter"))
+    return config.size + weights.size
+
+
+async def _parts(
+    store: adapters_pb2_grpc.AdapterServiceAsyncStub, ref: AdapterRef, tenant: str, timeouts: DownloadTimeouts
+) -> AsyncGenerator[pb.DownloadRevisionResponse, None]:
+    request = pb.DownloadRevisionRequest(name=ref.revision)
+    metadata: list[tuple[str, str | bytes]] = [(TENANT_KEY, tenant)]
+    if ref.grant:
+        metadata.append((WORKER_GRANT_KEY, ref.grant))
+    call = store.DownloadRevision(request, timeout=timeouts.total_s, metadata=metadata)
+    try:
+        while True:
+            async with asyncio.timeout(timeouts.silent_s):
+                part = await call.read()
+            if not isinstance(part, pb.DownloadRevisionResponse):  # the end
+                return
+            yield part
+    except TimeoutError as error:
+        message = f"{ref.revision}: the store sent nothing for {timeouts.silent_s:g} s"
+        raise FetchFailedError(Failure("UNAVAILABLE", "STORE_TIMEOUT", message, "adapter")) from error
+    finally:
+        call.cancel()
+
+
+class _File:
+    """A file that is hashed as it is written; bytes beyond `limit` are not written."""
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self._file = path.open("wb")
+        self._limit = limit
+        self._sha256 = hashlib.sha256()
+        self.size = 0
+        self.too_large = False
+
+    @property
+    def sha256(self) -> str:
+        """Return the digest of what was written."""
+        return "sha256:" + self._sha256.hexdigest()
+
+    def write(self, data: bytes) -> None:
+        """Append; blocks."""
+        self.too_large |= self.size + len(data) > self._limit
+        if not self.too_large:
+            self._file.write(data)
+            self._sha256.update(data)
+            self.size += len(data)
+
+    def close(self) -> None:
+        """Close it. Raises OSError."""
+        self._file.close()
+
+
+def _digest_of(directory: Path, weights: _File) -> str:
+    return revision_digest((directory / CONFIG_FILE).read_bytes(), weights.sha256)
+
+
+def _digest_on_disk(directory: Path) -> str:
+    """Compute the digest of a revision's files; blocks. Raises OSError."""
+    with (directory / WEIGHTS_FILE).open("rb") as weights:
+        sha256 = "sha256:" + hashlib.file_digest(weights, "sha256").hexdigest()
+    return revision_digest((directory / CONFIG_FILE).read_bytes(), sha256)

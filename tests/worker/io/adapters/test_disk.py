@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from artifacts import ArtifactError
-from worker.io.adapters.disk import DiskTier, NotReservedError
-from worker.io.adapters.disk_budget import Stored, TooLargeError
+from worker.io.adapters.disk import DiskTier, NotReservedError, Stored, TooLargeError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -91,7 +90,7 @@ async def test_a_pin_waits_for_an_unpin_and_a_smaller_one_overtakes_it_for_a_whi
         await pin(disk, "ab")
         large = asyncio.create_task(pin(disk, "cd"))
         await put(disk, "e")  # it fits, and may go first
-        monkeypatch.setattr("worker.io.adapters.disk_budget.OVERTAKEN_S", 0.0)
+        monkeypatch.setattr("worker.io.adapters.disk.OVERTAKEN_S", 0.0)
         later = asyncio.create_task(pin(disk, "f"))
         await asyncio.sleep(0)
         assert not large.done()
@@ -210,8 +209,8 @@ async def test_one_tenants_answers_leave_room_for_another_s(tmp_path: Path) -> N
             disk.unpin(digest(name), "loud")
         await asyncio.wait_for(loud[5], 5.0)
         disk.unpin(digest("f"), "loud")
-        assert not disk._budget._shares._of_tenant
-        assert not disk._budget._shares._sizes
+        assert not disk._tenant_pins
+        assert not disk._sizes
 
 
 async def test_a_random_walk_keeps_the_budget_and_the_pins(tmp_path: Path) -> None:
@@ -261,10 +260,10 @@ async def test_a_random_walk_keeps_the_budget_and_the_pins(tmp_path: Path) -> No
         while disk._removals:
             await asyncio.gather(*disk._removals)
         assert disk.bytes == bytes_below(tmp_path) == sum(revision.size for revision in disk._stored.values())
-        assert not disk._budget._pins
-        assert not disk._budget._reserved
-        assert not disk._budget._requests
-        print(f"{done} done, {written} written, {disk.count} left")
-        assert written - disk.count > 50
+        assert not disk._pins
+        assert not disk._reserved
+        assert not disk._requests
+        print(f"{done} done, {written} written, {len(disk.digests)} left")
+        assert written - len(disk.digests) > 50
         assert done > 400
     assert not partials(tmp_path)

@@ -19,8 +19,14 @@ from clients.cli.models import registered
 from tests.faulty_store import Fault, FaultyStore
 from tests.small_disks import SmallDisk
 from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.download import CONFIG_BYTES, DownloadTimeouts, FetchFailedError
-from worker.io.adapters.fetch import FAILURE_S, AdapterFetcher, DiskPin
+from worker.io.adapters.fetch import (
+    CONFIG_BYTES,
+    FAILURE_S,
+    AdapterFetcher,
+    DiskPin,
+    DownloadTimeouts,
+    FetchFailedError,
+)
 
 TENANT = "acme"
 WEIGHTS = "adapter_model.safetensors"
