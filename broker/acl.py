@@ -54,7 +54,7 @@ ROLES: Mapping[str, Role] = {
             "resume_keys",
             "set_aside",
             "renew_pin",
-            *("ledger_reserve", "ledger_tell", "ledger_fill"),
+            *("ledger_reserve", "ledger_tell"),
         ),
         # Commands of no script: for waiting jobs, dead letters, pins, usage events and the removal of a tenant's data.
         commands=(

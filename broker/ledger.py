@@ -6,7 +6,7 @@
 An account, of a tenant or an API key with a plan, counts what was charged in the running minute, day and month. Open
 reservations hold more beside that, and both together stay within the limits. A charge adds an event to a Redis stream.
 
-The ledger numbers what each router tells. Where it has no number of a router, or a lower one than the router knows,
+The ledger numbers what each router tells. Where it is empty, or has a lower number of a router than the router knows,
 Redis has lost data: the router fills it with the counts that the adapter store has, and with what it knows itself, and
 the ledger is closed for RECOVERY_MS, in which the others do the same. docs/guides/quotas.md has promises and bound.
 All keys share a hash tag, so that a quota is the same for all models, and one call may use several accounts.
@@ -18,18 +18,18 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import OutOfMemoryError
 
 from broker.batched_script import BatchedScript
 from broker.functions import PreparedCall
 from broker.keys import LEDGER
 from broker.scripts import SCRIPTS, Scripts
-from broker.wrong_types import set_aside
 
 _T = TypeVar("_T")
 
@@ -38,8 +38,6 @@ _AT_ONCE = 128
 # Time in seconds for which events of charges are kept, to add them again to a Redis that has lost them; routers write
 # them to their files within a second.
 _EVENTS_S = 10.0
-# Types of the keys that all tenants share.
-_SHARED = {"state": "string", "routers": "hash", "usage": "stream"}
 # What an account counts, by the field of a plan that limits it.
 COUNTS = {
     "concurrent_streams": "streams",
@@ -95,7 +93,7 @@ class Reservation(msgspec.Struct):
     charges: int = 0
     resumes: int = 0
     sent: int = 0
-    # What the ledger was last told.
+    # What the ledger was last told; -1: it has lost that.
     known_input: int = 0
     known_output: int = 0
 
@@ -119,11 +117,11 @@ class QuotaReachedError(Exception):
 
 
 class LedgerUnreadyError(Exception):
-    """The ledger is closed for a while; else it lacks what this router knows, or has nothing (`is_empty`)."""
+    """The ledger has lost data, and this router is to fill it; or others do that, and it is closed for `closed_s`."""
 
-    def __init__(self, closed_ms: float, *, is_empty: bool) -> None:
-        super().__init__("the ledger has lost data, or is new to this router")
-        self.closed_s, self.is_empty = closed_ms / 1e3, is_empty
+    def __init__(self, closed_ms: float = 0) -> None:
+        super().__init__("the ledger has lost data")
+        self.closed_s = closed_ms / 1e3
 
 
 class LedgerFullError(Exception):
@@ -134,13 +132,12 @@ class _Answer(msgspec.Struct):
     """The answer of each script."""
 
     behind: bool = False
-    is_empty: bool = False
     closed_ms: float = 0
     refused: tuple[str, str, float] | None = None
     reservation: Reservation | None = None
     number: int = 0
     ended: int = 0
-    moved: list[int] = []
+    moved: list[str] = []
     accounts: list[Counts] = []
     events: list[list[str]] = []
 
@@ -164,7 +161,7 @@ class Ledger:
 
     def __init__(self, redis: Redis, scripts: Scripts = SCRIPTS, router: str = "") -> None:
         self._redis = redis
-        names = ("ledger_reserve", "ledger_reserve_when_full", "ledger_tell", "ledger_fill")
+        names = ("ledger_reserve", "ledger_reserve_when_full", "ledger_tell")
         self._scripts = {name: BatchedScript(redis, scripts.register(redis, name), LEDGER + "state") for name in names}
         self.router = router or secrets.token_hex(6)
         # Number of the last call in which this router told something; 0: it has never used the ledger.
@@ -197,6 +194,8 @@ class Ledger:
             answer = await self._ask(name, message, send)
         except OutOfMemoryError as error:
             raise LedgerFullError("Redis is out of memory") from error
+        if answer.closed_ms:
+            raise LedgerUnreadyError(answer.closed_ms)
         if answer.refused is not None:
             raise QuotaReachedError(*answer.refused)
         assert answer.reservation is not None, "what is not refused is granted"
@@ -204,40 +203,45 @@ class Ledger:
         granted.known_input, granted.known_output = granted.used_input, granted.used_output
         return granted
 
-    async def tell(self, reservations: Sequence[Reservation], *, renews: bool = False) -> tuple[int, list[int]]:
-        """Tell what is used of this router's reservations, and which have ended, and renew all of them.
+    async def tell(self, reservations: Sequence[Reservation], *, renews: bool = False) -> tuple[int, set[str]]:
+        """Tell what is used of this router's reservations, and which have ended; idempotent.
 
-        Idempotent. Returns how many reservations of routers that died were ended, and the places of those that other
-        calls have by now. Raises LedgerUnreadyError.
+        With `renews` end those of routers that died. Returns how many of these were ended, and the holders of the told
+        ones that other calls have by now. Raises LedgerUnreadyError, while the ledger is closed once it knows all.
         """
-        ended, moved = 0, list[int]()
-        for at, some in _chunks(reservations):
+        ended, moved, closed_ms = 0, set[str](), 0.0
+        for some in _chunks(reservations) or [()]:
             told = [(one.used_input, one.used_output) for one in some]
-            answer = await self._ask("ledger_tell", {"reservations": some, "renews": renews})
+            answer = await self._tell(reservations=some, renews=renews)
             for one, known in zip(some, told, strict=True):
                 one.known_input, one.known_output = known
-            ended, moved = ended + answer.ended, [*moved, *(at + place for place in answer.moved)]
+            ended, moved, closed_ms = ended + answer.ended, moved.union(answer.moved), max(closed_ms, answer.closed_ms)
+        if closed_ms:
+            raise LedgerUnreadyError(closed_ms)
         return ended, moved
 
-    async def fill(self, saved: Iterable[Counts], reservations: Sequence[Reservation], closed_ms: int) -> None:
-        """Use the ledger from now on, with these accounts and reservations. One that has lost data is closed then."""
-        nothing: dict[str, Any] = {"begins": False, "closed_ms": closed_ms}
-        nothing |= {"accounts": (), "reservations": (), "events": ()}
-        told = [
-            event for _, event in self._events
-        ]  # of the last seconds before the loss, which may be longer ago by now
-        for _, accounts in _chunks([*saved, *self.unsaved.values()]):
-            await self._ask("ledger_fill", {**nothing, "accounts": accounts})
-        for at, some in _chunks(reservations):
-            await self._ask("ledger_fill", {**nothing, "begins": at == 0, "reservations": some})
-        for _, events in _chunks(told):
-            await self._ask("ledger_fill", {**nothing, "events": events})
+    async def fill(self, saved: Iterable[Counts], reservations: Sequence[Reservation], *, closes: bool) -> None:
+        """Fill a ledger that has lost data with accounts, the events of the last seconds before, and reservations."""
+        events = [event for _, event in self._events]  # which may be longer ago by now
+        for accounts in _chunks([*saved, *self.unsaved.values()]):
+            await self._tell(fills=True, accounts=accounts)
+        for some in _chunks(events):
+            await self._tell(fills=True, events=some)
+        for one in reservations:
+            one.known_input = one.known_output = -1
+        await self._tell(fills=True, begins=True, closes=closes)
+        with suppress(LedgerUnreadyError):
+            await self.tell(reservations)
+
+    async def _tell(self, **parts: Any) -> _Answer:
+        nothing: dict[str, Any] = {"reservations": (), "renews": False, "fills": False, "accounts": (), "events": ()}
+        return await self._ask("ledger_tell", {**nothing, "begins": False, "closes": False, **parts})
 
     async def _ask(self, name: str, message: Mapping[str, Any], send: SendReserve | None = None) -> _Answer:
         call = {"router": self.router, "number": self.number, **message}
         answer = msgspec.msgpack.decode(await self._call(name, call, send), type=_Answer)
-        if answer.behind or answer.closed_ms:
-            raise LedgerUnreadyError(answer.closed_ms, is_empty=answer.is_empty)
+        if answer.behind:
+            raise LedgerUnreadyError
         self.number = max(self.number, answer.number)
         for one in answer.accounts:
             self.unsaved[one.name] = max(one, self.unsaved.get(one.name, one))
@@ -250,23 +254,15 @@ class Ledger:
     async def _call(self, name: str, message: Mapping[str, Any], send: SendReserve | None) -> Any:
         """Return a script's answer; `send` sends the call with another, where Redis is no cluster."""
         script, packed = self._scripts[name], msgspec.msgpack.encode(message)
-        try:
-            if send is None or isinstance(self._redis, RedisCluster):
-                return await script([packed])
-            key = f"{LEDGER}of:{message['reservation'].id}"
-            call = ReserveCall(script.prepare((key,), [packed]), key)
-            await send(call)
-            if isinstance(call.answer, Exception):
-                raise call.answer
-            return call.answer
-        except ResponseError as error:
-            if "WRONGTYPE" not in str(error):
-                raise
-        for key, wanted in _SHARED.items():
-            await set_aside(self._redis, LEDGER + key, wanted)
-        return await script([packed])
+        if send is None or isinstance(self._redis, RedisCluster):
+            return await script([packed])
+        key = f"{LEDGER}of:{message['reservation'].id}"
+        call = ReserveCall(script.prepare((key,), [packed]), key)
+        await send(call)
+        if isinstance(call.answer, Exception):
+            raise call.answer
+        return call.answer
 
 
-def _chunks(items: Sequence[_T]) -> Iterable[tuple[int, Sequence[_T]]]:
-    """Yield so many at a time, each with the place of its first, and none once where there are none."""
-    return ((at, items[at : at + _AT_ONCE]) for at in range(0, max(1, len(items)), _AT_ONCE))
+def _chunks(items: Sequence[_T]) -> list[Sequence[_T]]:
+    return [items[at : at + _AT_ONCE] for at in range(0, len(items), _AT_ONCE)]

@@ -3,8 +3,7 @@
 -- reservation; or with what refuses it, and changes nothing.
 --- @include "ledger"
 
-local waits = why_wait()
-if waits then return waits end
+if is_behind or closed_ms > 0 then return cmsgpack.pack({behind = is_behind, closed_ms = closed_ms}) end
 -- `received`: output tokens that the client of a resumed request has; -1: a new request.
 local asked, received = message.reservation, message.received
 local r, is_known = reservation_of(asked.id)
@@ -60,4 +59,5 @@ r.at_ms, r.holder, r.accounts, r.facts, r.open = at_ms, asked.holder, asked.acco
 r.requests, r.input, r.output, r.streams = needs.requests, input, output, 1
 add(r, 'held_', r.requests, input, output, 1)
 write(r)
+if number == 0 then count_call() end
 return reply({reservation = r})

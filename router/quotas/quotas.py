@@ -31,7 +31,6 @@ from broker.ledger import (
     SendReserve,
 )
 from broker.messages import Job
-from broker.terms import RECOVERY_MS
 from router.catalog.store_client import StoreClient
 from router.dispatch.outbox import queue_full
 from router.dispatch.routed_job import RoutedJob
@@ -250,18 +249,16 @@ class Quotas:
         """Tell the ledger what it does not know. Returns what keeps it from that: an error of Redis or of the store."""
         async with self._telling:
             self._next_round, renews, self._renews = None, self._renews, False
-            for _ in range(_TRIES):
-                try:
-                    await self._tell_news(renews)
-                    return None
-                except LedgerUnreadyError as error:
-                    unready = error
-                except REDIS_DOWN as error:
-                    return error
-                try:
-                    await (asyncio.sleep(unready.closed_s) if unready.closed_s else self._fill(unready.is_empty))
-                except (*REDIS_DOWN, CallError) as error:
-                    return error
+            try:
+                for _ in range(_TRIES):
+                    try:
+                        await self._tell_news(renews)
+                        return None
+                    except LedgerUnreadyError as error:
+                        closed_s = error.closed_s
+                    await (asyncio.sleep(closed_s) if closed_s else self._fill())
+            except (*REDIS_DOWN, CallError) as error:
+                return error
         return Unavailable("the ledger of quotas lost data again and again", reason="LEDGER_BEHIND")
 
     async def _tell_news(self, renews: bool) -> None:
@@ -276,7 +273,7 @@ class Quotas:
             self._urgent |= urgent
             raise
         self._metrics.reservations_expired.inc(expired)
-        for grant in (told[place] for place in moved):
+        for grant in (one for one in told if one.reservation.holder in moved):
             for routed in grant.jobs:
                 routed.end_reader(Aborted("another router goes on with the request", reason="TAKEN_OVER"))
             if grant.end is not None:
@@ -286,14 +283,13 @@ class Quotas:
             if grant.end is not None and not grant.end.done():
                 grant.end.set_result(None)
 
-    async def _fill(self, is_empty: bool) -> None:
-        """Tell a ledger that has lost data, or is new to this router, what this router and the store know."""
+    async def _fill(self) -> None:
+        """Tell a ledger that has lost data, or has never had any, what this router and the store know."""
         has_lost, saved = self.ledger.number != 0, list(self.ledger.unsaved.values())
-        if (has_lost or is_empty) and self._store is not None:
+        if self._store is not None:
             # The store may be read before what is unsaved now is saved.
             saved += [msgspec.convert(one, Counts, from_attributes=True) for one in await self._store.accounts()]
-        closed_ms = RECOVERY_MS if saved or has_lost else 0
-        await self.ledger.fill(saved, [grant.count() for grant in self._grants], closed_ms)
+        await self.ledger.fill(saved, [grant.count() for grant in self._grants], closes=has_lost or bool(saved))
         if has_lost:
             self._metrics.ledger_refills.inc()
             log.warning("Redis lost data of the ledger; it was filled with %d accounts", len(saved))

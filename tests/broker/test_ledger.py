@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from random import Random
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker import terms
 from broker.keys import LEDGER
@@ -39,7 +41,7 @@ class Cluster:
         """Return a router that has joined the ledger."""
         if name not in self.routers:
             self.routers[name] = Ledger(self.redis, SCRIPTS_ON_TEST_CLOCK, name)
-            await self.routers[name].fill([], [], 0)
+            await self.routers[name].fill([], [], closes=False)
         return self.routers[name]
 
     async def reserve(
@@ -76,11 +78,11 @@ class Cluster:
         one.streams = 0
         await (await self.router(router)).tell([one])
 
-    async def waits(self, ledger: Ledger) -> tuple[float, bool]:
-        """Return for how long the ledger is closed for a router, and whether it is empty."""
+    async def closed_s(self, ledger: Ledger) -> float:
+        """Return for how long the ledger is closed for a router; 0: the router is to fill it."""
         with pytest.raises(LedgerUnreadyError) as error:
             await ledger.tell([])
-        return error.value.closed_s, error.value.is_empty
+        return error.value.closed_s
 
     async def renew_for(self, ms: int, router: str = "b") -> int:
         """Let time pass in which one router renews; return how many reservations it has ended."""
@@ -121,7 +123,7 @@ async def test_a_limit_is_not_passed_and_has_room_in_the_next_minute(cluster: Cl
 async def test_a_new_tenants_first_burst_is_within_its_quota(cluster: Cluster) -> None:
     await cluster.redis.flushdb()
     await cluster.clock.advance(0)
-    await (await cluster.router("new")).fill([], [], 0)
+    await (await cluster.router("new")).fill([], [], closes=False)
     for number in range(10):
         await cluster.reserve(number, router="new")
 
@@ -199,7 +201,7 @@ async def test_a_router_that_comes_long_after_all_others_died_ends_their_reserva
     reservation.use(10, 30)
     await (await cluster.router("a")).tell([reservation], renews=True)
     await cluster.clock.advance(3 * terms.HELD_MS)
-    assert await (await cluster.router("b")).tell([], renews=True) == (1, [])
+    assert await (await cluster.router("b")).tell([], renews=True) == (1, set())
     account = await cluster.account()
     assert (account["day_tokens"], account["held_streams"]) == (40, 0)
 
@@ -237,7 +239,7 @@ async def test_after_an_outage_routers_have_the_time_to_renew(cluster: Cluster) 
     await (await cluster.router("a")).tell([], renews=True)
     await (await cluster.router("b")).tell([], renews=True)
     await cluster.clock.advance(3 * terms.HELD_MS)
-    assert await (await cluster.router("a")).tell([running], renews=True) == (0, [])
+    assert await (await cluster.router("a")).tell([running], renews=True) == (0, set())
     assert await cluster.renew_for(terms.HELD_MS, "a") == 1
     await cluster.settle(gone, 10, 5, "b")
     await cluster.settle(running, 10, 20)
@@ -264,7 +266,7 @@ async def test_a_resumed_request_keeps_its_reservation_and_is_charged_once(clust
     assert await cluster.refused(2, 200)
     resumed = await cluster.reserve(1, 900, 17, router="b")
     first.use(10, 18)
-    assert await (await cluster.router("a")).tell([first], renews=True) == (0, [0])
+    assert await (await cluster.router("a")).tell([first], renews=True) == (0, {first.holder})
     await cluster.settle(resumed, 0, 60, "b")
     account = await cluster.account()
     assert (account["input_tokens"], account["output_tokens"], account["requests"], account["held_output_tokens"]) == (
@@ -408,17 +410,30 @@ async def test_a_wiped_redis_is_filled_and_closed_until_all_have_told(cluster: C
     saved = list(a.unsaved.values())
     await cluster.redis.flushdb()
     await cluster.clock.advance(0)
-    assert await cluster.waits(a) == (0, True)
+    assert await cluster.closed_s(a) == 0
     a.unsaved.clear()
-    await a.fill(saved, [], terms.RECOVERY_MS)
-    assert await cluster.waits(a) == (terms.RECOVERY_MS / 1e3, False)
-    assert await cluster.waits(b) == (0, False)
-    await b.fill([], [running], terms.RECOVERY_MS)
+    await a.fill(saved, [], closes=True)
+    assert await cluster.closed_s(a) == terms.RECOVERY_MS / 1e3
+    assert await cluster.closed_s(b) == 0
+    await b.fill([], [running], closes=True)
     await cluster.clock.advance(terms.RECOVERY_MS)
     assert await cluster.refused(3, 400)
     await cluster.settle(running, 10, 120, "b")
     account = await cluster.account()
     assert (account["day_tokens"], account["held_day_tokens"]) == (410 + 130, 0)
+
+
+async def test_reservations_of_a_fill_that_broke_off_are_told_with_the_next_renewal(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router, running = await cluster.router("a"), await cluster.reserve()
+    await cluster.redis.flushdb()
+    await cluster.clock.advance(0)
+    with monkeypatch.context() as broken:
+        broken.setattr(router, "tell", AsyncMock(side_effect=RedisConnectionError))
+        with pytest.raises(RedisConnectionError):
+            await router.fill([], [running], closes=True)
+    assert running.has_news
 
 
 async def test_a_redis_that_was_rolled_back_is_found_though_others_have_told_more_since(cluster: Cluster) -> None:
@@ -433,9 +448,9 @@ async def test_a_redis_that_was_rolled_back_is_found_though_others_have_told_mor
         await cluster.redis.restore(key, 0, value)
     for _ in range(9):
         await b.tell([], renews=True)
-    assert await cluster.waits(a) == (0, False)
-    await a.fill(list(a.unsaved.values()), [running], terms.RECOVERY_MS)
-    assert await cluster.waits(b) == (terms.RECOVERY_MS / 1e3, False)
+    assert await cluster.closed_s(a) == 0
+    await a.fill(list(a.unsaved.values()), [running], closes=True)
+    assert await cluster.closed_s(b) == terms.RECOVERY_MS / 1e3
     account = await cluster.account()
     assert (account["output_tokens"], account["held_output_tokens"]) == (400, 300)
     await cluster.clock.advance(terms.RECOVERY_MS)
@@ -447,7 +462,7 @@ async def test_counts_of_accounts_only_grow_when_they_are_filled(cluster: Cluste
     ledger = await cluster.router("a")
     counts = ledger.unsaved["acme"]
     lower = msgspec.structs.replace(counts, output_tokens=5, day_tokens=500)
-    await ledger.fill([lower, Counts("other", day=counts.day, day_tokens=7)], [], 0)
+    await ledger.fill([lower, Counts("other", day=counts.day, day_tokens=7)], [], closes=False)
     account = await cluster.account()
     assert (account["output_tokens"], account["day_tokens"], account["month_tokens"]) == (100, 500, 110)
     assert (await cluster.account("other"))["day_tokens"] == 7

@@ -94,7 +94,7 @@ async def _others_go_on(redis: Redis, spoilt: str) -> None:
 
 async def _reserve(redis: Redis) -> None:
     ledger = Ledger(redis, router="router")
-    await ledger.fill([], [], 0)
+    await ledger.fill([], [], closes=False)
     for number in (1, 2):
         one = await ledger.reserve(Reservation(f"x{number}", "acme", 3, 9, "{}"), None, {"acme": LIMITS})
     one.use(1, 2)
@@ -104,7 +104,7 @@ async def _reserve(redis: Redis) -> None:
 
 async def _ledger_goes_on(redis: Redis, spoilt: str) -> None:
     ledger = Ledger(redis)
-    await ledger.fill([], [], 0)
+    await ledger.fill([], [], closes=False)
     one = await ledger.reserve(Reservation("x3", "other", 1, 1, "{}"), None, {"other": LIMITS})
     known = await ledger.reserve(Reservation("x1", "acme", 3, 9, "{}"), 1, {"acme": LIMITS})
     for settled in (one, known):

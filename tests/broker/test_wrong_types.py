@@ -23,7 +23,7 @@ async def _resume_keys(redis: Redis) -> list[str]:
 
 async def _charged(redis: Redis) -> list[str]:
     ledger = Ledger(redis)
-    await ledger.fill([], [], 0)
+    await ledger.fill([], [], closes=False)
     one = await ledger.reserve(Reservation("r", "acme", 1, 1, "{}"), None, {"acme": {}})
     one.use(1, 1)
     one.open = False
@@ -48,6 +48,7 @@ async def test_a_key_of_another_type_is_set_aside(
     async with role_clients(redis, valkey_url) as (of_router, _):
         assert await use(of_router) == found
     assert await redis.exists(f"{key}:aside")
+    assert key == RESUME_KEYS or await redis.xlen(LEDGER + "usage") == 1
     assert await redis.pttl(f"{key}:aside") > 0
 
 

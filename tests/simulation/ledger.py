@@ -150,8 +150,8 @@ class LuaLedger(_Server):
 
     def look(self, account: str, now_ms: int) -> dict[str, int]:
         """Return the numbers of an account, once reservations of routers that died have ended."""
-        nobody = {"router": "nobody", "number": 0, "reservations": []}
-        self.run("ledger_fill", {**nobody, "begins": True, "closed_ms": 0, "accounts": [], "events": []}, now_ms)
+        nobody = {"router": "nobody", "number": 0, "reservations": [], "accounts": [], "events": []}
+        self.run("ledger_tell", {**nobody, "fills": True, "begins": True, "closes": False}, now_ms)
         for part in range(1, 13):
             self.run("ledger_tell", {**nobody, "renews": True}, now_ms + part * HELD_MS // 4)
         packed = self.keys.get(f"{LEDGER}account:{account}")
@@ -226,7 +226,7 @@ class SimulatedLedger(Ledger):
         def run() -> bytes:
             packed = redis.data.ledger.run(name, message, redis.now_ms)
             answer = msgspec.msgpack.decode(packed)
-            if "behind" in answer or "closed_ms" in answer or "refused" in answer or router is None:
+            if answer.get("behind") or answer.get("closed_ms") or "refused" in answer or router is None:
                 return packed
             if granted := answer.get("reservation"):
                 for account in granted["accounts"].split():
@@ -234,7 +234,7 @@ class SimulatedLedger(Ledger):
                     if held is not None:
                         held[account] = Held(granted["id"], router)
             told = [message["reservation"]] if granted else message["reservations"]
-            for one in told if name != "ledger_fill" else ():
+            for one in told:
                 key = router, one["id"]
                 redis.told_s[key] = max(redis.told_s.get(key, 0.0), counted_at)
             return packed

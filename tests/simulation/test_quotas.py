@@ -59,9 +59,9 @@ def test_requests_that_routers_leave_are_charged_once() -> None:
 def test_accounts_that_nobody_puts_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = Ledger.fill
 
-    async def fill_nothing(ledger: Ledger, saved: Sequence[Counts], *rest: Any) -> None:
+    async def fill_nothing(ledger: Ledger, saved: Sequence[Counts], *rest: Any, **closes: Any) -> None:
         ledger.unsaved.clear()
-        await fill(ledger, [], *rest)
+        await fill(ledger, [], *rest, **closes)
 
     monkeypatch.setattr(Ledger, "fill", fill_nothing)
     size = asked_tokens(plan(0, 0.0, 20))

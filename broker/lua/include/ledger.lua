@@ -15,19 +15,31 @@ local RESERVATION = {id = '', holder = '', accounts = '', facts = '', at_ms = 0,
   output = 0, streams = 0, used_input = 0, used_output = 0, paid_input = 0, paid_output = 0, charges = 0, resumes = 0,
   sent = 0}
 local message = cmsgpack.unpack(ARGV[1])
--- The accounts that this call has read, by name, and the events of its charges.
-local accounts, events = {}, {}
--- The time at which the ledger opens, or nothing if it has lost its data, and the number and lease of the router.
-local opens_at = tonumber(redis.call('GET', STATE) or '')
-local number, lease_ms = string.match(redis.call('HGET', ROUTERS, message.router) or '', '^(%d+) (%d+)$')
+
+-- Return a command's answer, or false for a key of another type, which is renamed.
+local function of_type(key, answer)
+  if type(answer) ~= 'table' then return answer end
+  redis.call('RENAME', key, key .. ':aside')
+  redis.call('PEXPIRE', key .. ':aside', ASIDE_MS)
+  return false
+end
+
+-- The accounts that this call has read, and those that it has charged, by name, and the events of its charges.
+local accounts, charged, events = {}, {}, {}
+-- The time at which the ledger opens, or nothing if it has lost its data, and the number of the router.
+local opens_at = tonumber(of_type(STATE, redis.pcall('GET', STATE)) or '')
+local row = of_type(ROUTERS, redis.pcall('HGET', ROUTERS, message.router))
+local number = tonumber(string.match(row or '', '^(%d+) %d+$') or '0')
+-- Whether this ledger has lost what the router told it, so that the router has to fill it first.
+local is_behind = not opens_at or number < message.number
+-- Time in ms for which others may do that. A longer one is of a clock that was ahead.
+local closed_ms = math.max(0, (opens_at or 0) - now)
+if closed_ms > RECOVERY_MS then closed_ms = 0 end
 
 -- Return the table that a key has, and whether it has one. Fields that are missing or of another type are those of `blank`.
 local function read(key, blank)
-  local packed, stored, is_stored = redis.pcall('GET', key), {}, false
-  if type(packed) == 'table' then -- a key of another type
-    redis.call('RENAME', key, key .. ':aside')
-    redis.call('PEXPIRE', key .. ':aside', ASIDE_MS)
-  elseif packed then
+  local packed, stored, is_stored = of_type(key, redis.pcall('GET', key)), {}, false
+  if packed then
     local is_readable, value = pcall(cmsgpack.unpack, packed)
     if is_readable and type(value) == 'table' then stored, is_stored = value, true end
   end
@@ -87,6 +99,7 @@ local function add(r, prefix, ...)
         account[prefix .. field] = math.max(0, account[prefix .. field] + amounts[field])
       end
     end
+    if prefix == '' then charged[name] = account end
   end
 end
 
@@ -140,27 +153,34 @@ local function record_of(told)
   return told
 end
 
--- Return the answer to a router that has to tell this ledger what it knows first, or to wait while others may.
-local function why_wait()
-  local is_behind = not opens_at or not number or tonumber(number) < message.number
-  if is_behind then return cmsgpack.pack({behind = true, is_empty = not opens_at}) end
-  local closed_ms = opens_at - now
-  if closed_ms > 0 and closed_ms <= RECOVERY_MS then return cmsgpack.pack({closed_ms = closed_ms}) end
+-- Count a call of the router, which has its reservations for HELD_MS more.
+local function count_call()
+  number = math.max(number, message.number) + 1
+  redis.call('HSET', ROUTERS, message.router, string.format('%.0f %.0f', number, now + HELD_MS))
 end
 
--- Count a call of the router, which has its reservations until then.
-local function count_call(until_ms)
-  number = math.max(tonumber(number or 0), message.number) + 1
-  redis.call('HSET', ROUTERS, message.router, string.format('%.0f %.0f', number, until_ms))
+-- Return some of a router's open reservations.
+local function open_of(router, count)
+  local found = {}
+  for _, id in ipairs(redis.call('SRANDMEMBER', held_by(router), count)) do
+    local r = reservation_of(id)
+    if r.open then found[#found + 1] = r else redis.call('SREM', held_by(router), id) end
+  end
+  return found
 end
 
--- Write the accounts and events, and return an answer with them.
+local function add_event(event)
+  local is_added = of_type(USAGE, redis.pcall('XADD', USAGE, '*', unpack(event)))
+  if not is_added then redis.call('XADD', USAGE, '*', unpack(event)) end
+end
+
+-- Write the accounts and events, and return an answer with those that were charged.
 local function reply(answer)
-  answer.number, answer.accounts, answer.events = tonumber(number), {}, events
+  answer.number, answer.accounts, answer.events = number, {}, events
   for name, account in pairs(accounts) do
     redis.call('SET', LEDGER .. 'account:' .. name, cmsgpack.pack(account), 'PX', ACCOUNT_MS)
-    table.insert(answer.accounts, account)
   end
-  for _, event in ipairs(events) do redis.call('XADD', USAGE, '*', unpack(event)) end
+  for _, account in pairs(charged) do table.insert(answer.accounts, account) end
+  for _, event in ipairs(events) do add_event(event) end
   return cmsgpack.pack(answer)
 end

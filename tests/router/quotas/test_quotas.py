@@ -56,7 +56,6 @@ def store() -> Store:
 @pytest.fixture
 def new(redis: Redis, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> New:
     """Make the quotas of a router; the tenant acme has the limits given."""
-    monkeypatch.setattr("router.quotas.quotas.RECOVERY_MS", 20)
 
     def make(table: str = "tenants.acme", **limits: int) -> Quotas:
         path = tmp_path / "plans.toml"
@@ -357,7 +356,7 @@ async def test_a_failed_reservation_leaves_nothing_in_either_account(
 ) -> None:
     ledger = with_key.ledger
     reserve = ledger.reserve
-    await ledger.fill([], [], 0)
+    await ledger.fill([], [], closes=False)
 
     async def fail(*arguments: Any) -> None:
         if carried_out:

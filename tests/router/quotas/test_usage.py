@@ -35,7 +35,6 @@ def new(redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> New:
     """Make the quotas of a router with a usage file of its own; events that wait are claimed at once."""
     monkeypatch.setattr(usage, "CLAIM_MS", 0)
     monkeypatch.setattr(usage, "CLAIM_S", 0.0)
-    monkeypatch.setattr("router.quotas.quotas.RECOVERY_MS", 0)
 
     def make(name: str) -> tuple[Quotas, UsageLog]:
         events = UsageLog(redis, tmp_path / name, RouterMetrics())
