@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import uvloop
 
 from broker.connection import RedisUnreachableError
-from router.dispatch.advertised import AdvertisedAddressError
+from router.dispatch.relay import AdvertisedAddressError
 from router.settings import Settings
 from rpc.children.process import LaunchError
 from rpc.server import PortInUse

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from broker.messages import AdapterRef
 from options import Pooling, SamplingParams, Task, TokenLogprobs
 
 
@@ -79,6 +80,13 @@ class WeightedAdapter:
 
     adapter: str
     weight: float
+
+
+def adapter_names(adapter: AdapterRef | None) -> tuple[str, tuple[WeightedAdapter, ...]]:
+    """Return the revision of a job's adapter, or the digest of a set, and the set's parts; empty for the base model."""
+    if adapter is None:
+        return "", ()
+    return adapter.revision, tuple(WeightedAdapter(part.adapter.revision, part.weight) for part in adapter.parts)
 
 
 @dataclass(frozen=True, slots=True)

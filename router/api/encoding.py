@@ -11,7 +11,7 @@ from broker.terms import PRIORITY_LIMIT
 from options import Pooling, Task
 from router.api.convert import read_adapters, read_request_id
 from router.catalog.adapters import Classifier
-from router.generation.encoding import Vector
+from router.generation.unary_calls import Vector
 from router.request import EncodeInput, EncodeRequest, Summary, TextPair
 from rpc.errors import InvalidField
 

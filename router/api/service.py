@@ -28,13 +28,10 @@ from router.api.encoding import (
     write_encode_summary,
 )
 from router.api.request_telemetry import RequestTelemetry
-from router.catalog.models import Models
 from router.generation.admission import Admission
-from router.generation.encoding import Encoding
 from router.generation.generation import Generation
-from router.generation.scoring import ContinuationScore, Scoring
+from router.generation.unary_calls import ContinuationScore, UnaryCalls
 from router.request import Message, Request, Stopping, Summary
-from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import InvalidField
 from rpc.interceptors import Context
 from rpc.principal import calling_tenant
@@ -89,21 +86,11 @@ def write_scores(scores: Sequence[ContinuationScore], summary: Summary) -> pb.Sc
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves loraplex.inference.v1.InferenceService."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        admission: Admission,
-        models: Models,
-        telemetry: RequestTelemetry,
-        prompts: PromptTokenizer,
-        encoding: Encoding,
-    ) -> None:
+    def __init__(self, generation: Generation, admission: Admission, telemetry: RequestTelemetry) -> None:
         self.generation = generation
         self._admission = admission
-        self._scoring = Scoring(generation, admission, models, prompts)
-        self.encoding = encoding
-        self.prompts = prompts
-        self.models = models
+        self.unary_calls = UnaryCalls(generation, admission)
+        self.models, self.prompts = admission.models, admission.prompts
         self.telemetry = telemetry
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -162,7 +149,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             continuations = read_continuations(request)
             call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.prompts))
             del request
-            scores, summary = await self._scoring.score(call, continuations, context.time_remaining())
+            scores, summary = await self.unary_calls.score(call, continuations, context.time_remaining())
             record.count(summary)
             return write_scores(scores, summary)
 
@@ -172,7 +159,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             call = record.begin(read_embed(request, record.tenant))
             normalize = not request.HasField("normalize") or request.normalize
             write = partial(write_embedding, normalize=normalize)
-            embeddings, summary = await self.encoding.encode(call, context.time_remaining(), write)
+            embeddings, summary = await self.unary_calls.encode(call, context.time_remaining(), write)
             record.count_texts("embed", len(embeddings), summary)
             return pb.EmbedResponse(embeddings=embeddings, summary=write_encode_summary(summary))
 
@@ -180,7 +167,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Return the probabilities of a classifier's labels for each text."""
         with self.telemetry.new_record(context) as record:
             call = record.begin(read_classify(request, record.tenant))
-            found, summary = await self.encoding.encode(call, context.time_remaining(), write_classification)
+            found, summary = await self.unary_calls.encode(call, context.time_remaining(), write_classification)
             record.count_texts("classify", len(found), summary)
             return pb.ClassifyResponse(
                 classifications=[one for one, _ in found], labels=found[0][1], summary=write_encode_summary(summary)

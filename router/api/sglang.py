@@ -30,12 +30,12 @@ from artifacts.names import SHARED
 from broker.commands import Verb
 from broker.connection import REDIS_DOWN
 from broker.messages import WorkerState
+from router.api.cluster import AdapterCommands
 from router.api.encoding import normalized
-from router.api.operator_commands import AdapterCommands
 from router.api.service import InferenceService
 from router.api.sglang_messages import EngineAnswer, engine_field_names, read_embedding, read_generate, reasoning_end
-from router.catalog.manifest import Manifest
 from router.catalog.models import Models, ServedModel
+from router.catalog.store_client import Manifest
 from router.dispatch.dispatcher import Dispatcher
 from rpc.errors import InvalidField, Mismatch, NotBuilt, Unavailable
 from rpc.interceptors import Context
@@ -269,7 +269,7 @@ class SglangScheduler:
         waits_for: Callable[[], str],
     ) -> None:
         self._telemetry, self._prompts = inference.telemetry, inference.prompts
-        self._generation, self._encoding = inference.generation, inference.encoding
+        self._generation, self._unary_calls = inference.generation, inference.unary_calls
         self._dispatcher = dispatcher
         self._models = inference.models
         self._adapter = adapter
@@ -295,7 +295,7 @@ class SglangScheduler:
         """Return the vector of a text, of length 1."""
         with self._telemetry.new_record(context) as record, engine_field_names():
             call = record.begin(read_embedding(request, record.tenant, self._adapter))
-            (vector,), summary = await self._encoding.encode(call, context.time_remaining(), lambda one: one)
+            (vector,), summary = await self._unary_calls.encode(call, context.time_remaining(), lambda one: one)
             record.count_texts("embed", 1, summary)
             return engine.EmbedResponse(
                 embedding=normalized(vector.values),

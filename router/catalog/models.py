@@ -18,8 +18,7 @@ from broker.liveness import Census, Liveness
 from broker.messages import Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import WORKER_TTL_MS, QueueLimits
-from router.catalog.manifest import Manifest, RegisteredModel
-from router.catalog.store_client import StoreClient
+from router.catalog.store_client import Manifest, RegisteredModel, StoreClient
 from router.text.tokenizer import ModelTokenizer, panics_as_errors, tokenizer_of
 from rpc.children.pool import ChildDiedError, ChildPool
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable

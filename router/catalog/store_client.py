@@ -1,29 +1,101 @@
-"""The router's client of the adapter store: names become digests, manifests have the tokenizers."""
+"""The router's client of the adapter store: names become digests, manifests have the tokenizers, lists are copied."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 from loraplex.admin.v1 import accounts_pb2, accounts_pb2_grpc, keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
 
+from artifacts import ArtifactError
+from artifacts.json_object import parse_object
 from broker.commands import is_of_tenant
 from broker.messages import AdapterRef
-from router.catalog.manifest import Manifest, RegisteredModel, read_manifest, registered_model
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
-from rpc.principal import TENANT_KEY
+from rpc.principal import TENANT_KEY, Role
 from rpc.server import channel_options
 from rpc.shares import FairTurns
 from rpc.tls import LiveChannel, TlsFiles
-from tenancy.api_keys import STALE_S
+from tenancy.api_keys import STALE_S, HashedKey, HashedSecret, KeyDirectory
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A base model as the store has it. `files` are the small files, by name.
+
+    A quantized model may have the digest of its original, whose adapters are valid for it.
+    """
+
+    name: str
+    digest: str
+    architecture: str
+    context_length: int
+    vocab_size: int
+    files: Mapping[str, bytes]
+    original_digest: str = ""
+    # The scheme of its weights; empty: not quantized.
+    quantization: str = ""
+    # Of generate, embed and classify those that it serves; the labels of its classifier, in the order of its logits.
+    tasks: tuple[str, ...] = ("generate",)
+    labels: tuple[str, ...] = ()
+    # transformers' name of the task that its classifier solves; empty: one label of several.
+    problem_type: str = ""
+
+    @property
+    def adapted_digest(self) -> str:
+        """Return the digest that adapters are bound to."""
+        return self.original_digest or self.digest
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredModel:
+    """A base model as the store lists it. `tasks` change where it is registered again with others."""
+
+    digest: str
+    tasks: tuple[str, ...] = ("generate",)
+
+
+def registered_model(model: pb.BaseModel) -> RegisteredModel:
+    """Return a base model of the store's list."""
+    return RegisteredModel(model.digest, tuple(model.tasks))
+
+
+def read_manifest(model: pb.BaseModel, files: Mapping[str, bytes]) -> Manifest:
+    """Return the manifest of a base model and its small files."""
+    return Manifest(
+        model.name,
+        model.digest,
+        model.architecture,
+        model.context_length,
+        model.vocab_size,
+        files,
+        model.original_digest,
+        model.quantization,
+        tasks=tuple(model.tasks),
+        labels=tuple(model.labels),
+        problem_type=_problem_type(files.get(_CONFIG, b"{}")),
+    )
+
+
+def _problem_type(config: bytes) -> str:
+    try:
+        return str(parse_object(config, _CONFIG).get("problem_type") or "")
+    except ArtifactError:  # anybody may have written it
+        return ""
 
 
 class SharedCalls(Generic[T]):
@@ -155,10 +227,8 @@ class StoreClient:
         async def ask(timeout_s: float) -> pb.GetAdapterResponse:
             return await self._stub.GetAdapter(request, timeout=timeout_s, metadata=metadata, wait_for_ready=not known)
 
-        try:
+        with self._errors_of("adapter", name):
             answer = await (ask(RENEWAL_S) if known else _until_answered(ask))
-        except grpc.aio.AioRpcError as error:
-            raise self._translate(error, "adapter", name) from error
         revision = answer.revision
         ref = AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes)
         breaches = {
@@ -205,10 +275,8 @@ class StoreClient:
                 call.cancel()
             return bytes(config)
 
-        try:
+        with self._errors_of("adapter", revision):
             return await _until_answered(ask)
-        except grpc.aio.AioRpcError as error:
-            raise self._translate(error, "adapter", revision) from error
 
     async def models(self) -> dict[str, RegisteredModel]:
         """Return every registered base model, by name. Raises Unavailable."""
@@ -216,10 +284,8 @@ class StoreClient:
         token = ""
         while True:
             request = pb.ListBaseModelsRequest(page_size=1000, page_token=token)
-            try:
+            with self._errors_of("base model"):
                 page = await self._stub.ListBaseModels(request, timeout=CALL_S)
-            except grpc.aio.AioRpcError as error:
-                raise self._translate(error, "base model", "") from error
             models |= {model.name: registered_model(model) for model in page.models}
             if not (token := page.next_page_token):
                 return models
@@ -228,31 +294,25 @@ class StoreClient:
         """Download a base model's manifest with its small files. Raises NotFound or Unavailable."""
         files: dict[str, bytearray] = {}
         model = pb.BaseModel()
-        try:
+        with self._errors_of("base model", name):
             async for part in self._stub.DownloadBaseModel(pb.DownloadBaseModelRequest(name=name), timeout=DOWNLOAD_S):
                 if part.HasField("model"):
                     model = part.model
                 else:
                     files.setdefault(part.chunk.name, bytearray()).extend(part.chunk.data)
-        except grpc.aio.AioRpcError as error:
-            raise self._translate(error, "base model", name) from error
         return read_manifest(model, {file: bytes(data) for file, data in files.items()})
 
     async def key_changes(self, epoch: str, after: int) -> keys_pb2.ListKeyChangesResponse:
         """Return the API keys that have changed since an answer of that epoch. Raises Unavailable."""
         request = keys_pb2.ListKeyChangesRequest(epoch=epoch, after=after)
-        try:
+        with self._errors_of("key"):
             return await self._channel.stub(keys_pb2_grpc.KeyServiceStub).ListKeyChanges(request, timeout=CALL_S)
-        except grpc.aio.AioRpcError as error:
-            raise self._translate(error, "key", "") from error
 
     async def plan_changes(self, epoch: str, after: int) -> plans_pb2.ListPlanChangesResponse:
         """Return the plans that have changed since an answer of that epoch. Raises Unavailable."""
         request = plans_pb2.ListPlanChangesRequest(epoch=epoch, after=after)
-        try:
+        with self._errors_of("plan"):
             return await self._channel.stub(plans_pb2_grpc.PlanServiceStub).ListPlanChanges(request, timeout=CALL_S)
-        except grpc.aio.AioRpcError as error:
-            raise self._translate(error, "plan", "") from error
 
     async def save_accounts(self, accounts: Sequence[accounts_pb2.Account]) -> None:
         """Merge accounts into the store's, which keeps the later window of each, and of one window the higher counts.
@@ -261,10 +321,8 @@ class StoreClient:
         """
         for start in range(0, len(accounts), ACCOUNTS_AT_ONCE):
             request = accounts_pb2.SaveAccountsRequest(accounts=accounts[start : start + ACCOUNTS_AT_ONCE])
-            try:
+            with self._errors_of("account"):
                 await self._accounts.SaveAccounts(request, timeout=CALL_S)
-            except grpc.aio.AioRpcError as error:
-                raise self._translate(error, "account", "") from error
 
     async def accounts(self) -> list[accounts_pb2.Account]:
         """Return the accounts that the store has, in order of name. Raises Unavailable."""
@@ -272,20 +330,24 @@ class StoreClient:
         token = ""
         while True:
             request = accounts_pb2.ListAccountsRequest(page_size=ACCOUNTS_AT_ONCE, page_token=token)
-            try:
+            with self._errors_of("account"):
                 page = await self._accounts.ListAccounts(request, timeout=CALL_S)
-            except grpc.aio.AioRpcError as error:
-                raise self._translate(error, "account", "") from error
             accounts += page.accounts
             if not (token := page.next_page_token):
                 return accounts
 
-    def _translate(self, error: grpc.aio.AioRpcError, kind: str, name: str) -> CallError:
-        if error.code() is grpc.StatusCode.NOT_FOUND:
-            return NotFound(kind, name)
-        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-            return InvalidField(kind, error.details() or "not a name")
-        return Unavailable(f"the adapter store at {self._address} does not answer", reason="STORE_DOWN")
+    @contextmanager
+    def _errors_of(self, kind: str, name: str = "") -> Iterator[None]:
+        """Raise an error of a call about the `kind` called `name` as a CallError."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                raise NotFound(kind, name) from error
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise InvalidField(kind, error.details() or "not a name") from error
+            message = f"the adapter store at {self._address} does not answer"
+            raise Unavailable(message, reason="STORE_DOWN") from error
 
     async def close(self) -> None:
         """Close the channel."""
@@ -305,3 +367,89 @@ async def _until_answered(ask: Callable[[float], Awaitable[T]]) -> T:
             if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() + PAUSE_S >= until:
                 raise
         await asyncio.sleep(PAUSE_S)
+
+
+class Page(Protocol):
+    """A page of changes: the next one is those after `latest`, if there are more."""
+
+    epoch: str
+    latest: int
+    more: bool
+
+
+PageT = TypeVar("PageT", bound=Page)
+
+
+class StoreChanges(Generic[PageT]):
+    """Reads what has changed since the last look. `ask` gets an epoch and a number, and raises CallError."""
+
+    def __init__(self, name: str, ask: Callable[[str, int], Awaitable[PageT]]) -> None:
+        self._name = name
+        self._ask = ask
+        self._epoch, self._latest = "", 0
+        self._last_logged = ""
+
+    async def look(self) -> tuple[list[PageT], bool] | None:
+        """Return the pages of changes, and whether the list begins anew with them; None: the store does not answer.
+
+        Nothing is returned of changes that were read in part, so that the next look begins where this one did.
+        """
+        pages, epoch, latest = list[PageT](), self._epoch, self._latest
+        try:
+            while not pages or pages[-1].more:
+                page = await self._ask(epoch, latest)
+                pages = [*pages, page] if page.epoch == epoch else [page]
+                epoch, latest = page.epoch, page.latest
+        except CallError as error:
+            if error.message != self._last_logged:
+                log.warning("%s: %s", self._name, error.message)
+            self._last_logged = error.message
+            return None
+        anew = epoch != self._epoch
+        self._epoch, self._latest, self._last_logged = epoch, latest, ""
+        return pages, anew
+
+
+# Interval in seconds between looks at the store: with the time of an answer, how late a revoked key is refused at most.
+LOOK_S = 0.5
+
+
+class KeyCopy:
+    """Keeps a directory of keys like the store's."""
+
+    def __init__(self, store: StoreClient, directory: KeyDirectory) -> None:
+        self._directory = directory
+        self._changes = StoreChanges("API keys", store.key_changes)
+        directory.follow()
+
+    async def follow(self) -> None:
+        """Look at the store again and again; never returns."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Take what has changed; where the store does not answer, leave it for the next time."""
+        found = await self._changes.look()
+        if found is None:
+            return
+        pages, anew = found
+        # At once: half of the keys of another epoch would refuse the other half.
+        self._directory.put([_key(key) for page in pages for key in page.keys], clear=anew)
+        self._directory.look_done()
+
+
+def _key(message: keys_pb2.HashedKey) -> HashedKey:
+    key = message.key
+    return HashedKey(
+        key_id=key.key_id,
+        tenant=key.tenant,
+        role=Role(key.role),
+        scopes=frozenset(key.scopes),
+        expires_at=key.expire_time.ToNanoseconds() / 1e9 if key.HasField("expire_time") else None,
+        revoked=key.HasField("revoke_time"),
+        secrets=tuple(
+            HashedSecret(one.sha256, one.expire_time.ToNanoseconds() / 1e9 if one.HasField("expire_time") else None)
+            for one in message.secrets
+        ),
+    )

@@ -20,10 +20,9 @@ from broker.messages import Job
 from broker.queue import JobQueue, QuarantinedError, UnreservedError
 from broker.queue_entry import Entry, is_short
 from broker.terms import Placement, QueueState
-from router.dispatch.link import Frame, WorkerLink
+from router.dispatch.links import DispatchTiming, Frame, WorkerLink, WorkerLinks
 from router.dispatch.outbox import REFUSALS, Outbox, queue_full, refusal
 from router.dispatch.routed_job import JobState, ReaderRounds, RoutedJob
-from router.dispatch.worker_links import DispatchTiming, WorkerLinks
 from router.metrics import LOST, RETURNED, UNCLAIMED, RouterMetrics
 from rpc.errors import CallError, DeadlinePassed, Exhausted, Internal, Unavailable
 from telemetry.logging import fields

@@ -19,8 +19,8 @@ from broker.messages import DeadJob, Job, WorkerState
 from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import NO_KEY, KeyTerms, Placement
+from router.dispatch.links import DispatchTiming
 from router.dispatch.routed_job import JobState, RoutedJob
-from router.dispatch.worker_links import DispatchTiming
 from router.metrics import RouterMetrics
 from rpc.errors import CallError, Exhausted, Internal
 from telemetry.logging import fields

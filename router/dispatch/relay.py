@@ -1,13 +1,19 @@
-"""The router's end of the relay: one gRPC stream from each worker incarnation; frames come, acks and cancels go."""
+"""The router's end of the relay: one gRPC stream from each worker incarnation; frames come, acks and cancels go.
+
+At the start the router calls the address that workers are told: it must lead to this relay.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import dataclass
+from enum import Enum
 from itertools import count
 from typing import Any
 
@@ -16,12 +22,12 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.link import WorkerLink, is_long, read_frame
+from router.dispatch.links import WorkerLink, is_long, read_frame
 from router.metrics import RouterMetrics
 from rpc.errors import CallError, InvalidField, PermissionDenied, Unauthenticated
 from rpc.principal import Principal, Role, caller
 from rpc.server import Server
-from rpc.tls import TlsFiles
+from rpc.tls import LiveChannel, TlsFiles
 from tenancy.certificates import belongs
 from tenancy.guard import Refused
 from tenancy.signatures import Signer, welcome_parts
@@ -55,7 +61,7 @@ class PaceLimits:
 
 
 # Timeout in seconds for a worker's answer: it asks the store and its engine.
-ANSWER_S = 6.0
+FORGET_S = 6.0
 
 
 class WorkerForgets:
@@ -64,7 +70,7 @@ class WorkerForgets:
     Each is answered over the link that it went out on.
     """
 
-    def __init__(self, links: Collection[WorkerLink], answer_s: float = ANSWER_S) -> None:
+    def __init__(self, links: Collection[WorkerLink], answer_s: float = FORGET_S) -> None:
         self._links = links
         self._answer_s = answer_s
         self._numbers = count(1)
@@ -252,3 +258,76 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
         incarnation = self._dispatcher.bound_to(job_id, attempt)
         if incarnation and incarnation != link.incarnation:
             self._credentials.check_bound(link.worker, link.peer, job_id, incarnation)
+
+
+# Number of attempts before the address counts as wrong, and seconds between them: a name server may be a moment late.
+ATTEMPTS = 3
+PAUSE_S = 0.5
+# Timeout in seconds for the answer of the server at the address.
+ANSWER_S = 1.0
+
+_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+
+
+class AdvertisedAddressError(Exception):
+    """An address that leads workers to another server, or nowhere."""
+
+
+class _Found(Enum):
+    """Answers of an address; the text completes `--relay-advertise HOST: `."""
+
+    US = ""
+    ANOTHER = "another server answers at {}; workers would send this router's answers there"
+    NO_NAME = "no such host name"
+    NOBODY_HERE = "nothing answers at {}, an address of this machine alone"
+    NOBODY = "nothing answers at {} when it is called from here"
+
+
+async def check_advertised(
+    host: str, port: int, router_id: str, tls: TlsFiles | None = None, *, pause_s: float = PAUSE_S
+) -> None:
+    """Call the relay's own address. Raises AdvertisedAddressError where it cannot be this router's.
+
+    An address that does not answer from here may be one that only workers reach (behind a NAT): then it only warns.
+    """
+    found = _Found.US
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            await asyncio.sleep(pause_s)
+        found = await _who_answers(host, port, router_id, tls)
+        if found is _Found.US:
+            return
+    what = f"--relay-advertise {host}: {found.value.format(f'{host}:{port}')}"
+    if found is not _Found.NOBODY:
+        raise AdvertisedAddressError(f"{what}; give the host name or IP under which workers reach this router alone")
+    log.warning("%s; requests are refused until a worker reaches it", what)
+
+
+async def _who_answers(host: str, port: int, router_id: str, tls: TlsFiles | None) -> _Found:
+    try:
+        infos = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        return _Found.NO_NAME if error.errno in _NO_SUCH_NAME else _Found.NOBODY
+    hosts = sorted({str(info[4][0]) for info in infos})
+    asked = await asyncio.gather(*(_ask(host, one, port, tls) for one in hosts))
+    answers = [answer for answer in asked if answer is not None]
+    if any(answer != router_id for answer in answers):
+        return _Found.ANOTHER
+    if answers:
+        return _Found.US
+    return _Found.NOBODY_HERE if all(ipaddress.ip_address(one).is_loopback for one in hosts) else _Found.NOBODY
+
+
+async def _ask(name: str, host: str, port: int, tls: TlsFiles | None) -> str | None:
+    """Return the id of the router at an IP address; empty for another kind of server, None where nothing answers."""
+    target = f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+    # Directly: a proxy is for the way to other hosts. Workers compare the certificate with the name.
+    options = [("grpc.enable_http_proxy", 0), ("grpc.ssl_target_name_override", name.strip("[]"))]
+    async with LiveChannel(target, tls, options) as channel:
+        stub = channel.stub(relay_pb2_grpc.IdentityServiceStub)
+        try:
+            answer = await stub.Identify(pb.IdentifyRequest(), timeout=ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            nothing = error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+            return None if nothing else ""
+        return str(answer.router_id)

@@ -14,7 +14,7 @@ from enum import Enum
 from broker.messages import Job
 from broker.terms import Placement
 from options import FinishKind, TokenLogprobs
-from router.dispatch.link import Frame, WorkerLink
+from router.dispatch.links import Frame, WorkerLink
 from rpc.errors import CallError
 
 

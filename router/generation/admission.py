@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,16 +14,22 @@ from broker.messages import AdapterRef, Job, WorkerState
 from grammars import GrammarError
 from grammars.matching import special_tokens
 from grammars.prover import Prover, ProverBusyError
-from options import StoppingParams
-from router.catalog.adapters import AdapterConfigs, check_generates, check_rank, resolve_adapters
-from router.catalog.manifest import Manifest
+from options import Encode, StoppingParams
+from router.catalog.adapters import (
+    AdapterConfigs,
+    Classifier,
+    check_generates,
+    check_rank,
+    find_classifier,
+    resolve_adapters,
+)
 from router.catalog.models import Models, ServedModel
-from router.catalog.store_client import StoreClient
-from router.dispatch.worker_links import RelayReach
+from router.catalog.store_client import Manifest, StoreClient
+from router.dispatch.links import RelayReach
 from router.generation.chat_format import call_grammar, chat_format
 from router.generation.chat_reader import ChatFormat
 from router.generation.resume import Resumption
-from router.request import Chat, PromptOptions, Request
+from router.request import Chat, EncodeRequest, PromptOptions, Request
 from router.text.chat import ChatTemplate
 from router.text.prompt_tokenizer import PromptTokenizer
 from router.text.tokenizer import ModelTokenizer
@@ -160,19 +167,19 @@ class Admission:
         prompts: PromptTokenizer,
         proofs: GrammarProofs | None = None,
     ) -> None:
-        self._models = models
+        self.models = models
         self._reach = reach
         self._store = store
         self._configs = configs
         self._reply_to = reply_to
-        self._prompts = prompts
+        self.prompts = prompts
         self._proofs = proofs or GrammarProofs()
 
     async def admit(self, request: Request, deadline_s: float | None) -> Admitted:
         """Admit a new request. Raises a CallError where it can't be served."""
-        model = self._models.get(request.model)
+        model = self.models.get(request.model)
         adapter = await resolve_adapters(request, model.manifest, self._store)
-        workers = self._models.serving(model.manifest.name)
+        workers = self.models.serving(model.manifest.name)
         check_rank(adapter, max((state.max_rank for state in workers), default=None))
         # A job that is longer than every worker's KV cache would wait for ever.
         largest = max((state.max_tokens for state in workers), default=model.manifest.context_length)
@@ -190,13 +197,13 @@ class Admission:
         Raises a CallError where it can't be served any more.
         """
         claims = resumption.claims
-        model = self._models.with_digest(claims.model, claims.base_digest)
+        model = self.models.with_digest(claims.model, claims.base_digest)
         admitted = await self._admit(request, model, claims.adapter, model.manifest.context_length, deadline_s)
         job = replace(admitted.job, resumed=True, prompt_logprobs=None)
-        if unservable := self._models.why_unservable(job):  # it was admitted: a worker that fits may be restarting
+        if unservable := self.models.why_unservable(job):  # it was admitted: a worker that fits may be restarting
             raise unservable
         check = partial(_check_received, resumption, model.manifest.vocab_size)
-        await self._prompts.run(job.tenant, resumption.received_tokens, check)
+        await self.prompts.run(job.tenant, resumption.received_tokens, check)
         if request.best_of == request.n:  # of more candidates nothing was delivered
             received = resumption.received.items()
             emitted = {choice: part.token_ids for choice, part in received if part.token_ids and not part.finished}
@@ -205,9 +212,82 @@ class Admission:
             )
         return replace(admitted, job=job)
 
+    async def admit_texts(self, request: EncodeRequest) -> tuple[Sequence[Job], Classifier]:
+        """Return the jobs of a request's inputs, in order, all of one revision, and the classifier that they ask for.
+
+        Raises a CallError where any input can't be served.
+        """
+        model = self.models.get(request.model)
+        manifest = model.manifest
+        adapter = await resolve_adapters(request, manifest, self._store)
+        classifier = await find_classifier(request, manifest, adapter, self._configs)
+        workers = self._workers_for_new_jobs(manifest)
+        check_rank(adapter, max(state.max_rank for state in workers))
+        limit = min(manifest.context_length, max(state.max_tokens for state in workers))
+        inputs = await self.prompts.tokenize_inputs(model.tokenizer, request, limit)
+        for (ids, _), field in zip(inputs, request.fields, strict=True):
+            if not ids:
+                raise InvalidField(field, "has no tokens")
+            check_ids(field, ids, manifest.vocab_size)
+        job = self._job(
+            replace(request, request_id=request.request_id or secrets.token_hex(8)),
+            manifest,
+            adapter,
+            prompt_ids=(),
+            stopping=StoppingParams(max_tokens=0),
+        )
+        jobs = [
+            replace(
+                job,
+                job_id=f"{job.job_id}.{index}",
+                prompt_ids=ids,
+                encode=Encode(request.task, request.pooling, pair_tokens),
+            )
+            for index, (ids, pair_tokens) in enumerate(inputs)
+        ]
+        return jobs, classifier
+
+    async def continuation_ids(
+        self, request: Request, continuations: Sequence[str | tuple[int, ...]]
+    ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+        """Return the ids of a request's prompt, and those of each continuation. Raises a CallError."""
+        context = self.models.get(request.model).manifest.context_length
+        prompt_ids = await self.prompt_ids(request)
+        if not prompt_ids:
+            raise InvalidField(request.prompt_field, "has no tokens")
+        endings = [
+            ending if isinstance(ending, tuple) else await self._continue(request, prompt_ids, ending, index)
+            for index, ending in enumerate(continuations)
+        ]
+        for index, ending in enumerate(endings):
+            if not ending:
+                raise InvalidField(f"continuations[{index}]", "has no tokens")
+            if len(prompt_ids) + len(ending) > context:
+                raise InvalidField(
+                    f"continuations[{index}]",
+                    f"{len(prompt_ids)} prompt tokens and its {len(ending)} do not fit the context of {context}",
+                    reason="CONTEXT_EXCEEDED",
+                )
+        return prompt_ids, endings
+
+    async def _continue(self, request: Request, prompt_ids: tuple[int, ...], text: str, index: int) -> tuple[int, ...]:
+        """Return the ids of a continuation: those that the prompt's text gains with it, if the prompt's own stay."""
+        model, field = self.models.get(request.model), f"continuations[{index}]"
+        options = replace(request.prompt_options, truncate_to=None)
+
+        async def tokenize(whole: str, options: PromptOptions) -> tuple[int, ...]:
+            context = model.manifest.context_length
+            return await self.prompts.tokenize(model.tokenizer, whole, field, request.tenant, context, options)
+
+        if isinstance(request.prompt, str):
+            ids = await tokenize(request.prompt + text, options)
+            if ids[: len(prompt_ids)] == prompt_ids and len(ids) > len(prompt_ids):
+                return ids[len(prompt_ids) :]
+        return await tokenize(text, replace(options, add_special_tokens=False))
+
     async def prompt_ids(self, request: Request) -> tuple[int, ...]:
         """Return the ids of a request's prompt, as its job would have them. Raises a CallError."""
-        model = self._models.get(request.model)
+        model = self.models.get(request.model)
         adapter = await resolve_adapters(request, model.manifest, self._store)
         prompt_ids = await self._tokenize(request, model, await self._template(request, model, adapter))
         check_ids(request.prompt_field, prompt_ids, model.manifest.vocab_size)
@@ -221,10 +301,23 @@ class Admission:
         template = await self._template(request, model, adapter)
         prompt_ids = await self._tokenize(request, model, template)
         answer_format, grammar = await self._formats(request, model, template, prompt_ids)
-        workers_for_new_jobs(self._models, self._reach, model.manifest)
+        self._workers_for_new_jobs(model.manifest)
         max_tokens = _max_tokens(request, len(prompt_ids), context)
         _check_all_ids(request, prompt_ids, model.manifest.vocab_size)
-        job = self._job(request, model.manifest, adapter, prompt_ids, grammar, max_tokens, deadline_s)
+        stopping = StoppingParams(
+            max_tokens, request.stopping.min_tokens, request.stopping.stop_token_ids, request.stopping.ignore_eos
+        )
+        job = replace(
+            self._job(request, model.manifest, adapter, prompt_ids, stopping),
+            sampling=replace(request.sampling, seed=secrets.randbits(63) if request.seed is None else request.seed),
+            n=request.best_of,
+            # Candidates are ranked by their log probabilities.
+            logprobs=0 if request.logprobs is None and request.best_of > request.n else request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs_start=request.prompt_logprobs_start,
+            deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),
+            grammar=grammar,
+        )
         return Admitted(job, model.tokenizer, answer_format)
 
     async def _template(self, request: Request, model: ServedModel, adapter: AdapterRef | None) -> ChatTemplate | None:
@@ -240,9 +333,9 @@ class Admission:
         options = _resolved(request, context)
         if template is not None and isinstance(prompt, Chat):
             now = request.rendered_at_s or time.time()
-            return await self._prompts.tokenize_chat(model.tokenizer, template, prompt, tenant, context, now, options)
+            return await self.prompts.tokenize_chat(model.tokenizer, template, prompt, tenant, context, now, options)
         assert not isinstance(prompt, Chat), "a chat has a template"
-        return await self._prompts.tokenize(model.tokenizer, prompt, request.prompt_field, tenant, context, options)
+        return await self.prompts.tokenize(model.tokenizer, prompt, request.prompt_field, tenant, context, options)
 
     async def _formats(
         self, request: Request, model: ServedModel, template: ChatTemplate | None, prompt_ids: tuple[int, ...]
@@ -260,20 +353,19 @@ class Admission:
             return found, called
 
         if chat.tools:  # the schemas of many take tens of milliseconds
-            return await self._prompts.in_turn(request.tenant, make)
+            return await self.prompts.in_turn(request.tenant, make)
         # To continue a message, the whole prompt is read; otherwise its end alone, which takes no time.
-        return await self._prompts.run(request.tenant, len(prompt_ids) if chat.continue_final_message else 0, make)
+        return await self.prompts.run(request.tenant, len(prompt_ids) if chat.continue_final_message else 0, make)
 
     def _job(
         self,
-        request: Request,
+        request: Request | EncodeRequest,
         manifest: Manifest,
         adapter: AdapterRef | None,
         prompt_ids: tuple[int, ...],
-        grammar: str,
-        max_tokens: int,
-        deadline_s: float | None,
+        stopping: StoppingParams,
     ) -> Job:
+        """Return the job of a request, with what all kinds of requests have."""
         return Job(
             # New with every admission: messages about an older call of this request id must not reach this job.
             job_id=f"{request.tenant}/{request.request_id}/{secrets.token_hex(6)}",
@@ -284,32 +376,18 @@ class Admission:
             reply_to=self._reply_to,
             adapter=adapter,
             prompt_ids=prompt_ids,
-            sampling=replace(request.sampling, seed=secrets.randbits(63) if request.seed is None else request.seed),
-            n=request.best_of,
-            # Candidates are ranked by their log probabilities.
-            logprobs=0 if request.logprobs is None and request.best_of > request.n else request.logprobs,
-            prompt_logprobs=request.prompt_logprobs,
-            prompt_logprobs_start=request.prompt_logprobs_start,
+            stopping=stopping,
             priority=request.priority,
             traceparent=request.traceparent,
-            stopping=StoppingParams(
-                max_tokens=max_tokens,
-                min_tokens=request.stopping.min_tokens,
-                stop_token_ids=request.stopping.stop_token_ids,
-                ignore_eos=request.stopping.ignore_eos,
-            ),
-            deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),
-            grammar=grammar,
         )
 
-
-def workers_for_new_jobs(models: Models, reach: RelayReach, manifest: Manifest) -> list[WorkerState]:
-    """Return the workers that take new jobs of a base model. Raises Unavailable where there is none in reach."""
-    serving = models.serving(manifest.name, manifest.digest)
-    if not serving:
-        raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
-    reach.check(manifest.name)
-    return serving
+    def _workers_for_new_jobs(self, manifest: Manifest) -> list[WorkerState]:
+        """Return the workers that take new jobs of a base model. Raises Unavailable where there is none in reach."""
+        serving = self.models.serving(manifest.name, manifest.digest)
+        if not serving:
+            raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
+        self._reach.check(manifest.name)
+        return serving
 
 
 def _resolved(request: Request, context: int) -> PromptOptions:

@@ -13,8 +13,7 @@ from loraplex.admin.v1 import plans_pb2 as pb
 from broker.keys import is_key_account, key_account
 from broker.ledger import COUNTS
 from broker.terms import NO_KEY, KeyTerms
-from router.catalog.store_client import StoreClient
-from router.catalog.store_copies import StoreChanges
+from router.catalog.store_client import StoreChanges, StoreClient
 from rpc.errors import Unavailable
 from tenancy.plans import (
     DEFAULT,

@@ -10,7 +10,7 @@ from broker.messages import Capacity, Job
 from broker.queue import JobQueue
 from options import FinishKind, SamplingParams, StoppingParams
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.link import Frame, WorkerLink
+from router.dispatch.links import Frame, WorkerLink
 from router.dispatch.routed_job import RoutedJob
 
 KEYS = Keys("tiny", "main")

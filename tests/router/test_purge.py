@@ -15,6 +15,7 @@ from broker.liveness import Liveness
 from broker.messages import AdapterRef, Job
 from broker.queue import JobQueue
 from broker.terms import Placement
+from router.app import RelayAccess
 from router.catalog.adapters import AdapterConfigs
 from router.catalog.store_client import StoreClient
 from router.dispatch.dispatcher import Dispatcher
@@ -22,7 +23,6 @@ from router.dispatch.relay import WorkerForgets
 from router.generation.admission import GrammarProofs
 from router.purge import CellPurge, RouterData
 from router.quotas.quotas import Quotas
-from router.servers import RelayAccess
 from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import NotFound, PermissionDenied
 from tests.broker.test_liveness import worker

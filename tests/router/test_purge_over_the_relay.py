@@ -12,7 +12,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 from redis.asyncio import Redis
 
-from router.servers import RelayAccess
+from router.app import RelayAccess
 from tests.credentials_files import tls_files
 from tests.router.dispatch.test_relay_credentials import linked, relaying, until
 from worker.engine_api import Removal

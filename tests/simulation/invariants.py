@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from broker.messages import Job
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
-from router.dispatch.link import Frame, WorkerLink
+from router.dispatch.links import Frame, WorkerLink
 from router.dispatch.outbox import MIB
 from tests.simulation.redis import SimulatedRedis
 from tests.simulation.router import MIB_TOKENS

@@ -16,20 +16,17 @@ from broker.messages import AdapterRef
 from broker.terms import QueueLimits
 from router.app import HAND_OVER_S, look_at_workers
 from router.catalog.adapters import AdapterConfigs
-from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.models import LOOK_S, Models
-from router.catalog.store_client import ResolvedAdapter
+from router.catalog.store_client import Manifest, RegisteredModel, ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.link import Frame, WorkerLink
+from router.dispatch.links import DispatchTiming, Frame, RelayReach, WorkerLink
 from router.dispatch.outbox import Placer
 from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import RoutedJob
-from router.dispatch.worker_links import DispatchTiming, RelayReach
 from router.generation.admission import Admission, GrammarProofs
-from router.generation.encoding import Encoding
 from router.generation.generation import Generation
 from router.generation.resume import GivenKeys, ResumeEpochs, ResumeTokens
-from router.generation.scoring import ContinuationScore, Scoring
+from router.generation.unary_calls import ContinuationScore, UnaryCalls
 from router.purge import RouterData
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
@@ -212,8 +209,7 @@ class SimulatedRouter:
         quotas = self.quotas = Quotas(SimulatedLedger(self._redis), self.plans, usage=usage, store=accounts)
         self.tenant_data = RouterData(self.dispatcher, self._store, configs, encoder, proofs, quotas)
         self.generation = Generation(admission, self.dispatcher, tokens, quotas, encoder)
-        self._scoring = Scoring(self.generation, admission, self.models, encoder)
-        self._encoding = Encoding(self.generation, self.models, self._store, configs, self.name, self.reach, encoder)
+        self._unary_calls = UnaryCalls(self.generation, admission)
         for_ever = (
             self.models.follow_store(),
             self._follow_workers(),
@@ -241,12 +237,12 @@ class SimulatedRouter:
         self, request: Request, continuations: Sequence[tuple[int, ...]], deadline_s: float | None
     ) -> AsyncGenerator[Scored]:
         """Yield the answer of a Score call."""
-        scores, summary = await self._scoring.score(request, continuations, deadline_s)
+        scores, summary = await self._unary_calls.score(request, continuations, deadline_s)
         yield Scored(tuple(scores), summary)
 
     async def vectors(self, request: EncodeRequest, deadline_s: float | None) -> AsyncGenerator[Encoded]:
         """Yield the answer of an Embed or Classify call."""
-        vectors, summary = await self._encoding.encode(request, deadline_s, lambda vector: vector)
+        vectors, summary = await self._unary_calls.encode(request, deadline_s, lambda vector: vector)
         yield Encoded(tuple(vectors), summary)
 
     async def forget_tenant(self, tenant: str) -> None:

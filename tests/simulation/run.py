@@ -25,7 +25,7 @@ from broker.queue import JobQueue
 from broker.terms import PROMPT_WEIGHT
 from grammars.prover import Prover
 from router.dispatch import routed_job
-from router.dispatch.link import Frame, WorkerLink
+from router.dispatch.links import Frame, WorkerLink
 from router.dispatch.outbox import MIB
 from tests.simulation import engine
 from tests.simulation.acts import act

@@ -20,9 +20,9 @@ from broker.queue import DeadLetters, JobQueue
 from broker.queue_entry import Entry
 from broker.terms import Placement, QueueLimits
 from router.dispatch.dispatcher import UnboundJobs
-from router.dispatch.link import WorkerLink
+from router.dispatch.links import WorkerLink
 from router.dispatch.routed_job import JobState, RoutedJob
-from router.generation.encoding import run_some_at_once
+from router.generation.unary_calls import run_some_at_once
 from router.request import TextPair
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.queue import SimulatedCommands, SimulatedDeadLetters, SimulatedLiveness, SimulatedQueue
@@ -116,7 +116,7 @@ def test_vectors_of_other_texts_are_found(monkeypatch: pytest.MonkeyPatch) -> No
     async def mix_up(parts: Sequence[Callable[[], Awaitable[RoutedJob]]], limit: int) -> list[RoutedJob]:
         return [*reversed(await run_some_at_once(parts, limit))]
 
-    monkeypatch.setattr("router.generation.encoding.run_some_at_once", mix_up)
+    monkeypatch.setattr("router.generation.unary_calls.run_some_at_once", mix_up)
     seeds = (seed for seed in range(SEEDS) if any(p.texts and len(p.texts.expected) > 2 for p in draw(seed).plans))
     assert any("are not the model's" in line for seed in seeds for line in simulate(seed).wrong)
 

@@ -8,7 +8,7 @@ from random import Random
 
 from broker.messages import AdapterRef
 from options import Pooling, Task
-from router.generation.encoding import Vector
+from router.generation.unary_calls import Vector
 from router.request import EncodeInput, EncodeRequest, Request, Summary, TextPair
 from tests.hash_answers import expected_vector_of
 

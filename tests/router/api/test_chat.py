@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from router.api.chat import read_chat
+from router.api.convert import read_chat
 from router.request import ChatMessage, Tool, ToolCall, ToolMode
 from rpc.errors import InvalidField, NotBuilt
 

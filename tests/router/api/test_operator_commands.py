@@ -9,9 +9,8 @@ import pytest
 
 from broker.commands import Verb
 from broker.messages import AdapterRef, AdapterRequest
-from router.api.operator_commands import PIN_TENANTS, WARMS, AdapterCommands
-from router.catalog.manifest import Manifest
-from router.catalog.store_client import ResolvedAdapter
+from router.api.cluster import PIN_TENANTS, WARMS, AdapterCommands
+from router.catalog.store_client import Manifest, ResolvedAdapter
 from rpc.errors import Exhausted, Mismatch
 
 BASE = "sha256:base"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from router.api.sglang_messages import ReasoningCount, reasoning_end
-from router.catalog.manifest import Manifest
+from router.catalog.store_client import Manifest
 from router.text.tokenizer import HashTokenizer, ModelTokenizer
 from rpc.errors import InvalidField, NotBuilt
 

@@ -13,8 +13,7 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from broker.messages import AdapterRef
 from router.catalog import store_client
 from router.catalog.adapters import resolve_adapters
-from router.catalog.manifest import Manifest
-from router.catalog.store_client import ResolvedAdapter, StoreClient
+from router.catalog.store_client import Manifest, ResolvedAdapter, StoreClient
 from router.request import Request
 from rpc.errors import Mismatch, NotFound, Unavailable
 from rpc.server import Server

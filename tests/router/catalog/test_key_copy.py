@@ -14,8 +14,7 @@ from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 
 from adapter_store.app import Store, StoreSettings
-from router.catalog.store_client import StoreClient
-from router.catalog.store_copies import KeyCopy
+from router.catalog.store_client import KeyCopy, StoreClient
 from rpc.errors import Unavailable
 from rpc.principal import Role
 from tenancy.api_keys import ApiKeyReader, KeyDirectory

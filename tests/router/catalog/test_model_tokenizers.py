@@ -10,8 +10,8 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.terms import QueueLimits
-from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.models import LOOK_AGAIN_S, Models, ModelTokenizers
+from router.catalog.store_client import Manifest, RegisteredModel
 from router.request import PromptOptions
 from router.text.file_tokenizer import FileTokenizer
 from router.text.prompt_tokenizer import PromptTokenizer

@@ -17,8 +17,8 @@ from broker.liveness import Census, Liveness
 from broker.messages import AdapterRef, Job, WorkerPhase
 from broker.terms import ASIDE_MS, QueueLimits
 from options import StoppingParams
-from router.catalog.manifest import Manifest, RegisteredModel
 from router.catalog.models import LiveWorkers, Models
+from router.catalog.store_client import Manifest, RegisteredModel
 from rpc.errors import Mismatch, NotFound, Unavailable
 from tests.broker.both_queues import make_job
 from tests.broker.test_liveness import worker

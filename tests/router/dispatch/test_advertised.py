@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.dispatch import advertised
-from router.dispatch.advertised import AdvertisedAddressError, check_advertised
+from router.dispatch import relay
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.relay import RelayService
+from router.dispatch.relay import AdvertisedAddressError, RelayService, check_advertised
 from rpc.server import Server
 from tenancy.guard import open_guard
 
@@ -70,7 +69,7 @@ async def test_this_machine_s_own_address_must_answer() -> None:
 async def test_an_address_that_only_workers_may_reach_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(advertised, "ANSWER_S", 0.05)
+    monkeypatch.setattr(relay, "ANSWER_S", 0.05)
     await check_advertised("192.0.2.1", 1, "me", pause_s=0.0)  # TEST-NET-1: nobody has it
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "--relay-advertise 192.0.2.1: nothing answers at 192.0.2.1:1" in record.getMessage()

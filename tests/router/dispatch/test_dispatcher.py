@@ -16,8 +16,7 @@ from broker.queue_entry import Entry
 from broker.terms import Placement
 from options import Encode, FinishKind, StoppingParams
 from router.dispatch.dispatcher import WEIGHTED_SETS, Dispatcher, PreparedEntry, check_weighted_sets
-from router.dispatch.link import Frame
-from router.dispatch.worker_links import DispatchTiming
+from router.dispatch.links import DispatchTiming, Frame
 from router.metrics import RouterMetrics
 from rpc.errors import CallError, Exhausted, Internal, Unavailable
 from tests.broker.both_queues import make_job

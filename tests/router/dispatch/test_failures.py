@@ -13,7 +13,7 @@ import pytest
 from google.rpc import error_details_pb2 as details_pb2
 
 import worker
-from router.dispatch.link import read_frame
+from router.dispatch.links import read_frame
 from rpc.status import to_status
 from tests.router.recording_link import job
 from worker.engine_api import Failure, FailureCode, FailureReason

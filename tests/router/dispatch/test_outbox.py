@@ -24,8 +24,8 @@ from broker.terms import KeyTerms, Placement, QueueState
 from options import FinishKind, StoppingParams
 from router.app import _dispatcher
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.links import DispatchTiming, RelayReach
 from router.dispatch.outbox import AT_ONCE, FAULTS_LIMIT, MIB, Placer
-from router.dispatch.worker_links import DispatchTiming, RelayReach
 from router.metrics import RouterMetrics
 from router.quotas.plans import Plans
 from router.settings import Settings

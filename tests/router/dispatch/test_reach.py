@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from broker.messages import WorkerState
-from router.dispatch.worker_links import UNREACHED_S, RelayReach
+from router.dispatch.links import UNREACHED_S, RelayReach
 from router.metrics import RouterMetrics
 from rpc.errors import Unavailable
 from tests.broker.test_liveness import worker

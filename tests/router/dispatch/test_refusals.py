@@ -17,8 +17,8 @@ from broker.scripts import SCRIPTS, Scripts
 from broker.terms import CLAIM_RATE_MIN_MS, KeyTerms, Placement, QueueLimits
 from options import StoppingParams
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.links import DispatchTiming
 from router.dispatch.outbox import Placer
-from router.dispatch.worker_links import DispatchTiming
 from router.metrics import RouterMetrics
 from rpc.errors import DeadlinePassed, Exhausted
 from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, Clock

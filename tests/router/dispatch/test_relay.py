@@ -17,13 +17,12 @@ from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import Placement
 from options import FinishKind, SamplingParams, StoppingParams
+from router.app import RelayAccess
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.link import WorkerLink
+from router.dispatch.links import DispatchTiming, WorkerLink
 from router.dispatch.relay import PaceLimits, RelayService, WorkerForgets
 from router.dispatch.routed_job import RoutedJob
-from router.dispatch.worker_links import DispatchTiming
 from router.metrics import RouterMetrics
-from router.servers import RelayAccess
 from rpc.server import Server
 from tenancy.guard import open_guard
 from tests.router.recording_link import dispatched

@@ -22,10 +22,9 @@ from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import Placement
 from options import SamplingParams, StoppingParams
-from router.dispatch.advertised import check_advertised
+from router.app import RelayAccess
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.relay import RelayService
-from router.servers import RelayAccess
+from router.dispatch.relay import RelayService, check_advertised
 from rpc.errors import CallError
 from rpc.principal import Principal, Role
 from rpc.tls import TlsFiles

@@ -11,7 +11,7 @@ from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import KeyTerms, Placement, QueueState
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.worker_links import DispatchTiming
+from router.dispatch.links import DispatchTiming
 from tests.router.recording_link import KEYS, ROOMY, RecordingLink, claim, dispatched, frame, job
 
 

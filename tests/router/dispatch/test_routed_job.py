@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from options import FinishKind, TokenLogprobs
-from router.dispatch.link import Frame
+from router.dispatch.links import Frame
 from router.dispatch.routed_job import (
     _ALLOWED,
     READ_TOKENS,
@@ -20,7 +20,7 @@ from router.dispatch.routed_job import (
     check_transition,
 )
 from router.generation.admission import Admitted
-from router.generation.runs import Run
+from router.generation.generation import Run
 from router.text.tokenizer import HashTokenizer
 from rpc.errors import Internal
 from tests.router.recording_link import RecordingLink, job

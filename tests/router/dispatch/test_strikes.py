@@ -13,8 +13,8 @@ from broker.queue import JobQueue
 from broker.terms import Placement
 from options import FinishKind
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.links import DispatchTiming
 from router.dispatch.routed_job import RoutedJob
-from router.dispatch.worker_links import DispatchTiming
 from rpc.errors import Exhausted, Internal
 from tests.router.recording_link import ROOMY, RecordingLink, claim, dispatched, frame, job, read
 

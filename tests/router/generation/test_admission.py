@@ -15,9 +15,9 @@ from grammars.build import regex_grammar
 from options import TokenLogprobs
 from router.api.convert import write_message
 from router.catalog.adapters import AdapterConfigs
-from router.catalog.manifest import Manifest
+from router.catalog.store_client import Manifest
+from router.dispatch.links import RelayReach
 from router.dispatch.routed_job import READ_TOKENS
-from router.dispatch.worker_links import RelayReach
 from router.generation.admission import DEFAULT_MAX_TOKENS, Admission, GrammarProofs, check_answer_size
 from router.generation.resume import Began, ResumeClaims, Resumption
 from router.request import Delta, Message, PromptLogprobs, Received, Request, Stopping

@@ -21,7 +21,7 @@ from broker.ledger import Ledger
 from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.worker_links import DispatchTiming
+from router.dispatch.links import DispatchTiming
 from router.generation import generation as generation_module
 from router.generation.generation import Generation
 from router.quotas.plans import Plans

@@ -20,14 +20,13 @@ from broker.terms import Placement, QueueLimits
 from options import FinishKind
 from router.api.encoding import normalized, probabilities
 from router.catalog.adapters import AdapterConfigs, Classifier, check_generates, find_classifier
-from router.catalog.manifest import Manifest
-from router.catalog.store_client import ResolvedAdapter
+from router.catalog.store_client import Manifest, ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.link import Frame
-from router.dispatch.worker_links import RelayReach
-from router.generation.encoding import AT_ONCE, Encoding, Vector
+from router.dispatch.links import Frame, RelayReach
+from router.generation.admission import Admission
 from router.generation.generation import Generation
 from router.generation.resume import GivenKeys, ResumeTokens
+from router.generation.unary_calls import TEXTS_AT_ONCE, UnaryCalls, Vector
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.request import EncodeRequest, Summary, TextPair
@@ -77,12 +76,13 @@ class Calls:
         self.dispatcher = dispatcher
         encoder, configs = PromptTokenizer(1), AdapterConfigs(cluster)
         self.generation = Generation(cluster, dispatcher, ResumeTokens(GivenKeys()), quotas, encoder)
-        self.encoding = Encoding(self.generation, cluster, cluster, configs, "here", RelayReach(), encoder)
+        admission = Admission(cluster, cluster, configs, "here", RelayReach(), encoder)
+        self.unary_calls = UnaryCalls(self.generation, admission)
         self.link = RecordingLink("w")
         self._queue = queue
 
     def start(self, request: EncodeRequest) -> asyncio.Task[tuple[list[Vector], Summary]]:
-        return asyncio.create_task(self.encoding.encode(request, None, lambda vector: vector))
+        return asyncio.create_task(self.unary_calls.encode(request, None, lambda vector: vector))
 
     async def claim(self, count: int) -> list[Job]:
         """Claim jobs until there are so many."""
@@ -115,10 +115,10 @@ async def calls(cluster: Cluster, dispatcher: Dispatcher, queue: JobQueue, quota
 async def test_each_text_is_a_job_of_one_revision_and_the_answers_keep_the_order(
     calls: Calls, cluster: Cluster
 ) -> None:
-    texts = [TextPair("ab", "c"), (1, 2, 300), *(f"{number}" for number in range(2 * AT_ONCE))]
+    texts = [TextPair("ab", "c"), (1, 2, 300), *(f"{number}" for number in range(2 * TEXTS_AT_ONCE))]
     running = calls.start(asking(*texts, adapter="a", priority=7, request_id="r", pooling="mean"))
-    first = await calls.claim(AT_ONCE)
-    assert len(list(calls.dispatcher.jobs)) == AT_ONCE  # others get turns between those of a large call
+    first = await calls.claim(TEXTS_AT_ONCE)
+    assert len(list(calls.dispatcher.jobs)) == TEXTS_AT_ONCE  # others get turns between those of a large call
     by_ids = {job.prompt_ids: job for job in first}
     pair, ids = by_ids[tuple(b"abc")], by_ids[1, 2, 300]
     assert pair.encode is not None
@@ -133,7 +133,7 @@ async def test_each_text_is_a_job_of_one_revision_and_the_answers_keep_the_order
             calls.answer(job, float(sum(job.prompt_ids)))
             left -= 1
     vectors, summary = await running
-    wanted = [b"abc", (1, 2, 300), *(f"{number}".encode() for number in range(2 * AT_ONCE))]
+    wanted = [b"abc", (1, 2, 300), *(f"{number}".encode() for number in range(2 * TEXTS_AT_ONCE))]
     assert [(one.values, one.prompt_tokens) for one in vectors] == [((float(sum(ids)),), len(ids)) for ids in wanted]
     assert (summary.request_id, summary.adapter_revision) == ("r", ADAPTER.revision)
     assert (summary.prompt_tokens, summary.adapter_s) == (sum(map(len, wanted)), 0.002)

@@ -18,7 +18,7 @@ from broker.ledger import Reservation
 from broker.queue import JobQueue
 from options import FinishKind
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.link import Frame
+from router.dispatch.links import Frame
 from router.dispatch.routed_job import READ_TOKENS, JobState
 from router.generation.admission import Admitted
 from router.generation.generation import Generation

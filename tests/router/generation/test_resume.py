@@ -13,7 +13,7 @@ import pytest
 
 from broker.messages import AdapterRef, Job, WeightedRef
 from options import FinishKind, StoppingParams, TokenLogprobs
-from router.dispatch.link import Frame
+from router.dispatch.links import Frame
 from router.dispatch.routed_job import RoutedJob
 from router.generation import resume
 from router.generation.answer import Answer

@@ -13,7 +13,9 @@ import pytest
 
 from broker.ledger import Reservation
 from options import TokenLogprobs
-from router.generation.scoring import AT_ONCE, Scoring
+from router.dispatch.links import RelayReach
+from router.generation.admission import Admission
+from router.generation.unary_calls import CONTINUATIONS_AT_ONCE, UnaryCalls
 from router.quotas.quotas import Grant
 from router.request import Message, PromptLogprobs, Request, Summary
 from router.text.file_tokenizer import FileTokenizer
@@ -67,30 +69,37 @@ def answers() -> Answers:
 
 
 @pytest.fixture
-def scoring(answers: Any) -> Scoring:
-    model = SimpleNamespace(
-        tokenizer=FileTokenizer(files_of("byte-level")), manifest=SimpleNamespace(context_length=40)
-    )  # fmt: skip
+def scoring(answers: Any) -> UnaryCalls:
+    manifest = SimpleNamespace(name="tiny", context_length=40, vocab_size=1000)
+    model = SimpleNamespace(tokenizer=FileTokenizer(files_of("byte-level")), manifest=manifest)
+    nothing: Any = SimpleNamespace()
     models: Any = SimpleNamespace(get=lambda name: model)
-    encoder = PromptTokenizer(1)
 
-    async def prompt_ids(request: Request) -> tuple[int, ...]:
-        assert isinstance(request.prompt, str)
-        return await encoder.tokenize(model.tokenizer, request.prompt, request.prompt_field, request.tenant, 40)
+    class Unresolved(Admission):
+        async def prompt_ids(self, request: Request) -> tuple[int, ...]:
+            assert isinstance(request.prompt, str)
+            field, tenant = request.prompt_field, request.tenant
+            return await self.prompts.tokenize(model.tokenizer, request.prompt, field, tenant, 40)
 
-    admission: Any = SimpleNamespace(prompt_ids=prompt_ids)
-    return Scoring(answers, admission, models, encoder)
+    return UnaryCalls(answers, Unresolved(models, nothing, nothing, "here", RelayReach(), PromptTokenizer(1)))
 
 
 def request(prompt: str = "The quick", **more: Any) -> Request:
     return Request("acme", prompt, "prompt", request_id="r", adapter="a@live", **more)
 
 
-async def test_each_continuation_is_a_request_of_the_first_one_s_revision(scoring: Scoring, answers: Answers) -> None:
+async def test_each_continuation_is_a_request_of_the_first_one_s_revision(
+    scoring: UnaryCalls, answers: Answers
+) -> None:
     encoded = tokenizer_of("byte-level").encode
     prompt, whole = encoded("The quick").ids, encoded("The quick brown").ids
     assert whole[: len(prompt)] == prompt
-    given: list[str | tuple[int, ...]] = [" brown", (4, 5, 6), "k", *((number,) for number in range(2 * AT_ONCE))]
+    given: list[str | tuple[int, ...]] = [
+        " brown",
+        (4, 5, 6),
+        "k",
+        *((number,) for number in range(2 * CONTINUATIONS_AT_ONCE)),
+    ]
     scores, summary = await scoring.score(request(), given, None)
     assert scores[0].token_ids == tuple(whole[len(prompt) :])
     assert scores[1].token_ids == (4, 5, 6)
@@ -110,13 +119,13 @@ async def test_each_continuation_is_a_request_of_the_first_one_s_revision(scorin
     before = {one.fingerprint for one in answers.asked}
     await scoring.score(request(), [" brown"], None)
     assert answers.asked[-1].fingerprint in before
-    assert answers.most == AT_ONCE
+    assert answers.most == CONTINUATIONS_AT_ONCE
     assert answers.reserved_tokens[0] == sum(len(prompt) + len(score.token_ids) for score in scores)
     assert summary.request_id == "r"
     assert summary.cached_tokens == 4 * len(given)
 
 
-async def test_a_continuation_that_fails_ends_the_call_and_the_others(scoring: Scoring, answers: Answers) -> None:
+async def test_a_continuation_that_fails_ends_the_call_and_the_others(scoring: UnaryCalls, answers: Answers) -> None:
     answers.refusals["r.3"] = Unavailable("no worker", reason="NO_WORKER")
     with pytest.raises(Unavailable):
         await scoring.score(request(), [(number,) for number in range(6)], None)
@@ -132,7 +141,7 @@ async def test_a_continuation_that_fails_ends_the_call_and_the_others(scoring: S
     ],
 )
 async def test_bad_input_is_named_before_anything_runs(
-    scoring: Scoring, answers: Answers, prompt: str, given: list[Any], names: str
+    scoring: UnaryCalls, answers: Answers, prompt: str, given: list[Any], names: str
 ) -> None:
     with pytest.raises(InvalidField, match=names):
         await scoring.score(request(prompt), given, None)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from artifacts.peft_config import ChatSettings
-from router.api.chat import read_chat
+from router.api.convert import read_chat
 from router.request import Chat, ChatMessage
 from router.text.chat import ChatTemplate, TemplateCall, TemplateRenderer
 from rpc.errors import InvalidField, Unavailable

@@ -19,7 +19,7 @@ from broker.keys import Keys
 from broker.messages import Job
 from broker.queue import JobQueue
 from options import SamplingParams, StoppingParams, TokenLogprobs
-from router.dispatch.link import read_frame
+from router.dispatch.links import read_frame
 from rpc.server import Server, relay_options
 from telemetry.tracing import Spans
 from tenancy.guard import open_guard

@@ -6,7 +6,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 
 from broker.messages import Job
 from options import Encode, FinishKind, SamplingParams, StoppingParams, TokenLogprobs
-from router.dispatch.link import read_frame
+from router.dispatch.links import read_frame
 from worker.engine_api import Output
 from worker.io.local_jobs import LocalChoice, LocalJobs, sequence_of
 from worker.io.relay.frames import FRAME_TOKENS, MESSAGE_BYTES, next_frames
