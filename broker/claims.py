@@ -1,25 +1,29 @@
-"""The claims of one worker: a script of bounded cost, called again for as long as it finds no job and may find one."""
+"""The claims of one worker: a script of bounded cost, called again for as long as it finds no job and may find one.
+
+A claim that looked at many jobs in vain would look at the same ones again. Until it may find something else, the worker
+rests: its claims look at newer arrivals alone, which cost Redis next to nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import msgspec
 from google.protobuf.message import DecodeError
 from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import ResponseError
 
-from broker.claim_arguments import ScanPlace, scan_arguments
-from broker.claim_memory import ClaimMemory
 from broker.codec import decode_adapter_request, decode_job
 from broker.functions import is_missing
 from broker.keys import Keys
-from broker.messages import SUSPECT_STRIKES, Capacity, Job
+from broker.messages import SUSPECT_STRIKES, Capacity, Job, RowToShare
 from broker.scripts import Scripts
-from broker.terms import Claimed, UsageReport
+from broker.terms import ADAPTER_DIGITS, SCANS_PER_CLAIM, Claimed, UsageReport
 
 if TYPE_CHECKING:
     from broker.seals import Seals
@@ -30,6 +34,68 @@ T = TypeVar("T")
 
 # Maximum bytes of jobs that are read on the event loop, in some milliseconds.
 _SHORT_BYTES = 1 << 18
+# Minimum number of jobs that a claim looked at in vain for a rest: fewer cost hardly more than the claim itself.
+LOOKS_LIMIT = 16
+# Seconds of rest for each job that was looked at in vain, and each live worker. Redis takes some 4 us for a look, so
+# that the workers of a cell together take about 2% of a core, however many they are.
+REST_PER_LOOK_S = 0.000_2
+# Maximum seconds of a rest.
+REST_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimPlan:
+    """The extent of the next claim: after `seen`, only newer arrivals (`news_only`), or at most so many scans."""
+
+    seen: int
+    news_only: bool
+    scans: int
+
+
+class ClaimMemory:
+    """The memory of one worker. `clock` returns seconds; the monotonic clock by default."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] | None = None,
+        *,
+        looks_limit: int = LOOKS_LIMIT,
+        rest_per_look_s: float = REST_PER_LOOK_S,
+    ) -> None:
+        self._clock = clock or time.monotonic
+        self._looks_limit = looks_limit
+        self._rest_per_look_s = rest_per_look_s
+        # The number of the last arrival that needs no second look.
+        self._seen = 0
+        self._rests_until = -1.0
+        self._kind: Hashable = None
+
+    def plan(self, base_digest: str, capacity: Capacity, *, freed: bool) -> ClaimPlan:
+        """Return the extent of the next claim. A worker that takes other kinds of jobs than before does not rest.
+
+        `freed`: capacity has become free that a waiting job may need, which is worth one scan.
+        """
+        kind = (base_digest, capacity.max_tokens, capacity.max_rank, capacity.routers)
+        if kind != self._kind:
+            self._kind, self._seen, self._rests_until = kind, 0, -1.0
+        # A full worker looks at few jobs.
+        rests = capacity.rows > 0 and self._clock() < self._rests_until
+        return ClaimPlan(self._seen, rests and not freed, 1 if rests else SCANS_PER_CLAIM)
+
+    def note(
+        self, plan: ClaimPlan, capacity: Capacity, *, found: bool, seen: int, looks: int, live_workers: int
+    ) -> None:
+        """Note whether a claim found jobs, and what the last scan of one that did not said of so many looks."""
+        if capacity.rows < 1:
+            return
+        if found:
+            if not plan.news_only:  # there may be more
+                self._rests_until = -1.0
+            return
+        self._seen = seen
+        if not plan.news_only and looks > self._looks_limit:
+            rest_s = looks * max(1, live_workers) * self._rest_per_look_s
+            self._rests_until = self._clock() + min(rest_s, REST_LIMIT_S)
 
 
 class _ScanAnswer(NamedTuple):
@@ -85,13 +151,16 @@ class Claims:
         if self._seals is not None:
             self._seals.look()
         plan = self._memory.plan(base_digest, capacity, freed=freed)
+        worker, terms = _claimant(self._worker_id, base_digest, capacity)
+        links = "*" if capacity.routers is None else "\n".join(capacity.routers)
         hold_ms, skip, looks = 0, 0, 0
         requests: list[bytes] = []
         unlinked: dict[bytes, None] = {}
         for scan in range(plan.scans):
+            # Look at the arrivals after `seen`: at these alone, not yet, or now if the scan finds no other job.
             when = "only" if plan.news_only else "later" if scan < plan.scans - 1 else "now"
-            place = ScanPlace(self._scan_number, skip, plan.seen, when, woken=bool(wait_s))
-            arguments = [self._keys.prefix, *scan_arguments(self._worker_id, base_digest, capacity, reports, place)]
+            place = (self._scan_number, skip, links, plan.seen, when, bool(wait_s))
+            arguments = [self._keys.prefix, worker, _packed(*place), packed_reports(reports), *terms]
             self._scan_number += 1
             answer = await (self._scan_once_woken(arguments, wait_s) if wait_s else self._scan(arguments))
             reports, wait_s, looks = (), 0.0, looks + answer.looks
@@ -168,3 +237,27 @@ def _readable(messages: Sequence[bytes], decode: Callable[[bytes], T]) -> list[T
             log.exception("cannot read a message of %d bytes in the queue", len(message))
             decoded.append(None)
     return decoded
+
+
+def _claimant(worker_id: str, base_digest: str, capacity: Capacity) -> tuple[bytes, list[str | bytes | int]]:
+    """Return the arguments of broker/lua/claim.lua that all scans of a claim share: the worker, and what it has."""
+    limits = (capacity.rows, capacity.rows_limit, capacity.tokens, capacity.max_tokens, capacity.max_rank)
+    row = capacity.row_to_share or RowToShare("", 0, ())
+    return _packed(worker_id, base_digest, *limits), [
+        _packed(row.tenant, row.rows_left, capacity.only_tenant),
+        "\n".join(("", *(adapter[-ADAPTER_DIGITS:] for adapter in capacity.adapters), "")),
+        *(part for pair in row.tenant_rows for part in pair),
+    ]
+
+
+def packed_reports(reports: Sequence[UsageReport]) -> bytes:
+    """Return the fields of reports, one after the other, as broker/lua/include/charges.lua reads them."""
+    fields: list[str | int | bool] = []
+    for report in reports:
+        fields += [report.job_id, report.attempt, report.tokens, report.ended, report.ran]
+    return msgspec.msgpack.encode(fields)
+
+
+def _packed(*values: str | float) -> bytes:
+    """Return at most 15 values in MessagePack, without the array's one byte."""
+    return msgspec.msgpack.encode(values)[1:]

@@ -18,9 +18,7 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
 from broker.batched_script import BatchedScript
-from broker.claim_arguments import packed_reports
-from broker.claim_memory import ClaimMemory
-from broker.claims import Claims
+from broker.claims import ClaimMemory, Claims, packed_reports
 from broker.codec import decode_dead_job, encode_dead_job
 from broker.commands import CommandQueue, PinnedAdapters
 from broker.keys import Keys

@@ -19,7 +19,7 @@ from bench.queue_model.quarantine import QuarantineModel
 from bench.queue_model.suspects import SuspectsModel
 from bench.queue_model.waiting_jobs import WaitingJob, WaitingJobs, use_of
 from broker import terms
-from broker.claim_memory import ClaimPlan
+from broker.claims import ClaimPlan
 from broker.messages import Capacity, Job
 from broker.queue_entry import Entry
 from broker.terms import Placement, QueueLimits, QueueState, UsageReport

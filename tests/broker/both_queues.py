@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from bench.queue_model.decisions import ClaimDecision
 from bench.queue_model.queue_model import QueueModel
-from broker.claim_memory import ClaimMemory
+from broker.claims import ClaimMemory
 from broker.codec import decode_adapter_request
 from broker.functions import load
 from broker.keys import Keys

@@ -8,7 +8,7 @@ from dataclasses import replace
 from redis.asyncio import Redis
 
 from broker import terms
-from broker.claim_memory import LOOKS_LIMIT, ClaimMemory
+from broker.claims import LOOKS_LIMIT, ClaimMemory
 from broker.messages import Capacity
 from broker.queue import JobQueue
 from tests.broker.queued_jobs import KEYS, ROOMY, claim, job

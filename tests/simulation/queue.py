@@ -9,8 +9,7 @@ from typing import cast
 import msgspec
 
 from bench.queue_model.decisions import Refusal
-from broker.claim_memory import ClaimMemory, ClaimPlan
-from broker.claims import begin_apart
+from broker.claims import ClaimMemory, ClaimPlan, begin_apart
 from broker.codec import decode_adapter_request, decode_job, encode_dead_job
 from broker.commands import Command
 from broker.keys import Keys

@@ -1,4 +1,4 @@
--- The arguments of a claim, in the order of broker/claim_arguments.py.
+-- The arguments of a claim, in the order of broker/claims.py.
 --- @include "charges"
 
 local worker, base_digest, free_rows, all_rows, free_tokens, max_tokens, max_rank = cmsgpack.unpack(ARGV[2])
