@@ -2,14 +2,20 @@
 
 Redis checks what a function does against the user who calls it: so a user has the commands of its functions too, which
 are read from the Lua files. A list of its own are the keys.
+
+Passwords are in files that only their owner may read: NAME/password, the former password below it. Each file has a
+folder of its own, because a container that mounts a file does not see the one that replaces it.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis, RedisCluster
@@ -18,6 +24,10 @@ from redis.exceptions import ResponseError
 from broker.functions import load
 from broker.scripts import SCRIPTS
 
+Passwords = Mapping[str, Sequence[str]]
+
+# Random bytes of a password: nobody can guess it, so that the server may keep it as a plain hash.
+_PASSWORD_BYTES = 32
 _CALL = re.compile(r"redis\.p?call\('([A-Z]+)'")
 _CELL, _MODEL = "CELL", "MODEL"
 # Commands that the client library sends when it connects, or to find the nodes of a Redis Cluster.
@@ -103,12 +113,12 @@ def commands_of(role: Role) -> list[str]:
     return sorted(called | set(role.commands) | set(_CONNECTING) | ({"fcall"} if role.scripts else set()))
 
 
-def acl_file(models: Sequence[str], cell: str, passwords: Mapping[str, Sequence[str]]) -> list[str]:
+def acl_file(models: Sequence[str], cell: str, passwords: Passwords) -> list[str]:
     """Return the lines of an ACL file with all users, but for the default one."""
     return [f"user {user} {' '.join(rules(user, models, cell, passwords[user]))}" for user in ROLES]
 
 
-async def set_users(redis: Redis, models: Sequence[str], cell: str, passwords: Mapping[str, Sequence[str]]) -> bool:
+async def set_users(redis: Redis, models: Sequence[str], cell: str, passwords: Passwords) -> bool:
     """Set all users, turn the default one off, and load the functions; needs a user that may do so.
 
     Returns whether the server keeps its users over a restart. Raises an error of broker.connection.REDIS_DOWN.
@@ -133,3 +143,39 @@ async def _run(redis: Redis, *command: str) -> None:
 def _patterns(key: str, models: Sequence[str], cell: str) -> list[str]:
     named = [key.replace(_MODEL, model) for model in models] if _MODEL in key else [key]
     return [pattern.replace(_CELL, cell) for pattern in named]
+
+
+def password_path(directory: Path, user: str) -> Path:
+    """Return the file of a user's password."""
+    return directory / user / "password"
+
+
+def read_passwords(directory: Path, users: Sequence[str]) -> dict[str, list[str]]:
+    """Return the users' valid passwords, the present one first; those without a file get a new one."""
+    passwords: dict[str, list[str]] = {}
+    for user in users:
+        path = password_path(directory, user)
+        passwords[user] = path.read_text().split() if path.exists() else [_new_password()]
+    return passwords
+
+
+def rotated(passwords: Passwords) -> dict[str, list[str]]:
+    """Return a new password of each user, and its present one, which stays valid until the next rotation."""
+    return {user: [_new_password(), *present[:1]] for user, present in passwords.items()}
+
+
+def write_passwords(directory: Path, passwords: Passwords) -> None:
+    """Write the files, each as a whole. Raises OSError."""
+    for user, lines in passwords.items():
+        path = password_path(directory, user)
+        for folder in (directory, path.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        part.unlink(missing_ok=True)
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+        part.replace(path)
+
+
+def _new_password() -> str:
+    return secrets.token_urlsafe(_PASSWORD_BYTES)

@@ -11,9 +11,14 @@ server asks for a certificate, &ssl_certfile=FILE&ssl_keyfile=FILE.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import re
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 
@@ -23,18 +28,24 @@ from redis.asyncio.connection import (
     URL_QUERY_ARGUMENT_PARSERS,
     AbstractConnection,
     Connection,
+    RedisSSLContext,
     SSLConnection,
+    UnixDomainSocketConnection,
+    parse_url,
 )
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedConnection
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.connection import HiredisRespSerializer
+from redis.credentials import CredentialProvider
+from redis.exceptions import AskError, MovedError, ReadOnlyError, RedisClusterException, RedisError, TryAgainError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisClusterException, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 
-from broker.connection_files import FILE_OPTIONS, TLSConnection, url_options
-from broker.primary_connection import FOLLOWING
+from files import WatchedFiles
+
+log = logging.getLogger(__name__)
 
 # Errors of a server that is lost, slow, or refuses to work for now (a replica, a full disk).
 REDIS_DOWN = (RedisError, RedisClusterException, OSError)
@@ -53,6 +64,10 @@ _SCHEMES = (
     *(f"{scheme}+{kind}" for scheme in ("redis", "rediss") for kind in ("sentinel", "cluster")),
 )
 _SENTINEL_PORT = 26_379
+
+
+# Options of a URL that name files.
+_FILE_OPTIONS = {"password_file", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}
 
 
 class RedisUnreachableError(Exception):
@@ -86,7 +101,7 @@ async def connect(url: str) -> Redis:
 def _client(url: str) -> Redis:
     """Return a client for a URL. Raises ValueError on a bad one."""
     parts = urlsplit(url)
-    unknown = sorted(set(parse_qs(parts.query)) - set(URL_QUERY_ARGUMENT_PARSERS) - FILE_OPTIONS - {"ssl_cert_reqs"})
+    unknown = sorted(set(parse_qs(parts.query)) - set(URL_QUERY_ARGUMENT_PARSERS) - _FILE_OPTIONS - {"ssl_cert_reqs"})
     if unknown:
         raise ValueError(f"unknown option {unknown[0]}")
     if parts.scheme not in _SCHEMES:
@@ -94,11 +109,10 @@ def _client(url: str) -> Redis:
     scheme, _, kind = parts.scheme.partition("+")
     if kind == "sentinel":
         return _sentinel(url)
-    options = url_options(urlunsplit(parts._replace(scheme=scheme)))
+    options = _url_options(urlunsplit(parts._replace(scheme=scheme)))
     if kind == "cluster":
         return _cluster(options)
-    made = options.pop("connection_class", Connection)
-    pool = _Pool(connection_class=FOLLOWING[made], **{**_waits(), **options})
+    pool = _Pool(connection_class=_FOLLOWING[options.pop("connection_class", Connection)], **{**_waits(), **options})
     return _Redis.from_pool(pool)
 
 
@@ -114,6 +128,151 @@ def _waits() -> dict[str, Any]:
         # Of Redis's own cloud; to ask for them takes each new connection a round trip.
         "maint_notifications_config": MaintNotificationsConfig(enabled=False),
     }
+
+
+def _url_options(url: str) -> dict[str, Any]:
+    """Return the options of a URL of one server. Raises ValueError where a file that it names cannot be read."""
+    options: dict[str, Any] = dict(parse_url(url))
+    for name in _FILE_OPTIONS & set(options):
+        if not os.access(options[name], os.R_OK):
+            raise ValueError(f"{name}: cannot read {options[name]}")
+    if "password_file" in options:
+        if "password" in options:
+            raise ValueError("give a password or a password_file")
+        user, path = options.pop("username", ""), Path(options.pop("password_file"))
+        options["credential_provider"] = _PasswordFile(user, path)
+    return options
+
+
+class _PasswordFile(CredentialProvider):
+    """A user whose password is the first line of a file, read for every connection."""
+
+    def __init__(self, user: str, path: Path) -> None:
+        self._user = user
+        self._path = path
+        self._read()
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Return the user, unless it is the default one, and the password. The library makes errors its own."""
+        password = self._read()
+        return (self._user, password) if self._user else (password,)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """Return the same."""
+        return self.get_credentials()
+
+    def _read(self) -> str:
+        try:
+            password = self._path.read_text().partition("\n")[0].strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"password_file: cannot read {self._path}") from error
+        if not password:
+            raise ValueError(f"password_file: {self._path} is empty")
+        return password
+
+
+class _TLSConnection(SSLConnection):
+    """A connection over TLS that is opened with the files as they are then."""
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        options = self.ssl_context
+        arguments = dict(Connection._connection_arguments(self))
+        arguments["ssl"] = _files(options.ca_certs, options.certfile, options.keyfile).context(options)
+        return arguments
+
+
+class _Files:
+    """The certificate files of all connections with the same options."""
+
+    def __init__(self, *names: str | None) -> None:
+        self._watched = WatchedFiles(*(name for name in names if name))
+        self._context: ssl.SSLContext | None = None
+
+    def context(self, options: RedisSSLContext) -> ssl.SSLContext:
+        """Return the context of a new connection. Raises OSError where the files were never good."""
+        try:
+            if self._watched.changed() or self._context is None:
+                self._context = _make_context(options)
+        except OSError as error:  # ssl.SSLError too: one of the files has been replaced, the other follows
+            self._watched.failed()
+            if self._context is None:
+                raise
+            log.warning("keeps the former certificates of Redis: %s", error)
+        return self._context
+
+
+@cache
+def _files(ca: str | None, cert: str | None, key: str | None) -> _Files:
+    return _Files(ca, cert, key)
+
+
+def _make_context(options: RedisSSLContext) -> ssl.SSLContext:
+    """Return a context that trusts the given authorities alone; the system's where none are given."""
+    context = ssl.create_default_context(cafile=options.ca_certs)
+    context.check_hostname = options.check_hostname
+    context.verify_mode = ssl.VerifyMode(options.cert_reqs)
+    for flag in options.include_verify_flags or ():
+        context.verify_flags |= flag
+    for flag in options.exclude_verify_flags or ():
+        context.verify_flags &= ~flag
+    if options.certfile or options.keyfile:
+        context.load_cert_chain(options.certfile or "", options.keyfile, password="")  # no question at a terminal
+    if options.min_version is not None:
+        context.minimum_version = options.min_version
+    return context
+
+
+class _FollowsPrimary(AbstractConnection):
+    """A connection that closes when its server has become a replica: the address may lead to the new primary now.
+
+    While a cluster moves a slot key by key, either node has a part of a queue or ledger. A call that went to the new
+    node (ASK) would begin these anew there, and the keys that follow could not be moved: BUSYKEY. So it fails. The
+    library would fail too: it sends ASKING over another connection, and raises AttributeError for a node that is new.
+
+    Commands are encoded by hiredis, as the library's blocking connections do it: three times as fast.
+    """
+
+    _encoder = HiredisRespSerializer()
+
+    def pack_command(self, *arguments: Any) -> list[bytes]:
+        """Encode a command."""
+        encoded: list[bytes] = self._encoder.pack(*arguments)
+        return encoded
+
+    def pack_commands(self, commands: Iterable[Iterable[Any]]) -> list[bytes]:
+        """Encode commands that are sent together."""
+        return [b"".join(part for command in commands for part in self._encoder.pack(*command))]
+
+    async def read_response(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return await super().read_response(*arguments, **options)
+        except ReadOnlyError as error:
+            await self.disconnect()
+            raise RedisConnectionError("the server is a replica now") from error
+        except MovedError:  # which is an AskError
+            raise
+        except (AskError, TryAgainError) as error:
+            raise RedisError("the cluster is moving the slot of these keys, key by key") from error
+
+
+class _FollowsPrimaryTCP(_FollowsPrimary, Connection):
+    """A connection over TCP."""
+
+
+class _FollowsPrimaryTLS(_FollowsPrimary, _TLSConnection):
+    """A connection over TLS."""
+
+
+class _FollowsPrimaryLocally(_FollowsPrimary, UnixDomainSocketConnection):
+    """A connection over a Unix socket."""
+
+
+# The class of connections that follows the primary, by the library's class.
+_FOLLOWING: Mapping[type, type] = {
+    Connection: _FollowsPrimaryTCP,
+    SSLConnection: _FollowsPrimaryTLS,
+    UnixDomainSocketConnection: _FollowsPrimaryLocally,
+}
 
 
 class _Redis(Redis):
@@ -181,7 +340,7 @@ class _SentinelPool(SentinelConnectionPool, _Pool):
     """A pool of connections to the primary that sentinels name; the connections follow it by themselves."""
 
 
-class _SentinelTLSConnection(SentinelManagedConnection, TLSConnection):
+class _SentinelTLSConnection(SentinelManagedConnection, _TLSConnection):
     """A connection over TLS to the primary that sentinels name."""
 
 
@@ -194,7 +353,7 @@ def _sentinel(url: str) -> Redis:
         raise ValueError("name the service that the sentinels watch: redis+sentinel://HOST:PORT/SERVICE")
     scheme = parts.scheme.partition("+")[0]
     server = f"{credentials}@unknown" if credentials else "unknown"
-    options = url_options(urlunsplit((scheme, server, f"/{database}", parts.query, "")))
+    options = _url_options(urlunsplit((scheme, server, f"/{database}", parts.query, "")))
     options.pop("host", None)
     over_tls = options.pop("connection_class", None) is SSLConnection
     names = {name: value for name, value in options.items() if name.startswith("ssl_")}
@@ -206,7 +365,7 @@ def _sentinel(url: str) -> Redis:
     sentinels: Any = Sentinel(addresses, sentinel_kwargs=to_sentinels)  # type: ignore[no-untyped-call]  # theirs
     if over_tls:  # the library lets nobody choose the class of these connections
         for sentinel in sentinels.sentinels:
-            sentinel.connection_pool.connection_class = TLSConnection
+            sentinel.connection_pool.connection_class = _TLSConnection
     return cast(Redis, sentinels.master_for(service, **options))
 
 
@@ -225,7 +384,7 @@ class _Cluster(RedisCluster):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"max_connections": 2 * CONNECTIONS, **options})
         # The library takes no connection class here, as with sentinels.
-        following = FOLLOWING[SSLConnection if options.get("ssl") else Connection]
+        following = _FOLLOWING[SSLConnection if options.get("ssl") else Connection]
         self.connection_kwargs["connection_class"] = following
         for node in self.startup_nodes:
             node.connection_class = following

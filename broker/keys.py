@@ -49,7 +49,19 @@ lp:{ledger}:usage            stream  charges whose usage events no router has wr
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from broker.scripts import SCRIPTS
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RESUME_KEYS = "lp:{resume}:keys"
 
@@ -122,3 +134,32 @@ class Keys:
     def worker(self, incarnation: str) -> str:
         """Key of an incarnation's state, which exists while it lives."""
         return f"{self.prefix}worker:{incarnation}"
+
+
+async def retried(redis: Redis, key: str, kind: str, call: Callable[[], Awaitable[T]]) -> T:
+    """Make a call that uses a key; where the key is not of the type `kind`, rename it and make the call again."""
+    try:
+        return await call()
+    except ResponseError as error:
+        if "WRONGTYPE" not in str(error):
+            raise
+    await set_aside(redis, key, kind)
+    return await call()
+
+
+async def set_aside(redis: Redis, key: str, kind: str) -> None:
+    """Rename a key that is not of the type `kind`: a census does so with the keys of its cell."""
+    aside = f"{key}:aside"
+    if former := await SCRIPTS.register(redis, "set_aside")(key, [kind, aside]):
+        log.error("the Redis key %s was a %s; it is %s now, for a day", key, former.decode(), aside)
+
+
+async def merge_resume_keys(redis: Redis, new: str, used: Sequence[str]) -> list[str]:
+    """Return the stored keys of resume tokens, the newest first: secrets, which nothing here may log.
+
+    If there are none, the `used` ones of this router are stored, or else the `new` one. Where the stored keys have none
+    of the used ones, Redis lost its data: the used ones are stored behind them.
+    """
+    merge = SCRIPTS.register(redis, "resume_keys")
+    stored = await retried(redis, RESUME_KEYS, "list", lambda: merge(RESUME_KEYS, [new, *used]))
+    return [key.decode(errors="replace") for key in stored]

@@ -1,20 +1,28 @@
-"""Connects a starting process to a Redis that may start later."""
+"""Connects a starting process to a Redis that may start later, and checks that it evicts no keys: then, and while a
+router runs.
+
+An evicted key is a job that has to be found missing and dispatched again, or a live worker that is taken for dead.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Callable
 
 from redis.asyncio import Redis
-from redis.exceptions import AuthenticationError
+from redis.exceptions import AuthenticationError, ResponseError
 
 from broker.connection import REDIS_DOWN, RedisUnreachableError, connect, shown_url
-from broker.eviction import check_eviction
 
 log = logging.getLogger(__name__)
 
 # Interval in seconds between attempts to connect.
 RETRY_S = 0.5
+_SAFE = "noeviction"
+# Interval in seconds between looks at a server's policy.
+LOOK_S = 5.0
 
 
 async def connect_once_up(url: str) -> Redis:
@@ -52,3 +60,62 @@ async def _connect_and_check(url: str) -> Redis:
         await redis.aclose()
         raise
     return redis
+
+
+async def check_eviction(redis: Redis, shown_url: str) -> None:
+    """Raise RedisUnreachableError where the server evicts keys and its settings may be changed; else only log it.
+
+    A managed server may forbid CONFIG; what it does is in its INFO.
+    """
+    policy, maxmemory, _ = await _eviction(redis)
+    if policy == _SAFE:
+        return
+    advice = f"set it to {_SAFE} (CONFIG SET maxmemory-policy {_SAFE}), or waiting jobs may be lost"
+    message = f"--redis-url {shown_url}: maxmemory-policy is {policy}; {advice}"
+    if maxmemory and await _is_configurable(redis):
+        raise RedisUnreachableError(message)
+    log.warning("%s", message)
+
+
+async def _eviction(redis: Redis) -> tuple[str, int, int]:
+    """Return the policy, the limit of the memory, 0 for none, and the number of keys evicted so far."""
+    memory, stats = await redis.info("memory"), await redis.info("stats")
+    policy = str(memory.get("maxmemory_policy", _SAFE))
+    return policy, int(memory.get("maxmemory", 0)), int(stats.get("evicted_keys", 0))
+
+
+async def _is_configurable(redis: Redis) -> bool:
+    try:
+        await redis.config_get("maxmemory-policy")
+    except ResponseError:  # no permission, or no such command
+        return False
+    return True
+
+
+class EvictionWatch:
+    """Looks at a server's policy and its evictions; `evicted` is called with the number of new ones."""
+
+    def __init__(self, redis: Redis, evicted: Callable[[int], None]) -> None:
+        self._redis = redis
+        self._evicted = evicted
+        # Of the last look; None before the first.
+        self._policy: str | None = None
+        self._count: int | None = None
+
+    async def follow(self) -> None:
+        """Look every LOOK_S; never returns."""
+        while True:
+            with contextlib.suppress(*REDIS_DOWN):  # others log that
+                await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Log a policy that has become unsafe, and keys that were evicted since the last look."""
+        policy, _, count = await _eviction(self._redis)
+        if self._policy is not None and policy not in {_SAFE, self._policy}:
+            log.error("Redis's maxmemory-policy is %s now: it may evict waiting jobs; set it to %s", policy, _SAFE)
+        if self._count is not None and count > self._count:
+            lost = count - self._count
+            self._evicted(lost)
+            log.error("Redis has evicted %d keys: waiting jobs among them are dispatched again", lost)
+        self._policy, self._count = policy, count

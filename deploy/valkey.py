@@ -6,9 +6,8 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from broker.acl import ROLES, acl_file
+from broker.acl import ROLES, acl_file, password_path, read_passwords, write_passwords
 from broker.connection import RedisUnreachableError, connect
-from broker.user_passwords import password_path, read_passwords, write_passwords
 from rpc.children.process import LaunchError
 
 READY = re.compile("Ready to accept connections")

@@ -20,11 +20,9 @@ from redis.asyncio import Redis
 
 from artifacts.names import parse_revision_name
 from broker.connection import REDIS_DOWN
-from broker.eviction import EvictionWatch
 from broker.ledger import Ledger
 from broker.messages import WorkerPhase, WorkerState
-from broker.resume_keys import StoredResumeKeys
-from broker.startup import connect_once_up
+from broker.startup import EvictionWatch, connect_once_up
 from router.api.cluster import AdapterCommands, ClusterService
 from router.api.open_calls import OpenCalls
 from router.api.request_telemetry import COUNTED_METHODS, RequestTelemetry
@@ -205,7 +203,7 @@ def resume_keys_of(settings: Settings, redis: Redis, seals: Seals | None) -> Giv
         return GivenKeys(settings.resume_key, settings.former_keys)
     if seals is not None:
         return DerivedKeys(lambda: seals.keys.derived(b"resume tokens"), settings.former_keys)
-    return SharedKeys(StoredResumeKeys(redis), settings.former_keys)
+    return SharedKeys(redis, settings.former_keys)
 
 
 async def renew_pins(models: Models) -> None:

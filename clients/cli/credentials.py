@@ -18,7 +18,7 @@ from clients.cli.terminal import CommandError, format_timestamp, out, print_json
 if TYPE_CHECKING:
     from loraplex.admin.v1 import keys_pb2
 
-    from broker.user_passwords import Passwords
+    from broker.acl import Passwords
 
 keys = typer.Typer(no_args_is_help=True, help="Make, list, rotate and revoke API keys. For operators.")
 
@@ -249,8 +249,7 @@ def acl(  # one parameter a flag
     """
     from artifacts import ArtifactError
     from artifacts.names import check_base_name
-    from broker.acl import ROLES, acl_file
-    from broker.user_passwords import read_passwords, rotated, write_passwords
+    from broker.acl import ROLES, acl_file, read_passwords, rotated, write_passwords
 
     try:
         models = [check_base_name(name) for name in model]

@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import msgspec
+from redis.asyncio import Redis
 
 from broker.connection import REDIS_DOWN
+from broker.keys import merge_resume_keys
 from broker.messages import AdapterRef
-from broker.resume_keys import StoredResumeKeys
 from router.catalog.store_client import SharedCalls, StoreClient
 from router.quotas.usage import calling_key
 from router.request import Received, Request
@@ -101,7 +102,7 @@ class SharedKeys(GivenKeys):
 
     def __init__(
         self,
-        stored: StoredResumeKeys,
+        redis: Redis,
         accepted: Sequence[str] = (),
         *,
         look_s: float = LOOK_S,
@@ -109,7 +110,7 @@ class SharedKeys(GivenKeys):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("", accepted)
-        self._stored = stored
+        self._redis = redis
         self._look_s = look_s
         self._settle_s = settle_s
         self._clock = clock
@@ -143,9 +144,9 @@ class SharedKeys(GivenKeys):
     async def _look(self) -> None:
         await asyncio.sleep(self._looked_at + UNKNOWN_LOOK_S - self._clock() if self._used else 0.0)
         self._looked_at = self._clock()
-        made = self._given[0]
         try:
-            stored = [key for key in await self._stored.merge(made, self._used) if len(key) >= KEY_CHARACTERS]
+            merged = await merge_resume_keys(self._redis, self._given[0], self._used)
+            stored = [key for key in merged if len(key) >= KEY_CHARACTERS]
             self._away = False
         except REDIS_DOWN as error:
             if not self._away:
@@ -154,7 +155,7 @@ class SharedKeys(GivenKeys):
         if not stored or stored[0] not in self._used:  # new, or new since Redis lost the others
             self._settled_at = self._clock() + self._settle_s
         # Without Redis the router's own key signs; it is stored behind the others later.
-        known = stored or self._used or [made]
+        known = stored or self._used or [self._given[0]]
         self._used = [*known, *(key for key in self._used if key not in known)][:_KEYS_LIMIT]
 
 

@@ -28,9 +28,8 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from broker.connection import REDIS_DOWN
-from broker.keys import LEDGER
+from broker.keys import LEDGER, set_aside
 from broker.messages import Job
-from broker.wrong_types import set_aside
 from router.metrics import RouterMetrics
 from router.quotas.usage_sender import UsageSender
 from rpc.errors import Unauthenticated

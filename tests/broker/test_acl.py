@@ -13,12 +13,11 @@ from broker import acl, functions
 from broker.commands import DRAIN
 from broker.connection import connect
 from broker.functions import FunctionsMissingError
-from broker.keys import LEDGER, RESUME_KEYS, Keys
+from broker.keys import LEDGER, RESUME_KEYS, Keys, merge_resume_keys
 from broker.ledger import Ledger, Reservation
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, AdapterRequest, Capacity
 from broker.queue import JobQueue
-from broker.resume_keys import StoredResumeKeys
 from broker.scripts import SCRIPTS, script_names
 from broker.terms import UsageReport
 from tests.broker.both_queues import BASE, KEYS, make_job
@@ -73,7 +72,7 @@ async def test_a_router_and_a_worker_do_all_their_work(redis: Redis, valkey_url:
         await queue.record_death("acme", "", "a")
         await queue.pins.unpin(PINNED.adapter)
         assert await queue.count_waiting() == 0
-        await StoredResumeKeys(of_router).merge("made", [])
+        await merge_resume_keys(of_router, "made", [])
         await use_ledger(of_router)
 
 

@@ -9,8 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.connection import RedisUnreachableError
-from broker.eviction import EvictionWatch
-from broker.startup import connect_once_up
+from broker.startup import EvictionWatch, connect_once_up
 from tests.valkey_server import ValkeyServer
 
 

@@ -8,17 +8,16 @@ from collections.abc import Awaitable, Callable
 import pytest
 from redis.asyncio import Redis
 
-from broker.keys import LEDGER, RESUME_KEYS
+from broker.keys import LEDGER, RESUME_KEYS, merge_resume_keys
 from broker.ledger import Ledger, Reservation
 from broker.queue import JobQueue, QueueFullError
-from broker.resume_keys import StoredResumeKeys
 from broker.terms import LOOKS_PER_CHECK, QueueLimits, QueueState
 from tests.broker.queued_jobs import KEYS, claim, job
 from tests.broker.role_clients import role_clients
 
 
 async def _resume_keys(redis: Redis) -> list[str]:
-    return await StoredResumeKeys(redis).merge("made", [])
+    return await merge_resume_keys(redis, "made", [])
 
 
 async def _charged(redis: Redis) -> list[str]:
@@ -54,7 +53,7 @@ async def test_a_key_of_another_type_is_set_aside(
 
 async def test_routers_that_find_a_key_of_another_type_together_set_it_aside_once(redis: Redis) -> None:
     await asyncio.gather(*(redis.hset(RESUME_KEYS, "x", "y") for _ in range(8)))  # each has a connection of its own
-    merges = [StoredResumeKeys(redis).merge(f"made {number}", []) for number in range(8)]
+    merges = [merge_resume_keys(redis, f"made {number}", []) for number in range(8)]
     (found, *others) = await asyncio.gather(*merges)
     assert others == [found] * 7
     assert await redis.hgetall(f"{RESUME_KEYS}:aside") == {b"x": b"y"}

@@ -11,7 +11,6 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from broker.keys import RESUME_KEYS
-from broker.resume_keys import StoredResumeKeys
 from broker.terms import RESUME_KEYS_LIMIT
 from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens, SharedKeys
 from rpc.errors import InvalidField, Unavailable
@@ -25,7 +24,7 @@ class Router:
     """A router, as far as its tokens are concerned."""
 
     def __init__(self, redis: Redis, *accepted: str, settle_s: float = 0.0) -> None:
-        self.keys = SharedKeys(StoredResumeKeys(redis), accepted, settle_s=settle_s)
+        self.keys = SharedKeys(redis, accepted, settle_s=settle_s)
         self.tokens = ResumeTokens(self.keys)
 
     def sign(self) -> str:
