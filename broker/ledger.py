@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 import msgspec
 from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import OutOfMemoryError
 
 from broker.batched_script import BatchedScript
 from broker.functions import PreparedCall
@@ -124,10 +123,6 @@ class LedgerUnreadyError(Exception):
         self.closed_s = closed_ms / 1e3
 
 
-class LedgerFullError(Exception):
-    """Redis has no memory for another reservation."""
-
-
 class _Answer(msgspec.Struct):
     """The answer of each script."""
 
@@ -181,7 +176,7 @@ class Ledger:
 
         Returns the reservation as the ledger has it. `limits` are by account, and by field of a plan. `send` sends the
         call of a new request together with another; its errors pass through. Raises QuotaReachedError,
-        LedgerUnreadyError or LedgerFullError.
+        LedgerUnreadyError or OutOfMemoryError.
         """
         wanted.holder = wanted.holder or f"{self.router}:{secrets.token_hex(4)}"
         message = {
@@ -189,11 +184,9 @@ class Ledger:
             "received": -1 if received is None else received,
             "limits": [(name, limit, COUNTS[limit], most) for name, of in limits.items() for limit, most in of.items()],
         }
-        try:  # what has begun is not refused by a full Redis
-            name = "ledger_reserve" if received is None else "ledger_reserve_when_full"
-            answer = await self._ask(name, message, send)
-        except OutOfMemoryError as error:
-            raise LedgerFullError("Redis is out of memory") from error
+        # What has begun is not refused by a full Redis.
+        name = "ledger_reserve" if received is None else "ledger_reserve_when_full"
+        answer = await self._ask(name, message, send)
         if answer.closed_ms:
             raise LedgerUnreadyError(answer.closed_ms)
         if answer.refused is not None:

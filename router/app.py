@@ -42,12 +42,12 @@ from router.metrics import RouterMetrics
 from router.purge import CellPurge, RouterData, TenantDataService
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
-from router.quotas.usage import UsageLog, calling_key
+from router.quotas.usage import UsageLog
 from router.settings import Settings, read_weights
 from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import CallError, PermissionDenied
 from rpc.interceptors import CallMeter, Context, Handler, Interceptor, Method, wrapped
-from rpc.principal import CredentialKind, Principal, Role, caller, set_caller
+from rpc.principal import CredentialKind, Principal, Role, caller, calling_key, set_caller
 from rpc.server import Server, channel_options, relay_options, stop_signal, unless_stopped
 from rpc.tls import TlsFiles
 from telemetry.metrics import serve_metrics

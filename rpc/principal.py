@@ -85,6 +85,12 @@ def caller() -> Principal:
     return principal
 
 
+def calling_key() -> str:
+    """Return the id of the API key that the current RPC was called with, or nothing."""
+    principal = _CALLER.get()
+    return principal.key_id if principal else ""
+
+
 def calling_tenant() -> str:
     """Return the tenant whom the current RPC concerns. Raises Unauthenticated where it concerns none."""
     if not (tenant := caller().tenant):

@@ -28,11 +28,11 @@ local holds = amounts_of(r.requests, r.input - owed_input, r.output - owed_outpu
 
 -- Return the time in ms until a window ends.
 local function left_ms(window)
-  local day_ms = DAY_MS - now % DAY_MS
   if window == 'ever' then return STREAM_RETRY_MS end
-  if window == 'minute' then return MINUTE_MS - now % MINUTE_MS end
-  while window == 'month' and windows_of(now + day_ms).month == windows_of(now).month do day_ms = day_ms + DAY_MS end
-  return day_ms
+  local size_ms = window == 'minute' and MINUTE_MS or DAY_MS
+  local ms = size_ms - now % size_ms
+  while windows_of(now + ms)[window] == windows_of(now)[window] do ms = ms + size_ms end
+  return ms
 end
 
 local NEVER_MS = 2 ^ 53

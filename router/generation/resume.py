@@ -28,9 +28,9 @@ from broker.connection import REDIS_DOWN
 from broker.keys import merge_resume_keys
 from broker.messages import AdapterRef
 from router.catalog.store_client import SharedCalls, StoreClient
-from router.quotas.usage import calling_key
 from router.request import Received, Request
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
+from rpc.principal import calling_key
 from tenancy.api_keys import KeyDirectory
 
 log = logging.getLogger(__name__)

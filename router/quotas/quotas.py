@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 from loraplex.admin.v1 import accounts_pb2 as pb
+from redis.exceptions import OutOfMemoryError
 
 from broker.connection import REDIS_DOWN
 from broker.ledger import (
     Counts,
     Ledger,
-    LedgerFullError,
     LedgerUnreadyError,
     QuotaReachedError,
     Reservation,
@@ -36,8 +36,9 @@ from router.dispatch.outbox import queue_full
 from router.dispatch.routed_job import RoutedJob
 from router.metrics import RouterMetrics
 from router.quotas.plans import Owner, Plans
-from router.quotas.usage import NO_FACTS, Facts, UsageLog, calling_key
+from router.quotas.usage import NO_FACTS, Facts, UsageLog
 from rpc.errors import Aborted, CallError, Exhausted, Unavailable
+from rpc.principal import calling_key
 
 log = logging.getLogger(__name__)
 
@@ -73,16 +74,16 @@ class Grant:
 
     def settle(self) -> asyncio.Future[None]:
         """End it in the background; the answer is done once the ledger knows. Further ends do nothing."""
-        if self.end is None:
-            self.end = asyncio.get_running_loop().create_future()
-            self.quotas.settle(self)
-        return self.end
+        return self._end(0.0)
 
     def leave(self) -> asyncio.Future[None]:
         """End it in LINGER_S, unless the request is resumed; its place among the streams is free at once."""
+        return self._end(LINGER_S)
+
+    def _end(self, linger_s: float) -> asyncio.Future[None]:
         if self.end is None:
             self.end = asyncio.get_running_loop().create_future()
-            self.quotas.leave(self)
+            self.quotas.end(self, linger_s)
         return self.end
 
     async def finish(self) -> None:
@@ -99,17 +100,19 @@ class Grant:
             prompts = sum(len(routed.job.prompt_ids) for routed in computed) + self.received
             used_input = self.reservation.paid_input + (min(prompts, self.reservation.input) if computed else 0)
             self.reservation.use(used_input, self.delivered() if self.delivered else 0)
-            self.reservation.facts = self._encoded_facts()
+            self.reservation.facts = self.encoded_facts()
         return self.reservation
 
-    def _encoded_facts(self) -> str:
+    def encoded_facts(self) -> str:
+        """Return the facts as a reservation has them."""
         if self.facts is None:
             return ""
         facts = self.facts.of_job(self.jobs[0].job) if self.jobs else self.facts
         # A resumed request has those of its beginning.
         cached = facts.cached_tokens or sum(routed.cached_tokens for routed in self.jobs)
         seconds = time.monotonic() - self.began_at
-        return msgspec.structs.replace(facts, cached_tokens=cached, seconds=round(seconds, 4)).encode()
+        facts = msgspec.structs.replace(facts, cached_tokens=cached, seconds=round(seconds, 4))
+        return msgspec.json.encode(facts).decode()
 
 
 def _is_given_up(routed: RoutedJob) -> bool:
@@ -183,25 +186,23 @@ class Quotas:
         """
         owners = {owner.account: owner for owner in reversed(self._plans.owners(tenant, calling_key()))}
         limits = {name: one for name in owners if (one := self._plans.limits_of(name))}
-        known = None if self._usage is None else facts.of_caller(tenant, calling_key())
-        if known is not None:
-            limits = {tenant: {}, **limits}  # the ledger is where usage is counted
+        known = None
+        if self._usage is not None:  # the ledger is where usage is counted
+            known, limits = msgspec.structs.replace(facts, tenant=tenant, key=calling_key()), {tenant: {}, **limits}
         if not limits:
             return None
         reservation_id, received = resumed or ("", None)
-        encoded = known.encode() if known is not None else ""
-        wanted = Reservation(
-            reservation_id or secrets.token_hex(8), " ".join(limits), prompt_tokens, output_tokens, encoded
-        )
-        grant = Grant(wanted, self, received or 0, facts=known)
+        asked = Reservation(reservation_id or secrets.token_hex(8), " ".join(limits), prompt_tokens, output_tokens)
+        grant = Grant(asked, self, received or 0, facts=known)
+        asked.facts = grant.encoded_facts()
         try:
             with self._metrics.reserve_time.time():
                 await self._reserve(grant, received, limits, send)
         except QuotaReachedError as error:
             alone = "the request alone is more"
             raise self._refusal(owners[error.account], error.limit, alone, error.wait_ms) from error
-        except LedgerFullError as error:
-            raise queue_full("", str(error)) from error
+        except OutOfMemoryError as error:
+            raise queue_full("", "Redis is out of memory") from error
         except BaseException as error:
             # The ledger may hold the reservation though its answer was lost or not awaited.
             grant.settle() if received is None else grant.leave()
@@ -222,19 +223,14 @@ class Quotas:
                 if error := await asyncio.shield(self._round()):
                     raise error from None
 
-    def settle(self, grant: Grant) -> None:
-        """Tell the ledger of a grant's end, until it has answered."""
-        if grant.reservation.open:
-            grant.count(ended=True).open = False
-            self._tell_soon(grant)
-
-    def leave(self, grant: Grant) -> None:
-        """Tell the ledger that a grant's call has ended, and later its end."""
-        grant.count(ended=True).streams = 0
-        self._tell_soon(grant)
-        asyncio.get_running_loop().call_later(LINGER_S, self.settle, grant)
-
-    def _tell_soon(self, grant: Grant) -> None:
+    def end(self, grant: Grant, linger_s: float = 0.0) -> None:
+        """Tell the ledger until it has answered that a grant's call has ended, and then or later the grant itself."""
+        if not grant.reservation.open:
+            return
+        reservation = grant.count(ended=True)
+        reservation.streams, reservation.open = 0, linger_s > 0
+        if linger_s:
+            asyncio.get_running_loop().call_later(linger_s, self.end, grant)
         self._grants.add(grant)
         self._urgent.add(grant)
         self._round()
@@ -277,7 +273,7 @@ class Quotas:
             for routed in grant.jobs:
                 routed.end_reader(Aborted("another router goes on with the request", reason="TAKEN_OVER"))
             if grant.end is not None:
-                self.settle(grant)
+                self.end(grant)
         for grant in ended:
             self._grants.discard(grant)
             if grant.end is not None and not grant.end.done():

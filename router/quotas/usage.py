@@ -32,8 +32,6 @@ from broker.keys import LEDGER, set_aside
 from broker.messages import Job
 from router.metrics import RouterMetrics
 from router.quotas.usage_sender import UsageSender
-from rpc.errors import Unauthenticated
-from rpc.principal import caller
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +68,6 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
         revision = job.adapter.revision if job.adapter else ""
         request_id = self.request_id or job.request_id
         return msgspec.structs.replace(self, request_id=request_id, model=job.model, adapter_revision=revision)
-
-    def of_caller(self, tenant: str, key: str) -> Facts:
-        """Return the facts of a tenant's call, with an API key by its id."""
-        return msgspec.structs.replace(self, tenant=tenant, key=key)
-
-    def encode(self) -> str:
-        """Return the facts as a reservation has them."""
-        return msgspec.json.encode(self).decode()
 
 
 NO_FACTS = Facts()
@@ -145,14 +135,6 @@ class UsageLog:
             return await self._read(again=False)
         streams = found.items() if isinstance(found, dict) else found or ()
         return [entry for _, entries in streams for entry in entries]
-
-
-def calling_key() -> str:
-    """Return the id of the API key that the current RPC was called with, or nothing."""
-    try:
-        return caller().key_id
-    except Unauthenticated:
-        return ""
 
 
 def event_of(fields: dict[bytes, bytes]) -> dict[str, Any]:

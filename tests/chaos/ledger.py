@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from redis.asyncio import Redis
 
 from broker.keys import LEDGER, is_key_account
@@ -100,7 +101,7 @@ async def use_quotas(quotas: Iterable[Quota], redis: Redis, store: str) -> None:
     ledger, client = Ledger(redis), StoreClient(store)
 
     async def charge(quota: Quota) -> None:
-        facts = Facts(quota.tenant, request_id="earlier").encode()
+        facts = msgspec.json.encode(Facts(quota.tenant, request_id="earlier")).decode()
         wanted = Reservation(f"of-{quota.tenant}", quota.tenant, quota.used, 0, facts)
         reservation = await ledger.reserve(wanted, None, {quota.tenant: {}})
         reservation.use(quota.used, 0)

@@ -30,11 +30,10 @@ from router.generation.unary_calls import ContinuationScore, UnaryCalls
 from router.purge import RouterData
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
-from router.quotas.usage import calling_key
 from router.request import EncodeRequest, Message, Received, Request, Summary
 from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import NotFound, Unavailable
-from rpc.principal import Role
+from rpc.principal import Role, calling_key
 from tenancy.api_keys import HashedKey, KeyDirectory
 from tests.simulation.channels import Registrar
 from tests.simulation.ledger import SimulatedLedger, SimulatedUsage

@@ -174,7 +174,7 @@ async def test_a_request_resumed_at_its_own_router_is_charged_once(new: New, red
     begun(grant := await granted(quotas, 2, 100), 30)
     grant.leave()
     begun(resumed := await granted(quotas, 2, 100, resumed=(grant.reservation.id, 30)), 100)
-    quotas.settle(grant)  # as the first call's end does after a while
+    quotas.end(grant)  # as the first call's end does after a while
     await quotas.drain(5.0)
     assert await held_by(redis, quotas) == {grant.reservation.id}
     resumed.settle()
