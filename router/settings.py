@@ -14,7 +14,7 @@ from router.generation.resume import KEY_CHARACTERS
 from router.quotas.usage_sender import check_url
 from rpc.principal import Role
 from rpc.server import MESSAGE_BYTES
-from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, check_installed, setting
+from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, check_bounds, check_installed, setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
 from tenancy.access import AccessSettings
@@ -27,15 +27,6 @@ SGLANG, DEFAULT_TENANT = "sglang", "default"
 # Settings that each of several processes has for itself: ports, and files that it writes.
 _OWN_PORTS = ("relay_port", "operator_port", "operator_mtls_port", "metrics_port")
 _OWN_FILES = ("usage_file", "audit")
-_LIMITS = (
-    "processes",
-    "waiting_limit",
-    "waiting_bytes",
-    "tenant_waiting_limit",
-    "tenant_waiting_bytes",
-    "open_calls_limit",
-    "open_bytes_limit",
-)
 
 
 @dataclass(frozen=True)
@@ -46,23 +37,25 @@ class Settings(AccessSettings):
     redis_url: str = setting(REDIS_URL_HELP, variable=REDIS_URL_VARIABLE)
     host: str = setting("the address to listen on for clients", "127.0.0.1")
     port: int = setting("the port to listen on for clients; 0: the system chooses", 50051)
-    processes: int = setting("number of router processes that share the port (docs/guides/operating.md)", 1)
+    processes: int = setting("number of router processes that share the port (docs/guides/operating.md)", 1, least=1)
     relay_host: str = setting("the address to listen on for workers", "127.0.0.1")
     relay_port: int = setting("the port to listen on for workers; 0: the system chooses", 0)
     relay_advertise: str = setting("HOST that workers reach this router's relay at; empty: the relay host", "")
     cell: str = setting("the cell of the queue", "main")
-    waiting_limit: int = setting("maximum of jobs that wait in a model's queue", 10_000)
-    waiting_bytes: int = setting("maximum of bytes of these jobs", 1 << 30)
-    tenant_waiting_limit: int = setting("maximum of one tenant's jobs that wait in a model's queue", 5_000)
-    tenant_waiting_bytes: int = setting("maximum of bytes of these jobs", 1 << 28)
-    open_calls_limit: int = setting("maximum of clients' open calls; a tenant gets a share of them", 8_192)
-    open_bytes_limit: int = setting("maximum of bytes of their messages", 1 << 28)
+    waiting_limit: int = setting("maximum of jobs that wait in a model's queue", 10_000, least=1)
+    waiting_bytes: int = setting("maximum of bytes of these jobs", 1 << 30, least=1)
+    tenant_waiting_limit: int = setting("maximum of one tenant's jobs that wait in a model's queue", 5_000, least=1)
+    tenant_waiting_bytes: int = setting("maximum of bytes of these jobs", 1 << 28, least=1)
+    open_calls_limit: int = setting("maximum of clients' open calls; a tenant gets a share of them", 8_192, least=1)
+    open_bytes_limit: int = setting("maximum of bytes of their messages", 1 << 28, least=2 * MESSAGE_BYTES)
     tenant_weights: str = setting("shares of tenants beside the others' 1, such as acme=3,globex=0.5", "")
     plans: str = setting("a TOML file with the plans (docs/guides/quotas.md), instead of those that the store has", "")
     usage_file: str = setting("a file that usage events are appended to (docs/guides/quotas.md); empty: none", "")
     usage_url: str = setting("an HTTP collector that the events of --usage-file are sent to; empty: none", "")
     adapter_mib_tokens: float = setting("prompt tokens that a MiB of an adapter's load is charged as", 10.0)
-    client_stall_s: float = setting("seconds that a client may read nothing; then its request is dropped", 10.0)
+    client_stall_s: float = setting(
+        "seconds that a client may read nothing; then its request is dropped", 10.0, above=0
+    )
     drain_s: float = setting("seconds that running streams get when the router is told to stop", 5.0)
     job_key: str = setting(JOB_KEY_HELP, "")
     resume_key: str = setting(
@@ -104,12 +97,7 @@ class Settings(AccessSettings):
             if not self.usage_file:
                 raise ValueError("--usage-url: give --usage-file too, which the events are sent from")
         self._check_engine_protocol()
-        if not self.client_stall_s > 0:
-            raise ValueError(f"--client-stall-s {self.client_stall_s}: more than 0")
-        for name in _LIMITS:
-            least = 2 * MESSAGE_BYTES if name == "open_bytes_limit" else 1
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least {least}")
+        check_bounds(self)
         if self.processes > 1 and sys.platform != "linux":
             raise ValueError(f"--processes {self.processes}: only Linux spreads the connections to a shared port")
         if not 0 <= self.adapter_mib_tokens < math.inf:

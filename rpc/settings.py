@@ -26,9 +26,30 @@ REDIS_URL_VARIABLE = "LORAPLEX_REDIS_URL"
 REDIS_URL_HELP = f"the Redis or Valkey server, such as redis://127.0.0.1:6379; also {REDIS_URL_VARIABLE}"
 
 
-def setting(help_text: str, default: Any = dataclasses.MISSING, *, variable: str = "") -> Any:
-    """Make a dataclass field with its help text, and a variable that several processes share."""
-    return dataclasses.field(default=default, metadata={"help": help_text, "variable": variable})
+def setting(
+    help_text: str,
+    default: Any = dataclasses.MISSING,
+    *,
+    variable: str = "",
+    least: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """Make a dataclass field with its help text, and a variable that several processes share.
+
+    `least` and `above` are what a number is at least, and more than (see `check_bounds`).
+    """
+    metadata = {"help": help_text, "variable": variable, "least": least, "above": above}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_bounds(settings: Any) -> None:
+    """Raise ValueError for a number out of its bounds; settings call it in `__post_init__`."""
+    for field in dataclasses.fields(settings):
+        value, least, above = getattr(settings, field.name), field.metadata["least"], field.metadata["above"]
+        if least is not None and not value >= least:
+            raise ValueError(f"{_flag(field.name)} {value}: at least {least}")
+        if above is not None and not value > above:
+            raise ValueError(f"{_flag(field.name)} {value}: more than {above}")
 
 
 def read_settings(
@@ -41,7 +62,7 @@ def read_settings(
     prefix = f"LORAPLEX_{process.upper().replace('-', '_')}_"
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]  # a dataclass, by contract
-    given = vars(_parser(cls, command or _module(process), prefix, fields, hints).parse_args(argv))
+    flags = vars(_parser(cls, command or _module(process), prefix, fields, hints).parse_args(argv))
     variables = {prefix + name.upper(): name for name in fields}
     unknown = sorted(key for key in environ if key.startswith(prefix) and key not in variables)
     if unknown:
@@ -49,7 +70,7 @@ def read_settings(
     shared = {name: field.metadata["variable"] for name, field in fields.items() if field.metadata["variable"]}
     values = {name: (environ[key], key) for name, key in shared.items() if key in environ}
     values |= {name: (environ[key], key) for key, name in variables.items() if key in environ}
-    values |= {name: (text, _flag(name)) for name, text in given.items() if text is not None}
+    values |= {name: (text, _flag(name)) for name, text in flags.items() if text is not None}
     missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
     if missing:
         raise SettingsError(f"missing setting: give {_flag(missing[0])} or {prefix}{missing[0].upper()}")

@@ -21,7 +21,7 @@ from artifacts.encoders import ENCODERS, inner_weights
 from artifacts.families import KV_CACHE_HELP, check_kv_cache_dtype, is_inner, kv_shape
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from artifacts.quantization import parse_quantization
-from rpc.settings import setting
+from rpc.settings import check_bounds, setting
 from worker.sizing import DTYPE_BYTES, available_host_bytes, cpu_dtype, own_dtype
 
 # Share of the memory that the weights leave free; the rest is for activations and everything else on the device.
@@ -34,10 +34,10 @@ class PlanSettings:
     """Says what a model takes, and how many sequences and adapters fit, without loading it."""
 
     model: str = setting("a transformers directory")
-    context: int = setting("tokens of prompt and answer together", 4096)
-    batch: int = setting("sequences at once", 32)
-    adapters: int = setting("adapters on the device at once", 64)
-    rank: int = setting("the rank of each, on every linear layer", 16)
+    context: int = setting("tokens of prompt and answer together", 4096, least=1)
+    batch: int = setting("sequences at once", 32, least=1)
+    adapters: int = setting("adapters on the device at once", 64, least=0)
+    rank: int = setting("the rank of each, on every linear layer", 16, least=0)
     dtype: str = setting("auto, float32, bfloat16 or float16", "auto")
     quantize: str = setting(QUANTIZE_HELP, "")
     kv_cache_dtype: str = setting(KV_CACHE_HELP, "")
@@ -45,12 +45,7 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         """Check the values. Raises ValueError, or ArtifactError for a scheme or the KV cache's dtype."""
-        for name in ("context", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: at least 1")
-        for name in ("adapters", "rank"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name} {getattr(self, name)}: at least 0")
+        check_bounds(self)
         parse_quantization(self.quantize)
         check_kv_cache_dtype(self.kv_cache_dtype)
         if self.dtype not in ("auto", *DTYPE_BYTES):
@@ -146,11 +141,11 @@ def plan(settings: PlanSettings) -> Plan:
     )
 
 
-def _fit(room: int, size: int, wanted: int) -> int:
+def _fit(room: int, size: int, count: int) -> int:
     """Return how many things of a size fit; of things that take nothing, as many as wanted."""
     if room < 0:
         return 0
-    return room // size if size else wanted
+    return room // size if size else count
 
 
 def as_json(result: Plan) -> str:

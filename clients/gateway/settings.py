@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rpc.settings import setting
+from rpc.settings import check_bounds, setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
 from tenancy.guard import check_exposure, is_loopback
@@ -46,10 +46,10 @@ class GatewaySettings:
     port: int = setting("the port to listen on; 0: the system chooses", 8000)
     tls_cert: str = setting("PEM file with the gateway's own certificate: it then speaks HTTPS; with --tls-key", "")
     tls_key: str = setting("PEM file with the certificate's private key", "")
-    connections_limit: int = setting("maximum of open connections; an address gets half of them", 10_000)
-    requests_limit: int = setting("maximum of requests that run at once; a caller gets a share of them", 8_192)
+    connections_limit: int = setting("maximum of open connections; an address gets half of them", 10_000, least=1)
+    requests_limit: int = setting("maximum of requests that run at once; a caller gets a share of them", 8_192, least=1)
     client_stall_s: float = setting(
-        "seconds that a client may leave an answer unread; then its connection is closed", 15.0
+        "seconds that a client may leave an answer unread; then its connection is closed", 15.0, above=0
     )
     drain_s: float = setting("seconds that running answers get when the gateway is told to stop", 5.0)
     metrics_port: int = setting(PORT_HELP, 0)
@@ -81,10 +81,6 @@ class GatewaySettings:
         for name in self.host_names.split(","):
             if "/" in name or name.count(":") == 1:  # more of them are in an IPv6 address
                 raise ValueError(f"--host-names {name.strip()}: a name alone, without https:// and without a port")
-        for name in ("connections_limit", "requests_limit"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
-        if not self.client_stall_s > 0:
-            raise ValueError(f"--client-stall-s {self.client_stall_s}: more than 0")
+        check_bounds(self)
         if not 0 <= self.port <= 65_535:
             raise ValueError(f"--port {self.port}: not a port")

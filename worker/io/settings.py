@@ -10,7 +10,7 @@ from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from artifacts.quantization import check_device, parse_quantization
 from broker.job_keys import JOB_KEY_HELP
 from rpc.principal import Role
-from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, setting
+from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, check_bounds, setting
 from rpc.tls import KEY_HELP, TlsFiles, tls_of
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
@@ -33,20 +33,22 @@ class Settings:
     dtype: str = setting("auto, float32, bfloat16 or float16", "auto")
     quantize: str = setting(QUANTIZE_HELP, "")
     kv_cache_dtype: str = setting(KV_CACHE_HELP, "")
-    rows: int = setting("maximum of answers that are computed at once", 32)
-    kv_blocks: int = setting("blocks of KV cache; 0: as many as memory allows", 0)
-    block_size: int = setting("tokens in a block", 16)
-    adapter_slots: int = setting("adapters on the device at once", 32)
-    host_adapter_bytes: int = setting("bytes of adapters kept in host memory; 0: an eighth of what is available", 0)
-    max_rank: int = setting("the largest rank of an adapter", 64)
-    step_tokens: int = setting("tokens that one step may compute", 512)
-    threads: int = setting("CPU threads of the engine; 0: one for a small model, else as torch chooses", 0)
+    rows: int = setting("maximum of answers that are computed at once", 32, least=1)
+    kv_blocks: int = setting("blocks of KV cache; 0: as many as memory allows", 0, least=0)
+    block_size: int = setting("tokens in a block", 16, least=1)
+    adapter_slots: int = setting("adapters on the device at once", 32, least=1)
+    host_adapter_bytes: int = setting(
+        "bytes of adapters kept in host memory; 0: an eighth of what is available", 0, least=0
+    )
+    max_rank: int = setting("the largest rank of an adapter", 64, least=1)
+    step_tokens: int = setting("tokens that one step may compute", 512, least=1)
+    threads: int = setting("CPU threads of the engine; 0: one for a small model, else as torch chooses", 0, least=0)
     cache_dir: str = setting("where this worker alone keeps adapters on disk; empty: a temporary directory", "")
     disk_adapter_bytes: int = setting(
-        "bytes of adapters kept on disk; 0: 10 GB, or half of what is free where that is less", 0
+        "bytes of adapters kept on disk; 0: 10 GB, or half of what is free where that is less", 0, least=0
     )
-    fetch_s: float = setting("seconds that the store gets to send an adapter", 300.0)
-    fetch_silent_s: float = setting("seconds without a piece (1 MiB) from the store that end the fetch", 10.0)
+    fetch_s: float = setting("seconds that the store gets to send an adapter", 300.0, above=0)
+    fetch_silent_s: float = setting("seconds without a piece (1 MiB) from the store that end the fetch", 10.0, above=0)
     cell: str = setting("the cell of the queue", "main")
     tls_cert: str = setting("PEM file with this worker's certificate", "")
     tls_key: str = setting(KEY_HELP, "")
@@ -62,7 +64,9 @@ class Settings:
         "seconds that running answers get when the worker is told to stop; in the last ones the rest is given back",
         5.0,
     )
-    stall_s: float = setting("seconds without a sign of life of the engine until this worker stops serving", 1.25)
+    stall_s: float = setting(
+        "seconds without a sign of life of the engine until this worker stops serving", 1.25, above=0
+    )
     replace_s: float = setting("seconds without a sign of life of the engine until another one is started", 5.0)
 
     def __post_init__(self) -> None:
@@ -80,26 +84,11 @@ class Settings:
             raise ValueError(f"--dtype {self.dtype}: not one of {', '.join(DTYPES)}")
         check_device(parse_quantization(self.quantize), self.device)
         check_kv_cache_dtype(self.kv_cache_dtype)
-        for name, least in (
-            ("rows", 1),
-            ("kv_blocks", 0),
-            ("block_size", 1),
-            ("adapter_slots", 1),
-            ("host_adapter_bytes", 0),
-            ("disk_adapter_bytes", 0),
-            ("max_rank", 1),
-            ("step_tokens", 1),
-            ("threads", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least {least}")
+        check_bounds(self)
         if not 0 <= self.drain_s < math.inf:
             raise ValueError(f"--drain-s {self.drain_s}: 0 or more")
         if not self.replace_s >= self.stall_s:
             raise ValueError(f"--replace-s {self.replace_s}: at least --stall-s, which is {self.stall_s}")
-        for name in ("fetch_s", "fetch_silent_s", "stall_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: more than 0")
 
     def tls_files(self) -> TlsFiles | None:
         """Return the certificate files; None where TLS is off. Raises ValueError."""
