@@ -207,18 +207,18 @@ def _read_encoder(
 ) -> BaseModel:
     """Add to a manifest what an encoder has."""
     check_encoder(family, config)
-    found = encoder_weights(checkpoint, family)
-    if not any(name.startswith(f"{family.prefix}.") and not is_embedding(name) for name in found):
+    weights = encoder_weights(checkpoint, family)
+    if not any(name.startswith(f"{family.prefix}.") and not is_embedding(name) for name in weights):
         raise ArtifactError("model", "has no linear layers that adapters could change")
-    classifies = has_head(found, family.model_type)
+    classifies = has_head(weights, family.model_type)
     return replace(
         manifest,
         context_length=manifest.context_length - family.reserved_positions(config),
         modules=tuple(
-            sorted(ModuleShape(name, weight.in_features, weight.out_features) for name, weight in found.items())
+            sorted(ModuleShape(name, weight.in_features, weight.out_features) for name, weight in weights.items())
         ),
         tasks=("embed", "classify") if classifies else ("embed",),
-        labels=label_names(config, found[family.head.output].out_features) if classifies else (),
+        labels=label_names(config, weights[family.head.output].out_features) if classifies else (),
         # The default of sentence-transformers for models that do not say.
         pooling=manifest.pooling or "mean",
     )
@@ -248,17 +248,17 @@ def _read_decoder(
 
 def _modules(weights: Mapping[str, LinearWeight], quantize: Quantization | None) -> tuple[ModuleShape, ...]:
     """Return the modules that adapters can change, under the names that they have once transformers has loaded them."""
-    found = [ModuleShape(name, weight.in_features, weight.out_features) for name, weight in weights.items()]
-    if not any(is_inner(module.name) for module in found):
+    modules = [ModuleShape(name, weight.in_features, weight.out_features) for name, weight in weights.items()]
+    if not any(is_inner(module.name) for module in modules):
         raise ArtifactError("model", "has no linear layers that adapters could change")
     if quantize is not None and quantize.bits == 4:
-        for module in found:
+        for module in modules:
             if is_inner(module.name) and module.in_features % 2:
                 raise ArtifactError("--quantize", f"{quantize}: {module.name} has an odd number of columns; use int8")
-    if not any(is_head(module.name) for module in found):  # the head shares the embeddings' weight
-        embeddings = [module for module in found if is_embedding(module.name)]
-        found += [ModuleShape(HEAD, module.out_features, module.in_features) for module in embeddings]
-    return tuple(sorted(found))
+    if not any(is_head(module.name) for module in modules):  # the head shares the embeddings' weight
+        embeddings = [module for module in modules if is_embedding(module.name)]
+        modules += [ModuleShape(HEAD, module.out_features, module.in_features) for module in embeddings]
+    return tuple(sorted(modules))
 
 
 def _end_token_ids(config: dict[str, Any], files: Mapping[str, bytes]) -> tuple[int, ...]:

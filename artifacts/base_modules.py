@@ -88,7 +88,7 @@ def linear_weights(
     shapes = {name: info.shape for name, (_, info) in checkpoint.tensors.items()}
     shapes |= {name: (weight.out_features, weight.in_features) for name, weight in stored.items()}
     has_prefix = any(name.startswith(f"{family.prefix}.") for name in shapes)
-    found = {}
+    linear = {}
     for tensor, shape in shapes.items():
         name = HEAD if tensor in HEAD_WEIGHTS else tensor.removesuffix(".weight")
         if name == tensor or len(shape) != 2 or not _is_linear(name, family, layers):
@@ -102,8 +102,8 @@ def linear_weights(
         # The rows of embeddings are tokens, in both kinds of checkpoint.
         rows_in = input_first or is_embedding(name)
         in_features, out_features = shape if rows_in else shape[::-1]
-        found[whole] = LinearWeight(tensor, in_features, out_features, input_first, stored.get(tensor))
-    return found
+        linear[whole] = LinearWeight(tensor, in_features, out_features, input_first, stored.get(tensor))
+    return linear
 
 
 def _is_linear(name: str, family: Family, layers: int) -> bool:

@@ -163,14 +163,14 @@ def check_encoder(family: EncoderFamily, config: Mapping[str, Any]) -> None:
 def encoder_weights(checkpoint: Checkpoint, family: EncoderFamily) -> dict[str, LinearWeight]:
     """Return the weights of a checkpoint that adapters can change, by the names of their modules."""
     prefixed = any(name.startswith(f"{family.prefix}.") for name in checkpoint.tensors)
-    found = {}
+    weights = {}
     for tensor, (_, info) in checkpoint.tensors.items():
         name = _adaptable_name(tensor, family, prefixed=prefixed) if len(info.shape) == 2 else None
         if name is not None:
             # The rows of embeddings are tokens.
             in_features, out_features = info.shape if is_embedding(name) else info.shape[::-1]
-            found[name] = LinearWeight(tensor, in_features, out_features, input_first=is_embedding(name))
-    return found
+            weights[name] = LinearWeight(tensor, in_features, out_features, input_first=is_embedding(name))
+    return weights
 
 
 def inner_weights(checkpoint: Checkpoint, family: EncoderFamily) -> dict[str, LinearWeight]:
@@ -200,9 +200,9 @@ def _adaptable_name(tensor: str, family: EncoderFamily, *, prefixed: bool) -> st
 
 def label_names(config: Mapping[str, Any], count: int) -> tuple[str, ...]:
     """Return the names of a classifier's labels, by config.json; LABEL_0 and so on where that has none."""
-    given = config.get("id2label")
-    if isinstance(given, Mapping) and set(given) == {str(index) for index in range(count)}:
-        return tuple(str(given[str(index)]) for index in range(count))
+    labels = config.get("id2label")
+    if isinstance(labels, Mapping) and set(labels) == {str(index) for index in range(count)}:
+        return tuple(str(labels[str(index)]) for index in range(count))
     return tuple(f"LABEL_{index}" for index in range(count))
 
 

@@ -131,8 +131,8 @@ class NamePatterns:
         tails = [module]
         while dot := tails[-1].find(".") + 1:
             tails.append(tails[-1][dot:])
-        found = [self._names[name] for name in (f"^{module}", *tails) if name in self._names]
-        return min(found)[1] if found else default
+        matches = [self._names[name] for name in (f"^{module}", *tails) if name in self._names]
+        return min(matches)[1] if matches else default
 
     def resolved(self, modules: Collection[str], default: float) -> NamePatterns:
         """Return patterns that are names and mean the same for these modules. Raises ArtifactError.

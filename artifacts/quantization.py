@@ -264,34 +264,33 @@ def _group_size(fields: Mapping[str, Any]) -> int:
 
 
 def _compressed_weight(scheme: StoredScheme, checkpoint: Checkpoint, layer: str) -> StoredWeight:
-    wanted = scheme.quantization
+    quantization = scheme.quantization
     packed = f"{layer}.weight_packed" in checkpoint.tensors
     codes = f"{layer}.weight_packed" if packed else f"{layer}.weight"
-    out_features, width = _matrix(checkpoint, codes, "I32" if packed else "F8_E4M3" if wanted.floating else "I8")
+    out_features, width = _matrix(checkpoint, codes, "I32" if packed else "F8_E4M3" if quantization.floating else "I8")
     in_features = width
     names = [codes, f"{layer}.weight_scale"]
     if packed:
         names.append(f"{layer}.weight_shape")
         shape = checkpoint.integers(names[-1])
         in_features = shape[-1] if len(shape) == 2 else 0
-        if shape != (out_features, in_features) or -(-in_features * wanted.bits // 32) != width:
+        if shape != (out_features, in_features) or -(-in_features * quantization.bits // 32) != width:
             raise ArtifactError("model", f"tensor {names[-1]} says {list(shape)}, which {codes} does not hold")
-    elif wanted.bits == 4:
+    elif quantization.bits == 4:
         raise ArtifactError("model", f"tensor {codes}: 4 bits must be packed")
-    groups = wanted.groups(in_features)
+    groups = quantization.groups(in_features)
     scale = _info(checkpoint, names[1])
     one_for_all = groups == 1 and math.prod(scale.shape) == 1
     _check(names[1], scale, scale.shape if one_for_all else (out_features, groups), _FLOATS)
     zeros = f"{layer}.weight_zero_point"
-    if wanted.symmetric:
+    if quantization.symmetric:
         zeros = zeros if zeros in checkpoint.tensors else ""  # all zero where a writer keeps it
     else:
-        shape_of_zeros = (-(-out_features * wanted.bits // 32), groups) if packed else (out_features, groups)
+        shape_of_zeros = (-(-out_features * quantization.bits // 32), groups) if packed else (out_features, groups)
         _check(zeros, _info(checkpoint, zeros), shape_of_zeros, ("I32",) if packed else ("I8",))
     names += [zeros] if zeros else []
-    return StoredWeight(
-        scheme, out_features, in_features, codes, names[1], None if wanted.symmetric else zeros, tuple(names), packed
-    )
+    read_zeros = None if quantization.symmetric else zeros
+    return StoredWeight(scheme, out_features, in_features, codes, names[1], read_zeros, tuple(names), packed)
 
 
 def _transposed_weight(scheme: StoredScheme, checkpoint: Checkpoint, layer: str) -> StoredWeight:
@@ -327,8 +326,8 @@ def _info(checkpoint: Checkpoint, name: str) -> TensorInfo:
 
 def _check(name: str, info: TensorInfo, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
     if info.shape != shape or info.dtype not in dtypes:
-        wanted = f"{' or '.join(dtypes)} {list(shape)}"
-        raise ArtifactError("model", f"tensor {name} is {info.dtype} {list(info.shape)}, not {wanted}")
+        expected = f"{' or '.join(dtypes)} {list(shape)}"
+        raise ArtifactError("model", f"tensor {name} is {info.dtype} {list(info.shape)}, not {expected}")
 
 
 def _refused(field: str, why: str) -> ArtifactError:

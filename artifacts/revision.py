@@ -79,7 +79,7 @@ def lora_tensors(
         parts.setdefault(module, {})[part] = tensor
     if not parts:
         raise ArtifactError(WEIGHTS_FILE, "has no LoRA tensors")
-    return {module: _shape(module, found, use_dora=use_dora) for module, found in parts.items()}
+    return {module: _shape(module, tensors, use_dora=use_dora) for module, tensors in parts.items()}
 
 
 def base_copies(header: Mapping[str, TensorInfo]) -> dict[str, str]:
@@ -114,15 +114,15 @@ def _place(name: str) -> tuple[str, str | None]:
     return name, None
 
 
-def _shape(module: str, found: Mapping[str, TensorInfo], *, use_dora: bool) -> LoraShape:
+def _shape(module: str, tensors: Mapping[str, TensorInfo], *, use_dora: bool) -> LoraShape:
     for part, name in tensor_names(module).items():
-        if part not in found and (part != _MAGNITUDE or use_dora):
+        if part not in tensors and (part != _MAGNITUDE or use_dora):
             raise ArtifactError(WEIGHTS_FILE, f"tensor {name} is missing")
-    (rank, in_features), (out_features, rank_of_b) = found["A"].shape, found["B"].shape
+    (rank, in_features), (out_features, rank_of_b) = tensors["A"].shape, tensors["B"].shape
     if rank != rank_of_b:
         raise ArtifactError(WEIGHTS_FILE, f"{module}: lora_A has rank {rank}, lora_B {rank_of_b}")
-    if use_dora and found[_MAGNITUDE].shape != (out_features,):
-        length = found[_MAGNITUDE].shape[0]
+    if use_dora and tensors[_MAGNITUDE].shape != (out_features,):
+        length = tensors[_MAGNITUDE].shape[0]
         raise ArtifactError(WEIGHTS_FILE, f"{module}: lora_magnitude_vector has {length} numbers for {out_features}")
     return LoraShape(rank, in_features, out_features)
 

@@ -99,7 +99,7 @@ def _check_size(path: str, text: str) -> None:
 
 def _in_slashes(pattern: str) -> str:
     """Escape what would end the regex in a Lark text: slashes and line ends."""
-    return _ENDING.sub(lambda found: _ESCAPED.get(found[0], found[0]), pattern)
+    return _ENDING.sub(lambda match: _ESCAPED.get(match[0], match[0]), pattern)
 
 
 class _Token(NamedTuple):

@@ -71,8 +71,8 @@ def plain_error(error: str) -> str:
     for begins, meaning in _MEANINGS:
         if begins in error:
             return meaning
-    found = _REGEX_ERROR.search(error)
-    return found[1] if found else _PLACE.sub("", error.strip().partition("\n")[0])
+    match = _REGEX_ERROR.search(error)
+    return match[1] if match else _PLACE.sub("", error.strip().partition("\n")[0])
 
 
 class TokenTexts:

@@ -93,24 +93,24 @@ def find_place(error_of: Callable[[str], str], grammar: str, message: str) -> tu
     `message` is the grammar's error; `error_of` returns that of a Lark text without header, empty for none.
     """
     for path, schema in _schemas(grammar):
-        error, found = _Search(error_of, schema, message).smallest((path, schema))
+        error, place = _Search(error_of, schema, message).smallest((path, schema))
         if error:
-            return found, error
+            return place, error
     return "", message
 
 
 def _schemas(grammar: str) -> Iterator[Part]:
     """Yield the schemas of a grammar, each with its path behind the field that the grammar was made of."""
     of_tools = "\nfunction: function_" in grammar
-    for number, found in enumerate(_SCHEMA.finditer(grammar)):
+    for number, match in enumerate(_SCHEMA.finditer(grammar)):
         try:
-            schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
+            schema, end = json.JSONDecoder().raw_decode(grammar, match.end())
         except ValueError:  # a text of the grammar that looks like one
             continue
-        if of_tools and found["tool"]:
-            yield f"[{found['tool']}].parameters", schema
+        if of_tools and match["tool"]:
+            yield f"[{match['tool']}].parameters", schema
         else:
-            whole = found["start"] and end == len(grammar) - 1
+            whole = match["start"] and end == len(grammar) - 1
             yield "" if whole else f".json[{number}]", schema
 
 

@@ -399,8 +399,8 @@ class ConnectionCalls(Interceptor):
         current_call().add_done_callback(partial(self._leave, peer))
 
     def _leave(self, peer: str, _: Any) -> None:
-        left = self._open[peer] - 1
-        if left:
-            self._open[peer] = left
+        remaining = self._open[peer] - 1
+        if remaining:
+            self._open[peer] = remaining
         else:
             del self._open[peer]

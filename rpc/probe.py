@@ -19,10 +19,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ca", metavar="FILE", help="use TLS: the authority that signs the server's certificate")
     parser.add_argument("--cert", metavar="FILE", help="the certificate of the caller, for ports that require one")
     parser.add_argument("--key", metavar="FILE", help="the private key of --cert")
-    given = parser.parse_args(argv)
-    address = given.address
+    arguments = parser.parse_args(argv)
+    address = arguments.address
     try:
-        channel = _channel(address, given.ca, given.cert, given.key)
+        channel = _channel(address, arguments.ca, arguments.cert, arguments.key)
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2

@@ -59,10 +59,10 @@ def edge_options(connections: int | None = None) -> list[tuple[str, Any]]:
 def raise_file_limit() -> int:
     """Raise the process's own limit of open files as far as it may; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
+    target = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        return target
     return _FILES if soft == resource.RLIM_INFINITY else soft
 
 

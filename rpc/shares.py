@@ -36,11 +36,11 @@ class Shares:
 
     def take(self, tenant: str, amount: int = 1) -> bool:
         """Take an amount for a tenant until `give`; False where the tenant's share does not allow it now."""
-        had = self._of_tenant.get(tenant, 0)
-        if had + amount > self.limit - self._taken:
+        taken = self._of_tenant.get(tenant, 0)
+        if taken + amount > self.limit - self._taken:
             return False
         self._taken += amount
-        self._of_tenant[tenant] = had + amount
+        self._of_tenant[tenant] = taken + amount
         return True
 
     def take_or_refuse(
@@ -54,9 +54,9 @@ class Shares:
     def give(self, tenant: str, amount: int = 1) -> None:
         """Give back what `take` took."""
         self._taken -= amount
-        left = self._of_tenant.pop(tenant, 0) - amount  # nobody is kept who has taken amounts of 0 alone
-        if left:
-            self._of_tenant[tenant] = left
+        remaining = self._of_tenant.pop(tenant, 0) - amount  # nobody is kept who has taken amounts of 0 alone
+        if remaining:
+            self._of_tenant[tenant] = remaining
 
 
 class FairTurns:

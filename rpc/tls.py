@@ -114,12 +114,12 @@ class TlsFiles:
 
 def tls_of(cert: str, key: str, ca: str) -> TlsFiles | None:
     """Return the files of the settings; None where TLS is off. Raises ValueError."""
-    given = (cert, key, ca)
-    if not any(given):
+    paths = (cert, key, ca)
+    if not any(paths):
         return None
-    if not all(given):
+    if not all(paths):
         raise ValueError("--tls-cert, --tls-key, --tls-ca: give all three, or none")
-    return TlsFiles(*map(Path, given))
+    return TlsFiles(*map(Path, paths))
 
 
 class LiveChannel:

@@ -39,13 +39,13 @@ def serve(
         resource.setrlimit(kind, (limit, limit))
     for request in _requests(sys.stdin.buffer):
         signal.setitimer(signal.ITIMER_PROF, cpu_s(request))
-        given = answer(request)
+        reply = answer(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
         # Half of a surrogate pair is no character of UTF-8: it reads as a question mark.
-        data = json.dumps(given, ensure_ascii=False).encode(errors="replace")
+        data = json.dumps(reply, ensure_ascii=False).encode(errors="replace")
         sys.stdout.buffer.write(LENGTH.pack(len(data)) + data)
         sys.stdout.buffer.flush()
-        if LAST in given:
+        if LAST in reply:
             return
 
 

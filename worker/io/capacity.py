@@ -90,24 +90,24 @@ def row_to_share(running: Iterable[Job], rows: int) -> RowToShare | None:
 
     `running` has the job of every answer that takes a row, or waits for one.
     """
-    wanted, weights = Counter[str](), dict[str, float]()
+    rows_of, weights = Counter[str](), dict[str, float]()
     for job in running:
-        wanted[job.tenant] += 1
+        rows_of[job.tenant] += 1
         weights[job.tenant] = job.weight
-    shares = divide(rows, wanted, weights)
-    left = {tenant: (math.floor(share) - 1) / weights[tenant] for tenant, share in shares.items()}
-    largest = max(left, key=lambda tenant: left[tenant], default=None)
-    if largest is None or left[largest] <= 0:
+    shares = divide(rows, rows_of, weights)
+    rows_left = {tenant: (math.floor(share) - 1) / weights[tenant] for tenant, share in shares.items()}
+    largest = max(rows_left, key=lambda tenant: rows_left[tenant], default=None)
+    if largest is None or rows_left[largest] <= 0:
         return None
-    return RowToShare(largest, left[largest], tuple(sorted(wanted.items())))
+    return RowToShare(largest, rows_left[largest], tuple(sorted(rows_of.items())))
 
 
-def divide(rows: int, wanted: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, float]:
+def divide(rows: int, demand: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, float]:
     """Divide rows among tenants by their weights; what one does not want goes to the others."""
     shares: dict[str, float] = {}
     rows_left, weight_left = float(rows), sum(weights.values())
-    for tenant in sorted(wanted, key=lambda tenant: wanted[tenant] / weights[tenant]):
-        shares[tenant] = min(float(wanted[tenant]), rows_left * weights[tenant] / weight_left)
+    for tenant in sorted(demand, key=lambda tenant: demand[tenant] / weights[tenant]):
+        shares[tenant] = min(float(demand[tenant]), rows_left * weights[tenant] / weight_left)
         rows_left -= shares[tenant]
         weight_left -= weights[tenant]
     return shares
