@@ -3,7 +3,7 @@
 A worker makes one token of each of its rows after every step. The rows' jobs belong to the routers alike, so that a
 router sees `rows / routers` of them at each worker, which begin at random and have answers of random length. A message
 goes at once where it has the first ids or the end of an answer; other ids wait until the interval since the last
-message is over, as in worker.io.relay.link_state.
+message is over, as in worker.io.relay.frames.
 """
 
 from __future__ import annotations

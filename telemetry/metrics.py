@@ -44,7 +44,7 @@ class Meters:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        # The metrics' address as a word of the process's ready line.
+        # The metrics' address, and others that follow it, as words of the process's ready line.
         self.ready_word = ""
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:

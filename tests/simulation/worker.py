@@ -12,7 +12,7 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.admin.v1 import tenants_pb2
 
 from artifacts.base_model import BaseModel, read_base_model
-from broker.messages import AdapterRef, AdapterRequest
+from broker.messages import AdapterRef, AdapterRequest, AdapterTiers
 from telemetry.tracing import Spans
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.loop import NODE, Node
@@ -23,7 +23,7 @@ from worker.io.adapters.fetch import WeightedSets
 from worker.io.app import run_sessions
 from worker.io.engine_client import EngineBreaker
 from worker.io.engine_session import EngineSession
-from worker.io.metrics import FetchStats, WorkerMetrics
+from worker.io.metrics import WorkerMetrics
 from worker.io.results import JobTelemetry
 from worker.io.settings import Settings
 from worker.ipc import Configure
@@ -74,9 +74,9 @@ class SimulatedFetcher:
         self.sets = WeightedSets()
 
     @property
-    def stats(self) -> FetchStats:
+    def stats(self) -> AdapterTiers:
         """See AdapterFetcher."""
-        return FetchStats(0, 0, 0, 0, 0, 0)
+        return AdapterTiers()
 
     def disk_pin(self) -> SimulatedPin:
         """See AdapterFetcher."""
@@ -111,13 +111,12 @@ class SimulatedPin:
 
 
 class SimulatedHealth:
-    """Stands in for worker.io.membership.WorkerHealth."""
+    """Stands in for rpc.server.Server."""
 
-    address = "health"
     serving = False
 
     async def set_serving(self, serving: bool) -> None:
-        """See WorkerHealth."""
+        """See Server."""
         self.serving = serving
 
 

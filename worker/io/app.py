@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from artifacts.base_model import read_base_model
 from broker.startup import connect_once_up
-from rpc.server import stop_signal, unless_stopped
+from rpc.server import Server, stop_signal, unless_stopped
 from telemetry.metrics import serve_metrics
 from telemetry.tracing import set_up_tracing
 from tenancy.audit_log import AuditLog
@@ -23,7 +23,6 @@ from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts
 from worker.io.engine_client import EngineBreaker, EngineLostError, EngineUnusableError
 from worker.io.engine_session import EngineSession
-from worker.io.membership import WorkerHealth
 from worker.io.metrics import WorkerMetrics
 from worker.io.results import JobTelemetry
 from worker.io.settings import Settings
@@ -67,9 +66,12 @@ async def run(settings: Settings) -> None:
         metrics_server = serve_metrics(metrics, settings.health_host, settings.metrics_port)
         if metrics_server is not None:
             stack.callback(metrics_server.close)
-        health = WorkerHealth(settings.health_host)
-        await health.start(settings.health_port)
-        stack.push_async_callback(health.close)
+        health = Server()
+        address = f"{settings.health_host}:{health.bind(settings.health_host, settings.health_port)}"
+        await health.start()
+        stack.push_async_callback(health.stop, 0)
+        metrics.ready_word += f" health={address}"
+        log.info("health at %s", address)
         redis = await unless_stopped(stop, connect_once_up(settings.redis_url))
         if redis is None:
             return

@@ -271,8 +271,8 @@ class TenantData:
         gone = await gone_revisions(self._fetcher.channel, self._held())
         removals["adapters on disk"] = await self._fetcher.disk.forget(gone)
         # Adapters that came since the question are kept: the store has just sent them.
-        kept = self._held() - gone | set(_kept_sets(self._used(), gone)) | self._fetcher.sets.kept(tenant, gone)
-        return {**removals, **await self._ask_engine(ForgetTenant(tenant, frozenset(kept)))}
+        staying = self._held() - gone | set(_kept_sets(self._used(), gone)) | self._fetcher.sets.kept(tenant, gone)
+        return {**removals, **await self._ask_engine(ForgetTenant(tenant, frozenset(staying)))}
 
     def _used(self) -> list[AdapterRef]:
         """Return the adapters of jobs and of operators' commands."""
@@ -303,13 +303,13 @@ class TenantData:
 
 async def gone_revisions(channel: LiveChannel, digests: Collection[str]) -> set[str]:
     """Ask the store which revisions no tenant has any more. Raises ForgetError."""
-    gone, left = set[str](), sorted(digests)
+    gone, remaining = set[str](), sorted(digests)
     try:
-        while left:
-            request = pb.ListGoneRevisionsRequest(digests=left[:_DIGESTS_AT_ONCE])
+        while remaining:
+            request = pb.ListGoneRevisionsRequest(digests=remaining[:_DIGESTS_AT_ONCE])
             stub = channel.stub(tenants_pb2_grpc.TenantServiceStub)
             gone.update((await stub.ListGoneRevisions(request, timeout=ANSWER_S)).digests)
-            left = left[_DIGESTS_AT_ONCE:]
+            remaining = remaining[_DIGESTS_AT_ONCE:]
     except grpc.aio.AioRpcError as error:
         raise ForgetError(f"the adapter store does not say what is gone: {error.code().name}") from error
     return gone

@@ -17,7 +17,7 @@ from tenancy.auditor import RefusedCallers
 from tenancy.certificates import below, own_name
 from tenancy.signatures import Signature, SignatureError, Verifier, welcome_parts
 from worker.io.metrics import WorkerMetrics
-from worker.io.relay.link_state import NotARouterError
+from worker.io.relay.links import NotARouterError
 
 _NONCE_BYTES = 32
 

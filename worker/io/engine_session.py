@@ -23,14 +23,14 @@ from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import WorkerPhase, WorkerState
 from broker.queue import JobQueue
-from rpc.server import unless_stopped
+from rpc.server import Server, unless_stopped
 from worker.engine_api import EngineConfig
 from worker.io.adapters.fetch import AdapterFetcher
 from worker.io.commands import OperatorCommands, TenantData, drop_gone_revisions
 from worker.io.engine_client import EngineBreaker, EngineLostError, EngineProcess
 from worker.io.intake import Intake
 from worker.io.local_jobs import LocalJob, LocalJobs
-from worker.io.membership import Presence, WorkerHealth, wait_until_registered, worker_state
+from worker.io.membership import Presence, wait_until_registered, worker_state
 from worker.io.relay.links import LinkSettings
 from worker.io.results import JobTelemetry, Results, UsageLog
 from worker.io.settings import Settings
@@ -64,7 +64,7 @@ class EngineSession:
         base: BaseModel,
         redis: Redis,
         fetcher: AdapterFetcher,
-        health: WorkerHealth,
+        health: Server,
         telemetry: JobTelemetry,
         breaker: EngineBreaker,
         credentials: WorkerCredentials | None = None,
@@ -117,7 +117,7 @@ class EngineSession:
         tenant_data = TenantData(self._fetcher, engine, results, commands, usage)
         results.links.forget_tenant = tenant_data.forget
         presence = self._presence(engine, results)
-        metrics.follow(results, self._fetcher)
+        metrics.follow(lambda: (results.stats, results.limits, self._fetcher.stats))
         listening = asyncio.create_task(_listen(engine, results, commands, tenant_data))
         watching = asyncio.create_task(
             watch_steps(engine, presence, results, intake, settings.stall_s, settings.replace_s)
@@ -140,7 +140,7 @@ class EngineSession:
             others.append(asyncio.create_task(results.links.keep_alive()))
             others.append(asyncio.create_task(commands.run(self._incarnation, stop)))
             self.served = True
-            print(f"ready worker={self._worker_id}{metrics.ready_word} health={self._health.address}", flush=True)
+            print(f"ready worker={self._worker_id}{metrics.ready_word}", flush=True)
             others.append(asyncio.create_task(_wait(stop)))
             await _first_ended({listening, watching, claiming, *others})
             log.info("stops: %d jobs here", len(jobs.all()))
@@ -194,7 +194,7 @@ class EngineSession:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S):
                 await intake.finish_claim()
-                await results.empties_within(FLUSH_S)
+                await results.jobs.empties_within(FLUSH_S)
 
     async def _stop_claiming(self, claiming: asyncio.Task[None], intake: Intake) -> None:
         """End the claims; takes in what is being claimed, and takes the worker's free rows out of the queue."""
@@ -281,7 +281,7 @@ async def watch_steps(
             # First, so that no job that is given back comes to this worker again.
             await presence.withdraw()
             await intake.end_wait()
-            results.engine_stalled()
+            results.give_all_back()
         elif silent_s <= patience_s and presence.withdrawn:
             log.warning("the engine steps again")
             engine.stalled = False
@@ -294,13 +294,13 @@ async def drain(results: Results, drain_s: float) -> None:
     Returns when the routers have all of them, or after `drain_s`.
     """
     give_back_s = GIVE_BACK_SHARE * drain_s
-    if await results.empties_within(drain_s - give_back_s):
+    if await results.jobs.empties_within(drain_s - give_back_s):
         return
     for turns_left in range(max(1, round(give_back_s / TURN_S)), 0, -1):
         running = sorted((local for local in results.jobs.all() if local.running), key=_tokens_to_go, reverse=True)
         for local in running[: math.ceil(len(running) / turns_left)]:
             results.give_back(local)
-        if await results.empties_within(TURN_S):
+        if await results.jobs.empties_within(TURN_S):
             return
 
 

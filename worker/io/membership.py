@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
@@ -26,7 +27,6 @@ from broker.messages import AdapterTiers, WorkerPhase, WorkerState
 from broker.terms import WORKER_TTL_MS
 from rpc.server import Server
 from worker.engine_api import EngineLimits, EngineStats
-from worker.io.metrics import FetchStats
 
 log = logging.getLogger(__name__)
 
@@ -78,30 +78,6 @@ def _flag(flag: str, value: str) -> str:
     return f"with {flag} {value}" if value else f"without {flag}"
 
 
-class WorkerHealth:
-    """The health server, NOT_SERVING from its start until `set_serving`."""
-
-    def __init__(self, host: str) -> None:
-        self._host = host
-        self._server = Server()
-        # HOST:PORT, once it listens.
-        self.address = ""
-
-    async def start(self, port: int) -> None:
-        """Listen; 0: the system chooses the port. Raises PortInUse."""
-        self.address = f"{self._host}:{self._server.bind(self._host, port)}"
-        await self._server.start()
-        log.info("health at %s", self.address)
-
-    async def set_serving(self, serving: bool) -> None:
-        """Answer SERVING or NOT_SERVING from now on."""
-        await self._server.set_serving(serving)
-
-    async def close(self) -> None:
-        """Stop listening."""
-        await self._server.stop(0)
-
-
 def worker_state(
     worker_id: str,
     incarnation: str,
@@ -110,9 +86,9 @@ def worker_state(
     engine_pid: int,
     limits: EngineLimits,
     stats: EngineStats,
-    disk: FetchStats,
+    disk: AdapterTiers,
 ) -> WorkerState:
-    """Build the state of an incarnation now."""
+    """Build the state of an incarnation now; `disk` has the counts of the adapters on disk."""
     return WorkerState(
         worker_id=worker_id,
         incarnation=incarnation,
@@ -136,24 +112,15 @@ def worker_state(
         host=socket.gethostname(),
         pid=os.getpid(),
         engine_pid=engine_pid,
-        tiers=_tiers(stats, disk),
-    )
-
-
-def _tiers(engine: EngineStats, disk: FetchStats) -> AdapterTiers:
-    return AdapterTiers(
-        fetching=disk.fetching,
-        loading=engine.tiers.loading,
-        hits=engine.adapter_hits,
-        misses=engine.adapter_misses,
-        swaps=engine.tiers.swaps,
-        device_bytes=engine.tiers.device_bytes,
-        host_bytes=engine.tiers.host_bytes,
-        disk_bytes=disk.bytes,
-        disk_bytes_limit=disk.bytes_limit,
-        disk_adapters=disk.adapters,
-        disk_hits=disk.hits,
-        disk_misses=disk.misses,
+        tiers=replace(
+            disk,
+            loading=stats.tiers.loading,
+            hits=stats.adapter_hits,
+            misses=stats.adapter_misses,
+            swaps=stats.tiers.swaps,
+            device_bytes=stats.tiers.device_bytes,
+            host_bytes=stats.tiers.host_bytes,
+        ),
     )
 
 
@@ -172,7 +139,7 @@ class Presence:
         self,
         incarnation: str,
         liveness: Liveness,
-        health: WorkerHealth,
+        health: Server,
         state: Callable[[WorkerPhase], WorkerState],
         follow_routers: Callable[[Sequence[str]], None],
     ) -> None:

@@ -4,41 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from broker.messages import AdapterTiers
 from telemetry.metrics import LONG_S, PREFIX, SHORT_S, TOKENS, BoundedNames, Meters
 from tenancy.audit_log import AuditCounts
 from worker.engine_api import EngineLimits, EngineStats
 
-
-@dataclass(frozen=True, slots=True)
-class FetchStats:
-    """The disk tier now; hits and misses since the start."""
-
-    bytes: int
-    bytes_limit: int
-    adapters: int
-    fetching: int
-    hits: int
-    misses: int
-
-
-class EngineReport(Protocol):
-    """The latest report of the engine: worker.io.results.Results."""
-
-    limits: EngineLimits
-    stats: EngineStats
-
-
-class DiskReport(Protocol):
-    """The report of the disk tier: worker.io.adapters.fetch.AdapterFetcher."""
-
-    @property
-    def stats(self) -> FetchStats:
-        """Return the adapters on disk now."""
+# The latest report of the engine, its limits, and the counts of the adapters on disk.
+Report = tuple[EngineStats, EngineLimits, AdapterTiers]
 
 
 class WorkerMetrics(Meters):
@@ -81,9 +57,9 @@ class WorkerMetrics(Meters):
         self._engine = EngineCollector()
         self.registry.register(self._engine)
 
-    def follow(self, engine: EngineReport, disk: DiskReport) -> None:
-        """Read the engine's gauges from these from now on."""
-        self._engine.reports = engine, disk
+    def follow(self, report: Callable[[], Report]) -> None:
+        """Read the engine's gauges from this report from now on."""
+        self._engine.report = report
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +68,7 @@ class _ReportedMetric:
 
     name: str
     text: str
-    read: Callable[[EngineStats, EngineLimits, FetchStats], Mapping[tuple[str, ...], float]]
+    read: Callable[[EngineStats, EngineLimits, AdapterTiers], Mapping[tuple[str, ...], float]]
     labels: tuple[str, ...] = ()
     counts: bool = False
 
@@ -136,7 +112,7 @@ _REPORTED = (
         lambda stats, limits, disk: {
             ("device",): stats.tiers.device_bytes,
             ("host",): stats.tiers.host_bytes,
-            ("disk",): disk.bytes,
+            ("disk",): disk.disk_bytes,
         },
         ("tier",),
     ),
@@ -150,8 +126,8 @@ _REPORTED = (
         lambda stats, limits, disk: {
             ("device", "hit"): stats.adapter_hits,
             ("device", "miss"): stats.adapter_misses,
-            ("disk", "hit"): disk.hits,
-            ("disk", "miss"): disk.misses,
+            ("disk", "hit"): disk.disk_hits,
+            ("disk", "miss"): disk.disk_misses,
         },
         ("tier", "result"),
         counts=True,
@@ -171,15 +147,15 @@ class EngineCollector(Collector):
     """Metrics from the latest reports, read only when they are scraped. Counts begin again with every engine."""
 
     def __init__(self) -> None:
-        self.reports: tuple[EngineReport, DiskReport] | None = None
+        self.report: Callable[[], Report] | None = None
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family, without samples while there is no engine."""
-        reports = self.reports
+        report = self.report() if self.report is not None else None
         for metric in _REPORTED:
             kind = CounterMetricFamily if metric.counts else GaugeMetricFamily
             family = kind(f"{PREFIX}_{metric.name}", metric.text, labels=metric.labels)
-            values = metric.read(reports[0].stats, reports[0].limits, reports[1].stats) if reports is not None else {}
+            values = metric.read(*report) if report is not None else {}
             for labels, value in values.items():
                 family.add_metric(labels, value)
             yield family

@@ -290,14 +290,6 @@ class Results:
 
     # From the routers (RelayHandler)
 
-    def acked(self, job_id: str, attempt: int) -> None:
-        """Remove a job whose router has all of it."""
-        self._remove(job_id, attempt)
-
-    def cancel(self, job_id: str, attempt: int) -> None:
-        """Stop and remove a job."""
-        self._remove(job_id, attempt)
-
     def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
         """Stop and remove one answer of a job; the others go on."""
         local = self.jobs.get(job_id, attempt)
@@ -317,9 +309,10 @@ class Results:
     def router_gone(self, address: str) -> None:
         """Remove the jobs of a router that is out of reach."""
         for local in self.jobs.of_router(address):
-            self._remove(local.job.job_id, local.job.attempt)
+            self.remove(local.job.job_id, local.job.attempt)
 
-    def _remove(self, job_id: str, attempt: int) -> None:
+    def remove(self, job_id: str, attempt: int) -> None:
+        """Stop and remove a job: its router has all of it, or wants no more."""
         local = self.jobs.remove(job_id, attempt)
         if local is None:
             return
@@ -368,15 +361,12 @@ class Results:
     def engine_lost(self) -> None:
         """Give every job back at once, and those that are still claimed, each with whether it is blamed."""
         self.accepting = False
-        self._give_all_back()
+        self.give_all_back()
         in_own_step = self._warm is not None and not self._warm.is_set()
         self._breaker.died(frozenset(self._may_have_killed), in_own_step=in_own_step)
 
-    def engine_stalled(self) -> None:
-        """Give every job back, those of whose step the engine may be stalled with a blame."""
-        self._give_all_back()
-
-    def _give_all_back(self) -> None:
+    def give_all_back(self) -> None:
+        """Give every job back, those of whose step the engine may have died or stalled with a blame."""
         taken, resident = self.stats.sequences_taken + self._refused, frozenset(self.stats.adapters)
         blamed = {local for local in self.jobs.all() if local.running and local.may_have_killed(taken, resident)}
         for job in (local.job for local in blamed):
@@ -398,10 +388,6 @@ class Results:
     def runs_suspect(self) -> bool:
         """Return whether the engine has a job that must be alone."""
         return any(local.needs_all and not local.preparing_for_engine for local in self.jobs.all())
-
-    async def empties_within(self, timeout_s: float) -> bool:
-        """Wait until the routers have acked or cancelled every job; returns whether that is so."""
-        return await self.jobs.empties_within(timeout_s)
 
     async def close(self, flush_s: float) -> None:
         """Release every job, as the engine is gone or will be; the links send for `flush_s` what still waits."""

@@ -86,12 +86,9 @@ class Handler:
         self._jobs = jobs
         self.freed = asyncio.Event()
 
-    def acked(self, job_id: str, attempt: int) -> None:
+    def remove(self, job_id: str, attempt: int) -> None:
         self._jobs.remove(job_id, attempt)
         self.freed.set()
-
-    def cancel(self, job_id: str, attempt: int) -> None:
-        self.acked(job_id, attempt)
 
     def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
         raise AssertionError("one choice has no siblings")

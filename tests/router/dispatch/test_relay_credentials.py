@@ -141,7 +141,7 @@ async def test_a_worker_s_tokens_come_and_those_of_another_certificate_do_not(re
             await until(lambda: routed.emitted_tokens == 1)
             assert routed.choices[0].emitted == [7]
             jobs.remove("j", 1)
-            links._handler.cancel = lambda *_: None  # type: ignore[method-assign]  # the job ends
+            links._handler.remove = lambda *_: None  # type: ignore[method-assign]  # the job ends
         refused = [("worker/thief", "OTHER_WORKERS_JOB")] * 2 + [("worker/thief", "OTHER_WORKER")] * 3
         assert relay.refusals == refused
 

@@ -17,6 +17,7 @@ class Takeover:
 
     def __init__(self, lengths: list[int], ends: set[str]) -> None:
         self.jobs = LocalJobs()
+        self.jobs.empties_within = self._empties_within  # type: ignore[method-assign]
         self.turns: list[list[str]] = [[]]
         self.waited_s: list[float] = []
         self._ends = ends
@@ -28,7 +29,7 @@ class Takeover:
                 )
             )
 
-    async def empties_within(self, timeout_s: float) -> bool:
+    async def _empties_within(self, timeout_s: float) -> bool:
         """Let the time pass at once."""
         self.waited_s.append(timeout_s)
         for name in self._ends | set(self.turns[-1]):

@@ -81,7 +81,7 @@ async def test_a_worker_that_its_last_claim_filled_takes_no_wake_up(
     # Another claim only asks what waits; then a job is cancelled, and there is room.
     await router.until(lambda: asked.events[-1] == ("claim", 0))
     await worker.queue.enqueue(job("another", worker.address, max_tokens=2))
-    worker.results.cancel("endless-0", 1)
+    worker.results.remove("endless-0", 1)
     await router.until(lambda: ("ended", "another") in router.events)
     assert sum(jobs for what, jobs in asked.events if what == "claim") == ROWS + 1
     assert asked.waited_without_room == 0
@@ -100,7 +100,7 @@ async def test_a_busy_worker_claims_several_rows_at_once(
         await worker.queue.enqueue(job(name, worker.address))
     await router.until(lambda: asked.events[-1] == ("claim", 0))
     for number in range(2):
-        worker.results.cancel(f"endless-{number}", 1)
+        worker.results.remove(f"endless-{number}", 1)
     await router.until(lambda: all(router.ids[name] for name in ("one", "other")))
     assert ("claim", 2) in asked.events
 

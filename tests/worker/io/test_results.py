@@ -50,7 +50,7 @@ async def test_a_job_of_which_every_answer_is_cancelled_has_ended(redis: Redis, 
         for choice in (1, 0):
             worker.results.cancel_choice("a", 1, choice)
         states = [local.state]
-        worker.results.cancel("a", 1)
+        worker.results.remove("a", 1)
         states.append(local.state)
         assert states == [LocalJobState.ENDED, LocalJobState.REMOVED]
         assert worker.jobs.all() == ()

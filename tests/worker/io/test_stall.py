@@ -14,11 +14,11 @@ from redis.asyncio import Redis
 
 from artifacts.base_model import read_base_model
 from broker.liveness import Liveness
-from broker.messages import STRIKES_LIMIT, WorkerPhase, WorkerState
+from broker.messages import STRIKES_LIMIT, AdapterTiers, WorkerPhase, WorkerState
+from rpc.server import Server
 from tests.worker.io.relayed_worker import KEYS, MODEL, Router, Worker, job, running
 from worker.io.engine_session import watch_steps
-from worker.io.membership import Presence, WorkerHealth, worker_state
-from worker.io.metrics import FetchStats
+from worker.io.membership import Presence, worker_state
 
 STALL_S = 0.8
 
@@ -34,11 +34,11 @@ async def watched(worker: Worker, redis: Redis) -> AsyncIterator[Presence]:
 
     def state(phase: WorkerPhase) -> WorkerState:
         base, results = read_base_model(MODEL), worker.results
-        disk = FetchStats(0, 0, 0, 0, 0, 0)
-        return worker_state("w", "w-1", phase, base, worker.engine.pid, results.limits, results.stats, disk)
+        return worker_state("w", "w-1", phase, base, worker.engine.pid, results.limits, results.stats, AdapterTiers())
 
-    health = WorkerHealth("127.0.0.1")
-    await health.start(0)
+    health = Server()
+    health.bind("127.0.0.1", 0)
+    await health.start()
     presence = Presence("w-1", Liveness(redis, KEYS), health, state, worker.results.links.follow)
     await presence.announce()
     tasks = [
@@ -51,7 +51,7 @@ async def watched(worker: Worker, redis: Redis) -> AsyncIterator[Presence]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await health.close()
+        await health.stop(0)
 
 
 async def test_a_stalled_engine_s_jobs_are_given_back_at_once_and_only_the_new_ones_are_blamed(

@@ -30,13 +30,13 @@ from loraplex.adapters.v1 import adapters_pb2_grpc
 from artifacts.names import weighted_digest
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, revision_digest
-from broker.messages import AdapterRef, AdapterRequest
+from broker.messages import AdapterRef, AdapterRequest, AdapterTiers
 from rpc.principal import TENANT_KEY, WORKER_GRANT_KEY
 from rpc.server import channel_options
 from rpc.tls import LiveChannel, TlsFiles
 from worker.engine_api import AdapterPart, AdapterSource, Failure, FailureCode, FailureReason
 from worker.io.adapters.disk import DiskTier, NotReservedError, Stored, TooLargeError
-from worker.io.metrics import FetchStats, WorkerMetrics
+from worker.io.metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -227,10 +227,16 @@ class AdapterFetcher:
         return DiskPin(self, self._timeouts.total_s)
 
     @property
-    def stats(self) -> FetchStats:
+    def stats(self) -> AdapterTiers:
         """Return what is on the disk and on its way, and hits and misses."""
-        disk = self.disk
-        return FetchStats(disk.bytes, disk.budget, len(disk.digests), len(self._shared), self._hits, self._misses)
+        return AdapterTiers(
+            fetching=len(self._shared),
+            disk_bytes=self.disk.bytes,
+            disk_bytes_limit=self.disk.budget,
+            disk_adapters=len(self.disk.digests),
+            disk_hits=self._hits,
+            disk_misses=self._misses,
+        )
 
     async def get(self, ref: AdapterRef, tenant: str) -> Path:
         """Return the directory of a verified revision, which the caller has pinned.

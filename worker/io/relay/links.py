@@ -19,6 +19,7 @@ to send again. After `gone_s` without a stream its jobs are dropped. A silent on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
@@ -34,8 +35,7 @@ from rpc.tls import LiveChannel
 from worker.engine_api import Removal
 from worker.io.local_jobs import LocalChoice, LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics
-from worker.io.relay.frames import attempt_of, next_frames, returned_frame
-from worker.io.relay.link_state import LinkState, NotARouterError, SendThrottle
+from worker.io.relay.frames import SendThrottle, attempt_of, next_frames, returned_frame
 
 if TYPE_CHECKING:  # imported only with TLS: cryptography takes long
     from worker.io.credentials import LinkCredentials
@@ -77,6 +77,10 @@ class LinkSettings:
     credentials: LinkCredentials | None = None
 
 
+class NotARouterError(Exception):
+    """The other end of a link has not proved that it is a router."""
+
+
 class ForgetError(Exception):
     """The worker does not know what to remove of a tenant, or its engine does not answer; the message is one line."""
 
@@ -84,11 +88,8 @@ class ForgetError(Exception):
 class RelayHandler(Protocol):
     """Carries out what routers ask for: worker.io.results.Results."""
 
-    def acked(self, job_id: str, attempt: int) -> None:
-        """Remove a job whose router has all of it."""
-
-    def cancel(self, job_id: str, attempt: int) -> None:
-        """Stop and remove a job."""
+    def remove(self, job_id: str, attempt: int) -> None:
+        """Stop and remove a job: its router has all of it, or wants no more."""
 
     def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
         """Stop and remove one answer of a job."""
@@ -118,7 +119,12 @@ class RouterLink:
         self._handler = handler
         self._metrics = metrics
         self._owner = owner
-        self.state = LinkState(address, owner.changed)
+        # Whether the router has welcomed the stream that is open now; else since when it has not answered.
+        self.is_live = False
+        self._lost_at = time.monotonic()
+        self._loss_logged = False
+        # Ends the pause before the next stream.
+        self._hurry = asyncio.Event()
         # Contents of the next messages: claims, and answers with new ids or an end, in order.
         self._claims: list[LocalJob] = []
         self._claims_due = False
@@ -132,6 +138,16 @@ class RouterLink:
         self._closing = False
         self._failed = False  # a stream ended because of an error in this worker
         self._task = asyncio.create_task(self._run())
+
+    @property
+    def lost_s(self) -> float:
+        """Return the seconds since the router answered last; 0 while it does."""
+        return 0.0 if self.is_live else time.monotonic() - self._lost_at
+
+    def hurry(self) -> None:
+        """Open the next stream at once."""
+        if not self.is_live:
+            self._hurry.set()
 
     def claimed(self, local: LocalJob) -> None:
         """Send that this worker has a job, unless its first frame comes before."""
@@ -157,7 +173,7 @@ class RouterLink:
 
     def beat(self) -> None:
         """Send a sign of life, unless the router has just heard of this worker."""
-        if self.state.is_live and time.monotonic() - self._sent_at >= self._settings.beat_s:
+        if self.is_live and time.monotonic() - self._sent_at >= self._settings.beat_s:
             self._beat_due = True
             self._throttle.due.set()
 
@@ -184,7 +200,10 @@ class RouterLink:
                     # Before anything is awaited: a job that comes now must open a link of its own.
                     self._owner.ended(self._address, self)
                     return
-                await self.state.pause(pause_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._hurry.wait()
+                self._hurry.clear()
                 pause_s = self._settings.retry_s if jobs else min(2 * pause_s, self._settings.retry_limit_s)
 
     async def _serve(self, stub: relay_pb2_grpc.RelayServiceAsyncStub) -> bool:
@@ -200,10 +219,10 @@ class RouterLink:
                     credentials.check(nonce, response)
                 reached = True  # the first response is the welcome
                 self._welcomed.set()
-                self.state.welcomed()
+                self._set_live()
                 self._handle(response)
         except (grpc.aio.AioRpcError, NotARouterError) as error:
-            self.state.failed(error)
+            self._log_loss(error)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -215,10 +234,33 @@ class RouterLink:
             self._failed = True
         finally:
             call.cancel()
-            self.state.ended()
+            if self.is_live:
+                self.is_live, self._lost_at = False, time.monotonic()
+                self._owner.changed()
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
         return reached and not self._failed
+
+    def _set_live(self) -> None:
+        """Note that the router answers."""
+        if not self.is_live:
+            self.is_live = True
+            if self._loss_logged:
+                log.info("router %s: linked again", self._address)
+            self._loss_logged = False
+            self._owner.changed()
+
+    def _log_loss(self, error: grpc.aio.AioRpcError | NotARouterError) -> None:
+        """Log why the stream ended or could not be opened, once until the router answers again."""
+        if self._loss_logged:
+            return
+        self._loss_logged = True
+        if isinstance(error, NotARouterError):
+            log.warning("%s answers as a router and is none: %s; nothing is sent to it", self._address, error)
+            return
+        what = "link lost" if self.is_live else "not reached"
+        why = f"{error.code().name}: {error.details()}"
+        log.info("router %s: %s (%s); until it answers its jobs are left to other workers", self._address, what, why)
 
     async def _write(self, call: Stream, nonce: bytes) -> None:
         """Send the messages of one stream: the hello, then claims and frames as they come."""
@@ -278,13 +320,13 @@ class RouterLink:
         match response.WhichOneof("message"):
             case "acks":
                 for ack in response.acks.jobs:
-                    self._handler.acked(ack.job_id, ack.attempt)
+                    self._handler.remove(ack.job_id, ack.attempt)
             case "cancels":
                 for job in response.cancels.jobs:
                     if job.HasField("choice"):
                         self._handler.cancel_choice(job.job_id, job.attempt, job.choice)
                     else:
-                        self._handler.cancel(job.job_id, job.attempt)
+                        self._handler.remove(job.job_id, job.attempt)
             case "rewinds":
                 for at in response.rewinds.positions:
                     local = self._jobs.get(at.job_id, at.attempt)
@@ -303,8 +345,8 @@ class RouterLink:
         """End the stream once all is sent, at most after `flush_s`; the router ends its side when it has read all."""
         self._closing = True
         self._throttle.due.set()
-        if self.state.is_live or self._jobs.of_router(self._address):
-            self.state.hurry()
+        if self.is_live or self._jobs.of_router(self._address):
+            self.hurry()
             await asyncio.wait({self._task}, timeout=flush_s)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -337,12 +379,12 @@ class RouterLinks:
     @property
     def live(self) -> tuple[str, ...]:
         """Return the addresses of the routers that answer over their link."""
-        return tuple(address for address, link in self._links.items() if link.state.is_live)
+        return tuple(address for address, link in self._links.items() if link.is_live)
 
     @property
     def lost(self) -> frozenset[str]:
         """Return the routers that have not answered for a while: rows of their jobs may go to other jobs."""
-        return frozenset(address for address, link in self._links.items() if link.state.lost_s > self._settings.spare_s)
+        return frozenset(address for address, link in self._links.items() if link.lost_s > self._settings.spare_s)
 
     def follow(self, addresses: Collection[str]) -> None:
         """Keep a link to each of these live routers. A link to another one lasts while it is open or has jobs."""
@@ -356,7 +398,7 @@ class RouterLinks:
         for address in addresses:
             link = self._keep(address)
             if link is not None:
-                link.state.hurry()
+                link.hurry()
 
     def claimed(self, local: LocalJob) -> None:
         """Tell the job's router which worker has it."""
@@ -375,9 +417,9 @@ class RouterLinks:
     async def _forget(self, request: pb.Forget, link: RouterLink) -> None:
         answer = pb.Forgotten(number=request.number)
         try:
-            for place, found in (await self.forget_tenant(request.tenant)).items():
+            for place, removal in (await self.forget_tenant(request.tenant)).items():
                 answer.removals.add(
-                    place=place, removed=found.removed, left=found.left, of_all_tenants=found.of_all_tenants
+                    place=place, removed=removal.removed, left=removal.left, of_all_tenants=removal.of_all_tenants
                 )
         except ForgetError as error:
             answer.error = str(error)

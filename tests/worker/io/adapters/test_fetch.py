@@ -130,7 +130,7 @@ async def test_a_fault_fails_its_own_jobs_while_others_are_fetched(world: World,
             assert (path / WEIGHTS).read_bytes() == name.encode() * 1000
         assert await asyncio.gather(*outcomes) == [FAILURES[fault]] * 100
         assert world.store.downloads == dict.fromkeys("abcde", 1)
-        assert fetcher.stats.adapters == 4
+        assert fetcher.stats.disk_adapters == 4
 
 
 async def test_a_failure_is_remembered_for_a_moment(world: World) -> None:
@@ -262,7 +262,7 @@ async def test_a_full_disk_takes_what_no_job_needs_or_is_named(world: World, sma
         await fetch_one(idle, refs[0])
         idle.release()
         path = await fetch_one(running, refs[1])
-        assert fetcher.stats.adapters == 1, "the idle one made room"
+        assert fetcher.stats.disk_adapters == 1, "the idle one made room"
         assert await failure_of(fetch_one(fetcher.disk_pin(), refs[2])) == ("UNAVAILABLE", "DISK_FULL")
         assert (path / WEIGHTS).stat().st_size == 2 << 20
         assert [entry.name for entry in world.directory.glob("partial-*")] == []
@@ -278,7 +278,7 @@ async def test_what_no_job_needs_makes_room(world: World) -> None:
             assert await fetch_one(pin, world.refs[name]) == world.stored(name)
             pin.release()
         assert world.store.downloads == {"a": 2, "b": 2}
-        assert fetcher.stats.adapters == 1
+        assert fetcher.stats.disk_adapters == 1
         large = AdapterRef(world.refs["c"].revision, world.refs["c"].digest, 8, world.budget)
         assert await failure_of(fetch_one(fetcher.disk_pin(), large)) == ("FAILED_PRECONDITION", "ADAPTER_TOO_LARGE")
 

@@ -8,10 +8,7 @@ import asyncio
 class NoRequests:
     """A handler of routers that ask for nothing."""
 
-    def acked(self, job_id: str, attempt: int) -> None:
-        raise AssertionError
-
-    def cancel(self, job_id: str, attempt: int) -> None:
+    def remove(self, job_id: str, attempt: int) -> None:
         raise AssertionError
 
     def cancel_choice(self, job_id: str, attempt: int, choice: int) -> None:
@@ -27,5 +24,5 @@ class AckHandler(NoRequests):
     def __init__(self) -> None:
         self.got_ack = asyncio.Event()
 
-    def acked(self, job_id: str, attempt: int) -> None:
+    def remove(self, job_id: str, attempt: int) -> None:
         self.got_ack.set()

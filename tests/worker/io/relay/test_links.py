@@ -74,7 +74,7 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
 class FailingHandler(NoRequests):
     """A handler in which an ack fails, as by an error in this worker."""
 
-    def acked(self, job_id: str, attempt: int) -> None:
+    def remove(self, job_id: str, attempt: int) -> None:
         raise ValueError("what nobody expected")
 
 
