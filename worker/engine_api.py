@@ -198,6 +198,19 @@ class EngineLimits:
     blocks: int
     adapter_slots: int
 
+    @classmethod
+    def of(cls, config: EngineConfig, *, blocks: int, context: int, vocab_size: int) -> EngineLimits:
+        """Return the limits of an engine whose KV cache has so many blocks, for a model with this context."""
+        return cls(
+            rows=config.rows,
+            max_tokens=min(context, blocks * config.block_size),
+            max_rank=config.max_rank,
+            vocab_size=vocab_size,
+            block_size=config.block_size,
+            blocks=blocks,
+            adapter_slots=config.adapter_slots,
+        )
+
     def __post_init__(self) -> None:
         """Raise ValueError where the KV cache cannot hold the longest sequence: the worker would claim such jobs."""
         # The last token is never an input: its keys and values are not kept.

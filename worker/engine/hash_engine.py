@@ -212,15 +212,7 @@ def _limits(model: HashModel, config: EngineConfig) -> EngineLimits:
     """Return the limits; by default the blocks hold a whole context for every row, within reason."""
     context_blocks = -(-model.context // config.block_size)
     blocks = config.kv_blocks or max(context_blocks, min(config.rows * context_blocks, 1 << 14))
-    return EngineLimits(
-        rows=config.rows,
-        max_tokens=min(model.context, blocks * config.block_size),
-        max_rank=config.max_rank,
-        vocab_size=model.vocab,
-        block_size=config.block_size,
-        blocks=blocks,
-        adapter_slots=config.adapter_slots,
-    )
+    return EngineLimits.of(config, blocks=blocks, context=model.context, vocab_size=model.vocab)
 
 
 class HashAdapterMemory:

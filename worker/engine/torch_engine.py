@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -21,15 +21,13 @@ from grammars.prover import Prover
 from worker.engine.attention.paged import KvCache, fitting_blocks
 from worker.engine.device import (
     available_bytes,
-    host_adapter_bytes,
     is_out_of_memory,
     keep_to_one_core,
     step_threads,
 )
 from worker.engine.engine import Engine
-from worker.engine.lora.adapter_memory import AdapterLayers, PackedAdapter, TorchAdapterMemory
+from worker.engine.lora.adapter_memory import AdapterLayers, PackedAdapter, adapter_cache
 from worker.engine.lora.base_layers import ModelLayers
-from worker.engine.lora.weights import AdapterWeights, read_source
 from worker.engine.model.encoding import Encoding
 from worker.engine.model.loader import LoadedModel, choose_layouts, lay_out, load_model
 from worker.engine.model.runner import Runner
@@ -140,11 +138,12 @@ def build_engine(
     loaded = choose_layouts(loaded, config.dtype)
     base = ModelLayers(loaded)
     lora = adapter_layers(loaded, config)
-    limits = _limits(loaded, config)
+    blocks = config.kv_blocks or _fitting_blocks(loaded, config)
+    limits = EngineLimits.of(config, blocks=blocks, context=loaded.context_length, vocab_size=loaded.vocab_size)
     int8 = config.kv_cache_dtype == INT8
     cache = KvCache(loaded.kv, limits.blocks, limits.block_size, loaded.dtype, loaded.device, int8=int8)
     encoding = Encoding(loaded, config.adapter_slots)
-    adapters = _adapter_cache(loaded, [lora.install, encoding.install], base, config, on_loaded)
+    adapters = adapter_cache(base, config, on_loaded, lora.install, encoding.install)
     torch.set_num_threads(step_threads(loaded.parameters, config.threads))
     chunk_sizer = ChunkSizer() if paced else None
     grammars = _grammars(loaded, on_loaded)
@@ -198,19 +197,6 @@ def _grammars(loaded: LoadedModel, on_compiled: Callable[[], None]) -> GrammarTh
     return grammars
 
 
-def _limits(loaded: LoadedModel, config: EngineConfig) -> EngineLimits:
-    blocks = config.kv_blocks or _fitting_blocks(loaded, config)
-    return EngineLimits(
-        rows=config.rows,
-        max_tokens=min(loaded.context_length, blocks * config.block_size),
-        max_rank=config.max_rank,
-        vocab_size=loaded.vocab_size,
-        block_size=config.block_size,
-        blocks=blocks,
-        adapter_slots=config.adapter_slots,
-    )
-
-
 def _fitting_blocks(loaded: LoadedModel, config: EngineConfig) -> int:
     # On CUDA the adapter slots have been allocated before this; on the CPU an empty slot takes no memory.
     available = available_bytes(loaded.device)
@@ -223,31 +209,3 @@ def _fitting_blocks(loaded: LoadedModel, config: EngineConfig) -> int:
             f"no memory is left on {loaded.device} for the KV cache; use a smaller model, fewer adapter slots or ranks"
         )
     return blocks
-
-
-def _adapter_cache(
-    loaded: LoadedModel,
-    installs: Sequence[Callable[[AdapterWeights, int], None]],
-    base: ModelLayers,
-    config: EngineConfig,
-    on_loaded: Callable[[], None],
-) -> AdapterCache[PackedAdapter]:
-    # The kernels on CUDA do not adapt embeddings and the output head.
-    adaptable = {**loaded.linears, **(loaded.ends if loaded.device.type == "cpu" else {})}
-    architecture: str = loaded.module.config.model_type
-
-    def install(weights: AdapterWeights, slot: int) -> None:
-        for into in installs:
-            into(weights, slot)
-
-    return AdapterCache[PackedAdapter](
-        config.adapter_slots,
-        TorchAdapterMemory(
-            lambda source: read_source(source, adaptable, config.max_rank, base, architecture),
-            install,
-            loaded.device,
-            loaded.dtype,
-        ),
-        LoaderThreads(on_loaded, prepare=keep_to_one_core),
-        host_adapter_bytes(config.host_adapter_bytes),
-    )

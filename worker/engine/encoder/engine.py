@@ -11,24 +11,24 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from worker.engine.device import host_adapter_bytes, is_out_of_memory, keep_to_one_core, step_threads
+from worker.engine.device import is_out_of_memory, step_threads
 from worker.engine.encoder.body import EncoderBody
 from worker.engine.encoder.loader import ClassifierHeads, LoadedEncoder, load_encoder
 from worker.engine.encoder.scheduler import EncoderScheduler
 from worker.engine.engine import Engine
 from worker.engine.linear.choice import unmeasured
 from worker.engine.linear.layouts import replace_linears
-from worker.engine.lora.adapter_memory import PackedAdapter, TorchAdapterMemory
+from worker.engine.lora.adapter_memory import PackedAdapter, adapter_cache
 from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.lora.cpu import CpuLayers
-from worker.engine.lora.weights import AdapterWeights, read_source
+from worker.engine.lora.weights import AdapterWeights
 from worker.engine.model.encoding import NO_CLASSIFIER, pooled, to_vector
 from worker.engine.scheduling.adapter_cache import AdapterCache
-from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.sequence import Sequence as Text
 from worker.engine_api import EngineConfig, EngineLimits, Failure, NewSequence, Output, SequenceRefusedError
 
@@ -148,40 +148,20 @@ def build_encoder(
     `on_progress` now and then within a step. Raises ModelUnusableError.
     """
     loaded = load_encoder(config.model, config.device, config.dtype, config.quantize)
-    base, adaptable = ModelLayers(loaded), {**loaded.linears, **loaded.ends}
+    base = ModelLayers(loaded)
     signs = _SignsOfLife(_SIGN_S, on_progress)
     runner = EncoderRunner(loaded, config.adapter_slots, config.max_rank, signs)
-    adapters = AdapterCache[PackedAdapter](
-        config.adapter_slots,
-        TorchAdapterMemory(
-            lambda source: read_source(source, adaptable, config.max_rank, base, loaded.family.model_type),
-            runner.install,
-            loaded.device,
-            loaded.dtype,
-        ),
-        LoaderThreads(on_loaded, prepare=keep_to_one_core),
-        host_adapter_bytes(config.host_adapter_bytes),
-    )
+    adapters = adapter_cache(base, config, on_loaded, runner.install)
     torch.set_num_threads(step_threads(loaded.parameters, config.threads))
-    scheduler = EncoderScheduler(_limits(loaded, config), config.rows, config.step_tokens, adapters, on_begun)
+    # Rows of two steps: the texts of the next one wait while one runs, so that no step waits for a claim.
+    two_steps = replace(config, rows=2 * config.rows)
+    # Texts keep nothing from step to step: so many blocks, always free, hold whatever comes.
+    blocks = two_steps.rows * -(-loaded.context_length // config.block_size)
+    limits = EngineLimits.of(two_steps, blocks=blocks, context=loaded.context_length, vocab_size=loaded.vocab_size)
+    scheduler = EncoderScheduler(limits, config.rows, config.step_tokens, adapters, on_begun)
     engine = EncoderEngine(scheduler, runner, adapters)
     signs.begin()
     return engine
-
-
-def _limits(loaded: LoadedEncoder, config: EngineConfig) -> EngineLimits:
-    # Rows of two steps: the texts of the next one wait while one runs, so that no step waits for a claim.
-    rows = 2 * config.rows
-    return EngineLimits(
-        rows=rows,
-        max_tokens=loaded.context_length,
-        max_rank=config.max_rank,
-        vocab_size=loaded.vocab_size,
-        block_size=config.block_size,
-        # Texts keep nothing from step to step: so many blocks, always free, hold whatever comes.
-        blocks=rows * -(-loaded.context_length // config.block_size),
-        adapter_slots=config.adapter_slots,
-    )
 
 
 class _SignsOfLife:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 from transformers.activations import ACT2FN
 
@@ -29,8 +29,9 @@ from artifacts.json_object import parse_object
 from artifacts.quantization import check_device, parse_quantization
 from worker.engine.attention import paged
 from worker.engine.device import dtype_name
+from worker.engine.lora.base_layers import LoadedBase
 from worker.engine.lora.weights import AdapterWeights
-from worker.engine.model.loader import check_memory, device_of, dtype_of, require_weights
+from worker.engine.model.loader import check_memory, device_of, dtype_of, from_pretrained
 from worker.engine.quantized.stored import QuantizedWeights
 from worker.engine_api import ModelUnusableError
 
@@ -39,26 +40,10 @@ _OWN_ATTENTION = ("deberta-v2",)
 
 
 @dataclass(frozen=True)
-class LoadedEncoder:
-    """An encoder ready to run, with its sizes.
+class LoadedEncoder(LoadedBase):
+    """An encoder ready to run."""
 
-    `ends` are the token embeddings and the head's layers, `linears` those between that adapters may change: of each
-    (in_features, out_features) by name.
-    """
-
-    module: Any
     family: EncoderFamily
-    device: torch.device
-    dtype: torch.dtype
-    context_length: int
-    vocab_size: int
-    pooling: str
-    linears: Mapping[str, tuple[int, int]]
-    ends: Mapping[str, tuple[int, int]]
-    directory: Path
-    # Number of weights of the model, and those that are quantized.
-    parameters: int
-    quantized: QuantizedWeights | None
 
     @property
     def of_tokens(self) -> dict[str, tuple[int, int]]:
@@ -93,7 +78,10 @@ def load_encoder(path: str, device: str = "cpu", dtype: str = "auto", quantize: 
     parameters, needed = model_bytes(checkpoint, inner, scheme, number.itemsize)
     check_memory(directory, needed, place, manifest.quantization or dtype_name(number))
     quantized = QuantizedWeights.of(checkpoint, inner, scheme)
-    module = _from_pretrained(directory, number, family, quantized)
+    attention = "eager" if family.model_type in _OWN_ATTENTION else paged.NAME
+    head = tuple(f"{name}." for name in family.head.modules)
+    auto = transformers.AutoModelForSequenceClassification
+    module = from_pretrained(auto, directory, number, attention, quantized, lambda name: name.startswith(head))
     if quantized is not None:
         quantized.fill(module, number, place)
     sizes = {one.name: (one.in_features, one.out_features) for one in manifest.modules}
@@ -113,29 +101,6 @@ def load_encoder(path: str, device: str = "cpu", dtype: str = "auto", quantize: 
         parameters=parameters,
         quantized=quantized,
     )
-
-
-def _from_pretrained(
-    directory: Path, dtype: torch.dtype, family: EncoderFamily, quantized: QuantizedWeights | None
-) -> nn.Module:
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        loaded: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation="eager" if family.model_type in _OWN_ATTENTION else paged.NAME,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            **(quantized.loading_options(directory) if quantized else {}),
-        )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
-    module, info = loaded
-    head = tuple(f"{name}." for name in family.head.modules)
-    require_weights(directory, info, lambda name: name.startswith(head))
-    evaluated: nn.Module = module.eval().requires_grad_(False)
-    return evaluated
 
 
 class ClassifierHeads:

@@ -17,9 +17,8 @@ from artifacts.checkpoint import read_small_file
 from artifacts.families import INT8
 from worker.engine.attention.paged import KvCache
 from worker.engine.device import step_threads
-from worker.engine.lora.adapter_memory import TorchAdapterMemory
+from worker.engine.lora.adapter_memory import adapter_memory
 from worker.engine.lora.base_layers import ModelLayers
-from worker.engine.lora.weights import read_source
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.model.runner import step_inputs
 from worker.engine.scheduling.sequence import Batch, Row
@@ -53,14 +52,7 @@ class EvaluatedModel:
 
     def use_adapter(self, directory: str) -> None:
         """Apply an adapter from now on. Raises ArtifactError where the model does not take it."""
-        loaded = self._loaded
-        adaptable = {**loaded.linears, **(loaded.ends if loaded.device.type == "cpu" else {})}
-        memory = TorchAdapterMemory(
-            lambda source: read_source(source, adaptable, self._max_rank, self._base),
-            self._lora.install,
-            loaded.device,
-            loaded.dtype,
-        )
+        memory = adapter_memory(self._base, self._max_rank, self._lora.install)
         packed = memory.read(AdapterSource(directory, directory))
         memory.install(memory.transfer(packed) if memory.transfers else packed, 0)
         self._slot = 0

@@ -19,8 +19,12 @@ from torch import Tensor
 
 from artifacts import ArtifactError
 from artifacts.revision import WEIGHTS_FILE
-from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
-from worker.engine_api import AdapterSource
+from worker.engine.device import dtype_name, host_adapter_bytes, keep_to_one_core
+from worker.engine.lora.base_layers import ModelLayers
+from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale, read_source
+from worker.engine.scheduling.adapter_cache import AdapterCache
+from worker.engine.scheduling.loader_threads import LoaderThreads
+from worker.engine_api import AdapterSource, EngineConfig
 
 # Alignment of each tensor in the buffer, in bytes: a cache line of the CPU, four times what CUDA reads at once.
 _ALIGNMENT = 64
@@ -38,7 +42,7 @@ class PackedAdapter:
 
 
 class TorchAdapterMemory:
-    """Implements worker.engine.scheduling.loader_threads.AdapterMemory for torch models.
+    """Implements worker.engine.scheduling.adapter_tiers.AdapterMemory for torch models.
 
     `read` reads an adapter from its directory, `install` puts it into a slot of the model's layers.
     """
@@ -82,6 +86,35 @@ class TorchAdapterMemory:
         return prepared.memory.nbytes
 
 
+def adapter_memory(
+    base: ModelLayers, max_rank: int, *installs: Callable[[AdapterWeights, int], None]
+) -> TorchAdapterMemory:
+    """Return the memory of a loaded model's adapters; `installs` put one into a slot."""
+    loaded = base.loaded
+    architecture: str = loaded.module.config.model_type
+
+    def read(source: AdapterSource) -> AdapterWeights:
+        return read_source(source, loaded.adaptable, max_rank, base, architecture)
+
+    def install(weights: AdapterWeights, slot: int) -> None:
+        for into in installs:
+            into(weights, slot)
+
+    return TorchAdapterMemory(read, install, loaded.device, loaded.dtype)
+
+
+def adapter_cache(
+    base: ModelLayers,
+    config: EngineConfig,
+    on_loaded: Callable[[], None],
+    *installs: Callable[[AdapterWeights, int], None],
+) -> AdapterCache[PackedAdapter]:
+    """Return the adapter cache of an engine; `on_loaded` is called from a loader thread."""
+    memory = adapter_memory(base, config.max_rank, *installs)
+    loads = LoaderThreads[PackedAdapter](on_loaded, prepare=keep_to_one_core)
+    return AdapterCache(config.adapter_slots, memory, loads, host_adapter_bytes(config.host_adapter_bytes))
+
+
 def pack_adapter(weights: AdapterWeights, dtype: torch.dtype, *, pinned: bool = False) -> PackedAdapter:
     """Copy an adapter into one host buffer. Raises ArtifactError for values that are not finite or too large."""
     tensors = weights.tensors
@@ -94,8 +127,7 @@ def pack_adapter(weights: AdapterWeights, dtype: torch.dtype, *, pinned: bool = 
         modules = (name for name, own in tensors_of.items() if not all(map(_usable, own)))
         raise ArtifactError(
             WEIGHTS_FILE,
-            f"{next(modules)} has values that are not finite, or beyond {_LARGEST:g}, in "
-            f"{str(dtype).removeprefix('torch.')}",
+            f"{next(modules)} has values that are not finite, or beyond {_LARGEST:g}, in {dtype_name(dtype)}",
         )
     return PackedAdapter(packed, memory)
 

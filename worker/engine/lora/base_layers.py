@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors
 import torch
@@ -22,36 +23,33 @@ from worker.engine.quantized.weight import AnyLinear, QuantizedEmbedding, Quanti
 _PIECE_ROWS = 4096
 
 
-class Layered(Protocol):
-    """A loaded model: `linears` and `ends` are (in_features, out_features) of layers that adapters may change."""
+@dataclass(frozen=True)
+class LoadedBase:
+    """A base model ready to run, with its sizes.
+
+    `linears` are the layers that an adapter may change, `ends` the token embeddings and the layers of its head: of each
+    (in_features, out_features) by name. `pooling` is the way in which hidden states become one vector where a request
+    does not say.
+    """
+
+    module: Any
+    device: torch.device
+    dtype: torch.dtype
+    context_length: int
+    vocab_size: int
+    pooling: str
+    linears: Mapping[str, tuple[int, int]]
+    ends: Mapping[str, tuple[int, int]]
+    directory: Path
+    # Number of the model's weights.
+    parameters: int
+    # Weights that are quantized; None where none are.
+    quantized: QuantizedWeights | None
 
     @property
-    def module(self) -> Any:
-        """Return transformers' model."""
-
-    @property
-    def linears(self) -> Mapping[str, tuple[int, int]]:
-        """Return the layers between embeddings and output head."""
-
-    @property
-    def ends(self) -> Mapping[str, tuple[int, int]]:
-        """Return the embeddings and the head's layers."""
-
-    @property
-    def device(self) -> torch.device:
-        """Return where the model is."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype that it computes in."""
-
-    @property
-    def directory(self) -> Path:
-        """Return where its files lie."""
-
-    @property
-    def quantized(self) -> QuantizedWeights | None:
-        """Return the weights that are quantized; None where none are."""
+    def adaptable(self) -> dict[str, tuple[int, int]]:
+        """Return the layers that adapters may change on this device: CUDA's kernels leave the ends as they are."""
+        return {**self.linears, **(self.ends if self.device.type == "cpu" else {})}
 
 
 class ModelLayers:
@@ -61,8 +59,8 @@ class ModelLayers:
     output of a layer. Neither the products nor the reading change anything that steps use.
     """
 
-    def __init__(self, loaded: Layered) -> None:
-        self._loaded = loaded
+    def __init__(self, loaded: LoadedBase) -> None:
+        self.loaded = loaded
         # Of quantized ones no use is made.
         self._embeddings: Tensor = loaded.module.get_input_embeddings().weight
         self._squares: dict[str, Tensor] = {}
@@ -85,7 +83,7 @@ class ModelLayers:
     @property
     def hidden_size(self) -> int:
         """Return the width of the last layer's hidden states."""
-        return hidden_size({**self._loaded.linears, **self._loaded.ends})
+        return hidden_size({**self.loaded.linears, **self.loaded.ends})
 
     @torch.inference_mode()
     def product(self, module: str, a: Tensor) -> Tensor:
@@ -93,7 +91,7 @@ class ModelLayers:
 
         For token embeddings in_features is the vocabulary: each row of a weights the tokens' embeddings.
         """
-        layer, a = self._own(module), a.to(self._loaded.device, self._loaded.dtype)
+        layer, a = self._own(module), a.to(self.loaded.device, self.loaded.dtype)
         if isinstance(layer, nn.Embedding | QuantizedEmbedding):
             return (a @ _numbers(layer.weight, a.dtype)).float().cpu()
         if isinstance(layer, AnyLinear):
@@ -115,7 +113,7 @@ class ModelLayers:
     def repeats(self, parameter: str, values: Tensor) -> bool:
         """Tell whether a parameter of the embeddings or the output head equals these values in the model's dtype."""
         module, _, kind = parameter.rpartition(".")
-        dtype, quantized = self._loaded.dtype, self._loaded.quantized
+        dtype, quantized = self.loaded.dtype, self.loaded.quantized
         if kind == "weight" and quantized is not None and quantized.has_end(module):
             return quantized.repeats(module, values, dtype)
         own = self.bias(module) if kind == "bias" else self._weight(module)
@@ -124,7 +122,7 @@ class ModelLayers:
     def _weight(self, module: str) -> Tensor:
         """Return the embeddings' weight, or the head's from its file (it may be packed), unless the two are tied."""
         layer = self._own(module)
-        files = read_checkpoint(self._loaded.directory).tensors
+        files = read_checkpoint(self.loaded.directory).tensors
         name = next((name for name in HEAD_WEIGHTS if name in files), None)
         if isinstance(layer, nn.Embedding) or name is None:
             return self._embeddings
@@ -133,7 +131,7 @@ class ModelLayers:
         return weight
 
     def _own(self, module: str) -> nn.Module:
-        layer = self._loaded.module.get_submodule(module)
+        layer = self.loaded.module.get_submodule(module)
         own: nn.Module = getattr(layer, "base", layer)  # adapted embeddings have the model's own
         return own
 

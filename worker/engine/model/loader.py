@@ -25,6 +25,7 @@ from worker.engine.attention.paged import AttentionContext, LayerCall
 from worker.engine.device import available_bytes, dtype_name, return_freed_memory
 from worker.engine.linear.choice import Choice, kind_of, measured, unmeasured
 from worker.engine.linear.layouts import packing_works, replace_linears
+from worker.engine.lora.base_layers import LoadedBase
 from worker.engine.model.architectures import check_architecture
 from worker.engine.quantized.stored import QuantizedWeights, has_tied_head
 from worker.engine.quantized.weight import QuantizedEmbedding, QuantizedLinear, is_linear
@@ -68,30 +69,12 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model ready to run, with its sizes.
+class LoadedModel(LoadedBase):
+    """A decoder ready to run."""
 
-    `linears` are the layers that an adapter may change, `ends` the token embeddings and the output head: of each
-    (in_features, out_features) by name.
-    """
-
-    module: Any
-    device: torch.device
-    dtype: torch.dtype
     end_token_ids: frozenset[int]
-    context_length: int
-    vocab_size: int
     kv: KvShape
     attention: AttentionContext
-    linears: Mapping[str, tuple[int, int]]
-    ends: Mapping[str, tuple[int, int]]
-    directory: Path
-    # Number of the model's weights.
-    parameters: int
-    # Weights that are quantized; None where none are.
-    quantized: QuantizedWeights | None
-    # Way in which hidden states become one vector where a request does not say.
-    pooling: str = "last"
     # Dtype and layouts in which it computes on the CPU; None where they were not measured.
     layouts: Choice | None = None
 
@@ -120,7 +103,9 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto", quantize: st
     check_memory(directory, needed, place, manifest.quantization or dtype_name(number))
     tied = (stored or scheme) is not None and has_tied_head(directory)
     quantized = QuantizedWeights.of(checkpoint, weights, scheme, tied=tied)
-    module = _from_pretrained(directory, number, quantized)
+    module = from_pretrained(transformers.AutoModelForCausalLM, directory, number, paged.NAME, quantized)
+    # With one, GPT-2 looks for padding in every batch, which waits for the device.
+    module.config.pad_token_id = None
     _use_plain_linears(module)
     module.to(place)
     if quantized is not None:
@@ -189,13 +174,13 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def dtype_of(wanted: str, config: Mapping[str, Any], first: TensorInfo, device: torch.device) -> torch.dtype:
+def dtype_of(asked: str, config: Mapping[str, Any], first: TensorInfo, device: torch.device) -> torch.dtype:
     """Return the dtype to compute in; "auto" is the model's own, by its config or by its first tensor.
 
     Raises ModelUnusableError.
     """
-    name = own_dtype(config, first.dtype) if wanted == "auto" else wanted
-    if wanted == "auto" and name == "float16" and device.type == "cpu":
+    name = own_dtype(config, first.dtype) if asked == "auto" else asked
+    if asked == "auto" and name == "float16" and device.type == "cpu":
         name = cpu_dtype(name, bfloat16_works=packing_works(torch.bfloat16))
         _log.warning("the model is in float16, which this CPU does not compute well: it runs in %s", name)
     if name not in DTYPE_BYTES:
@@ -216,13 +201,24 @@ def check_memory(directory: Path, needed: int, device: torch.device, kind: str) 
         )
 
 
-def _from_pretrained(directory: Path, dtype: torch.dtype, quantized: QuantizedWeights | None) -> Any:
+def from_pretrained(
+    auto: Any,
+    directory: Path,
+    dtype: torch.dtype,
+    attention: str,
+    quantized: QuantizedWeights | None,
+    unused: Callable[[str], bool] = lambda name: False,
+) -> Any:
+    """Load a model by a class of transformers; missing weights that are `unused` do not matter.
+
+    Raises ModelUnusableError, also where weights are missing: transformers would go on with random numbers.
+    """
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             directory,
             dtype=dtype,
-            attn_implementation=paged.NAME,
+            attn_implementation=attention,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -231,23 +227,11 @@ def _from_pretrained(directory: Path, dtype: torch.dtype, quantized: QuantizedWe
     except Exception as error:  # transformers raises errors of many kinds
         raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
     module, info = loaded
-    require_weights(directory, info)
-    # With one, GPT-2 looks for padding in every batch, which waits for the device.
-    module.config.pad_token_id = None
-    return module.eval().requires_grad_(False)
-
-
-def require_weights(
-    directory: Path, info: Mapping[str, Any], unused: Callable[[str], bool] = lambda name: False
-) -> None:
-    """Raise ModelUnusableError where weights are missing: transformers would go on with random numbers in their place.
-
-    `info` is what from_pretrained says of its loading. Missing weights that are `unused` do not matter.
-    """
     for problem in ("missing_keys", "mismatched_keys"):
-        found = sorted(str(key) for key in info[problem] if not unused(str(key)))
-        if found:
-            raise ModelUnusableError(f"{directory}: {problem.replace('_', ' ')} in the weights: {', '.join(found[:3])}")
+        names = sorted(str(key) for key in info[problem] if not unused(str(key)))
+        if names:
+            raise ModelUnusableError(f"{directory}: {problem.replace('_', ' ')} in the weights: {', '.join(names[:3])}")
+    return module.eval().requires_grad_(False)
 
 
 # Maximum number of parameters of a model whose layouts are not measured: that would take longer than its steps.
