@@ -32,7 +32,7 @@ _MESSAGE_S = 0.0001
 
 
 class VirtualLoads:
-    """Adapter loads that take virtual time; see worker.engine.scheduling.loader_threads.Loads."""
+    """Adapter loads that take virtual time; see LoaderThreads."""
 
     most = 4
     chance = Random(0)
@@ -42,7 +42,7 @@ class VirtualLoads:
         self._results: list[tuple[str, int | Exception]] = []
 
     def start(self, digest: str, work: Callable[[], int]) -> None:
-        """See Loads."""
+        """See LoaderThreads."""
         asyncio.get_running_loop().call_later(self.chance.uniform(*_LOAD_S), self._end, digest, work)
 
     def _end(self, digest: str, work: Callable[[], int]) -> None:
@@ -50,16 +50,16 @@ class VirtualLoads:
         self._on_ended()
 
     def has_ended(self) -> bool:
-        """See Loads."""
+        """See LoaderThreads."""
         return bool(self._results)
 
     def ended(self) -> list[tuple[str, int | Exception]]:
-        """See Loads."""
+        """See LoaderThreads."""
         results, self._results = self._results, []
         return results
 
     def close(self) -> None:
-        """See Loads."""
+        """See LoaderThreads."""
 
 
 class InlineProver:

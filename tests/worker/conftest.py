@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from worker.engine.scheduling.adapter_cache import AdapterCache
+from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine_api import AdapterSource, EngineConfig
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def run_until_idle_fixture() -> Callable[..., dict[str, list[Output]]]:
     return run_until_idle
 
 
-class GatedLoads:
+class GatedLoads(LoaderThreads[str]):
     """A real adapter cache whose loads end when the test says so. An adapter is its digest; those in `broken` fail.
 
     An adapter has as many bytes as `sizes` says, or one.
@@ -117,24 +118,24 @@ class GatedLoads:
         self.most = 2
         self.cache = AdapterCache(slots, self, self, host_bytes, **options)
 
-    # Loads
+    # LoaderThreads
 
     def start(self, digest: str, work: Callable[[], str]) -> None:
-        """See worker.engine.scheduling.loader_threads.Loads."""
+        """See LoaderThreads."""
         assert digest not in self._under_way, "one flight per adapter"
         self._under_way[digest] = work
 
     def has_ended(self) -> bool:
-        """See worker.engine.scheduling.loader_threads.Loads."""
+        """See LoaderThreads."""
         return bool(self._ended)
 
     def ended(self) -> list[tuple[str, str | Exception]]:
-        """See worker.engine.scheduling.loader_threads.Loads."""
+        """See LoaderThreads."""
         ended, self._ended = self._ended, []
         return ended
 
     def close(self) -> None:
-        """See worker.engine.scheduling.loader_threads.Loads."""
+        """See LoaderThreads."""
 
     def loading(self) -> list[str]:
         """Return the loads that are under way, oldest first."""
@@ -152,22 +153,22 @@ class GatedLoads:
     # AdapterMemory
 
     def read(self, source: AdapterSource) -> str:
-        """See worker.engine.scheduling.loader_threads.AdapterMemory."""
+        """See AdapterMemory."""
         self.reads[source.digest] += 1
         if source.digest in self.broken:
             raise OSError(f"{source.directory} is broken")
         return source.digest
 
     def transfer(self, prepared: str) -> str:
-        """See worker.engine.scheduling.loader_threads.AdapterMemory."""
+        """See AdapterMemory."""
         return prepared
 
     def install(self, prepared: str, slot: int) -> None:
-        """See worker.engine.scheduling.loader_threads.AdapterMemory."""
+        """See AdapterMemory."""
         self.installed[slot] = prepared
 
     def size(self, prepared: str) -> int:
-        """See worker.engine.scheduling.loader_threads.AdapterMemory."""
+        """See AdapterMemory."""
         return self.sizes.get(prepared, 1)
 
 

@@ -1,11 +1,11 @@
 """Adapters in three tiers: files, host memory, device slots; brought in beside the batch.
 
               loader thread                     loader thread (CUDA)        step thread, in poll
- request ──▶ wanted ──▶ loading ──▶ host tier, held ──▶ transfer ──▶ copied ──▶ resident ──pin──▶ pinned ──unpin──▶ idle
+ request ──▶ pending ─▶ loading ──▶ host tier, held ──▶ transfer ──▶ copied ──▶ resident ──pin──▶ pinned ──unpin──▶ idle
                          read()                          transfer()   install(), within the swap budget         │
                                     host tier, kept while its budget allows ◀────────── evicted ◀───────────────┘
 
-What the sequences wait for decides which adapter is next, and which one leaves: adapter_demand.py, adapter_slots.py.
+What the sequences wait for decides which adapter is next, and which one leaves: adapter_slots.py.
 
 Operators' commands bring in adapters that no sequence waits for. They are carried out one after the other, each once
 some slot is empty or has an adapter that nobody waits for: no sequence is delayed by one, and at most one adapter is
@@ -20,10 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from worker.engine.scheduling.adapter_demand import Demand, Urgency
-from worker.engine.scheduling.adapter_slots import DeviceSlots
-from worker.engine.scheduling.adapter_tiers import AdapterMemory, HostTier, Reads, Transfers, require_integrity
-from worker.engine.scheduling.loader_threads import Loads
+from worker.engine.scheduling.adapter_slots import Demand, DeviceSlots, Urgency, require_integrity
+from worker.engine.scheduling.adapter_tiers import AdapterMemory, HostTier, Reads, Transfers
+from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine_api import AdapterSource, Removal, TierStats
 
 P = TypeVar("P")
@@ -92,7 +91,7 @@ class AdapterCache(Generic[P]):
         self,
         slots: int,
         memory: AdapterMemory[P],
-        loads: Loads[P],
+        loads: LoaderThreads[P],
         host_bytes: int,
         budget: SwapBudget | None = None,
     ) -> None:
@@ -100,7 +99,7 @@ class AdapterCache(Generic[P]):
         self._memory = memory
         self._loads = loads
         self._host: HostTier[P] = HostTier(host_bytes, memory.size)
-        self._slots = DeviceSlots(slots, self.demand)
+        self.slots = DeviceSlots(slots, self.demand)
         self._budget = budget or SwapBudget()
         self._transfers = Transfers(memory, loads)
         self._reads = Reads(memory, loads, self._host, self._transfers, self.demand)
@@ -127,34 +126,26 @@ class AdapterCache(Generic[P]):
         self._drop_request(digest)
         self._reads.feed()
 
-    def slot_of(self, digest: str) -> int | None:
-        """Return an adapter's slot, or None where it can't be pinned now: not resident, or draining."""
-        return self._slots.slot_of(digest)
-
-    def pin(self, digest: str) -> int:
-        """Keep an adapter in its slot until as many unpins. Raises KeyError where it is not resident."""
-        return self._slots.pin(digest)
-
     def unpin(self, digest: str) -> None:
         """Undo one pin. Raises ValueError where there is none."""
-        self._slots.unpin(digest)
+        self.slots.unpin(digest)
         self._host.touch(digest)
 
     def warm_adapter(self, source: AdapterSource) -> None:
         """Bring an adapter into a slot when one can be had; one that can't be loaded is forgotten."""
-        if source.digest not in self._slots:
+        if source.digest not in self.slots:
             self._commands[source.digest] = source
 
     def pin_adapter(self, source: AdapterSource) -> None:
         """Bring an adapter into a slot and keep it there. Raises ValueError where no slot would be left for others."""
-        self._slots.keep(source.digest)
-        if source.digest in self._slots.draining:
+        self.slots.keep(source.digest)
+        if source.digest in self.slots.draining:
             self._spare(source.digest)
         self.warm_adapter(source)
 
     def unpin_adapter(self, digest: str) -> None:
         """Undo pin_adapter: the adapter may leave like any other, and a command not yet begun is forgotten."""
-        self._slots.kept.pop(digest, None)
+        self.slots.kept.pop(digest, None)
         self._commands.pop(digest, None)
 
     def forget_others(self, kept: Container[str]) -> Removal:
@@ -163,31 +154,26 @@ class AdapterCache(Generic[P]):
         for digest in [digest for digest in self._host.kept_digests if digest not in kept]:
             self._host.drop(digest)
             removed += 1
-        for digest in [digest for digest in self._slots.digests if digest not in kept]:
-            dropped = self._slots.drop(digest)
+        for digest in [digest for digest in self.slots.digests if digest not in kept]:
+            dropped = self.slots.drop(digest)
             removed, left = removed + dropped, left + (not dropped)
-        coming = {*self._commands, *self._reads.wanted, *self._reads.loading, *self._host.held_digests}
-        return Removal(removed, left + sum(one not in kept and one not in self._slots for one in coming))
-
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """Return the digests of the adapters that operators keep, also of those that are not there yet."""
-        return tuple(self._slots.kept)
+        coming = {*self._commands, *self._reads.pending, *self._reads.loading, *self._host.held_digests}
+        return Removal(removed, left + sum(one not in kept and one not in self.slots for one in coming))
 
     def poll(self, *, busy: bool = False) -> Arrivals:
         """Put what has been loaded into slots, the most urgent first; `busy`: sequences run, which that delays."""
         while self._may_command():
             digest = next(iter(self._commands))
             source = self._commands.pop(digest)
-            if digest not in self._slots:
+            if digest not in self.slots:
                 self._under_way = digest
                 self.request(source)
-        self._slots.now += 1
+        self.slots.now += 1
         self._budget.begin_poll(busy=busy)
         if self._loads.has_ended():
             for digest, result in self._loads.ended():
                 self._take(digest, result)
-        if (lacking := self._lacking()) or self._slots.draining:
+        if (lacking := self._lacking()) or self.slots.draining:
             self._install_waiting(lacking)
         self._reads.feed()
         arrivals = Arrivals(tuple(self._arrived), tuple(self._failed))
@@ -199,36 +185,21 @@ class AdapterCache(Generic[P]):
         if self._loads.has_ended():
             return True
         # A slot that has drained goes to the adapter it drained for, or takes pins again.
-        if any(map(self._slots.idle, self._slots.draining)) and not self._transfers.any_under_way:
+        if any(map(self.slots.idle, self.slots.draining)) and not self._transfers.any_under_way:
             return True
-        movable = (digest not in self._slots and self._transfers.can_move(digest) for digest in self._lacking())
-        return (any(movable) and self._slots.has_room()) or self._may_command()
-
-    @property
-    def used(self) -> int:
-        """Return how many slots have an adapter."""
-        return self._slots.used
-
-    @property
-    def pinned(self) -> int:
-        """Return how many slots are pinned."""
-        return self._slots.pinned
-
-    @property
-    def resident(self) -> tuple[str, ...]:
-        """Return the digests of the adapters in the slots."""
-        return self._slots.digests
+        movable = (digest not in self.slots and self._transfers.can_move(digest) for digest in self._lacking())
+        return (any(movable) and self.slots.has_room()) or self._may_command()
 
     @property
     def tiers(self) -> TierStats:
         """Return what the tiers hold now."""
-        slots, host, loading = self._slots, self._host, len(self._reads.loading)
+        slots, host, loading = self.slots, self._host, len(self._reads.loading)
         return TierStats(slots.loads, slots.swaps, self._load_failures, loading, host.bytes, slots.bytes)
 
     def check(self, pins: Mapping[str, int]) -> None:
         """Raise AdapterIntegrityError unless tiers, slots, requests and demand agree, and exactly `pins` are held."""
         self._host.check()
-        self._slots.check(pins)
+        self.slots.check(pins)
         # Nobody waits for what the next poll returns.
         settled = {*self._arrived, *(digest for digest, _ in self._failed)}
         wanted = self._requested() - settled
@@ -249,7 +220,7 @@ class AdapterCache(Generic[P]):
 
     def _may_command(self) -> bool:
         """Tell whether a command may begin."""
-        return self._under_way is None and bool(self._commands) and self._slots.has_room()
+        return self._under_way is None and bool(self._commands) and self.slots.has_room()
 
     def _take(self, digest: str, result: P | Exception) -> None:
         requested = self._end_load(digest, result)
@@ -258,8 +229,8 @@ class AdapterCache(Generic[P]):
                 self._under_way = None
             if requested:
                 self._host.let_go(digest)
-                if digest in self._slots:  # it drains; sequences that wait for it can use it as it is
-                    self._slots.draining.pop(digest, None)
+                if digest in self.slots:  # it drains; sequences that wait for it can use it as it is
+                    self.slots.draining.pop(digest, None)
                     self._arrived.append(digest)
                 else:
                     self._fail(digest, result)
@@ -291,7 +262,7 @@ class AdapterCache(Generic[P]):
         first = room = True
         for digest in lacking:
             urgency = self.demand.urgency(digest)
-            if digest in self._slots:  # it drains for another one
+            if digest in self.slots:  # it drains for another one
                 if urgency is Urgency.OVERDUE and not starved:
                     self._spare(digest)
                 continue
@@ -300,14 +271,14 @@ class AdapterCache(Generic[P]):
             prepared = self._transfers.installable(digest, self._host.held(digest), first=first)
             first = False
             allowed = self._budget.allows() or urgency is Urgency.OVERDUE
-            slot = self._slots.claim_slot(digest) if prepared is not None and allowed else None
+            slot = self.slots.claim_slot(digest) if prepared is not None and allowed else None
             if prepared is not None and slot is not None:
                 self._put(digest, prepared, slot)
                 continue
             room = room and prepared is None
-            if urgency is not Urgency.CALM and not self._slots.has_room():
+            if urgency is not Urgency.CALM and not self.slots.has_room():
                 starved.append(digest)
-        for digest in self._slots.drain(starved):
+        for digest in self.slots.drain(starved):
             self._spare(digest)
 
     def _put(self, digest: str, prepared: P, slot: int) -> None:
@@ -315,16 +286,16 @@ class AdapterCache(Generic[P]):
             with self._budget.spending():
                 self._memory.install(prepared, slot)
         except Exception as error:  # any: it belongs to this adapter alone
-            self._slots.return_slot(slot)
+            self.slots.return_slot(slot)
             self._fail(digest, error)
         else:
-            self._slots.occupy(digest, slot, self._memory.size(prepared))
+            self.slots.occupy(digest, slot, self._memory.size(prepared))
             self._arrived.append(digest)
         self._drop_request(digest)
 
     def _spare(self, digest: str) -> None:
         """Let a draining slot take pins again."""
-        self._slots.draining.pop(digest, None)
+        self.slots.draining.pop(digest, None)
         if self.demand.parked(digest):
             self._drop_request(digest)
             self._arrived.append(digest)

@@ -8,23 +8,13 @@ from functools import partial
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
-from worker.engine.scheduling.adapter_demand import WINDOW, Demand
-from worker.engine.scheduling.loader_threads import Loads
+from worker.engine.scheduling.adapter_slots import WINDOW, Demand, require_integrity
+from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine_api import AdapterSource
 
 P = TypeVar("P")
 # Maximum number of copies on the device that wait for a slot, whatever the host budget says: they are held twice.
 MAX_AHEAD = 2
-
-
-class AdapterIntegrityError(Exception):
-    """The parts of the adapter cache do not agree; going on would compute sequences with the wrong adapter."""
-
-
-def require_integrity(holds: bool, message: str) -> None:
-    """Raise AdapterIntegrityError with the message unless `holds`."""
-    if not holds:
-        raise AdapterIntegrityError(message)
 
 
 class AdapterMemory(Protocol[P]):
@@ -57,7 +47,7 @@ class HostTier(Generic[P]):
         self.budget = budget
         self._size = size
         self._held: dict[str, P] = {}
-        # Nobody waits for these; least recently used first.
+        # Adapters that no sequence waits for; least recently used first.
         self._kept: OrderedDict[str, P] = OrderedDict()
         self.bytes = 0
         self.held_bytes = 0
@@ -134,10 +124,10 @@ class HostTier(Generic[P]):
 class Transfers(Generic[P]):
     """Copies of adapters to the device, beside the batch; where memory needs no transfer, there are none."""
 
-    def __init__(self, memory: AdapterMemory[P], loads: Loads[P]) -> None:
+    def __init__(self, memory: AdapterMemory[P], loads: LoaderThreads[P]) -> None:
         self._memory = memory
         self._loads = loads
-        # None while the copy is under way.
+        # A copy that is not complete yet is None.
         self._copies: dict[str, P | None] = {}
 
     def __len__(self) -> int:
@@ -192,7 +182,12 @@ class Reads(Generic[P]):
     """Adapters on their way from files to host memory, by digest."""
 
     def __init__(
-        self, memory: AdapterMemory[P], loads: Loads[P], host: HostTier[P], transfers: Transfers[P], demand: Demand
+        self,
+        memory: AdapterMemory[P],
+        loads: LoaderThreads[P],
+        host: HostTier[P],
+        transfers: Transfers[P],
+        demand: Demand,
     ) -> None:
         self._memory = memory
         self._loads = loads
@@ -200,7 +195,7 @@ class Reads(Generic[P]):
         self._transfers = transfers
         self._demand = demand
         # Adapters whose read has not begun.
-        self.wanted: dict[str, AdapterSource] = {}
+        self.pending: dict[str, AdapterSource] = {}
         # Adapters that are being read, and whether they are still requested.
         self.loading: dict[str, bool] = {}
         self._oldest_next = False
@@ -209,19 +204,19 @@ class Reads(Generic[P]):
     @property
     def requested(self) -> list[str]:
         """Return the digests of the adapters that are still requested."""
-        return [*self.wanted, *(digest for digest, requested in self.loading.items() if requested)]
+        return [*self.pending, *(digest for digest, requested in self.loading.items() if requested)]
 
     def request(self, source: AdapterSource) -> None:
         """Read an adapter as soon as there is room for it."""
         if source.digest in self.loading:
             self.loading[source.digest] = True
         else:
-            self.wanted[source.digest] = source
+            self.pending[source.digest] = source
             self.feed()
 
     def drop_request(self, digest: str) -> None:
         """Forget an adapter; one that is being read is kept in host memory, though not held."""
-        self.wanted.pop(digest, None)
+        self.pending.pop(digest, None)
         if digest in self.loading:
             self.loading[digest] = False
 
@@ -229,19 +224,19 @@ class Reads(Generic[P]):
         """Start reads while a loader is free and host memory has room."""
         # Keep loaders free for copies to the device: slow files must not delay adapters that are in memory.
         most = self._loads.most - self._memory.transfers
-        while self.wanted and (ahead := len(self.loading) + 1) <= most:
+        while self.pending and (ahead := len(self.loading) + 1) <= most:
             # A reservation of the largest so far for each load: it ends with the load, whatever comes of that.
             if not self._host.has_room_for(ahead, self._largest, MAX_AHEAD):
                 return
             # An adapter whose copy nobody waits for any more is read again once that copy has ended.
-            window = [digest for digest in islice(self.wanted, WINDOW) if digest not in self._transfers]
+            window = [digest for digest in islice(self.pending, WINDOW) if digest not in self._transfers]
             if not window:
                 return
             # By turns the adapter for which most wait and the one that was requested first, so that none starves.
             digest = window[0] if self._oldest_next else max(window, key=self._demand.waiting_for)
             self._oldest_next = not self._oldest_next
             self.loading[digest] = True
-            self._loads.start(digest, partial(self._memory.read, self.wanted.pop(digest)))
+            self._loads.start(digest, partial(self._memory.read, self.pending.pop(digest)))
 
     def end(self, digest: str, result: P | Exception) -> bool:
         """Put what a read has returned into host memory; return whether the adapter is still requested."""

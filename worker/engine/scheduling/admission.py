@@ -79,7 +79,7 @@ def _last_first(sequence: Sequence) -> tuple[int, int]:
 class WaitingSequences:
     """Sequences that do not run yet: ready ones by tenant and rank, parked ones by the adapter they wait for.
 
-    Sequences may pass one whose adapter is not in a slot; adapter_demand.py bounds how many.
+    Sequences may pass one whose adapter is not in a slot; adapter_slots.py bounds how many.
     """
 
     def __init__(self, adapters: AdapterCache[Any], shares: RowShares) -> None:
@@ -113,7 +113,7 @@ class WaitingSequences:
             self._make_ready(sequence)
             return
         self._demand.enter(sequence, adapter.digest)
-        there = self._adapters.slot_of(adapter.digest) is not None
+        there = self._adapters.slots.slot_of(adapter.digest) is not None
         if sequence.cached_tokens is None:  # else it ran before
             self.hits += there
             self.misses += not there
@@ -132,7 +132,7 @@ class WaitingSequences:
             if sequence is None:
                 return None
             adapter = sequence.spec.adapter
-            if adapter is None or self._adapters.slot_of(adapter.digest) is not None:
+            if adapter is None or self._adapters.slots.slot_of(adapter.digest) is not None:
                 return sequence
             # Its adapter was evicted since it became ready.
             self._unready(sequence)
@@ -153,7 +153,7 @@ class WaitingSequences:
         sequence.move_to(SequenceState.RUNNING)
         adapter = sequence.spec.adapter
         if adapter:
-            sequence.adapter_slot = self._adapters.pin(adapter.digest)
+            sequence.adapter_slot = self._adapters.slots.pin(adapter.digest)
             self._demand.leave(sequence, adapter.digest)
         self._demand.admitted()
 

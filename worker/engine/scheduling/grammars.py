@@ -18,7 +18,7 @@ from grammars import GrammarError
 from grammars.build import choices_grammar, grammar_digest
 from grammars.matching import Vocabulary, compile_grammar, plain_error
 from grammars.prover import Prover, ProverBusyError
-from worker.engine.scheduling.loader_threads import Loads
+from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine_api import Failure, NewSequence, Removal
 
 # Imported by the first grammar: see grammars.matching.
@@ -162,7 +162,7 @@ class GrammarThread:
     """
 
     def __init__(
-        self, vocabulary: Callable[[], Vocabulary], prover: Callable[[], Prover], loads: Loads[_Ended]
+        self, vocabulary: Callable[[], Vocabulary], prover: Callable[[], Prover], loads: LoaderThreads[_Ended]
     ) -> None:
         self._read_vocabulary = vocabulary
         self._make_prover = prover

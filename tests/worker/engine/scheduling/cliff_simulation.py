@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from options import StoppingParams
 from worker.engine.scheduling.adapter_cache import AdapterCache, SwapBudget
+from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Batch
 from worker.engine_api import AdapterSource, EngineLimits, NewSequence
@@ -22,13 +23,13 @@ LENGTHS = (8, 64)
 MEAN_TOKENS = (LENGTHS[0] + LENGTHS[1] - 1) / 2
 
 
-class VirtualMemory:
+class VirtualMemory(LoaderThreads[str]):
     """Adapter memory and loads that take virtual time. An adapter is its digest and has one byte."""
 
     transfers = False
-    most = 4
 
     def __init__(self) -> None:
+        self.most = 4
         self.now = 0.0
         self._under_way: list[tuple[float, str, Callable[[], str]]] = []
 

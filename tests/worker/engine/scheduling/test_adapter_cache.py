@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from worker.engine.scheduling import adapter_demand as demand
+from worker.engine.scheduling import adapter_slots as demand
 from worker.engine.scheduling.adapter_cache import AdapterCache, SwapBudget
-from worker.engine.scheduling.adapter_demand import PASSED_OVER_MOST
-from worker.engine.scheduling.adapter_slots import MINIMUM_RESIDENCE
+from worker.engine.scheduling.adapter_slots import MINIMUM_RESIDENCE, PASSED_OVER_MOST
 from worker.engine.scheduling.admission import RowShares, WaitingSequences
 from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.sequence import Sequence
@@ -97,7 +96,7 @@ def test_the_least_recently_used_unpinned_adapter_goes(room: Room) -> None:
     room.end("b")
     room.end("a")
     room.run("c")
-    assert set(room.cache.resident) == {"a", "c"}
+    assert set(room.cache.slots.digests) == {"a", "c"}
     assert room.cache.tiers.swaps == 1
 
 
@@ -111,7 +110,7 @@ def test_a_load_waits_while_all_slots_are_pinned(room: Room) -> None:
     room.end("a")
     assert room.cache.has_work()
     assert room.poll() == ("c",)
-    assert set(room.cache.resident) == {"b", "c"}
+    assert set(room.cache.slots.digests) == {"b", "c"}
 
 
 def test_an_adapter_for_which_somebody_waits_is_not_evicted(room: Room) -> None:
@@ -126,7 +125,7 @@ def test_an_adapter_for_which_somebody_waits_is_not_evicted(room: Room) -> None:
     assert first is not None
     room.end("a")
     assert room.poll() == ("c",)
-    assert set(room.cache.resident) == {"b", "c"}
+    assert set(room.cache.slots.digests) == {"b", "c"}
 
 
 def test_the_adapter_for_which_most_wait_is_next(room: Room) -> None:
@@ -150,8 +149,8 @@ def test_a_slot_drains_for_one_that_was_passed_over(room: Room) -> None:
         room.poll()
         room.run("b")
     room.poll()
-    assert room.cache.slot_of("a") is None
-    assert room.cache.slot_of("b") is not None
+    assert room.cache.slots.slot_of("a") is None
+    assert room.cache.slots.slot_of("b") is not None
     later = room.wait("a")
     room.poll()
     assert later in room.waiting.parked_for("a")
@@ -177,9 +176,9 @@ def test_nobody_is_passed_over_more_often_than_the_bound(room: Room, monkeypatch
         room.poll()
         admitted += 1
     assert admitted == 5
-    drained = [digest for digest in ("a", "b") if room.cache.slot_of(digest) is None]
+    drained = [digest for digest in ("a", "b") if room.cache.slots.slot_of(digest) is None]
     assert len(drained) == 1
-    while room.cache._slots._resident[drained[0]].pins:
+    while room.cache.slots._resident[drained[0]].pins:
         room.end(drained[0])
     assert room.poll() == ("c",)
     assert room.admit() is passed_over
@@ -193,7 +192,7 @@ def test_an_evicted_adapter_comes_back_without_being_read(room: Room) -> None:
     for digest in ("a", "b", "c"):
         room.run(digest)
         room.end(digest)
-    assert "a" not in room.cache.resident
+    assert "a" not in room.cache.slots.digests
     sequence = room.wait("a")
     assert not room.loads.loading()
     assert room.cache.has_work()
@@ -242,7 +241,7 @@ def test_what_nobody_waits_for_is_not_read_and_takes_no_slot(room: Room) -> None
     while room.loads.loading():
         room.loads.finish_load()
         room.poll()
-    assert room.cache.resident == ("d",)
+    assert room.cache.slots.digests == ("d",)
     # The two that were under way are kept: they may be wanted again.
     assert room.loads.reads == {"a": 1, "b": 1, "d": 1}
     assert room.cache.tiers.host_bytes == 3
@@ -287,7 +286,7 @@ def test_a_failed_install_frees_its_slot(make_room: Callable[..., Room], monkeyp
     assert len(room.waiting) == 0
     assert room.cache.tiers.load_failures == 1
     room.run("b")
-    assert room.cache.resident == ("b",)
+    assert room.cache.slots.digests == ("b",)
 
 
 def test_threads_go_on_beside_one_that_hangs() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers
 
 from tests.worker.engine.scheduling.test_adapter_walk import PASSED_OVER_MOST, SIZES, SLOTS, Walk
-from worker.engine.scheduling import adapter_demand
-from worker.engine.scheduling.adapter_tiers import AdapterIntegrityError
+from worker.engine.scheduling import adapter_slots
+from worker.engine.scheduling.adapter_slots import AdapterIntegrityError
 from worker.engine_api import AdapterSource
 
 
@@ -21,7 +21,7 @@ from worker.engine_api import AdapterSource
 def test_random_operations_leave_all_parts_in_agreement(
     gated_loads: Any, transfers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_demand, "PASSED_OVER_MOST", PASSED_OVER_MOST)
+    monkeypatch.setattr(adapter_slots, "PASSED_OVER_MOST", PASSED_OVER_MOST)
 
     @settings(max_examples=60, deadline=None, derandomize=True, database=None)
     @given(seed=integers(0, 1 << 32), operations=integers(1, 120))
@@ -44,19 +44,19 @@ def walked(gated_loads: Any, seed: int, operations: int, *, transfers: bool = Fa
 
 
 def lose_a_slot(cache: Any) -> None:
-    cache._slots._free = cache._slots._free[1:] or [0]
+    cache.slots._free = cache.slots._free[1:] or [0]
 
 
 def drain_nothing(cache: Any) -> None:
-    cache._slots.draining["nobody"] = None
+    cache.slots.draining["nobody"] = None
 
 
 def forget_an_idle_one(cache: Any) -> None:
-    cache._slots._idle.clear()
+    cache.slots._idle.clear()
 
 
 def miscount_slots(cache: Any) -> None:
-    cache._slots.bytes += 1
+    cache.slots.bytes += 1
 
 
 def miscount_host_memory(cache: Any) -> None:
@@ -72,7 +72,7 @@ def hold_for_nobody(cache: Any) -> None:
 
 
 def want_for_nobody(cache: Any) -> None:
-    cache._reads.wanted["adapter 3"] = AdapterSource("adapter 3", "/")
+    cache._reads.pending["adapter 3"] = AdapterSource("adapter 3", "/")
 
 
 def copy_what_is_not_held(cache: Any) -> None:
@@ -98,7 +98,7 @@ def test_accounts_that_contradict_each_other_are_an_error(gated_loads: Any, spoi
     loads.finish_load("adapter 1")
     idle.poll(busy=False)
     cache.check({})
-    assert "adapter 1" in cache.resident
+    assert "adapter 1" in cache.slots.digests
     spoil(cache)
     with pytest.raises(AdapterIntegrityError):
         cache.check({})

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from worker.engine.scheduling import adapter_demand as demand
+from worker.engine.scheduling import adapter_slots as demand
 from worker.engine.scheduling.adapter_cache import SwapBudget
-from worker.engine.scheduling.adapter_demand import Urgency
+from worker.engine.scheduling.adapter_slots import Urgency
 from worker.engine.scheduling.admission import RowShares, WaitingSequences
 from worker.engine.scheduling.sequence import Sequence
 from worker.engine_api import AdapterSource, NewSequence
@@ -111,7 +111,7 @@ class Walk:
         arrivals = self.cache.poll(busy=busy)
         for digest in arrivals.arrived:
             # Sequences that come to the head ask again for an adapter whose slot a starved one took.
-            assert self.cache.slot_of(digest) is not None or self.starved
+            assert self.cache.slots.slot_of(digest) is not None or self.starved
             assert self.waiting.parked_for(digest), "an adapter for nobody"
             self.waiting.arrived(digest)
         for digest, error in arrivals.failed:
@@ -151,7 +151,7 @@ class Walk:
         return Counter(sequence.spec.adapter.digest for sequence in self.running if sequence.spec.adapter)
 
     def check_slots(self) -> None:
-        slots = self.cache._slots
+        slots = self.cache.slots
         for sequence in self.running:
             if sequence.spec.adapter:
                 digest = sequence.spec.adapter.digest
@@ -159,10 +159,10 @@ class Walk:
                 assert slots._resident[digest].slot == sequence.adapter_slot
         held = [resident.slot for resident in slots._resident.values()] + slots._free
         assert sorted(held) == list(range(SLOTS)), "a slot was lost or is held twice"
-        assert self.cache.used == len(self.cache.resident) == len(slots._resident)
+        assert self.cache.slots.used == len(self.cache.slots.digests) == len(slots._resident)
         pins = self.pins
         assert {digest: resident.pins for digest, resident in slots._resident.items() if resident.pins} == pins
-        assert self.cache.pinned == len(pins)
+        assert self.cache.slots.pinned == len(pins)
         assert slots.draining.keys() <= slots._resident.keys()
 
     def check_bytes(self) -> None:
@@ -171,7 +171,7 @@ class Walk:
         assert host.held_bytes == sum(map(SIZES.__getitem__, host._held))
         assert host.bytes == host.held_bytes + sum(map(SIZES.__getitem__, host._kept)) == self.cache.tiers.host_bytes
         assert host.bytes <= max(host.budget, host.held_bytes)
-        assert self.cache.tiers.device_bytes == sum(map(SIZES.__getitem__, self.cache.resident))
+        assert self.cache.tiers.device_bytes == sum(map(SIZES.__getitem__, self.cache.slots.digests))
         largest = max(SIZES.values())
         assert host.held_bytes <= max(host.budget + largest, 2 * largest) + len(self.cache._reads.loading) * largest
 
@@ -181,7 +181,7 @@ class Walk:
         assert parked == cache.demand._parked.keys()
         assert cache._host._held.keys() == set(cache.demand.lacking)
         loading = {digest for digest, wanted in cache._reads.loading.items() if wanted}
-        stages = [*cache._reads.wanted, *loading, *cache._host._held]
+        stages = [*cache._reads.pending, *loading, *cache._host._held]
         assert Counter(stages) == Counter(parked), "who waits for an adapter waits for exactly one thing"
         # A thread is left to bring to the device what is in memory.
         assert len(cache._reads.loading) <= self.loads.most - self.loads.transfers
@@ -197,9 +197,9 @@ class Walk:
             self.end()
             self.check()
         cache, reads = self.cache, self.cache._reads
-        left = [self.waits, self.running, self.loads.loading(), reads.wanted, reads.loading, cache._transfers]
+        left = [self.waits, self.running, self.loads.loading(), reads.pending, reads.loading, cache._transfers]
         assert list(map(len, left)) == [0] * len(left)
-        assert (cache._host.held_bytes, cache.pinned, cache.has_work()) == (0, 0, False)
+        assert (cache._host.held_bytes, cache.slots.pinned, cache.has_work()) == (0, 0, False)
         assert self.cache.demand._waiting == self.cache.demand._parked == self.cache.demand._carried == {}
 
 

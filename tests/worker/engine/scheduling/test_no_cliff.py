@@ -17,7 +17,7 @@ from tests.worker.engine.scheduling.cliff_simulation import (
     Result,
     Simulation,
 )
-from worker.engine.scheduling.adapter_demand import PASSED_OVER_MOST
+from worker.engine.scheduling.adapter_slots import PASSED_OVER_MOST
 
 SEED = 7
 REQUESTS = 900

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from worker.engine.scheduling.adapter_cache import AdapterCache
-from worker.engine.scheduling.adapter_demand import PASSED_OVER_MOST
+from worker.engine.scheduling.adapter_slots import PASSED_OVER_MOST
 from worker.engine.scheduling.admission import RowShares, WaitingSequences
 from worker.engine.scheduling.sequence import Sequence
 from worker.engine_api import AdapterSource, NewSequence, Removal
@@ -53,8 +53,8 @@ def test_a_warm_adapter_is_there_before_anybody_asks(make_loads: Callable[..., A
     assert loads.cache.has_work()
     assert settle(loads) == ("a", "b", "c", "d")
     # The last one took the place of the first, which nobody had asked for.
-    assert set(loads.cache.resident) == {"b", "c", "d"}
-    assert (loads.cache.pinned, loads.cache.kept, loads.reads.total()) == (0, (), 5)
+    assert set(loads.cache.slots.digests) == {"b", "c", "d"}
+    assert (loads.cache.slots.pinned, loads.cache.slots.kept, loads.reads.total()) == (0, {}, 5)
 
 
 @pytest.mark.parametrize("transfers", [False, True])
@@ -71,12 +71,12 @@ def test_a_kept_adapter_stays_whoever_waits(make_loads: Callable[..., Any], tran
         assert waiting.head(8) is sequence
         waiting.take(sequence)
         cache.unpin(f"other {number % 7}")
-    assert cache.slot_of("kept") is not None
+    assert cache.slots.slot_of("kept") is not None
     assert loads.reads["kept"] == 1
     cache.unpin_adapter("kept")
     cache.warm_adapter(source("another"))
     settle(loads)
-    assert "kept" not in cache.resident
+    assert "kept" not in cache.slots.digests
 
 
 def test_one_slot_is_left_for_others(make_loads: Callable[..., Any]) -> None:
@@ -88,8 +88,8 @@ def test_one_slot_is_left_for_others(make_loads: Callable[..., Any]) -> None:
     loads.cache.unpin_adapter("a")
     loads.cache.pin_adapter(source("c"))
     settle(loads)
-    assert set(loads.cache.resident) >= {"b", "c"}
-    assert loads.cache.kept == ("b", "c")
+    assert set(loads.cache.slots.digests) >= {"b", "c"}
+    assert loads.cache.slots.kept == {"b": None, "c": None}
 
 
 def test_an_order_waits_for_a_slot_that_nobody_wants(make_loads: Callable[..., Any]) -> None:
@@ -109,7 +109,7 @@ def test_an_order_waits_for_a_slot_that_nobody_wants(make_loads: Callable[..., A
     waiting.take(sequence)
     cache.unpin("a")
     assert settle(loads) == ("kept",)
-    assert set(cache.resident) == {"b", "kept"}
+    assert set(cache.slots.digests) == {"b", "kept"}
 
 
 class Walk:
@@ -128,8 +128,8 @@ class Walk:
         self.chance.choice([*come, *go, self.poll])()
         if self.purges.random() < 0.005:
             self.forget()
-        self.stayed = {one for one in self.stayed | set(self.cache.resident) if one in self.cache.kept}
-        assert self.stayed <= set(self.cache.resident), "a kept one was evicted"
+        self.stayed = {one for one in self.stayed | set(self.cache.slots.digests) if one in self.cache.slots.kept}
+        assert self.stayed <= set(self.cache.slots.digests), "a kept one was evicted"
         self.cache.check(Counter(self.running))
 
     def source(self) -> AdapterSource:
@@ -161,7 +161,7 @@ class Walk:
         one = self.source()
         if self.chance.random() < 0.5:
             self.cache.warm_adapter(one)
-        elif len(self.cache.kept) < SLOTS - 1 or one.digest in self.cache.kept:
+        elif len(self.cache.slots.kept) < SLOTS - 1 or one.digest in self.cache.slots.kept:
             self.cache.pin_adapter(one)
 
     def let_go(self) -> None:
@@ -175,9 +175,9 @@ class Walk:
         kept = set(self.purges.sample("abcdefgh", 4))
         found = self.cache.forget_others(kept)
         assert self.cache.forget_others(kept) == Removal(0, found.left)
-        used = {*self.running, *self.cache.kept}
+        used = {*self.running, *self.cache.slots.kept}
         used.update(sequence.spec.adapter.digest for sequence in self.waits if sequence.spec.adapter)
-        assert set(self.cache.resident) <= kept | used, "one that nobody uses was left"
+        assert set(self.cache.slots.digests) <= kept | used, "one that nobody uses was left"
 
     def poll(self) -> None:
         arrivals = self.cache.poll()
@@ -193,7 +193,7 @@ class Walk:
             self.leave()
         while self.running:
             self.end()
-        for digest in self.cache.kept:
+        for digest in list(self.cache.slots.kept):
             self.cache.unpin_adapter(digest)
         settle(self.loads)
 
@@ -209,5 +209,5 @@ def test_orders_beside_sequences_leave_nothing_behind(
         walk.step()
     walk.finish()
     cache = walk.cache
-    assert (cache.pinned, cache._host.held_bytes, cache._under_way, len(cache._transfers)) == (0, 0, None, 0)
+    assert (cache.slots.pinned, cache._host.held_bytes, cache._under_way, len(cache._transfers)) == (0, 0, None, 0)
     assert cache.tiers.swaps > 50

@@ -11,7 +11,7 @@ import pytest
 
 from options import SamplingParams, StoppingParams
 from tests.worker.engine.scheduling.paged_model import LIMITS, VOCAB, PagedModel, oracle
-from worker.engine.scheduling import adapter_demand as demand
+from worker.engine.scheduling import adapter_slots as demand
 from worker.engine_api import AdapterSource, Failure, NewSequence
 
 # Number of walks of each scheduler, and of operations of each walk.
