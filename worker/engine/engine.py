@@ -4,47 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from worker.engine.scheduling.adapter_cache import AdapterCache
-from worker.engine.scheduling.blocks import BlockManager
 from worker.engine.scheduling.grammars import GrammarThread
+from worker.engine.scheduling.scheduler import SequenceScheduler
 from worker.engine_api import AdapterSource, EngineLimits, EngineStats, NewSequence, Output, Removal
 
-
-class Schedules(Protocol):
-    """A scheduler, as far as every engine uses it in the same way; the methods are those of Engine."""
-
-    def add_sequence(self, spec: NewSequence) -> None:
-        """See Engine."""
-
-    def abort(self, sequence_id: str) -> None:
-        """See Engine."""
-
-    def has_work(self) -> bool:
-        """See Engine."""
-
-    @property
-    def blocks(self) -> BlockManager | None:
-        """Return the KV cache's blocks; None without a KV cache."""
-
-    def stats(self) -> EngineStats:
-        """See Engine."""
-
-    def check(self) -> None:
-        """See Engine."""
-
-
-S = TypeVar("S", bound=Schedules)
+S = TypeVar("S", bound=SequenceScheduler)
 
 
 class Engine(ABC, Generic[S]):
     """Serves one base model: a scheduler manages its sequences, a cache its adapters."""
 
-    def __init__(
-        self, limits: EngineLimits, scheduler: S, adapters: AdapterCache[Any], grammars: GrammarThread | None = None
-    ) -> None:
-        self._limits = limits
+    def __init__(self, scheduler: S, adapters: AdapterCache[Any], grammars: GrammarThread | None = None) -> None:
         self._scheduler = scheduler
         self._adapters = adapters
         self._grammars = grammars
@@ -52,7 +25,7 @@ class Engine(ABC, Generic[S]):
     @property
     def limits(self) -> EngineLimits:
         """Return what the engine can take."""
-        return self._limits
+        return self._scheduler.limits
 
     def add_sequence(self, sequence: NewSequence) -> None:
         """Take a sequence, and start loading its adapter where it is not resident. Raises SequenceRefusedError."""
@@ -76,12 +49,12 @@ class Engine(ABC, Generic[S]):
 
     def forget_tenant(self, tenant: str, kept_adapters: Container[str]) -> Mapping[str, Removal]:
         """Remove what is cached of a tenant, and adapters that are not kept; returns what was removed, by place."""
-        found = {"adapters in memory and slots": self._adapters.forget_others(kept_adapters)}
+        removals = {"adapters in memory and slots": self._adapters.forget_others(kept_adapters)}
         if self._scheduler.blocks is not None:
-            found["KV blocks"] = self._scheduler.blocks.forget_tenant(tenant, kept_adapters)
+            removals["KV blocks"] = self._scheduler.blocks.forget_tenant(tenant, kept_adapters)
         if self._grammars is not None:
-            found["compiled formats"] = self._grammars.forget()
-        return found
+            removals["compiled formats"] = self._grammars.forget()
+        return removals
 
     @abstractmethod
     def step(self) -> list[Output]:

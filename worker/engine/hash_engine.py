@@ -144,7 +144,7 @@ class HashEngine(Engine[Scheduler]):
         scheduler = Scheduler(
             limits, model.end_token_ids, config.step_tokens, adapters, on_begun=on_begun, grammars=grammars
         )
-        super().__init__(limits, scheduler, adapters, grammars)
+        super().__init__(scheduler, adapters, grammars)
 
     def step(self) -> list[Output]:
         """Run one step; with a batch it takes the model's step_ms."""

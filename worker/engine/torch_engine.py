@@ -55,7 +55,6 @@ class TorchEngine(Engine[Scheduler]):
 
     def __init__(
         self,
-        limits: EngineLimits,
         scheduler: Scheduler,
         runner: Runner,
         encoding: Encoding,
@@ -65,7 +64,7 @@ class TorchEngine(Engine[Scheduler]):
         *,
         ahead: bool,
     ) -> None:
-        super().__init__(limits, scheduler, adapters, grammars)
+        super().__init__(scheduler, adapters, grammars)
         self._runner = runner
         self._encoding = encoding
         self._chunk_sizer = chunk_sizer
@@ -153,7 +152,7 @@ def build_engine(
     if ahead is None:
         ahead = loaded.device.type == "cuda"
     runner = Runner(loaded, cache, lora, encoding, limits, ahead=ahead)
-    return TorchEngine(limits, scheduler, runner, encoding, adapters, grammars, chunk_sizer, ahead=ahead)
+    return TorchEngine(scheduler, runner, encoding, adapters, grammars, chunk_sizer, ahead=ahead)
 
 
 def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:

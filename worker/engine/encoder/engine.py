@@ -103,7 +103,7 @@ class EncoderEngine(Engine[EncoderScheduler]):
     def __init__(
         self, scheduler: EncoderScheduler, runner: EncoderRunner, adapters: AdapterCache[PackedAdapter]
     ) -> None:
-        super().__init__(scheduler.limits, scheduler, adapters)
+        super().__init__(scheduler, adapters)
         self._runner = runner
 
     def add_sequence(self, sequence: NewSequence) -> None:

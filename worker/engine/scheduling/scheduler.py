@@ -15,9 +15,9 @@ revoked.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
 from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
@@ -39,17 +39,6 @@ from worker.engine.scheduling.sequence import (
 )
 from worker.engine.scheduling.validate import check_sequence
 from worker.engine_api import EngineLimits, EngineStats, Failure, NewSequence, Output, SequenceRefusedError
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counts since the start; see EngineStats."""
-
-    steps: int = 0
-    sequences_taken: int = 0
-    computed_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
 
 
 class MemoryCeilings:
@@ -121,61 +110,50 @@ class BatchPlan:
         return Batch((*self.singles, *self._chunks), len(self.singles), tokens)
 
 
-class Scheduler:
-    """Continuous batching with preemption by recomputing; rows are shared by tenants (admission.py). One thread.
+class SequenceScheduler(ABC):
+    """The sequences of an engine, from their arrival to their end, and the adapters that they wait for. One thread.
 
-    Of a tenant's sequences the first to come is the first to run, with priorities. A step's work is O(batch and tenants
-    that wait). `step_tokens` bounds the tokens of a step, at least `limits.rows`. With a chunk sizer its chunks get of
-    them what that allows. `on_begun` is called with a sequence's id before anything is computed of it.
+    `on_begun` is called with a sequence's id before anything is computed of it.
     """
+
+    # The KV cache's blocks; None without a KV cache.
+    blocks: BlockManager | None = None
 
     def __init__(
         self,
         limits: EngineLimits,
-        end_token_ids: Iterable[int],
-        step_tokens: int,
         adapters: AdapterCache[Any],
-        chunk_sizer: ChunkSizer | None = None,
-        on_begun: Callable[[str], None] = lambda sequence_id: None,
+        on_begun: Callable[[str], None],
         run_tokens: int = RUN_TOKENS,
-        grammars: GrammarThread | None = None,
     ) -> None:
         self.limits = limits
-        # A row that prefills leaves at most rows - 1 decodes: with so many tokens it always advances.
-        self.step_tokens = max(step_tokens, limits.rows)
-        self.blocks = BlockManager(limits.blocks, limits.block_size)
-        self._end_ids = frozenset(end_token_ids)
         self._adapters = adapters
-        self._grammars = grammars
         self._on_begun = on_begun
-        self._chunk_sizer = chunk_sizer
+        self._shares = RowShares(run_tokens)
+        self._waiting = WaitingSequences(adapters, self._shares)
         self._sequences: dict[str, Sequence] = {}
-        shares = RowShares(run_tokens)
-        self._waiting = WaitingSequences(adapters, shares)
-        self._running = RunningSequences(self.blocks, self._waiting, adapters, shares)
-        self._ceilings = MemoryCeilings(limits)
-        self._complete: list[Output] = []
-        self._counters = Counters()
+        # Counts since the start; see EngineStats.
+        self._taken = self._steps = self._computed_tokens = self._prefix_queries = self._prefix_hits = 0
 
+    @abstractmethod
     def add_sequence(self, spec: NewSequence) -> None:
         """Take a sequence, and request its adapter where it is not resident. Raises SequenceRefusedError."""
-        check_sequence(spec, self.limits)
-        if spec.sequence_id in self._sequences:
-            raise SequenceRefusedError("sequence_id", f"{spec.sequence_id} is running already")
-        if spec.grammar and self._grammars is None:
-            raise SequenceRefusedError("format", "this engine serves no formats")
-        sequence = Sequence(spec, self._counters.sequences_taken, self._end_ids)
-        self._counters.sequences_taken += 1
-        finish = sequence.finish()
-        if finish:
-            sequence.move_to(SequenceState.ENDED)
-            self._complete.append(output_of(sequence, (), finish))
-            return
-        self._sequences[spec.sequence_id] = sequence
-        if spec.grammar and self._grammars is not None:
-            self._grammars.request(spec)
-        else:
-            self._waiting.enter(sequence)
+
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Tell whether the next step would do anything now."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Return what is held now."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise an integrity error unless exactly the running sequences hold blocks and pins. Takes time O(blocks)."""
+
+    @abstractmethod
+    def _end(self, sequence: Sequence) -> None:
+        """Forget a sequence, and free all that it holds."""
 
     def abort(self, sequence_id: str) -> None:
         """Forget a sequence and free all it holds; unknown ids are ignored."""
@@ -193,8 +171,109 @@ class Scheduler:
                 outputs.append(output_of(sequence, (), FinishKind.FAILED, failure))
         return outputs
 
+    def _new_sequence(self, spec: NewSequence, end_token_ids: frozenset[int]) -> Sequence:
+        """Check and count a new sequence. Raises SequenceRefusedError."""
+        check_sequence(spec, self.limits)
+        if spec.sequence_id in self._sequences:
+            raise SequenceRefusedError("sequence_id", f"{spec.sequence_id} is running already")
+        sequence = Sequence(spec, self._taken, end_token_ids)
+        self._taken += 1
+        return sequence
+
+    def _take_adapters(self, *, busy: bool) -> list[Output]:
+        """Let in adapters that are ready; end the sequences whose adapter could not be loaded."""
+        outputs: list[Output] = []
+        arrivals = self._adapters.poll(busy=busy)
+        for digest in arrivals.arrived:
+            self._waiting.arrived(digest)
+        for digest, error in arrivals.failed:
+            ids = [sequence.sequence_id for sequence in self._waiting.parked_for(digest)]
+            outputs += self.fail(ids, adapter_failure(digest, error))
+        return outputs
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Let the sequence run that the waiting list has just returned, and count what the prefix cache has of it."""
+        self._waiting.take(sequence)
+        if sequence.cached_tokens is None:
+            self._on_begun(sequence.sequence_id)
+            sequence.cached_tokens = sequence.computed
+            if self.blocks is not None:
+                self._prefix_queries += len(sequence.ids)
+                self._prefix_hits += sequence.computed
+
+    def _stats(self, rows_running: int, preemptions: int) -> EngineStats:
+        slots, blocks = self._adapters.slots, self.blocks
+        return EngineStats(
+            steps=self._steps,
+            rows_running=rows_running,
+            rows_waiting=len(self._waiting),
+            blocks_free=self.limits.blocks if blocks is None else blocks.free,
+            blocks_cached=0 if blocks is None else blocks.cached,
+            blocks_referenced=0 if blocks is None else blocks.referenced,
+            slots_used=slots.used,
+            slots_pinned=slots.pinned,
+            adapters=slots.digests,
+            sequences_taken=self._taken,
+            adapter_hits=self._waiting.hits,
+            adapter_misses=self._waiting.misses,
+            tiers=self._adapters.tiers,
+            preemptions=preemptions,
+            computed_tokens=self._computed_tokens,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+        )
+
+
+class Scheduler(SequenceScheduler):
+    """Continuous batching with preemption by recomputing; rows are shared by tenants (admission.py). One thread.
+
+    Of a tenant's sequences the first to come is the first to run, with priorities. A step's work is O(batch and tenants
+    that wait). `step_tokens` bounds the tokens of a step, at least `limits.rows`. With a chunk sizer its chunks get of
+    them what that allows.
+    """
+
+    blocks: BlockManager
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        end_token_ids: Iterable[int],
+        step_tokens: int,
+        adapters: AdapterCache[Any],
+        chunk_sizer: ChunkSizer | None = None,
+        on_begun: Callable[[str], None] = lambda sequence_id: None,
+        run_tokens: int = RUN_TOKENS,
+        grammars: GrammarThread | None = None,
+    ) -> None:
+        super().__init__(limits, adapters, on_begun, run_tokens)
+        # A row that prefills leaves at most rows - 1 decodes: with so many tokens it always advances.
+        self.step_tokens = max(step_tokens, limits.rows)
+        self.blocks = BlockManager(limits.blocks, limits.block_size)
+        self._end_ids = frozenset(end_token_ids)
+        self._grammars = grammars
+        self._chunk_sizer = chunk_sizer
+        self._running = RunningSequences(self.blocks, self._waiting, adapters, self._shares)
+        self._ceilings = MemoryCeilings(limits)
+        self._complete: list[Output] = []
+
+    def add_sequence(self, spec: NewSequence) -> None:
+        """See SequenceScheduler."""
+        if spec.grammar and self._grammars is None:
+            raise SequenceRefusedError("format", "this engine serves no formats")
+        sequence = self._new_sequence(spec, self._end_ids)
+        finish = sequence.finish()
+        if finish:
+            sequence.move_to(SequenceState.ENDED)
+            self._complete.append(output_of(sequence, (), finish))
+            return
+        self._sequences[spec.sequence_id] = sequence
+        if spec.grammar and self._grammars is not None:
+            self._grammars.request(spec)
+        else:
+            self._waiting.enter(sequence)
+
     def has_work(self) -> bool:
-        """Tell whether take_arrivals or schedule would do anything now."""
+        """See SequenceScheduler."""
         busy = self._running or self._complete or self._waiting.any_ready or self._adapters.has_work()
         return bool(busy) or (self._grammars is not None and self._grammars.has_work())
 
@@ -203,13 +282,7 @@ class Scheduler:
         outputs, self._complete = self._complete, []
         for sequence_id, grammar in self._grammars.poll() if self._grammars is not None else ():
             outputs += self._take_grammar(self._sequences[sequence_id], grammar)
-        arrivals = self._adapters.poll(busy=bool(self._running))
-        for digest in arrivals.arrived:
-            self._waiting.arrived(digest)
-        for digest, error in arrivals.failed:
-            ids = [sequence.sequence_id for sequence in self._waiting.parked_for(digest)]
-            outputs += self.fail(ids, adapter_failure(digest, error))
-        return outputs
+        return outputs + self._take_adapters(busy=bool(self._running))
 
     def _take_grammar(self, sequence: Sequence, grammar: Prepared) -> list[Output]:
         if isinstance(grammar, Failure):
@@ -263,12 +336,7 @@ class Scheduler:
         # A sequence that waits for blocks is not overtaken: a long prompt might wait for ever.
         if sequence is None or sequence.spec.tenant in passed or not self.blocks.allocate(sequence):
             return None
-        self._waiting.take(sequence)
-        if sequence.cached_tokens is None:
-            self._on_begun(sequence.sequence_id)
-            sequence.cached_tokens = sequence.computed
-            self._counters.prefix_queries += len(sequence.ids)
-            self._counters.prefix_hits += sequence.computed
+        self._begin(sequence)
         self._running.start(sequence)
         return sequence
 
@@ -309,8 +377,8 @@ class Scheduler:
         `logprobs` are of the same rows; they may be left out where nobody asks for them. The sequences of `failures`
         end. Rows of sequences that were stopped since are skipped.
         """
-        self._counters.steps += 1
-        self._counters.computed_tokens += batch.tokens
+        self._steps += 1
+        self._computed_tokens += batch.tokens
         block_size = self.limits.block_size
         outputs = []
         ids = zip_longest(sampled, logprobs)
@@ -347,30 +415,11 @@ class Scheduler:
         return self.fail([alone.sequence_id], OUT_OF_MEMORY) if alone else []
 
     def stats(self) -> EngineStats:
-        """Return what is held now."""
-        counters, adapters = self._counters, self._adapters
-        return EngineStats(
-            steps=counters.steps,
-            rows_running=len(self._running),
-            rows_waiting=len(self._waiting),
-            blocks_free=self.blocks.free,
-            blocks_cached=self.blocks.cached,
-            blocks_referenced=self.blocks.referenced,
-            slots_used=adapters.slots.used,
-            slots_pinned=adapters.slots.pinned,
-            adapters=adapters.slots.digests,
-            sequences_taken=counters.sequences_taken,
-            adapter_hits=self._waiting.hits,
-            adapter_misses=self._waiting.misses,
-            tiers=adapters.tiers,
-            preemptions=self._running.preemptions,
-            computed_tokens=counters.computed_tokens,
-            prefix_queries=counters.prefix_queries,
-            prefix_hits=counters.prefix_hits,
-        )
+        """See SequenceScheduler."""
+        return self._stats(len(self._running), self._running.preemptions)
 
     def check(self) -> None:
-        """Raise an integrity error unless exactly the running sequences hold blocks and pins. Takes time O(blocks)."""
+        """See SequenceScheduler."""
         self._running.check()
 
     def _chunk_budget(self, decodes: list[int], singles: int, prefilling: int) -> ChunkBudget:

@@ -68,36 +68,6 @@ class Sequence:
     `engine_state`, `prompt_logprobs` and `vector`, which the scheduler only passes on.
     """
 
-    __slots__ = (
-        "adapter_ms",
-        "adapter_slot",
-        "answered",
-        "block_keys",
-        "block_table",
-        "cached_tokens",
-        "computed",
-        "end_ids",
-        "engine_state",
-        "epoch",
-        "grammar",
-        "ids",
-        "max_tokens",
-        "min_tokens",
-        "one_by_one",
-        "parked_at",
-        "placeholders",
-        "prompt_length",
-        "prompt_logprobs",
-        "rank",
-        "registered",
-        "sequence_id",
-        "spec",
-        "started_at",
-        "state",
-        "stop_ids",
-        "vector",
-    )
-
     def __init__(self, spec: NewSequence, arrival: int, end_token_ids: frozenset[int]) -> None:
         self.state = SequenceState.ARRIVED
         self.spec = spec
