@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 from grammars import GrammarError
-from grammars.endings import check_endings
 
 # Maximum number of objects, lists and values in a schema.
 NODES = 10_000
@@ -105,10 +103,9 @@ def check_schema(schema: Mapping[str, Any], style: JsonStyle, path: str) -> dict
         json.dumps(schema, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise GrammarError(path, "holds half of a surrogate pair, which is no character") from None
-    checked = _Check(style, path).schema(schema, path)
+    checked = _Check(style, path).schema(schema)
     if not isinstance(checked, dict):
         raise GrammarError(path, "is not a JSON object")
-    check_endings(checked, path)
     return {"x-guidance": _GUIDANCE[style.flexible], **checked}
 
 
@@ -119,18 +116,31 @@ _GUIDANCE: Mapping[bool, Mapping[str, Any]] = {
 
 
 class _Check:
-    """A walk over one schema."""
+    """A walk over one schema, whose path is `root`."""
 
     def __init__(self, style: JsonStyle, root: str) -> None:
         self._style = style
-        self._nodes = 0
         self._root = root
-        self._references = _References(root)
+        self._nodes = 0
+        # The checked parts by their paths, a part before those in it.
+        self._parts: dict[str, dict[str, Any]] = {}
+        # The addresses that the references of the parts that the walk is in start from; and the path at which each
+        # address begins: of the schema, and of parts with an id or an anchor.
+        self._bases = [_START]
+        self._begins = {_START: root}
+        # Each part with a reference, which starts from an address and stands at a path.
+        self._references: list[tuple[dict[str, Any], str, str, str]] = []
 
-    def schema(self, value: Any, path: str) -> Any:
+    def schema(self, value: Any) -> Any:
         """Check a whole schema."""
-        checked = self._part(value, path)
-        self._references.check()
+        checked = self._part(value, self._root)
+        targets: dict[int, Mapping[str, Any]] = {}
+        for part, reference, base, at in self._references:
+            target = self._parts.get(self._target(reference, base))
+            if target is None:
+                raise GrammarError(at, f"{reference!r} is no part of this schema")
+            targets[id(part)] = target
+        _check_endings(self._parts, targets)
         return checked
 
     def _part(self, value: Any, path: str) -> Any:
@@ -139,16 +149,48 @@ class _Check:
             return value
         if not isinstance(value, dict):
             raise GrammarError(path, "is not a schema, which is an object, true or false")
-        with self._references.inside(value, path):
-            checked: dict[str, Any] = {}
-            for keyword, argument in value.items():
-                at = f"{path}.{keyword}"
-                if keyword not in _ANNOTATIONS and keyword != "format":
-                    checked[keyword] = self._argument(keyword, argument, at)
-            if "format" in value:
-                checked["allOf"] = [*checked.get("allOf", ()), _format(value["format"], f"{path}.format")]
-            _check_counts(checked, path)
+        checked: dict[str, Any] = {}
+        self._parts[path] = checked
+        self._bases.append(self._base_of(value, path))
+        for keyword, argument in value.items():
+            at = f"{path}.{keyword}"
+            if keyword == "$ref":
+                _require(isinstance(argument, str), at, "is not a text")
+                self._references.append((checked, argument, self._bases[-1], at))
+                checked[keyword] = argument
+            elif keyword not in _ANNOTATIONS and keyword != "format":
+                checked[keyword] = self._argument(keyword, argument, at)
+        if "format" in value:
+            checked["allOf"] = [*checked.get("allOf", ()), _format(value["format"], f"{path}.format")]
+        _check_counts(checked, path)
+        self._bases.pop()
         return checked
+
+    def _base_of(self, part: Mapping[str, Any], path: str) -> str:
+        """Return the address that references in a part start from; note what the part is called."""
+        base = self._bases[-1]
+        if isinstance(part.get("$id"), str):
+            base = urldefrag(urljoin(base, part["$id"])).url or base
+            self._begins.setdefault(base, path)
+        if isinstance(part.get("$anchor"), str):
+            self._begins.setdefault(f"{base}#{part['$anchor']}", path)
+        return base
+
+    def _target(self, reference: str, base: str) -> str:
+        """Return the path that a reference leads to; empty for one out of the schema."""
+        fragment = urldefrag(reference).fragment
+        address = base if reference.startswith("#") or not reference else urldefrag(urljoin(base, reference)).url
+        if fragment and not fragment.startswith("/"):
+            return self._begins.get(f"{address}#{fragment}", "")
+        path = self._begins.get(address)
+        if path is None:
+            return ""
+        for step in unquote(fragment).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            # A step into a list of schemas is an index.
+            indexed = re.fullmatch("[0-9]+", name) and f"{path}[{name}]" in self._parts
+            path = f"{path}[{name}]" if indexed else f"{path}.{name}"
+        return path
 
     def _argument(self, keyword: str, argument: Any, at: str) -> Any:
         """Check the value of a keyword; return it as llguidance shall have it."""
@@ -161,10 +203,6 @@ class _Check:
             return [self._part(item, f"{at}[{index}]") for index, item in enumerate(argument)]
         if keyword in ("enum", "const"):
             return self._values(keyword, argument, at)
-        if keyword == "$ref":
-            _require(isinstance(argument, str), at, "is not a text")
-            self._references.add(argument, at)
-            return argument
         check = _PLAIN.get(keyword)
         if check is None:
             raise GrammarError(at, "is not enforced here; leave it out")
@@ -262,55 +300,75 @@ def _check_counts(schema: Mapping[str, Any], path: str) -> None:
         )
 
 
-class _References:
-    """The parts of a schema by their addresses, and its references; filled while a walk is inside of the parts."""
+def _check_endings(parts: Mapping[str, Mapping[str, Any]], targets: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise GrammarError for a part that every value of its own contains again, such as an object that requires itself.
 
-    def __init__(self, root: str) -> None:
-        self._root = root
-        self._bases = [_START]
-        # The path at which each address begins: of the schema, and of parts with an id or an anchor.
-        self._begins: dict[str, str] = {_START: root}
-        self._paths: set[str] = set()
-        self._found: list[tuple[str, str, str]] = []
+    `parts` are given by their paths, `targets` are where the references of parts lead to, by the part's id(). Parts
+    that nothing satisfies for another reason count as finite: llguidance finds and names these.
+    """
+    dependents: dict[int, list[Mapping[str, Any]]] = {}
+    for part in parts.values():
+        for _, inner in direct_parts(part):
+            dependents.setdefault(id(inner), []).append(part)
+        if id(part) in targets:
+            dependents.setdefault(id(targets[id(part)]), []).append(part)
+    finite = {id(schema) for schema in FORMATS.values()}
+    # The last first, because a part comes before those in it.
+    waiting = list(parts.values())
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in finite and _ends(part, targets.get(id(part)), finite):
+            finite.add(id(part))
+            waiting += dependents.get(id(part), ())
+    endless = [at for at, part in parts.items() if id(part) not in finite]
+    if endless:
+        raise GrammarError(endless[0], "has no value that comes to an end: it requires itself")
 
-    @contextmanager
-    def inside(self, part: Mapping[str, Any], path: str) -> Iterator[None]:
-        """Note a part of the schema, and what it is called, while its own parts are walked."""
-        self._paths.add(path)
-        base = self._bases[-1]
-        if isinstance(part.get("$id"), str):
-            base = urldefrag(urljoin(base, part["$id"])).url or base
-            self._begins.setdefault(base, path)
-        if isinstance(part.get("$anchor"), str):
-            self._begins.setdefault(f"{base}#{part['$anchor']}", path)
-        self._bases.append(base)
-        yield
-        self._bases.pop()
 
-    def add(self, reference: str, at: str) -> None:
-        """Note a reference of the part that the walk is in."""
-        self._found.append((reference, self._bases[-1], at))
+def direct_parts(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas that are directly in a schema, each with the end of its path."""
+    for keyword, value in part.items():
+        if keyword in ("properties", "patternProperties", "$defs", "definitions"):
+            yield from ((f".{keyword}.{name}", inner) for name, inner in value.items())
+        elif keyword in ("allOf", "anyOf", "oneOf", "prefixItems") or (keyword == "items" and isinstance(value, list)):
+            yield from ((f".{keyword}[{index}]", inner) for index, inner in enumerate(value))
+        elif keyword in ("items", "additionalProperties", "additionalItems"):
+            yield f".{keyword}", value
 
-    def check(self) -> None:
-        """Raise GrammarError for a reference that leads out of the schema, or to what is not a part of it."""
-        for reference, base, at in self._found:
-            if self._target(reference, base) not in self._paths:
-                raise GrammarError(at, f"{reference!r} is no part of this schema")
 
-    def _target(self, reference: str, base: str) -> str | None:
-        fragment = urldefrag(reference).fragment
-        address = base if reference.startswith("#") or not reference else urldefrag(urljoin(base, reference)).url
-        if fragment and not fragment.startswith("/"):
-            return self._begins.get(f"{address}#{fragment}")
-        path = self._begins.get(address)
-        if path is None:
-            return None
-        for step in unquote(fragment).split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            # A step into a list of schemas is an index.
-            indexed = re.fullmatch("[0-9]+", name) and f"{path}[{name}]" in self._paths
-            path = f"{path}[{name}]" if indexed else f"{path}.{name}"
-        return path
+def _ends(part: Mapping[str, Any], target: Mapping[str, Any] | None, finite: Set[int]) -> bool:
+    """Tell whether a value of the part, whose reference leads to `target`, ends, of what is known to end so far."""
+
+    def ends(inner: Any) -> bool:
+        return isinstance(inner, bool) or id(inner) in finite
+
+    if "enum" in part or "const" in part:
+        return True
+    if target is not None and not ends(target):
+        return False
+    if not all(ends(inner) for inner in part.get("allOf", ())):
+        return False
+    if any(options and not any(map(ends, options)) for options in (part.get("anyOf"), part.get("oneOf"))):
+        return False
+    kinds = part.get("type", "string")
+    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+    if kinds - {"object", "array"}:
+        return True
+    return ("object" in kinds and _object_ends(part, ends)) or ("array" in kinds and _array_ends(part, ends))
+
+
+def _object_ends(part: Mapping[str, Any], ends: Callable[[Any], bool]) -> bool:
+    properties, others = part.get("properties", {}), part.get("additionalProperties", True)
+    patterns = part.get("patternProperties", {})
+    return all(ends(properties.get(name, True if patterns else others)) for name in part.get("required", ()))
+
+
+def _array_ends(part: Mapping[str, Any], ends: Callable[[Any], bool]) -> bool:
+    least, items = part.get("minItems", 0), part.get("items", True)
+    first = part.get("prefixItems", ())
+    if isinstance(items, list):
+        first, items = items, part.get("additionalItems", True)
+    return all(map(ends, first[: int(least)])) and (least <= len(first) or ends(items))
 
 
 def _rust_pattern(pattern: str) -> str:

@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from grammars import GrammarError
 from grammars.build import HEADER
-from grammars.endings import direct_parts
+from grammars.json_schema import direct_parts
 from grammars.matching import compile_grammar, plain_error, proof_vocabulary
 
 # Number of steps of niceness by which proofs stand back for the router and the workers of a busy machine.
