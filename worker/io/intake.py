@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 
 from broker.connection import REDIS_DOWN
 from broker.messages import Capacity, Job, RowToShare
@@ -52,98 +51,6 @@ FETCH_RETRY_S, BEGUN_FETCH_RETRY_S, FETCH_PAUSE_S = 5.0, 15.0, 0.25
 _MAY_PASS = frozenset({"UNAVAILABLE", "DATA_LOSS"})
 
 
-class Preparations:
-    """The jobs that wait between their claim and the engine: suspects until they may begin, others for their adapter.
-
-    `hand_over` brings a job into the engine.
-    """
-
-    def __init__(
-        self, base_digest: str, fetcher: AdapterFetcher, results: Results, hand_over: Callable[[LocalJob], None]
-    ) -> None:
-        self._base_digest = base_digest
-        self._fetcher = fetcher
-        self._results = results
-        self._jobs = results.jobs
-        self._hand_over = hand_over
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, local: LocalJob) -> None:
-        """Prepare a job in a task of its own."""
-        local.preparing = asyncio.get_running_loop().create_task(self._prepare(local))
-        self._tasks.add(local.preparing)
-        local.preparing.add_done_callback(self._tasks.discard)
-
-    async def close(self) -> None:
-        """End what is under way."""
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _prepare(self, local: LocalJob) -> None:
-        """Wait until a suspect may begin, fetch the adapter, and hand the job over; or fail it."""
-        job = local.job
-        if job.base_digest != self._base_digest:
-            message = f"the job is for base model {job.base_digest}, this worker serves {self._base_digest}"
-            self._results.fail(local, Failure("FAILED_PRECONDITION", "WRONG_BASE", message, "model"))
-            return
-        if job.suspect:  # before it pins an adapter, because the others may wait for the disk's bytes
-            local.enter(LocalJobState.WAITING_ALONE)  # meanwhile nothing is claimed
-            await self._wait_until_apart(local)
-        failure = None if job.adapter is None else await self._fetch_adapter(local)
-        if failure is not None:
-            self._results.fail(local, failure)
-            return
-        self._hand_over(local)
-
-    async def _wait_until_apart(self, suspect: LocalJob) -> None:
-        """Wait until nothing runs that a suspect must not begin beside.
-
-        Suspects that a token has cleared are given back: otherwise an engine could die a second time under them.
-        """
-        while others := self._jobs.in_the_way_of(suspect):
-            change = self._jobs.next_change
-            for other in others:
-                if other.job.suspect and not other.needs_all:
-                    self._results.give_back(other)
-            await change.wait()  # set already where one was given back
-
-    async def _fetch_adapter(self, local: LocalJob) -> Failure | None:
-        """Fetch what the job's adapter consists of, again after a failure that may pass; returns why that failed."""
-        job, began = local.job, time.monotonic()
-        assert job.adapter is not None
-        local.enter(LocalJobState.FETCHING_ADAPTER)
-        local.pin = self._fetcher.disk_pin()
-        self._fetcher.sets.note(job.adapter, job.tenant)
-        until = 0.0  # counts from the first failure: a download may take long
-        try:
-            while local.source is None:
-                try:
-                    local.source = await fetch_source(local.pin, job.adapter, job.tenant)
-                except FetchFailedError as error:
-                    until = until or time.monotonic() + (BEGUN_FETCH_RETRY_S if _has_begun(local) else FETCH_RETRY_S)
-                    if not self._may_retry(local, error.failure, until):
-                        return error.failure
-                    await asyncio.sleep(FETCH_PAUSE_S)
-        except Exception:
-            log.exception("an adapter could not be fetched", extra=fields(job_id=job.job_id))
-            return Failure("INTERNAL", "FETCH_FAILED", f"{job.adapter.revision} could not be fetched", "adapter")
-        local.fetched_at = time.monotonic()
-        for choice in local.running:
-            choice.adapter_ms = (local.fetched_at - began) * 1e3
-        return None
-
-    def _may_retry(self, local: LocalJob, failure: Failure, until: float) -> bool:
-        """Return whether a job fetches its adapter again: a newcomer only while it keeps no other job out."""
-        if failure.code not in _MAY_PASS or time.monotonic() >= until:
-            return False
-        return _has_begun(local) or not is_crowded(self._jobs, self._results.limits)
-
-
-def _has_begun(local: LocalJob) -> bool:
-    return any(local.job.emitted.values())
-
-
 class Intake:
     """The claims of one engine session."""
 
@@ -169,7 +76,8 @@ class Intake:
         self._claiming: asyncio.Task[Claimed] | None = None
         # Whether the claim that is under way waits in Redis for a job.
         self._waits = False
-        self._preparations = Preparations(base_digest, fetcher, results, self._hand_over)
+        # Tasks of the jobs between their claim and the engine.
+        self._preparing: set[asyncio.Task[None]] = set()
         # The row to share after the last claim; the claim's time, and that of the last one without a free row.
         self._row_to_share: RowToShare | None = None
         self._claimed_at = self._full_claim_at = 0.0
@@ -258,7 +166,9 @@ class Intake:
         if self._claiming is not None:
             self._claiming.cancel()
             await asyncio.wait({self._claiming})
-        await self._preparations.close()
+        for task in tuple(self._preparing):
+            task.cancel()
+        await asyncio.gather(*self._preparing, return_exceptions=True)
 
     async def _claim(self, capacity: Capacity, wait_s: float, *, freed: bool) -> Claimed:
         self._metrics.claims.inc()
@@ -297,7 +207,72 @@ class Intake:
         elif job.adapter is None and not job.suspect and job.base_digest == self._base_digest:
             self._hand_over(local)
         else:
-            self._preparations.start(local)
+            self.prepare(local)
+
+    def prepare(self, local: LocalJob) -> None:
+        """Bring a job into the engine in a task of its own: a suspect that waits until it may begin, or its adapter."""
+        local.preparing = asyncio.get_running_loop().create_task(self._prepare(local))
+        self._preparing.add(local.preparing)
+        local.preparing.add_done_callback(self._preparing.discard)
+
+    async def _prepare(self, local: LocalJob) -> None:
+        """Wait until a suspect may begin, fetch the adapter, and hand the job over; or fail it."""
+        job = local.job
+        if job.base_digest != self._base_digest:
+            message = f"the job is for base model {job.base_digest}, this worker serves {self._base_digest}"
+            self._results.fail(local, Failure("FAILED_PRECONDITION", "WRONG_BASE", message, "model"))
+            return
+        if job.suspect:  # before it pins an adapter, because the others may wait for the disk's bytes
+            local.enter(LocalJobState.WAITING_ALONE)  # meanwhile nothing is claimed
+            await self._wait_until_apart(local)
+        failure = None if job.adapter is None else await self._fetch_adapter(local)
+        if failure is not None:
+            self._results.fail(local, failure)
+            return
+        self._hand_over(local)
+
+    async def _wait_until_apart(self, suspect: LocalJob) -> None:
+        """Wait until nothing runs that a suspect must not begin beside.
+
+        Suspects that a token has cleared are given back: otherwise an engine could die a second time under them.
+        """
+        while others := self._jobs.in_the_way_of(suspect):
+            change = self._jobs.next_change
+            for other in others:
+                if other.job.suspect and not other.needs_all:
+                    self._results.give_back(other)
+            await change.wait()  # set already where one was given back
+
+    async def _fetch_adapter(self, local: LocalJob) -> Failure | None:
+        """Fetch what the job's adapter consists of, again after a failure that may pass; returns why that failed."""
+        job, began = local.job, time.monotonic()
+        assert job.adapter is not None
+        local.enter(LocalJobState.FETCHING_ADAPTER)
+        local.pin = self._fetcher.disk_pin()
+        self._fetcher.sets.note(job.adapter, job.tenant)
+        until = 0.0  # counts from the first failure: a download may take long
+        try:
+            while local.source is None:
+                try:
+                    local.source = await fetch_source(local.pin, job.adapter, job.tenant)
+                except FetchFailedError as error:
+                    until = until or time.monotonic() + (BEGUN_FETCH_RETRY_S if _has_begun(local) else FETCH_RETRY_S)
+                    if not self._may_retry(local, error.failure, until):
+                        return error.failure
+                    await asyncio.sleep(FETCH_PAUSE_S)
+        except Exception:
+            log.exception("an adapter could not be fetched", extra=fields(job_id=job.job_id))
+            return Failure("INTERNAL", "FETCH_FAILED", f"{job.adapter.revision} could not be fetched", "adapter")
+        local.fetched_at = time.monotonic()
+        for choice in local.running:
+            choice.adapter_ms = (local.fetched_at - began) * 1e3
+        return None
+
+    def _may_retry(self, local: LocalJob, failure: Failure, until: float) -> bool:
+        """Return whether a job fetches its adapter again: a newcomer only while it keeps no other job out."""
+        if failure.code not in _MAY_PASS or time.monotonic() >= until:
+            return False
+        return _has_begun(local) or not is_crowded(self._jobs, self._results.limits)
 
     def _hand_over(self, local: LocalJob) -> None:
         """Hand the first answer to the engine. Its siblings follow once it has a token (Results)."""
@@ -305,6 +280,10 @@ class Intake:
         if not self._jobs.any_in_engine:  # otherwise the engine owes a message already
             self._engine.expect()
         self._engine.send(Add(self._jobs.hand_over(local, local.waiting[:1])))
+
+
+def _has_begun(local: LocalJob) -> bool:
+    return any(local.job.emitted.values())
 
 
 def _retrieve_error(claiming: asyncio.Task[Claimed]) -> None:

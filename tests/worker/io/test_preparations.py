@@ -16,7 +16,7 @@ from tests.worker.io.relayed_worker import job
 from worker.engine_api import Failure
 from worker.io import intake
 from worker.io.adapters.fetch import FetchFailedError
-from worker.io.intake import Preparations
+from worker.io.intake import Intake
 from worker.io.local_jobs import LocalJobs
 
 ROWS = 4
@@ -56,11 +56,14 @@ async def test_jobs_wait_for_a_store_that_restarts_unless_they_keep_others_out(
     jobs = LocalJobs()
     results: Any = SimpleNamespace(jobs=jobs, limits=SimpleNamespace(rows=ROWS), fail=fail)
     fetcher: Any = SimpleNamespace(disk_pin=Pin, sets=SimpleNamespace(note=lambda *_: None))
-    prepared = Preparations("sha256:0", fetcher, results, hand_over)
+    unused: Any = None
+    results.links = None
+    prepared = Intake("sha256:0", unused, unused, fetcher, results, unused, unused)
+    monkeypatch.setattr(prepared, "_hand_over", hand_over)
 
     def start(job_id: str, revision: str = "here", emitted: tuple[int, ...] = ()) -> None:
         adapter = AdapterRef(revision, "sha256:a", rank=1, weight_bytes=1)
-        prepared.start(jobs.add(replace(job(job_id), adapter=adapter, emitted={0: emitted})))
+        prepared.prepare(jobs.add(replace(job(job_id), adapter=adapter, emitted={0: emitted})))
 
     start("begun", emitted=(5,))
     start("gone", "gone")
