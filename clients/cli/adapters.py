@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clients.cli.adapters_top import adapters_top
-from clients.cli.computations import ModelDirOption, certificate_json, certify, certify_revision, print_certificates
+from clients.cli.computations import ModelDirOption, certify, certify_revision, print_certificates
 from clients.cli.options import (
     ROUTER,
     STORE,
@@ -26,7 +26,17 @@ from clients.cli.options import (
     worker_ids,
 )
 from clients.cli.service import Service, cluster_service, store_client
-from clients.cli.terminal import CommandError, err, format_timestamp, out, print_fields, print_json, print_rows
+from clients.cli.terminal import (
+    Columns,
+    CommandError,
+    err,
+    format_timestamp,
+    message_values,
+    print_fields,
+    print_json,
+    print_table,
+    say,
+)
 from clients.cli.upload_tree import push_all
 
 if TYPE_CHECKING:
@@ -98,10 +108,10 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
                 client.set_alias(pushed.adapter.name, alias or "live", pushed.revision.digest)
             pushed = replace(pushed, revision=client.get(f"{pushed.adapter.name}@{pushed.revision.digest}")[1])
     if as_json:
-        print_json({**_revision_json(pushed.revision), "created": pushed.created})
+        print_json({**vars(pushed.revision), "created": pushed.created})
         return
     state = "pushed" if pushed.created else "unchanged, the store already has the same bytes:"
-    out().print(f"{state} {pushed.revision.name}", markup=False, soft_wrap=True)
+    say(f"{state} {pushed.revision.name}")
     print_certificates([pushed.revision])
 
 
@@ -124,16 +134,13 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
     """List the adapters that the tenant may use: its own and the shared ones."""
     with store_client(store, tenant) as client:
         adapters = client.list()
-    if as_json:
-        print_json([_adapter_json(adapter) for adapter in adapters])
-        return
-    print_rows(
-        ("adapter", "base model", "live", "updated"),
-        (
-            (adapter.name, adapter.base_model, _short(adapter.aliases.get("live", "-")), _local(adapter.update_time))
-            for adapter in adapters
-        ),
-    )
+    columns: Columns = {
+        "adapter": "name",
+        "base model": "base_model",
+        "live": lambda adapter: adapter["aliases"].get("live", "-")[:19],
+        "updated": lambda adapter: _local(adapter["update_time"]),
+    }
+    print_table(map(_adapter_json, adapters), columns, as_json=as_json)
 
 
 @app.command()
@@ -149,26 +156,18 @@ def show(
             adapter, revisions = look_up(client, name)
             digest = adapter.aliases.get("live", "")
     if as_json:
-        listed = [_revision_json(revision) for revision in revisions]
-        print_json({**_adapter_json(adapter), "revision": digest, "revisions": listed})
+        print_json({**_adapter_json(adapter), "revision": digest, "revisions": revisions})
         return
-    aliases = sorted(adapter.aliases.items())
-    print_fields(
-        (
-            ("adapter", adapter.name),
-            ("base model", adapter.base_model),
-            *((f"alias {alias}", digest) for alias, digest in aliases),
-            ("created", _local(adapter.create_time)),
-            ("updated", _local(adapter.update_time)),
-        )
-    )
-    print_rows(
-        ("revision", "rank", "MiB", "created"),
-        (
-            (revision.digest, revision.rank, f"{revision.weight_bytes / 2**20:.1f}", _local(revision.create_time))
-            for revision in revisions
-        ),
-    )
+    aliases = [(f"alias {alias}", digest) for alias, digest in sorted(adapter.aliases.items())]
+    times = [("created", _local(adapter.create_time)), ("updated", _local(adapter.update_time))]
+    print_fields([("adapter", adapter.name), ("base model", adapter.base_model), *aliases, *times])
+    columns: Columns = {
+        "revision": "digest",
+        "rank": "rank",
+        "MiB": lambda revision: f"{revision.weight_bytes / 2**20:.1f}",
+        "created": lambda revision: _local(revision.create_time),
+    }
+    print_table(revisions, columns)
     print_certificates(revisions)
 
 
@@ -184,7 +183,7 @@ def delete(
     """Remove an adapter with all its revisions. Their files stay for a while, for answers that run on them."""
     with store_client(store, tenant) as client:
         client.delete(name, purge=purge)
-    out().print(f"{'purged' if purge else 'deleted'} {name}", markup=False)
+    say(f"{'purged' if purge else 'deleted'} {name}")
 
 
 @contextmanager
@@ -202,30 +201,7 @@ def _progress_bar(what: str) -> Iterator[Progress | None]:
 
 
 def _adapter_json(adapter: Adapter) -> dict[str, Any]:
-    return {
-        "name": adapter.name,
-        "base_model": adapter.base_model,
-        "aliases": dict(adapter.aliases),
-        "create_time": adapter.create_time.isoformat(),
-        "update_time": adapter.update_time.isoformat(),
-    }
-
-
-def _revision_json(revision: Revision) -> dict[str, Any]:
-    return {
-        "name": revision.name,
-        "digest": revision.digest,
-        "base_model": revision.base_model,
-        "base_digest": revision.base_digest,
-        "rank": revision.rank,
-        "weight_bytes": revision.weight_bytes,
-        "create_time": revision.create_time.isoformat(),
-        "certificates": [certificate_json(certificate) for certificate in revision.certificates],
-    }
-
-
-def _short(digest: str) -> str:
-    return digest[:19]
+    return {name: value for name, value in vars(adapter).items() if name != "etag"}
 
 
 def _local(time: datetime) -> str:
@@ -252,7 +228,7 @@ def alias(
         adapter, revisions = look_up(client, name)
         digest = "" if remove else adapter.aliases.get(revision) or _whole(name, revisions, revision)
         client.set_alias(adapter.name, alias, digest)
-    out().print(f"{adapter.name}: {alias} {f'is {digest}' if digest else 'is removed'}", markup=False, soft_wrap=True)
+    say(f"{adapter.name}: {alias} {f'is {digest}' if digest else 'is removed'}")
 
 
 def rollback(name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE) -> None:
@@ -267,7 +243,7 @@ def rollback(name: NameArgument, tenant: TenantOption = TENANT, store: StoreOpti
         if not older:
             raise CommandError(f"{adapter.name}: nothing to roll back to: live is the first revision")
         client.set_alias(adapter.name, "live", older[0])
-    out().print(f"{adapter.name}: live moved from {live[:19]} to {older[0]}", markup=False, soft_wrap=True)
+    say(f"{adapter.name}: live moved from {live[:19]} to {older[0]}")
 
 
 def download(
@@ -284,7 +260,7 @@ def download(
         raise CommandError(f"{directory} exists and is not an empty directory")
     with store_client(store, tenant) as client:
         revision = client.download(name, directory)
-    out().print(f"{directory}: {revision.name}", markup=False, soft_wrap=True)
+    say(f"{directory}: {revision.name}")
 
 
 def look_up(client: StoreClient, name: str) -> tuple[Adapter, tuple[Revision, ...]]:
@@ -307,7 +283,7 @@ def warm(
 ) -> None:
     """Load an adapter on the workers' devices before the first request for it. It may be evicted again."""
     _send("WarmAdapter", name, worker, router, tenant)
-    typer.echo(f"{name} is loading on {_target(worker)}")
+    typer.echo(f"{name} is loading on {worker or 'every worker'}")
 
 
 def pin(
@@ -315,7 +291,7 @@ def pin(
 ) -> None:
     """Keep an adapter's current revision on the workers' devices; without --worker also on workers that start later."""
     _send("PinAdapter", name, worker, router, tenant)
-    typer.echo(f"{name} is pinned on {_target(worker)}; `loraplex adapters top` counts pinned adapters")
+    typer.echo(f"{name} is pinned on {worker or 'every worker'}; `loraplex adapters top` counts pinned adapters")
 
 
 def unpin(
@@ -323,22 +299,14 @@ def unpin(
 ) -> None:
     """Allow the workers to evict an adapter again, with all its revisions."""
     _send("UnpinAdapter", name, worker, router, tenant)
-    typer.echo(f"{name} is no longer pinned on {_target(worker)}")
-
-
-def _target(worker: str) -> str:
-    return worker or "every worker"
+    typer.echo(f"{name} is no longer pinned on {worker or 'every worker'}")
 
 
 def _send(method: str, name: str, worker: str, router: str, tenant: str) -> None:
     from loraplex.cluster.v1 import cluster_pb2
 
-    requests = {
-        "WarmAdapter": cluster_pb2.WarmAdapterRequest,
-        "PinAdapter": cluster_pb2.PinAdapterRequest,
-        "UnpinAdapter": cluster_pb2.UnpinAdapterRequest,
-    }
-    cluster_service(router, tenant).ask(method, requests[method](adapter=name, worker_id=worker))
+    request = getattr(cluster_pb2, f"{method}Request")(adapter=name, worker_id=worker)
+    cluster_service(router, tenant).ask(method, request)
 
 
 def grant(
@@ -355,7 +323,7 @@ def grant(
     if ttl:
         request.ttl.CopyFrom(read_duration("--ttl", ttl))
     created = _service(store, tenant).ask("CreateGrant", request).grant
-    out().print(f"{to} may use {created.adapter}{f' for {ttl}' if ttl else ''}", markup=False, soft_wrap=True)
+    say(f"{to} may use {created.adapter}{f' for {ttl}' if ttl else ''}")
 
 
 def ungrant(name: NameArgument, to: ToOption, tenant: TenantOption = TENANT, store: StoreOption = STORE) -> None:
@@ -363,7 +331,7 @@ def ungrant(name: NameArgument, to: ToOption, tenant: TenantOption = TENANT, sto
     from loraplex.admin.v1 import grants_pb2
 
     _service(store, tenant).ask("DeleteGrant", grants_pb2.DeleteGrantRequest(adapter=name, tenant=to))
-    out().print(f"{to} may no longer use {name}", markup=False, soft_wrap=True)
+    say(f"{to} may no longer use {name}")
 
 
 def grants(
@@ -375,22 +343,14 @@ def grants(
     request = grants_pb2.ListGrantsRequest(adapter=name, page_size=1000)
     granted = _service(store, tenant).list("ListGrants", request, lambda page: page.grants)
     if as_json:
-        print_json(
-            [
-                {
-                    "adapter": one.adapter,
-                    "tenant": one.tenant,
-                    "create_time": one.create_time.ToJsonString(),
-                    "expire_time": one.expire_time.ToJsonString() if one.HasField("expire_time") else None,
-                }
-                for one in granted
-            ]
-        )
+        print_json([{"expire_time": None, **message_values(one)} for one in granted])
         return
-    print_rows(
-        ("tenant", "since", "until"),
-        ((one.tenant, format_timestamp(one.create_time), format_timestamp(one.expire_time)) for one in granted),
-    )
+    columns: Columns = {
+        "tenant": "tenant",
+        "since": lambda one: format_timestamp(one.create_time),
+        "until": lambda one: format_timestamp(one.expire_time),
+    }
+    print_table(granted, columns)
 
 
 def _service(store: str, tenant: str) -> Service:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,17 @@ import typer
 from clients.cli.cluster import ClusterReader
 from clients.cli.options import ROUTER, STORE, TENANT, JsonOption, RouterOption, StoreOption, TenantOption
 from clients.cli.service import cluster_service
-from clients.cli.terminal import CommandError, out, print_json, print_rows, printable, table_of
+from clients.cli.terminal import (
+    Columns,
+    CommandError,
+    out,
+    print_json,
+    print_table,
+    printable,
+    show_live,
+    table_of,
+    table_rows,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,25 +30,31 @@ if TYPE_CHECKING:
 # Refresh interval in seconds: workers publish their state this often.
 REFRESH_S = 0.5
 
-HEADERS = (
-    "worker",
-    "resident",
-    "pinned",
-    "loading",
-    "fetching",
-    "hits",
-    "misses",
-    "swaps",
-    "device MiB",
-    "host MiB",
-    "disk MiB",
-    "on disk",
-    "disk hits",
-    "disk misses",
-    "adapters",
+COLUMNS: Columns = {
+    "worker": "worker_id",
+    "resident": lambda worker: f"{worker['adapter_slots']['used']}/{worker['adapter_slots']['total']}",
+    "pinned": lambda worker: worker["adapter_slots"]["pinned"],
+    "loading": lambda worker: worker["adapter_tiers"]["loading"],
+    "fetching": lambda worker: worker["adapter_tiers"]["fetching"],
+    "hits": lambda worker: worker["adapter_tiers"]["hits"],
+    "misses": lambda worker: worker["adapter_tiers"]["misses"],
+    "swaps": lambda worker: worker["adapter_tiers"]["swaps"],
+    "device MiB": lambda worker: _mib(worker["adapter_tiers"]["device_bytes"]),
+    "host MiB": lambda worker: _mib(worker["adapter_tiers"]["host_bytes"]),
+    "disk MiB": lambda worker: (
+        f"{_mib(worker['adapter_tiers']['disk_bytes'])}/{_mib(worker['adapter_tiers']['disk_bytes_limit'])}"
+    ),
+    "on disk": lambda worker: worker["adapter_tiers"]["disk_adapters"],
+    "disk hits": lambda worker: worker["adapter_tiers"]["disk_hits"],
+    "disk misses": lambda worker: worker["adapter_tiers"]["disk_misses"],
+    "adapters": lambda worker: ", ".join(worker["adapter_names"]),
+}
+# The columns of the tables at a terminal: these fit 80 characters, and names have lines of their own.
+_TABLES = (
+    ("worker", "resident", "pinned", "loading", "hits", "misses", "swaps"),
+    ("worker", "device MiB", "host MiB", "disk MiB"),
+    ("worker", "fetching", "on disk", "disk hits", "disk misses"),
 )
-# The columns of the tables at a terminal, by number: these fit 80 characters, and names have lines of their own.
-_TABLES = ((0, 1, 2, 3, 5, 6, 7), (0, 8, 9, 10), (0, 4, 11, 12, 13))
 # Timeout in seconds of the call to the store, which holds up a live view.
 _ASK_S = 2.0
 # Intervals in seconds at which the store is asked again for unknown digests: after an answer, and after none.
@@ -59,70 +75,34 @@ def adapters_top(
     """
     cluster, names = ClusterReader(router, tenant), AdapterNames(store, tenant, router)
     if as_json:
-        fields = ("worker_id", "phase", "model", "adapter_slots", "adapter_tiers", "adapters")
-        print_json(
-            [
-                {field: worker[field] for field in fields} | {"adapter_names": names.of(worker["adapters"])}
-                for worker in cluster.workers()
-            ]
-        )
+        fields = ("worker_id", "phase", "model", "adapter_slots", "adapter_tiers", "adapters", "adapter_names")
+        print_json([{field: worker[field] for field in fields} for worker in named_workers(cluster.workers(), names)])
     elif not out().is_terminal:
-        print_rows(HEADERS, _rows(cluster.workers(), names))
+        print_table(named_workers(cluster.workers(), names), COLUMNS)
     elif once:
-        out().print(view(_rows(cluster.workers(), names)))
+        out().print(view(named_workers(cluster.workers(), names)))
     else:
-        _live(cluster, names)
+        show_live(lambda: view(named_workers(cluster.workers(), names)), REFRESH_S)
 
 
-def _live(cluster: ClusterReader, names: AdapterNames) -> None:
-    """Refresh the table until Ctrl-C, or until the router is gone."""
-    from rich.live import Live
-
-    with Live(view(_rows(cluster.workers(), names)), console=out(), auto_refresh=False) as live:
-        while True:
-            time.sleep(REFRESH_S)
-            live.update(view(_rows(cluster.workers(), names)), refresh=True)
+def named_workers(workers: Sequence[Mapping[str, Any]], names: AdapterNames) -> list[dict[str, Any]]:
+    """Return workers with the names of the adapters on their devices, as `adapter_names`."""
+    return [{**worker, "adapter_names": names.of(worker["adapters"])} for worker in workers]
 
 
-def view(rows: Sequence[tuple[object, ...]]) -> RenderableType:
-    """Render the rows for a terminal: tables of devices, memory and disks, and each worker's adapters."""
+def view(workers: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Render named workers for a terminal: tables of devices, memory and disks, and each worker's adapters."""
     from rich.console import Group
     from rich.text import Text
 
     tables: list[RenderableType] = []
-    for columns in _TABLES:
-        tables += [table_of([HEADERS[at] for at in columns], [[row[at] for at in columns] for row in rows]), ""]
+    for names in _TABLES:
+        tables += [table_of(names, table_rows(workers, {name: COLUMNS[name] for name in names})), ""]
     lines = [
-        Text(printable(f"  {row[0]}: {row[-1] or 'no adapter on the device'}"), no_wrap=True, overflow="ellipsis")
-        for row in rows
+        f"  {worker['worker_id']}: {', '.join(worker['adapter_names']) or 'no adapter on the device'}"
+        for worker in workers
     ]
-    return Group(*tables, *lines)
-
-
-def _rows(workers: Sequence[dict[str, Any]], names: AdapterNames) -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = []
-    for worker in workers:
-        slots, tiers = worker["adapter_slots"], worker["adapter_tiers"]
-        rows.append(
-            (
-                worker["worker_id"],
-                f"{slots['used']}/{slots['total']}",
-                slots["pinned"],
-                tiers["loading"],
-                tiers["fetching"],
-                tiers["hits"],
-                tiers["misses"],
-                tiers["swaps"],
-                _mib(tiers["device_bytes"]),
-                _mib(tiers["host_bytes"]),
-                f"{_mib(tiers['disk_bytes'])}/{_mib(tiers['disk_bytes_limit'])}",
-                tiers["disk_adapters"],
-                tiers["disk_hits"],
-                tiers["disk_misses"],
-                ", ".join(names.of(worker["adapters"])),
-            )
-        )
-    return rows
+    return Group(*tables, *(Text(printable(line), no_wrap=True, overflow="ellipsis") for line in lines))
 
 
 def _mib(count: int) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clients.cli.options import JsonOption, read_seconds
-from clients.cli.terminal import CommandError, out, print_error, print_json, print_rows
+from clients.cli.terminal import CommandError, print_error, print_json, print_rows, say
 
 if TYPE_CHECKING:
     from tenancy.audit_log import ChainHead
@@ -46,7 +46,7 @@ def verify(
         print_error(str(fault))
     if len(verified.faults) > _FAULTS:
         print_error(f"{len(verified.faults) - _FAULTS} further faults")
-    out().print(f"{verified.records} records, head {verified.head}", markup=False, soft_wrap=True)
+    say(f"{verified.records} records, head {verified.head}")
     if verified.faults:
         raise CommandError("the log is not as it was written", exit_code=1)
 

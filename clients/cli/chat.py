@@ -10,11 +10,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.options import ROUTER, TENANT, AdapterOption, ModelOption, RouterOption, TenantOption
+from clients.cli.options import (
+    ROUTER,
+    TENANT,
+    AdapterOption,
+    MaxTokensOption,
+    ModelOption,
+    RouterOption,
+    TemperatureOption,
+    TenantOption,
+)
 from clients.cli.service import explained
 from clients.cli.terminal import CommandError, err, out, print_error, print_warning, printable, stdin_lines
 
@@ -42,12 +51,8 @@ def chat(
     ] = "",
     tenant: TenantOption = TENANT,
     model: ModelOption = "",
-    max_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Maximum number of tokens of an answer; 128 by default.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(metavar="T", help="Sampling temperature; 0, the default, is greedy.")
-    ] = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
     router: RouterOption = ROUTER,
 ) -> None:
     """Talk to a model. Ctrl-C stops an answer, Ctrl-D ends the conversation; /help lists the commands.
@@ -162,7 +167,8 @@ def _is_full(error: CommandError) -> bool:
 
 def _follow(stream: GenerationStream) -> str:
     """Show the answer as it arrives, and at a terminal the reasoning before it; return its text, whole or stopped."""
-    screen, said, finished = answer_screen(), "", None
+    movable = out().is_terminal and not out().is_dumb_terminal
+    screen, said, finished = MarkdownScreen() if movable else PlainScreen(), "", None
     try:
         for piece in stream:
             if piece.reasoning:
@@ -181,44 +187,21 @@ def _follow(stream: GenerationStream) -> str:
     return said
 
 
-class AnswerScreen(Protocol):
-    """Shows an answer. Whatever is printed after `end` begins a new line."""
-
-    def reason(self, text: str) -> None:
-        """Show a part of the reasoning before the answer."""
-
-    def write(self, text: str) -> None:
-        """Show a part of the answer."""
-
-    def end(self) -> None:
-        """Show what is left, of an answer that is whole or stopped."""
-
-
-def answer_screen() -> AnswerScreen:
-    """Return the screen for stdout: of Markdown at a terminal that can move its cursor."""
-    if out().is_terminal and not out().is_dumb_terminal:
-        return MarkdownScreen()
-    return PlainScreen()
-
-
 class PlainScreen:
     """Writes the text as it is; at a terminal without control characters, and after the reasoning."""
 
-    def __init__(self) -> None:
-        self._at_terminal = sys.stdout.isatty()
-
     def reason(self, text: str) -> None:
-        """See AnswerScreen."""
-        if self._at_terminal:
+        """Show a part of the reasoning before the answer."""
+        if sys.stdout.isatty():
             _print_reasoning(text)
 
     def write(self, text: str) -> None:
-        """See AnswerScreen."""
-        sys.stdout.write(printable(text) if self._at_terminal else text)
+        """Show a part of the answer."""
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
     def end(self) -> None:
-        """See AnswerScreen."""
+        """Show what is left, of an answer that is whole or stopped; whatever is printed next begins a new line."""
         sys.stdout.write("\n")
         sys.stdout.flush()
 
@@ -235,13 +218,13 @@ class MarkdownScreen:
         self._reasoning = self._printed = False
 
     def reason(self, text: str) -> None:
-        """See AnswerScreen."""
+        """See PlainScreen."""
         self._close()
         self._reasoning = True
         _print_reasoning(text)
 
     def write(self, text: str) -> None:
-        """See AnswerScreen."""
+        """See PlainScreen."""
         if self._reasoning:
             out().print("\n")
             self._reasoning = False
@@ -255,7 +238,7 @@ class MarkdownScreen:
             self._print(_last_block(self._open))
 
     def end(self) -> None:
-        """See AnswerScreen."""
+        """See PlainScreen."""
         self._close()
         if self._reasoning or not self._printed:
             out().print()

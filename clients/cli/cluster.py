@@ -11,11 +11,10 @@ import typer
 
 from clients.cli.options import ROUTER, TENANT, JsonOption, RouterOption, TenantOption, worker_ids
 from clients.cli.service import cluster_service
-from clients.cli.terminal import print_json, print_rows
+from clients.cli.terminal import Columns, message_values, print_table
 
 if TYPE_CHECKING:
     from loraplex.cluster.v1 import cluster_pb2
-    from loraplex_client.calls import Script
 
 WorkerArgument = Annotated[
     str,
@@ -33,62 +32,36 @@ class Snapshot:
 
     def to_json(self) -> dict[str, Any]:
         """Return the snapshot as JSON values."""
-        from google.protobuf.json_format import MessageToDict
-
-        traffic = MessageToDict(
-            self.traffic, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
-        return {"workers": list(self.workers), "queues": list(self.queues), "traffic": _numbers(traffic)}
+        return {"workers": list(self.workers), "queues": list(self.queues), "traffic": message_values(self.traffic)}
 
 
 class ClusterReader:
-    """A connection to one router's ClusterService."""
+    """A connection to one router's ClusterService. Every method raises CommandError."""
 
     def __init__(self, router: str, tenant: str) -> None:
         self.router = router
         self._cluster = cluster_service(router, tenant)
 
     def look(self) -> Snapshot:
-        """Take a snapshot. Raises CommandError."""
-        return self._cluster.run(_look())
+        """Take a snapshot."""
+        from loraplex.cluster.v1 import cluster_pb2
+
+        traffic = self._cluster.ask("GetTraffic", cluster_pb2.GetTrafficRequest())
+        return Snapshot(self.workers(), self.queues(), traffic)
 
     def workers(self) -> list[dict[str, Any]]:
-        """Return the live workers as JSON values. Raises CommandError."""
+        """Return the live workers as JSON values."""
         from loraplex.cluster.v1 import cluster_pb2
 
         answer = self._cluster.ask("ListWorkers", cluster_pb2.ListWorkersRequest())
         return [worker_json(worker) for worker in answer.workers]
 
     def queues(self) -> list[dict[str, Any]]:
-        """Return the models' queues. Raises CommandError."""
-        return self._cluster.run(_queues())
+        """Return the models' queues as JSON values."""
+        from loraplex.cluster.v1 import cluster_pb2
 
-
-def _look() -> Script[Snapshot]:
-    from loraplex.cluster.v1 import cluster_pb2
-    from loraplex_client.calls import Call
-
-    workers = yield Call("ListWorkers", cluster_pb2.ListWorkersRequest())
-    queues = yield from _queues()
-    traffic = yield Call("GetTraffic", cluster_pb2.GetTrafficRequest())
-    return Snapshot([worker_json(worker) for worker in workers.workers], queues, traffic)
-
-
-def _queues() -> Script[list[dict[str, Any]]]:
-    from loraplex.cluster.v1 import cluster_pb2
-    from loraplex_client.calls import Call
-
-    answer = yield Call("ListQueues", cluster_pb2.ListQueuesRequest())
-    return [{"model": queue.model, "waiting": queue.waiting, "running": queue.running} for queue in answer.queues]
-
-
-def _numbers(value: Any) -> Any:
-    """Convert 64-bit integers, which Protobuf's JSON writes as strings, to numbers."""
-    if isinstance(value, dict):
-        return {key: item if key in {"tenant", "adapter"} else _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    return int(value) if isinstance(value, str) and value.isdigit() else value
+        answer = self._cluster.ask("ListQueues", cluster_pb2.ListQueuesRequest())
+        return [message_values(queue) for queue in answer.queues]
 
 
 @dataclass(frozen=True)
@@ -172,51 +145,35 @@ class Interval:
 
 def workers(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
     """List the live workers: running rows, KV blocks, adapters on the device."""
-    listed = ClusterReader(router, tenant).workers()
-    if as_json:
-        print_json(listed)
-        return
-    print_rows(
-        ("worker", "phase", "model", "rows", "waiting", "blocks free", "in use", "adapters", "pinned", "steps"),
-        (
-            (
-                worker["worker_id"],
-                worker["phase"],
-                worker["model"],
-                f"{worker['rows_running']}/{worker['rows_limit']}",
-                worker["rows_waiting"],
-                f"{worker['blocks']['free'] + worker['blocks']['cached']}/{worker['blocks']['total']}",
-                worker["blocks"]["referenced"],
-                f"{worker['adapter_slots']['used']}/{worker['adapter_slots']['total']}",
-                worker["adapter_slots"]["pinned"],
-                worker["steps"],
-            )
-            for worker in listed
+    columns: Columns = {
+        "worker": "worker_id",
+        "phase": "phase",
+        "model": "model",
+        "rows": lambda worker: f"{worker['rows_running']}/{worker['rows_limit']}",
+        "waiting": "rows_waiting",
+        "blocks free": lambda worker: (
+            f"{worker['blocks']['free'] + worker['blocks']['cached']}/{worker['blocks']['total']}"
         ),
-    )
+        "in use": lambda worker: worker["blocks"]["referenced"],
+        "adapters": lambda worker: f"{worker['adapter_slots']['used']}/{worker['adapter_slots']['total']}",
+        "pinned": lambda worker: worker["adapter_slots"]["pinned"],
+        "steps": "steps",
+    }
+    print_table(ClusterReader(router, tenant).workers(), columns, as_json=as_json)
 
 
 def worker_json(worker: cluster_pb2.Worker) -> dict[str, Any]:
     """Convert a worker's message to JSON values, with the phase as a word."""
     from loraplex.cluster.v1 import cluster_pb2
 
-    fields = {field.name: getattr(worker, field.name) for field in worker.DESCRIPTOR.fields}
-    return fields | {
-        "phase": cluster_pb2.WorkerPhase.Name(worker.phase).removeprefix("WORKER_PHASE_").lower(),
-        "blocks": _fields(worker.blocks),
-        "adapter_slots": _fields(worker.adapter_slots),
-        "adapter_tiers": _fields(worker.adapter_tiers),
-        "adapters": list(worker.adapters),
-    }
+    phase = cluster_pb2.WorkerPhase.Name(worker.phase).removeprefix("WORKER_PHASE_").lower()
+    return {**message_values(worker), "phase": phase}
 
 
 def queues(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
     """List the models' queues: jobs that wait for a worker, and running answers."""
-    listed = ClusterReader(router, tenant).queues()
-    if as_json:
-        print_json(listed)
-        return
-    print_rows(("model", "waiting", "running"), [tuple(queue.values()) for queue in listed])
+    columns: Columns = {"model": "model", "waiting": "waiting", "running": "running"}
+    print_table(ClusterReader(router, tenant).queues(), columns, as_json=as_json)
 
 
 def drain(worker: WorkerArgument, router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:
@@ -249,54 +206,24 @@ def jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List a router's running and waiting jobs; with `dead`, the jobs that were ended because they killed engines."""
-    listed = _fetch(router, tenant, which)
-    if as_json:
-        print_json(listed)
-    elif which is Which.OPEN:
-        _print_open(listed)
+    from loraplex.cluster.v1 import cluster_pb2
+
+    service = cluster_service(router, tenant)
+    columns: dict[str, Any] = {
+        "job": "job_id",
+        "tenant": "tenant",
+        "model": "model",
+        "adapter": lambda job: _short(job["adapter_revision"]),
+    }
+    if which is Which.OPEN:
+        listed = service.ask("ListJobs", cluster_pb2.ListJobsRequest()).jobs
+        columns |= {"worker": lambda job: job["worker_id"] or "(waits)", "attempt": "attempt", "strikes": "strikes"}
+        columns |= {"prompt": "prompt_tokens", "answer": "completion_tokens", "age s": lambda job: f"{job['age']:.1f}"}
     else:
-        _print_dead(listed)
-
-
-def _print_open(listed: list[dict[str, Any]]) -> None:
-    print_rows(
-        ("job", "tenant", "model", "adapter", "worker", "attempt", "strikes", "prompt", "answer", "age s"),
-        (
-            (
-                job["job_id"],
-                job["tenant"],
-                job["model"],
-                _short(job["adapter_revision"]),
-                job["worker_id"] or "(waits)",
-                job["attempt"],
-                job["strikes"],
-                job["prompt_tokens"],
-                job["completion_tokens"],
-                f"{job['age']:.1f}",
-            )
-            for job in listed
-        ),
-    )
-
-
-def _print_dead(listed: list[dict[str, Any]]) -> None:
-    print_rows(
-        ("job", "tenant", "model", "adapter", "attempts", "prompt", "answer", "reason", "died at"),
-        (
-            (
-                job["job_id"],
-                job["tenant"],
-                job["model"],
-                _short(job["adapter_revision"]),
-                job["attempts"],
-                job["prompt_tokens"],
-                job["completion_tokens"],
-                job["reason"],
-                job["died_at"],
-            )
-            for job in listed
-        ),
-    )
+        listed = service.ask("ListDeadJobs", cluster_pb2.ListDeadJobsRequest()).jobs
+        columns |= {"attempts": "attempts", "prompt": "prompt_tokens", "answer": "completion_tokens"}
+        columns |= {"reason": "reason", "died at": "died_at"}
+    print_table(map(message_values, listed), columns, as_json=as_json)
 
 
 def _short(revision: str) -> str:
@@ -305,20 +232,3 @@ def _short(revision: str) -> str:
         return "(base)"
     name, _, digest = revision.rpartition("/revisions/")
     return f"{name.removeprefix('tenants/')}@{digest[:15]}" if name else revision[:15]
-
-
-def _fetch(router: str, tenant: str, which: Which) -> list[dict[str, Any]]:
-    """Return the jobs as JSON values. Raises CommandError."""
-    from loraplex.cluster.v1 import cluster_pb2
-
-    service = cluster_service(router, tenant)
-    if which is Which.OPEN:
-        open_jobs = service.ask("ListJobs", cluster_pb2.ListJobsRequest()).jobs
-        return [_fields(job) for job in open_jobs]
-    dead_jobs = service.ask("ListDeadJobs", cluster_pb2.ListDeadJobsRequest()).jobs
-    return [_fields(job) | {"died_at": job.died_at.ToJsonString()} for job in dead_jobs]
-
-
-def _fields(message: Any) -> dict[str, Any]:
-    """Convert a message to a mapping of field names to values."""
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}

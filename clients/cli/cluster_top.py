@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.adapters_top import AdapterNames
+from clients.cli.adapters_top import AdapterNames, named_workers
 from clients.cli.cluster import ClusterReader, Interval, Snapshot
 from clients.cli.options import ROUTER, STORE, TENANT, JsonOption, RouterOption, StoreOption, TenantOption
-from clients.cli.terminal import out, print_fields, print_json, print_rows, printable, table_of
+from clients.cli.terminal import out, print_fields, print_json, print_rows, printable, show_live, table_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,34 +52,23 @@ def top(
     reader, names = ClusterReader(router, tenant), AdapterNames(store, tenant, router)
     if as_json:
         snapshot = reader.look()
-        workers = [{**worker, "adapter_names": names.of(worker["adapters"])} for worker in snapshot.workers]
-        print_json({**snapshot.to_json(), "workers": workers})
+        print_json({**snapshot.to_json(), "workers": named_workers(snapshot.workers, names)})
     elif not out().is_terminal:
         _print(Interval(reader.look(), None), names)
     elif once:
         now = reader.look()
         out().print(view(router, Interval(now, None), names_on_devices(now, names), None, out().width))
     else:
-        _live(reader, names)
+        before, rates = deque[Snapshot](maxlen=1), Rates()
 
+        def render() -> RenderableType:
+            interval = Interval(reader.look(), before[0] if before else None)
+            before.append(interval.now)
+            rates.add(interval)
+            on_devices = names_on_devices(interval.now, names)
+            return view(router, interval, on_devices, rates, out().width, out().height)
 
-def _live(reader: ClusterReader, names: AdapterNames) -> None:
-    """Refresh the view until Ctrl-C, or until the router is gone."""
-    from rich.live import Live
-
-    before: Snapshot | None = None
-    now, rates = reader.look(), Rates()
-
-    def shown() -> RenderableType:
-        interval = Interval(now, before)
-        rates.add(interval)
-        return view(reader.router, interval, names_on_devices(now, names), rates, out().width, out().height)
-
-    with Live(shown(), console=out(), auto_refresh=False) as live:
-        while True:
-            time.sleep(REFRESH_S)
-            before, now = now, reader.look()
-            live.update(shown(), refresh=True)
+        show_live(render, REFRESH_S)
 
 
 def view(
@@ -136,7 +124,7 @@ def _print(interval: Interval, names: AdapterNames) -> None:
     for headers, rows in (
         (_LATENCIES, _latency_rows(interval)),
         (_WORKERS, [_worker(worker, interval, bars=False) for worker in interval.now.workers]),
-        (("worker", "adapters on the device"), [(worker, ", ".join(found)) for worker, found in on_devices.items()]),
+        (("worker", "adapters on the device"), [(worker, ", ".join(named)) for worker, named in on_devices.items()]),
         (_QUEUES, [_queue(queue) for queue in interval.now.queues]),
         (_ADAPTERS, [_adapter(row, interval) for row in interval.adapters()]),
     ):
@@ -185,14 +173,10 @@ def _latencies_and_queues(interval: Interval) -> RenderableType:
 
 
 def _latency_rows(interval: Interval) -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = []
-    for name, field in (
-        ("TTFT", "time_to_first_token"),
-        ("ITL", "inter_token_latency"),
-        ("in the queue", "queue_time"),
-    ):
-        rows.append((name, *(_ms(interval.quantile(field, share)) for share in (0.5, 0.9, 0.99))))
-    return rows
+    fields = {"TTFT": "time_to_first_token", "ITL": "inter_token_latency", "in the queue": "queue_time"}
+    return [
+        (name, *(_ms(interval.quantile(field, share)) for share in (0.5, 0.9, 0.99))) for name, field in fields.items()
+    ]
 
 
 def _workers(interval: Interval, *, wide: bool) -> RenderableType:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,7 @@ from clients.cli.options import (
     TenantOption,
 )
 from clients.cli.service import store_client
-from clients.cli.terminal import Activity, CommandError, print_fields, print_json, print_rows
+from clients.cli.terminal import Activity, Columns, CommandError, print_fields, print_json, print_rows, print_table
 
 if TYPE_CHECKING:
     from loraplex_client import FitnessCertificate, Revision, StoreClient
@@ -37,7 +37,7 @@ ModelDirOption = Annotated[
 ]
 
 
-def _run_worker(command: str, flags: Mapping[str, str], *words: str, capture: bool = False) -> CompletedProcess[str]:
+def _run_worker(command: str, flags: Mapping[str, object], *words: str, capture: bool = False) -> CompletedProcess[str]:
     """Run `python -m worker COMMAND --flag=value ...`."""
     arguments = [f"--{name}={value}" for name, value in flags.items()]
     # -P: a folder of the working directory called worker would be run instead.
@@ -71,17 +71,8 @@ def plan(  # noqa: PLR0913, PLR0917  # one parameter a flag
     as_json: JsonOption = False,
 ) -> None:
     """Compute a model's weights, KV cache and adapter slots, and how many sequences fit, without loading it."""
-    flags = {
-        "model": model,
-        "context": str(context),
-        "batch": str(batch),
-        "adapters": str(adapters),
-        "rank": str(rank),
-        "dtype": dtype,
-        "quantize": quantize,
-        "kv-cache-dtype": kv_cache_dtype,
-        "memory": memory,
-    }
+    flags = {"model": model, "context": context, "batch": batch, "adapters": adapters, "rank": rank, "dtype": dtype}
+    flags |= {"quantize": quantize, "kv-cache-dtype": kv_cache_dtype, "memory": memory}
     raise typer.Exit(_run_worker("plan", flags, *(["--json"] if as_json else [])).returncode)
 
 
@@ -145,20 +136,15 @@ def print_report(figures: Mapping[str, Any]) -> None:
     kv_bytes = figures["kv_bytes_per_token"]
     print_fields((("model", figures["model"]), ("quantized", figures["quantized"]), ("text", figures["file"])))
     if figures["weight_errors"]:
-        print_rows(
-            ("layers", "number", "weights", "max error", "mean error", "relative"),
-            (
-                (
-                    error["kind"],
-                    error["layers"],
-                    error["weights"],
-                    f"{error['max']:.6f}",
-                    f"{error['mean']:.6f}",
-                    f"{error['relative']:.4f}",
-                )
-                for error in figures["weight_errors"]
-            ),
-        )
+        columns: Columns = {
+            "layers": "kind",
+            "number": "layers",
+            "weights": "weights",
+            "max error": lambda error: f"{error['max']:.6f}",
+            "mean error": lambda error: f"{error['mean']:.6f}",
+            "relative": lambda error: f"{error['relative']:.4f}",
+        }
+        print_table(figures["weight_errors"], columns)
     before, after = text["perplexity"]["original"], text["perplexity"]["quantized"]
     print_rows(
         ("figure", "original", "quantized", "change"),
@@ -208,9 +194,9 @@ def certify(
         _, revision = client.get(name)
         certificate = certify_revision(client, revision, base, model_dir)
     if as_json:
-        print_json({"revision": revision.name, **certificate_json(certificate)})
-        return
-    _print_certificates([(revision, certificate)])
+        print_json({"revision": revision.name, **vars(certificate)})
+    else:
+        print_certificates([replace(revision, certificates=(certificate,))])
 
 
 def certify_revision(client: StoreClient, revision: Revision, scheme: str, model_dir: Path) -> FitnessCertificate:
@@ -240,33 +226,18 @@ def certify_revision(client: StoreClient, revision: Revision, scheme: str, model
     return client.certify(revision.name, certificate)
 
 
-def certificate_json(certificate: FitnessCertificate) -> dict[str, Any]:
-    """Return a certificate for --json."""
-    time = certificate.create_time
-    return {**asdict(certificate), "create_time": None if time is None else time.isoformat()}
-
-
 def print_certificates(revisions: Iterable[Revision]) -> None:
     """Print the certificates of revisions, if there are any."""
-    rows = [(revision, certificate) for revision in revisions for certificate in revision.certificates]
+    columns: Columns = {
+        "revision": lambda row: row["digest"][:19],
+        "base": "quantization",
+        "agreement": lambda row: f"{row['agreement']:.3f}",
+        "mean KL": lambda row: f"{row['mean_kl']:.4f}",
+        "max KL": lambda row: f"{row['max_kl']:.3f}",
+        "prompts": lambda row: f"{row['prompts']} {'drawn' if row['drawn'] else 'own'}",
+        "tokens": "tokens",
+        "verdict": lambda row: row["verdict"] + (f": {row['breach']}" if row["breach"] else ""),
+    }
+    rows = [{"digest": revision.digest, **vars(one)} for revision in revisions for one in revision.certificates]
     if rows:
-        _print_certificates(rows)
-
-
-def _print_certificates(rows: Iterable[tuple[Revision, FitnessCertificate]]) -> None:
-    print_rows(
-        ("revision", "base", "agreement", "mean KL", "max KL", "prompts", "tokens", "verdict"),
-        (
-            (
-                revision.digest[:19],
-                certificate.quantization,
-                f"{certificate.agreement:.3f}",
-                f"{certificate.mean_kl:.4f}",
-                f"{certificate.max_kl:.3f}",
-                f"{certificate.prompts} {'drawn' if certificate.drawn else 'own'}",
-                certificate.tokens,
-                certificate.verdict + (f": {certificate.breach}" if certificate.breach else ""),
-            )
-            for revision, certificate in rows
-        ),
-    )
+        print_table(rows, columns)

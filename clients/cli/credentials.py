@@ -7,13 +7,13 @@ import os
 import re
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from clients.cli.options import STORE, JsonOption, StoreOption, read_duration
 from clients.cli.service import Service
-from clients.cli.terminal import CommandError, format_timestamp, out, print_json, print_rows
+from clients.cli.terminal import Columns, CommandError, format_timestamp, message_values, print_json, print_table, say
 
 if TYPE_CHECKING:
     from loraplex.admin.v1 import keys_pb2
@@ -73,24 +73,19 @@ def list_(
     request = keys_pb2.ListKeysRequest(tenant=tenant, page_size=1000)
     listed = _service(store).list("ListKeys", request, lambda page: page.keys)
     if as_json:
-        print_json([_key_json(key) for key in listed])
+        print_json([message_values(key) for key in listed])
         return
-    print_rows(
-        ("key", "tenant", "role", "scopes", "label", "made", "expires", "revoked"),
-        (
-            (
-                key.key_id,
-                key.tenant or "-",
-                key.role,
-                " ".join(key.scopes) or "all",
-                key.label,
-                format_timestamp(key.create_time),
-                format_timestamp(key.expire_time),
-                format_timestamp(key.revoke_time),
-            )
-            for key in listed
-        ),
-    )
+    columns: Columns = {
+        "key": "key_id",
+        "tenant": lambda key: key.tenant or "-",
+        "role": "role",
+        "scopes": lambda key: " ".join(key.scopes) or "all",
+        "label": "label",
+        "made": lambda key: format_timestamp(key.create_time),
+        "expires": lambda key: format_timestamp(key.expire_time),
+        "revoked": lambda key: format_timestamp(key.revoke_time),
+    }
+    print_table(listed, columns)
 
 
 @keys.command()
@@ -99,7 +94,7 @@ def revoke(key_id: IdArgument, store: StoreOption = STORE) -> None:
     from loraplex.admin.v1 import keys_pb2
 
     _service(store).ask("RevokeKey", keys_pb2.RevokeKeyRequest(key_id=key_id))
-    out().print(f"revoked {key_id}", markup=False)
+    say(f"revoked {key_id}")
 
 
 @keys.command()
@@ -131,7 +126,7 @@ def bootstrap(
     _check_new(file)
     key_id, text, _ = new_api_key()
     _write(file, text)
-    out().print(f"wrote key {key_id} to {file}", markup=False)
+    say(f"wrote key {key_id} to {file}")
 
 
 def _check_new(file: Path | None) -> None:
@@ -148,17 +143,11 @@ def _give(text: str, key: keys_pb2.Key, file: Path | None, as_json: bool) -> Non
     if file is not None:
         _write(file, text)
     if as_json:
-        print_json({**_key_json(key), **({} if file is not None else {"api_key": text})})
+        print_json({**message_values(key), **({} if file is not None else {"api_key": text})})
     elif file is not None:
-        out().print(f"wrote key {key.key_id} to {file}", markup=False)
+        say(f"wrote key {key.key_id} to {file}")
     else:
-        out().print(text, markup=False, soft_wrap=True)
-
-
-def _key_json(key: keys_pb2.Key) -> dict[str, Any]:
-    from google.protobuf.json_format import MessageToDict
-
-    return MessageToDict(key, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        say(text)
 
 
 def _service(store: str) -> Service:
@@ -211,7 +200,7 @@ def dev(
     for name in tenant or ():
         ca.write(directory, f"tenant-{name}", ca.issue(f"loraplex://tenant-admin/{name}", life=life))
     wrote = f"wrote ca.pem, job.key, and certificates with their keys, into {directory}"
-    out().print(wrote, markup=False, soft_wrap=True)
+    say(wrote)
 
 
 @redis.callback()
@@ -270,9 +259,9 @@ def acl(  # one parameter a flag
     if not apply:
         print("\n".join([*acl_file(models, cell, passwords), "user default off"]))
         return
-    out().print(f"set the users {', '.join(ROLES)} and turned the default user off", markup=False, soft_wrap=True)
+    say(f"set the users {', '.join(ROLES)} and turned the default user off")
     if not saved:
-        out().print("the server has no ACL file: it forgets them when it restarts", markup=False, soft_wrap=True)
+        say("the server has no ACL file: it forgets them when it restarts")
 
 
 async def _apply(url: str, models: list[str], cell: str, passwords: Passwords) -> bool:

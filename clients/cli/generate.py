@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.options import ROUTER, TENANT, AdaptersOption, ModelOption, RouterOption, TenantOption, read_adapters
+from clients.cli.options import (
+    ROUTER,
+    TENANT,
+    AdaptersOption,
+    MaxTokensOption,
+    ModelOption,
+    RouterOption,
+    TemperatureOption,
+    TenantOption,
+    read_adapters,
+)
 from clients.cli.service import explained
 from clients.cli.terminal import err, print_json, print_rows, printable, read_stdin, read_text
 
@@ -25,12 +34,8 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     adapter: AdaptersOption = None,
     tenant: TenantOption = TENANT,
     model: ModelOption = "",
-    max_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Maximum number of tokens; 128 by default.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(metavar="T", help="Sampling temperature; 0, the default, is greedy.")
-    ] = None,
+    max_tokens: MaxTokensOption = None,
+    temperature: TemperatureOption = None,
     top_k: Annotated[int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens.")] = None,
     top_p: Annotated[
         float | None,
@@ -81,7 +86,8 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     single, weighted = read_adapters(adapter or [])
     if prompt == "-":
         prompt = read_stdin()
-    chat = None if system is None else [_message("system", system), _message("user", prompt)]
+    roles = {"system": system, "user": prompt}
+    chat = None if system is None else [{"role": role, "content": text} for role, text in roles.items()]
     several = (answers or 1) > 1
     with explained("router", router), Client(router, tenant) as client:
         timer = AnswerTimer()
@@ -117,10 +123,6 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
         err().print(_closing_line(generation, timer), style="dim", markup=False, soft_wrap=True)
 
 
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
 def _follow(stream: GenerationStream, timer: AnswerTimer, *, quiet: bool) -> Generation:
     """Write the text as it arrives, unless `quiet`, and return the whole answer."""
     at_terminal = sys.stdout.isatty()
@@ -139,7 +141,6 @@ def _follow(stream: GenerationStream, timer: AnswerTimer, *, quiet: bool) -> Gen
 
 
 def _closing_line(generation: Generation, timer: AnswerTimer) -> str:
-
     who = " + ".join(f"{weight:g} x {_short(revision)}" for revision, weight in generation.adapters)
     who = who or _short(generation.adapter_revision) or "plain base model"
     return (
@@ -239,8 +240,8 @@ def answer_json(generation: Generation, texts: Mapping[int, str]) -> dict[str, A
         "stop": generation.stop,
         "adapter_revision": generation.adapter_revision,
         "adapters": [{"revision": revision, "weight": weight} for revision, weight in generation.adapters],
-        "usage": dataclasses.asdict(generation.usage),
-        "timings": dataclasses.asdict(generation.timings),
+        "usage": generation.usage,
+        "timings": generation.timings,
         "continuations": generation.continuations,
         "request_id": generation.request_id,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ import typer
 
 from clients.cli.options import STORE, TENANT, JsonOption, KvCacheOption, QuantizeOption, StoreOption, TenantOption
 from clients.cli.service import store_client
-from clients.cli.terminal import CommandError, out, print_json, print_rows
+from clients.cli.terminal import Columns, CommandError, print_table, say
 
 if TYPE_CHECKING:
     from loraplex_client import BaseModel
@@ -39,7 +40,7 @@ def push(
     model = read_model(path, name, quantize, kv_cache_dtype)
     with store_client(store, tenant) as client:
         client.register_model(registered(model), model.files, replace=replace)
-    out().print(f"registered {model.name} {model.digest}", markup=False, soft_wrap=True)
+    say(f"registered {model.name} {model.digest}")
 
 
 @app.command("list")
@@ -47,25 +48,17 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
     """List the registered base models."""
     with store_client(store, tenant) as client:
         models = client.models()
-    if as_json:
-        print_json([_model_json(model) for model in models])
-        return
-    print_rows(
-        ("model", "architecture", "context", "vocabulary", "layers", "weights", "KV cache", "digest"),
-        (
-            (
-                model.name,
-                model.architecture,
-                model.context_length,
-                model.vocab_size,
-                layer_count(model),
-                model.quantization or "as given",
-                model.kv_cache_dtype or "as computed",
-                model.digest[:19],
-            )
-            for model in models
-        ),
-    )
+    columns: Columns = {
+        "model": "name",
+        "architecture": "architecture",
+        "context": "context_length",
+        "vocabulary": "vocab_size",
+        "layers": "layers",
+        "weights": lambda model: model["quantization"] or "as given",
+        "KV cache": lambda model: model["kv_cache_dtype"] or "as computed",
+        "digest": lambda model: model["digest"][:19],
+    }
+    print_table(map(_model_json, models), columns, as_json=as_json)
 
 
 def read_model(path: str, name: str, quantize: str = "", kv_cache_dtype: str = "") -> artifacts.base_model.BaseModel:
@@ -99,21 +92,9 @@ def registered(model: artifacts.base_model.BaseModel) -> BaseModel:
     """Convert a manifest to the SDK's class."""
     from loraplex_client import BaseModel, Module
 
-    return BaseModel(
-        name=model.name,
-        digest=model.digest,
-        architecture=model.architecture,
-        context_length=model.context_length,
-        vocab_size=model.vocab_size,
-        end_token_ids=model.end_token_ids,
-        modules=tuple(Module(module.name, module.in_features, module.out_features) for module in model.modules),
-        tasks=model.tasks,
-        labels=model.labels,
-        pooling=model.pooling,
-        quantization=model.quantization,
-        original_digest=model.original_digest,
-        kv_cache_dtype=model.kv_cache_dtype,
-    )
+    modules = tuple(Module(module.name, module.in_features, module.out_features) for module in model.modules)
+    names = {field.name for field in dataclasses.fields(BaseModel)} - {"files", "create_time", "modules"}
+    return BaseModel(modules=modules, **{name: getattr(model, name) for name in names})
 
 
 def layer_count(model: BaseModel) -> int:
@@ -123,19 +104,6 @@ def layer_count(model: BaseModel) -> int:
 
 
 def _model_json(model: BaseModel) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "digest": model.digest,
-        "architecture": model.architecture,
-        "context_length": model.context_length,
-        "vocab_size": model.vocab_size,
-        "layers": layer_count(model),
-        "modules": len(model.modules),
-        "tasks": model.tasks,
-        "labels": model.labels,
-        "pooling": model.pooling,
-        "quantization": model.quantization,
-        "original_digest": model.original_digest,
-        "kv_cache_dtype": model.kv_cache_dtype,
-        "files": [file.name for file in model.files],
-    }
+    counts = {"layers": layer_count(model), "modules": len(model.modules)}
+    fields = {name: value for name, value in vars(model).items() if name not in ("create_time", "end_token_ids")}
+    return {**fields, **counts, "files": [file.name for file in model.files]}

@@ -167,6 +167,12 @@ KvCacheOption = Annotated[
         help="int8: the KV cache in 8 bits; by default it is in the dtype that the model computes in.",
     ),
 ]
+MaxTokensOption = Annotated[
+    int | None, typer.Option(metavar="N", help="Maximum number of tokens of an answer; 128 by default.")
+]
+TemperatureOption = Annotated[
+    float | None, typer.Option(metavar="T", help="Sampling temperature; 0, the default, is greedy.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -10,7 +10,7 @@ import typer
 
 from clients.cli.options import ROUTER, STORE, JsonOption, StoreOption
 from clients.cli.service import Service, cluster_service
-from clients.cli.terminal import CommandError, out, print_json, print_rows
+from clients.cli.terminal import CommandError, message_values, print_json, print_rows, say
 from tenancy.plans import FIELDS, REAL_FIELDS, PlansError, PlansFile
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def set_(
     if as_json:
         print_json(_plan_json(plan))
     else:
-        out().print(f"{plan.name}: {_limits(plan) or 'no limits'}", markup=False, soft_wrap=True)
+        say(f"{plan.name}: {_limits(plan) or 'no limits'}")
 
 
 @plans.command()
@@ -88,7 +88,7 @@ def delete(name: NameArgument, store: StoreOption = STORE) -> None:
     from loraplex.admin.v1 import plans_pb2
 
     _service(store).ask("DeletePlan", plans_pb2.DeletePlanRequest(name=name))
-    out().print(f"deleted {name}", markup=False)
+    say(f"deleted {name}")
 
 
 def _read_limit(text: str) -> tuple[str, float | None]:
@@ -190,9 +190,9 @@ def purge(
 
 def _print(purged: dict[str, Any], places: Sequence[dict[str, Any]]) -> None:
     for line in purged["removed"]:
-        out().print(f"removed {line}", markup=False, soft_wrap=True)
+        say(f"removed {line}")
     for line in purged["kept_for_others"]:
-        out().print(f"kept for others {line}", markup=False, soft_wrap=True)
+        say(f"kept for others {line}")
     rows = [("store", "", purged["removed_count"], len(purged["left"]), "")]
     rows += [(place["part"], place["place"], place["removed"], place["left"], _note(place)) for place in places]
     print_rows(("part", "place", "removed", "left", "note"), rows)
@@ -221,16 +221,11 @@ def _purge_store(store: str, name: str) -> dict[str, Any]:
 
     service = Service("store", store, tenants_pb2_grpc.TenantServiceStub)
     purged = service.ask("PurgeTenant", tenants_pb2.PurgeTenantRequest(tenant=name))
-    return {
-        "removed": list(purged.removed),
-        "removed_count": purged.removed_count,
-        "left": list(purged.left),
-        "kept_for_others": list(purged.kept_for_others),
-    }
+    return message_values(purged)
 
 
 def _purge_cell(router: str, name: str) -> list[dict[str, Any]]:
     from loraplex.cluster.v1 import cluster_pb2
 
     answer = cluster_service(router, "").ask("PurgeTenant", cluster_pb2.PurgeTenantRequest(tenant=name))
-    return [{field.name: getattr(place, field.name) for field in place.DESCRIPTOR.fields} for place in answer.places]
+    return [message_values(place) for place in answer.places]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.status import Status
     from rich.table import Table
 
@@ -108,9 +110,60 @@ def print_warning(message: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print a JSON value, indented at a terminal."""
-    text = json.dumps(value, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False)
+    """Print a JSON value, indented at a terminal; dataclasses as objects, times as texts."""
+    text = json.dumps(value, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False, default=_json_value)
     sys.stdout.write(_UNSAFE_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
+
+
+def _json_value(value: Any) -> Any:
+    return value.isoformat() if isinstance(value, datetime) else vars(value)
+
+
+def message_values(message: Any) -> dict[str, Any]:
+    """Return a message as JSON values by its fields' names; a time that is not set is left out."""
+    fields = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    times = {name for name, value in fields.items() if hasattr(value, "ToJsonString") and not message.HasField(name)}
+    return {name: _field_value(value) for name, value in fields.items() if name not in times}
+
+
+def _field_value(value: Any) -> Any:
+    if hasattr(value, "ToJsonString"):
+        return value.ToJsonString()
+    if hasattr(value, "DESCRIPTOR"):
+        return message_values(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return (
+        [_field_value(item) for item in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+    )
+
+
+def say(line: str) -> None:
+    """Print a line on stdout, whatever its length."""
+    out().print(line, markup=False, soft_wrap=True)
+
+
+# The value of each column of a table: the name of a field or key, or a function.
+Columns = Mapping[str, str | Callable[[Any], object]]
+
+
+def print_table(items: Iterable[Any], columns: Columns, *, as_json: bool = False) -> None:
+    """Print items as a table with these columns, or all that they have as JSON."""
+    if as_json:
+        print_json(list(items))
+        return
+    print_rows(list(columns), table_rows(items, columns))
+
+
+def table_rows(items: Iterable[Any], columns: Columns) -> list[list[object]]:
+    """Return the cells of items in these columns."""
+    return [[_value(item, value) for value in columns.values()] for item in items]
+
+
+def _value(item: Any, column: str | Callable[[Any], object]) -> object:
+    if callable(column):
+        return column(item)
+    return item[column] if isinstance(item, Mapping) else getattr(item, column)
 
 
 def print_rows(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -137,6 +190,16 @@ def table_of(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     for row in cells:
         table.add_row(*map(Text, row))
     return table
+
+
+def show_live(render: Callable[[], RenderableType], interval_s: float) -> NoReturn:
+    """Draw a view again and again, until Ctrl-C or an error of `render`."""
+    from rich.live import Live
+
+    with Live(render(), console=out(), auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            live.update(render(), refresh=True)
 
 
 def print_fields(fields: Iterable[tuple[str, object]]) -> None:

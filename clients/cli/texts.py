@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,7 +102,7 @@ def classify(
         classifications = client.classify(inputs, adapter_id=adapter or None, model=model or None, truncate=truncate)
     if as_json:
         pairs = zip(inputs, classifications.classifications, strict=True)
-        labelled = [{"text": text, **dataclasses.asdict(one)} for text, one in pairs]
+        labelled = [{"text": text, **vars(one)} for text, one in pairs]
         print_json({"classifications": labelled, "labels": classifications.labels, **_summary_json(classifications)})
         return
     print_rows(
@@ -118,7 +117,7 @@ def classify(
 def _summary_json(answer: Embeddings | Classifications) -> dict[str, Any]:
     return {
         "adapter_revision": answer.adapter_revision,
-        "usage": dataclasses.asdict(answer.usage),
+        "usage": answer.usage,
         "request_id": answer.request_id,
         "continuations": answer.continuations,
     }
@@ -163,11 +162,11 @@ def score(
 
 def _as_json(texts: list[str], scores: Scores) -> dict[str, Any]:
     return {
-        "scores": [{"text": text, **dataclasses.asdict(one)} for text, one in zip(texts, scores.scores, strict=True)],
+        "scores": [{"text": text, **vars(one)} for text, one in zip(texts, scores.scores, strict=True)],
         "best": scores.best,
         "adapter_revision": scores.adapter_revision,
         "adapters": [{"revision": revision, "weight": weight} for revision, weight in scores.adapters],
-        "usage": dataclasses.asdict(scores.usage),
+        "usage": scores.usage,
         "request_id": scores.request_id,
     }
 

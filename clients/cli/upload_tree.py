@@ -19,7 +19,7 @@ from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, revision_digest
 from clients.cli.options import STORE, StoreOption
 from clients.cli.service import explain
-from clients.cli.terminal import Activity, CommandError, out, print_error
+from clients.cli.terminal import Activity, CommandError, print_error, say
 
 if TYPE_CHECKING:
     from loraplex_client import Adapter, AsyncStoreClient
@@ -196,15 +196,11 @@ async def _make_live(client: AsyncStoreClient, adapter: Adapter, digest: str, *,
     if before == digest:
         return
     if before is not None and not update:
-        _say(
+        say(
             f"{name}: {LIVE} stays at {before[:19]}, and the directory's {digest[:19]} is in the store beside it; "
             f"loraplex adapters alias {name} {LIVE} {digest} moves it, --update moves all"
         )
         return
     await client.set_alias(name, LIVE, digest)
     if before is not None:
-        _say(f"{name}: {LIVE} moved from {before[:19]} to {digest[:19]}")
-
-
-def _say(line: str) -> None:
-    out().print(line, markup=False, soft_wrap=True)
+        say(f"{name}: {LIVE} moved from {before[:19]} to {digest[:19]}")

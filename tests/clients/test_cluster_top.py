@@ -124,10 +124,18 @@ def test_80_columns_are_enough() -> None:
     interval, rates = Interval(dataclasses.replace(now, workers=[worker]), before), Rates()
     rates.add(Interval(now, before))
     many = ", ".join(f"acme/adapter-{number}" for number in range(99))
-    row = (name, "12/16", 1, 0, 0, 12345, 1234, 99, "1234.5", "9999.9", "999.5/1000.0", 512, 999, 999, many)
+    sizes = {"device_bytes": 1234.5, "host_bytes": 9999.9, "disk_bytes": 999.5, "disk_bytes_limit": 1000.0}
+    counts = {"loading": 0, "fetching": 0, "hits": 12345, "misses": 1234, "swaps": 99}
+    counts |= {"disk_adapters": 512, "disk_hits": 999, "disk_misses": 999}
+    full = {
+        "worker_id": name,
+        "adapter_slots": {"used": 12, "total": 16, "pinned": 1},
+        "adapter_tiers": {**counts, **{field: mib * 2**20 for field, mib in sizes.items()}},
+        "adapter_names": [many],
+    }
     console = Console(file=io.StringIO(), width=80, force_terminal=False)
     console.print(view("here:1", interval, {name: [many]}, rates, 80))
-    console.print(adapters_view([row]))
+    console.print(adapters_view([full]))
     assert isinstance(console.file, io.StringIO)
     shown = [line.split() for line in console.file.getvalue().splitlines()]
     assert max(map(len, console.file.getvalue().splitlines())) <= 80
