@@ -282,7 +282,7 @@ def warm(
     name: NameArgument, worker: WorkerOption = "", router: RouterOption = ROUTER, tenant: TenantOption = TENANT
 ) -> None:
     """Load an adapter on the workers' devices before the first request for it. It may be evicted again."""
-    _send("WarmAdapter", name, worker, router, tenant)
+    cluster_service(router, tenant).ask("WarmAdapter", adapter=name, worker_id=worker)
     typer.echo(f"{name} is loading on {worker or 'every worker'}")
 
 
@@ -290,7 +290,7 @@ def pin(
     name: NameArgument, worker: WorkerOption = "", router: RouterOption = ROUTER, tenant: TenantOption = TENANT
 ) -> None:
     """Keep an adapter's current revision on the workers' devices; without --worker also on workers that start later."""
-    _send("PinAdapter", name, worker, router, tenant)
+    cluster_service(router, tenant).ask("PinAdapter", adapter=name, worker_id=worker)
     typer.echo(f"{name} is pinned on {worker or 'every worker'}; `loraplex adapters top` counts pinned adapters")
 
 
@@ -298,15 +298,8 @@ def unpin(
     name: NameArgument, worker: WorkerOption = "", router: RouterOption = ROUTER, tenant: TenantOption = TENANT
 ) -> None:
     """Allow the workers to evict an adapter again, with all its revisions."""
-    _send("UnpinAdapter", name, worker, router, tenant)
+    cluster_service(router, tenant).ask("UnpinAdapter", adapter=name, worker_id=worker)
     typer.echo(f"{name} is no longer pinned on {worker or 'every worker'}")
-
-
-def _send(method: str, name: str, worker: str, router: str, tenant: str) -> None:
-    from loraplex.cluster.v1 import cluster_pb2
-
-    request = getattr(cluster_pb2, f"{method}Request")(adapter=name, worker_id=worker)
-    cluster_service(router, tenant).ask(method, request)
 
 
 def grant(
@@ -317,20 +310,14 @@ def grant(
     store: StoreOption = STORE,
 ) -> None:
     """Let another tenant use an adapter, by its full name: tenants/TENANT/adapters/NAME."""
-    from loraplex.admin.v1 import grants_pb2
-
-    request = grants_pb2.CreateGrantRequest(adapter=name, tenant=to)
-    if ttl:
-        request.ttl.CopyFrom(read_duration("--ttl", ttl))
-    created = _service(store, tenant).ask("CreateGrant", request).grant
+    duration = read_duration("--ttl", ttl) if ttl else None
+    created = _service(store, tenant).ask("CreateGrant", adapter=name, tenant=to, ttl=duration).grant
     say(f"{to} may use {created.adapter}{f' for {ttl}' if ttl else ''}")
 
 
 def ungrant(name: NameArgument, to: ToOption, tenant: TenantOption = TENANT, store: StoreOption = STORE) -> None:
     """End a grant. New requests are refused within a second; answers that run go on."""
-    from loraplex.admin.v1 import grants_pb2
-
-    _service(store, tenant).ask("DeleteGrant", grants_pb2.DeleteGrantRequest(adapter=name, tenant=to))
+    _service(store, tenant).ask("DeleteGrant", adapter=name, tenant=to)
     say(f"{to} may no longer use {name}")
 
 
@@ -338,10 +325,7 @@ def grants(
     name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False
 ) -> None:
     """List the tenants that may use an adapter beside its own."""
-    from loraplex.admin.v1 import grants_pb2
-
-    request = grants_pb2.ListGrantsRequest(adapter=name, page_size=1000)
-    granted = _service(store, tenant).list("ListGrants", request, lambda page: page.grants)
+    granted = _service(store, tenant).list("ListGrants", "grants", adapter=name)
     if as_json:
         print_json([{"expire_time": None, **message_values(one)} for one in granted])
         return
@@ -354,9 +338,7 @@ def grants(
 
 
 def _service(store: str, tenant: str) -> Service:
-    from loraplex.admin.v1 import grants_pb2_grpc
-
-    return Service("store", store, grants_pb2_grpc.GrantServiceStub, tenant)
+    return Service("store", store, "admin.v1.grants", tenant)
 
 
 app.command("top")(adapters_top)

@@ -156,10 +156,8 @@ class AdapterNames:
 
     def _others(self) -> Iterator[str]:
         """Yield the tenants whose adapters the router has answered with."""
-        from loraplex.cluster.v1 import cluster_pb2
-
         if self._router:
             with suppress(CommandError):
                 service = cluster_service(self._router, self._tenant, _ASK_S)
-                traffic = service.ask("GetTraffic", cluster_pb2.GetTrafficRequest())
+                traffic = service.ask("GetTraffic")
                 yield from sorted({row.tenant for row in traffic.adapters} - {self._tenant})

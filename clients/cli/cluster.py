@@ -44,23 +44,17 @@ class ClusterReader:
 
     def look(self) -> Snapshot:
         """Take a snapshot."""
-        from loraplex.cluster.v1 import cluster_pb2
-
-        traffic = self._cluster.ask("GetTraffic", cluster_pb2.GetTrafficRequest())
+        traffic = self._cluster.ask("GetTraffic")
         return Snapshot(self.workers(), self.queues(), traffic)
 
     def workers(self) -> list[dict[str, Any]]:
         """Return the live workers as JSON values."""
-        from loraplex.cluster.v1 import cluster_pb2
-
-        answer = self._cluster.ask("ListWorkers", cluster_pb2.ListWorkersRequest())
+        answer = self._cluster.ask("ListWorkers")
         return [worker_json(worker) for worker in answer.workers]
 
     def queues(self) -> list[dict[str, Any]]:
         """Return the models' queues as JSON values."""
-        from loraplex.cluster.v1 import cluster_pb2
-
-        answer = self._cluster.ask("ListQueues", cluster_pb2.ListQueuesRequest())
+        answer = self._cluster.ask("ListQueues")
         return [message_values(queue) for queue in answer.queues]
 
 
@@ -178,9 +172,7 @@ def queues(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json
 
 def drain(worker: WorkerArgument, router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:
     """Drain a worker: it claims no more jobs, its running answers end or continue on other workers, and it exits."""
-    from loraplex.cluster.v1 import cluster_pb2
-
-    cluster_service(router, tenant).ask("DrainWorker", cluster_pb2.DrainWorkerRequest(worker_id=worker))
+    cluster_service(router, tenant).ask("DrainWorker", worker_id=worker)
     typer.echo(f"{worker} is draining; it has ended when `loraplex workers` no longer shows it")
 
 
@@ -206,8 +198,6 @@ def jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List a router's running and waiting jobs; with `dead`, the jobs that were ended because they killed engines."""
-    from loraplex.cluster.v1 import cluster_pb2
-
     service = cluster_service(router, tenant)
     columns: dict[str, Any] = {
         "job": "job_id",
@@ -216,11 +206,11 @@ def jobs(
         "adapter": lambda job: _short(job["adapter_revision"]),
     }
     if which is Which.OPEN:
-        listed = service.ask("ListJobs", cluster_pb2.ListJobsRequest()).jobs
+        listed = service.ask("ListJobs").jobs
         columns |= {"worker": lambda job: job["worker_id"] or "(waits)", "attempt": "attempt", "strikes": "strikes"}
         columns |= {"prompt": "prompt_tokens", "answer": "completion_tokens", "age s": lambda job: f"{job['age']:.1f}"}
     else:
-        listed = service.ask("ListDeadJobs", cluster_pb2.ListDeadJobsRequest()).jobs
+        listed = service.ask("ListDeadJobs").jobs
         columns |= {"attempts": "attempts", "prompt": "prompt_tokens", "answer": "completion_tokens"}
         columns |= {"reason": "reason", "died at": "died_at"}
     print_table(map(message_values, listed), columns, as_json=as_json)

@@ -51,13 +51,9 @@ def create(
 
     [bold]loraplex keys create --tenant acme --label ci --ttl 90d --out acme.key[/]
     """
-    from loraplex.admin.v1 import keys_pb2
-
-    request = keys_pb2.CreateKeyRequest(tenant=tenant, role=role, scopes=scope or (), label=label)
-    if ttl:
-        request.ttl.CopyFrom(read_duration("--ttl", ttl))
+    duration = read_duration("--ttl", ttl) if ttl else None
     _check_new(file)
-    answer = _service(store).ask("CreateKey", request)
+    answer = _service(store).ask("CreateKey", tenant=tenant, role=role, scopes=scope or (), label=label, ttl=duration)
     _give(answer.api_key, answer.key, file, as_json)
 
 
@@ -68,10 +64,7 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List the keys, without their secrets."""
-    from loraplex.admin.v1 import keys_pb2
-
-    request = keys_pb2.ListKeysRequest(tenant=tenant, page_size=1000)
-    listed = _service(store).list("ListKeys", request, lambda page: page.keys)
+    listed = _service(store).list("ListKeys", "keys", tenant=tenant)
     if as_json:
         print_json([message_values(key) for key in listed])
         return
@@ -91,9 +84,7 @@ def list_(
 @keys.command()
 def revoke(key_id: IdArgument, store: StoreOption = STORE) -> None:
     """End a key for good. Routers and stores refuse it within a second."""
-    from loraplex.admin.v1 import keys_pb2
-
-    _service(store).ask("RevokeKey", keys_pb2.RevokeKeyRequest(key_id=key_id))
+    _service(store).ask("RevokeKey", key_id=key_id)
     say(f"revoked {key_id}")
 
 
@@ -108,11 +99,9 @@ def rotate(
     as_json: JsonOption = False,
 ) -> None:
     """Make another secret of a key and print the key; the present one stays valid for a while."""
-    from loraplex.admin.v1 import keys_pb2
-
-    request = keys_pb2.RotateKeyRequest(key_id=key_id, grace=read_duration("--grace", grace))
+    duration = read_duration("--grace", grace)
     _check_new(file)
-    answer = _service(store).ask("RotateKey", request)
+    answer = _service(store).ask("RotateKey", key_id=key_id, grace=duration)
     _give(answer.api_key, answer.key, file, as_json)
 
 
@@ -151,9 +140,7 @@ def _give(text: str, key: keys_pb2.Key, file: Path | None, as_json: bool) -> Non
 
 
 def _service(store: str) -> Service:
-    from loraplex.admin.v1 import keys_pb2_grpc
-
-    return Service("store", store, keys_pb2_grpc.KeyServiceStub)
+    return Service("store", store, "admin.v1.keys")
 
 
 @certs.callback()

@@ -58,11 +58,9 @@ def model_names(context: typer.Context, incomplete: str) -> list[str]:
 
 def worker_ids(context: typer.Context, incomplete: str) -> list[str]:
     """Return the live workers of the router."""
-    from loraplex.cluster.v1 import cluster_pb2
-
     with suppress(CommandError):
         service = cluster_service(_router(context), _tenant(context), _ASK_S)
-        workers = service.ask("ListWorkers", cluster_pb2.ListWorkersRequest()).workers
+        workers = service.ask("ListWorkers").workers
         return [worker.worker_id for worker in workers if worker.worker_id.startswith(incomplete)]
     return []
 

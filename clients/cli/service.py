@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from importlib import import_module
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from clients.cli.terminal import CommandError
 
@@ -12,7 +14,6 @@ if TYPE_CHECKING:
     from loraplex_client import LoraplexError, StoreClient, UnavailableError
     from loraplex_client.calls import Script
 
-R = TypeVar("R")
 _FLAGS = {"router": "--router or LORAPLEX_ADDRESS", "store": "--store or LORAPLEX_STORE_ADDRESS"}
 _OTHER = {"router": "store or a gateway", "store": "router or a gateway"}
 _USUAL = {"router": "127.0.0.1:50051", "store": "127.0.0.1:50052"}
@@ -21,43 +22,48 @@ _NO_SUCH_METHOD, _HTTP_SERVER = "Method not found", "http1.x server"
 
 
 class Service:
-    """A connection to a service of the `server` (router, store) at an address. Every method raises CommandError."""
+    """A connection to the service of `loraplex.NAME`, such as admin.v1.keys, of a `server` (router, store).
 
-    def __init__(
-        self, server: str, address: str, stub: Callable[[Any], Any], tenant: str = "", timeout_s: float | None = None
-    ) -> None:
+    Every method raises CommandError.
+    """
+
+    def __init__(self, server: str, address: str, name: str, tenant: str = "", timeout_s: float | None = None) -> None:
         from loraplex_client.connection import Connection
 
+        (descriptor,) = import_module(f"loraplex.{name}_pb2").DESCRIPTOR.services_by_name.values()
+        self._methods = descriptor.methods_by_name
+        stub = getattr(import_module(f"loraplex.{name}_pb2_grpc"), f"{descriptor.name}Stub")
         self._server, self._address = server, address
         with explained(server, address):
             self._connection = Connection(address, stub, tenant=tenant, timeout_s=timeout_s)
 
-    def ask(self, method: str, request: Any) -> Any:
-        """Make one call and return its answer."""
+    def ask(self, method: str, **fields: Any) -> Any:
+        """Make one call, with the fields of its request, and return its answer."""
         from loraplex_client.calls import Call
 
         def script() -> Script[Any]:
-            return (yield Call(method, request))
+            return (yield Call(method, self._request(method, fields)))
 
-        return self.run(script())
+        with explained(self._server, self._address):
+            return self._connection.run(script())
 
-    def list(self, method: str, request: Any, items: Callable[[Any], Iterable[Any]]) -> list[Any]:
-        """Return the items of all pages; `items` takes those of one page."""
+    def list(self, method: str, items: str, **fields: Any) -> list[Any]:
+        """Return the items of all pages; `items` is their field in a page."""
         from loraplex_client.calls import pages
 
-        return self.run(pages(method, request, items))
-
-    def run(self, script: Script[R]) -> R:
-        """Run a script of calls and return its result."""
+        request = self._request(method, {"page_size": 1000, **fields})
         with explained(self._server, self._address):
-            return self._connection.run(script)
+            return self._connection.run(pages(method, request, attrgetter(items)))
+
+    def _request(self, method: str, fields: Mapping[str, Any]) -> Any:
+        from google.protobuf.message_factory import GetMessageClass
+
+        return GetMessageClass(self._methods[method].input_type)(**fields)
 
 
 def cluster_service(router: str, tenant: str, timeout_s: float | None = None) -> Service:
     """Connect to a router's ClusterService. Raises CommandError."""
-    from loraplex.cluster.v1 import cluster_pb2_grpc
-
-    return Service("router", router, cluster_pb2_grpc.ClusterServiceStub, tenant, timeout_s)
+    return Service("router", router, "cluster.v1.cluster", tenant, timeout_s)
 
 
 @contextmanager

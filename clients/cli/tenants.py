@@ -15,7 +15,6 @@ from tenancy.plans import FIELDS, REAL_FIELDS, PlansError, PlansFile
 
 if TYPE_CHECKING:
     from loraplex.admin.v1 import plans_pb2
-    from loraplex_client.calls import Script
 
 plans = typer.Typer(no_args_is_help=True, help="Read and change what tenants and API keys may use. For operators.")
 
@@ -35,9 +34,7 @@ def check_plans(path: Path | None) -> None:
 @plans.command("list")
 def list_(store: StoreOption = STORE, as_json: JsonOption = False) -> None:
     """List the plans."""
-    from loraplex.admin.v1 import plans_pb2
-
-    listed = _service(store).list("ListPlans", plans_pb2.ListPlansRequest(page_size=1000), lambda page: page.plans)
+    listed = _service(store).list("ListPlans", "plans")
     if as_json:
         print_json([_plan_json(plan) for plan in listed])
     else:
@@ -47,9 +44,7 @@ def list_(store: StoreOption = STORE, as_json: JsonOption = False) -> None:
 @plans.command()
 def show(name: NameArgument, store: StoreOption = STORE, as_json: JsonOption = False) -> None:
     """Show a plan."""
-    from loraplex.admin.v1 import plans_pb2
-
-    plan = _service(store).ask("GetPlan", plans_pb2.GetPlanRequest(name=name)).plan
+    plan = _service(store).ask("GetPlan", name=name).plan
     if as_json:
         print_json(_plan_json(plan))
     else:
@@ -75,7 +70,7 @@ def set_(
 
     [bold]loraplex plans set keys/0123456789abcdef weight=3 queue_share=0.25 adapters=10[/]
     """
-    plan = _service(store).run(_set(name, dict(map(_read_limit, limits)))).plan
+    plan = _set(_service(store), name, dict(map(_read_limit, limits)))
     if as_json:
         print_json(_plan_json(plan))
     else:
@@ -85,9 +80,7 @@ def set_(
 @plans.command()
 def delete(name: NameArgument, store: StoreOption = STORE) -> None:
     """Delete a plan: a tenant then has the default plan, an API key no limits of its own."""
-    from loraplex.admin.v1 import plans_pb2
-
-    _service(store).ask("DeletePlan", plans_pb2.DeletePlanRequest(name=name))
+    _service(store).ask("DeletePlan", name=name)
     say(f"deleted {name}")
 
 
@@ -124,27 +117,26 @@ def _plan_json(plan: plans_pb2.Plan) -> dict[str, Any]:
 
 
 def _service(store: str) -> Service:
-    from loraplex.admin.v1 import plans_pb2_grpc
-
-    return Service("store", store, plans_pb2_grpc.PlanServiceStub)
+    return Service("store", store, "admin.v1.plans")
 
 
-def _set(name: str, limits: dict[str, float | None]) -> Script[plans_pb2.SetPlanResponse]:
-    """Change a plan as it was read; the store refuses that if it has changed meanwhile."""
+def _set(service: Service, name: str, limits: dict[str, float | None]) -> plans_pb2.Plan:
+    """Change a plan as it was read, and return it; the store refuses that if it has changed meanwhile."""
     from loraplex.admin.v1 import plans_pb2
     from loraplex_client import NotFoundError
-    from loraplex_client.calls import Call
 
     try:
-        plan = (yield Call("GetPlan", plans_pb2.GetPlanRequest(name=name))).plan
-    except NotFoundError:
+        plan: Any = service.ask("GetPlan", name=name).plan
+    except CommandError as error:
+        if not isinstance(error.__cause__, NotFoundError):
+            raise
         plan = plans_pb2.Plan(name=name)
     for field, value in limits.items():
         if value is None:
             plan.ClearField(field)
         else:
             setattr(plan, field, value)
-    answer: plans_pb2.SetPlanResponse = yield Call("SetPlan", plans_pb2.SetPlanRequest(plan=plan))
+    answer: plans_pb2.Plan = service.ask("SetPlan", plan=plan).plan
     return answer
 
 
@@ -179,8 +171,10 @@ def purge(
     """
     if not yes:
         typer.confirm(f"Remove everything of {name}, without a way back?", abort=True)
-    purged = _purge_store(store, name)  # first: so nothing new comes, and workers learn what is gone
-    places = [place for router in filter(None, routers.split(",")) for place in _purge_cell(router.strip(), name)]
+    # The store first: so nothing new comes, and workers learn what is gone.
+    purged = message_values(Service("store", store, "admin.v1.tenants").ask("PurgeTenant", tenant=name))
+    cells = [cluster_service(router.strip(), "") for router in filter(None, routers.split(","))]
+    places = [message_values(place) for cell in cells for place in cell.ask("PurgeTenant", tenant=name).places]
     if as_json:
         print_json({**purged, "places": places})
     else:
@@ -214,18 +208,3 @@ def _check(left: Sequence[str], places: Sequence[dict[str, Any]]) -> None:
         if place["left"]:
             what = f"{place['part']}: {place['left']} {place['place']} are left"
             raise CommandError(f"{what}, in use; purge the tenant again", exit_code=1)
-
-
-def _purge_store(store: str, name: str) -> dict[str, Any]:
-    from loraplex.admin.v1 import tenants_pb2, tenants_pb2_grpc
-
-    service = Service("store", store, tenants_pb2_grpc.TenantServiceStub)
-    purged = service.ask("PurgeTenant", tenants_pb2.PurgeTenantRequest(tenant=name))
-    return message_values(purged)
-
-
-def _purge_cell(router: str, name: str) -> list[dict[str, Any]]:
-    from loraplex.cluster.v1 import cluster_pb2
-
-    answer = cluster_service(router, "").ask("PurgeTenant", cluster_pb2.PurgeTenantRequest(tenant=name))
-    return [message_values(place) for place in answer.places]

@@ -8,12 +8,12 @@ from importlib.metadata import version
 from typing import Any
 
 from clients.loadtest.arrivals import Extent
+from clients.loadtest.conditions import TIMES
 from clients.loadtest.decoding import PlanError
 from clients.loadtest.plan import LoadPlan, Tenant, describe
 
 # Maximum number of names or prompts that a setting lists; of more it has the number and a digest.
 _LISTED = 5
-_TIMES = ("ttft", "itl", "tpot", "latency")
 _FIGURES = ("requests_per_s", "tokens_per_s", "texts_per_s", "goodput_per_s", "error_share", "cold_share")
 # Figures that are shown and not judged: they depend on the length of the test.
 _COUNTS = ("requests", "errors")
@@ -109,7 +109,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise PlanError("the two reports have no run in common: compare tests of the same arrivals")
     rows = []
     for label, first, second in pairs:
-        names = [f"{metric}.{statistic}" for metric in _TIMES for statistic in ("p50", "p90", "p99")]
+        names = [f"{metric}.{statistic}" for metric in TIMES for statistic in ("p50", "p90", "p99")]
         # Only tests of embed or classify have texts.
         figures = [name for name in _FIGURES if name != "texts_per_s" or first["figures"].get("texts")]
         rows += [_row(label, name, first, second) for name in (*_COUNTS, *names, *figures)]

@@ -9,8 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import loraplex_client as lx
+from loraplex_client.errors import STATUSES
 
 from clients.loadtest.plan import LoadPlan
 from clients.loadtest.samples import LEFT, STOPPED, Outcome
@@ -18,21 +20,6 @@ from clients.loadtest.workload import LoadRequest, Workload
 
 # Sends a request and fills in its outcome.
 Call = Callable[[Outcome], Awaitable[None]]
-_STATUSES: dict[type[lx.LoraplexError], str] = {
-    lx.InvalidRequestError: "INVALID_ARGUMENT",
-    lx.NotImplementedByServerError: "UNIMPLEMENTED",
-    lx.NotFoundError: "NOT_FOUND",
-    lx.FailedPreconditionError: "FAILED_PRECONDITION",
-    lx.AlreadyExistsError: "ALREADY_EXISTS",
-    lx.AbortedError: "ABORTED",
-    lx.ResourceExhaustedError: "RESOURCE_EXHAUSTED",
-    lx.UnauthenticatedError: "UNAUTHENTICATED",
-    lx.UnavailableError: "UNAVAILABLE",
-    lx.DeadlineExceededError: "DEADLINE_EXCEEDED",
-    lx.CancelledError: "CANCELLED",
-    lx.DataLossError: "DATA_LOSS",
-    lx.InternalError: "INTERNAL",
-}
 
 
 @dataclass(frozen=True)
@@ -108,7 +95,7 @@ class Sender(ABC):
 
 def status_of(error: lx.LoraplexError) -> str:
     """Return the gRPC status, with the server's reason if that says more."""
-    status = _STATUSES.get(type(error), "UNKNOWN")
+    status = STATUSES.get(type(error), "UNKNOWN")
     return f"{status}: {error.reason}" if error.reason and error.reason not in status else status
 
 
@@ -120,6 +107,11 @@ class GrpcSender(Sender):
         # Few attempts: a lost stream moves to another router at once, and a dead cluster gives errors soon.
         self._clients = [lx.AsyncClient(router, tenant.name, resume_attempts=3) for tenant in workload.tenants]
         self._model = plan.model or None
+
+    def _served(self, request: LoadRequest) -> dict[str, str | None]:
+        """Return the options of the model and the adapter that a request is for."""
+        adapter = None if request.adapter is None else self._workload.adapters[request.adapter][1]
+        return {"model": self._model, "adapter_id": adapter}
 
     async def connect(self) -> None:
         """See Sender."""
@@ -144,17 +136,12 @@ class GrpcSender(Sender):
 
     def prepare(self, request: LoadRequest) -> Call:
         """See Sender."""
-        options = lx.GenerateOptions(
-            max_tokens=request.answer_tokens,
-            ignore_eos=True,
-            adapter_id=None if request.adapter is None else self._workload.adapters[request.adapter][1],
-            model=self._model,
-        )
+        options: dict[str, Any] = {"max_tokens": request.answer_tokens, "ignore_eos": True, **self._served(request)}
         if request.prompt is None:
             options["token_ids"] = self._workload.prompt_ids(request, self._pool)
         return partial(self._generate, request, options)
 
-    async def _generate(self, request: LoadRequest, options: lx.GenerateOptions, outcome: Outcome) -> None:
+    async def _generate(self, request: LoadRequest, options: Any, outcome: Outcome) -> None:
         timeout_s = request.deadline_s or self._timeout_s
         async with self._clients[request.tenant].generate_stream(
             request.prompt, timeout_s=timeout_s, **options
@@ -169,7 +156,7 @@ class GrpcSender(Sender):
                     break
 
 
-def _note_whole(outcome: Outcome, whole: lx.Generation) -> None:
+def _note_whole(outcome: Outcome, whole: lx.Generation | lx.Embeddings | lx.Classifications) -> None:
     outcome.prompt_tokens = whole.usage.prompt_tokens
     outcome.cached_tokens = whole.usage.cached_tokens
     outcome.queue_s = whole.timings.queue_s
@@ -189,14 +176,10 @@ class EncodeSender(GrpcSender):
     def prepare(self, request: LoadRequest) -> Call:
         """Build what sends a call and reads its answer, before it is due."""
         texts = self._workload.texts(request, self._pool, self._texts)
-        options = lx.EncodeOptions(
-            adapter_id=None if request.adapter is None else self._workload.adapters[request.adapter][1],
-            model=self._model,
-        )
-        return partial(self._encode, request, texts, options)
+        return partial(self._encode, request, texts, self._served(request))
 
     async def _encode(
-        self, request: LoadRequest, texts: Sequence[str | list[int]], options: lx.EncodeOptions, outcome: Outcome
+        self, request: LoadRequest, texts: Sequence[str | list[int]], options: Any, outcome: Outcome
     ) -> None:
         client, timeout_s = self._clients[request.tenant], request.deadline_s or self._timeout_s
         answer: lx.Embeddings | lx.Classifications
@@ -208,9 +191,4 @@ class EncodeSender(GrpcSender):
             outcome.texts = len(answer.classifications)
         outcome.first_s = outcome.last_s = self.now_s()
         outcome.messages = 1
-        outcome.prompt_tokens = answer.usage.prompt_tokens
-        outcome.cached_tokens = answer.usage.cached_tokens
-        outcome.queue_s = answer.timings.queue_s
-        outcome.adapter_s = answer.timings.adapter_s
-        outcome.server_ttft_s = answer.timings.ttft_s
-        outcome.continuations = answer.continuations
+        _note_whole(outcome, answer)

@@ -157,6 +157,10 @@ _CLASSES: dict[grpc.StatusCode, tuple[type[LoraplexError], tuple[str, ...]]] = {
 }
 
 
+# The name of each class's status.
+STATUSES = {cls: status.name for status, (cls, _) in _CLASSES.items()}
+
+
 @dataclass
 class _Details:
     """The contents of a status's google.rpc messages."""
