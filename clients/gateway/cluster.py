@@ -1,18 +1,15 @@
-"""The cluster behind the gateway: callers, names of models, bytes of tokens, health, and the state for operators."""
+"""The cluster behind the gateway: callers, names of models, bytes of tokens, and health."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from loraplex.cluster.v1 import cluster_pb2 as pb
-from loraplex.cluster.v1 import cluster_pb2_grpc
+from loraplex.cluster.v1.cluster_pb2_grpc import ClusterServiceStub
 from loraplex_client import (
     AsyncClient,
     LoraplexError,
@@ -31,7 +28,6 @@ from starlette.datastructures import Headers
 
 from clients.gateway.errors import HttpError, invalid, not_served
 
-_WORKER_FIELDS = ("worker_id", "incarnation", "model", "rows_running", "rows_waiting", "rows_limit", "steps")
 # Time in seconds for which the names of the served models are kept.
 _NAMES_S = 5.0
 # Timeout in seconds of a look at a router's health.
@@ -44,82 +40,6 @@ _ACCEPTED = 100_000
 _TOKENS = 300_000
 # Maximum number of tokens whose bytes one call asks for: routers take as many ids as the context has.
 _TOKENS_PER_CALL = 128
-
-
-@dataclass(frozen=True)
-class SharedState:
-    """The workers and queues of the cluster, which every router tells alike."""
-
-    workers: Sequence[dict[str, Any]]
-    queues: Sequence[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class RouterState:
-    """A router's own traffic and jobs; `jobs` counts them by tenant, model, and whether a worker has them."""
-
-    traffic: dict[str, Any]
-    jobs: Counter[tuple[str, str, bool]]
-
-
-def cluster_connection(address: str, credentials: Credentials) -> AsyncConnection:
-    """Return a connection to a router's ClusterService."""
-    return AsyncConnection(address, cluster_pb2_grpc.ClusterServiceStub, credentials=credentials)
-
-
-# Timeout in seconds of a router's answers for the page: a router that is slower is shown as silent.
-_ROUTER_S = 2.0
-
-
-def _once(method: str, request: Any) -> Call:
-    """Return a call that is not repeated: the page asks again every second."""
-    return Call(method, request, timeout_s=_ROUTER_S, once=True)
-
-
-def read_router() -> Script[RouterState]:
-    """Return what a router itself does now."""
-    traffic = yield _once("GetTraffic", pb.GetTrafficRequest())
-    jobs = yield _once("ListJobs", pb.ListJobsRequest())
-    counts = Counter((job.tenant, job.model, bool(job.worker_id)) for job in jobs.jobs)
-    return RouterState(_traffic(traffic), counts)
-
-
-def read_shared() -> Script[SharedState]:
-    """Return what a router sees of the cluster now."""
-    workers = yield _once("ListWorkers", pb.ListWorkersRequest())
-    queues = yield _once("ListQueues", pb.ListQueuesRequest())
-    return SharedState([_worker(worker) for worker in workers.workers], [_fields(queue) for queue in queues.queues])
-
-
-def _worker(worker: pb.Worker) -> dict[str, Any]:
-    """Return a worker without its host and process ids, which nobody needs beyond the cluster's network."""
-    return {
-        **{name: getattr(worker, name) for name in _WORKER_FIELDS},
-        "phase": pb.WorkerPhase.Name(worker.phase).removeprefix("WORKER_PHASE_").lower(),
-        "blocks": _fields(worker.blocks),
-        "adapter_slots": _fields(worker.adapter_slots),
-        "adapter_tiers": _fields(worker.adapter_tiers),
-        "adapters": list(worker.adapters),
-    }
-
-
-def _traffic(traffic: pb.GetTrafficResponse) -> dict[str, Any]:
-    numbers = ("uptime", "open", "prompt_tokens", "completion_tokens", "redispatches", "workers_lost")
-    times = ("time_to_first_token", "inter_token_latency", "queue_time")
-    return {
-        **{name: getattr(traffic, name) for name in numbers},
-        **{name: _distribution(getattr(traffic, name)) for name in times},
-        "requests": dict(traffic.requests),
-        "adapters": [_fields(adapter) for adapter in traffic.adapters],
-    }
-
-
-def _distribution(distribution: pb.Distribution) -> dict[str, Any]:
-    return {"bounds": list(distribution.bounds), "counts": list(distribution.counts)}
-
-
-def _fields(message: Any) -> dict[str, Any]:
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 class Cluster:
@@ -138,7 +58,7 @@ class Cluster:
         ]
         operated = operator_routers if self._checks_credentials else routers
         self._operators = {
-            address: cluster_connection(address, Credentials("", tls))
+            address: AsyncConnection(address, ClusterServiceStub, credentials=Credentials("", tls))
             for address in (read_addresses(operated) if operated else ())
         }
         self.has_store = bool(store)

@@ -124,8 +124,8 @@ def _message(choice: Choice) -> dict[str, Any]:
     return message
 
 
-class _ChatChunks:
-    """A stream of chunks, made of a stream of pieces; `n` is the number of its choices."""
+class _Chunks:
+    """A stream of chunks, made of pieces; `n` is the number of a prompt's choices."""
 
     def __init__(
         self, call: HttpCall, head: dict[str, Any], texts: LogprobTexts | None, n: int, *, with_usage: bool
@@ -136,11 +136,18 @@ class _ChatChunks:
         self._texts = texts
         self._n = n
         self._with_usage = with_usage
-        # Everything of a chunk before the index of its choice.
+        # Everything of a chat's chunk before the index of its choice.
         self._before = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
+        # Choices whose beginning was sent, and those whose end was.
         self._begun: set[int] = set()
-        # Choices whose end was sent.
         self._ended: set[int] = set()
+        # Whole answers to the prompts of a completion, and characters of each of their choices so far.
+        self._wholes: list[Generation] = []
+        self._lengths: dict[int, int] = {}
+
+
+class _ChatChunks(_Chunks):
+    """The chunks of a chat."""
 
     async def send(self, stream: AsyncGenerationStream) -> None:
         """Send the whole stream. Raises LoraplexError."""
@@ -273,21 +280,8 @@ def _sum(wholes: Sequence[Generation]) -> Usage:
     )
 
 
-class _CompletionChunks:
-    """A stream of chunks, made of streams of pieces, one of each prompt."""
-
-    def __init__(
-        self, call: HttpCall, head: dict[str, Any], texts: LogprobTexts | None, n: int, *, with_usage: bool
-    ) -> None:
-        self._call = call
-        # Chunks without token counts say so, where the last one has them.
-        self._head = head | {"usage": None} if with_usage else head
-        self._texts = texts
-        self._n = n
-        self._with_usage = with_usage
-        self._wholes: list[Generation] = []
-        # Characters of each choice so far.
-        self._lengths: dict[int, int] = {}
+class _CompletionChunks(_Chunks):
+    """The chunks of completions, merged from a stream for each prompt."""
 
     async def send(self, streams: Sequence[AsyncGenerationStream]) -> None:
         """Send the streams, merged. Raises LoraplexError."""
