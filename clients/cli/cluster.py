@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -176,15 +175,8 @@ def drain(worker: WorkerArgument, router: RouterOption = ROUTER, tenant: TenantO
     typer.echo(f"{worker} is draining; it has ended when `loraplex workers` no longer shows it")
 
 
-class Which(StrEnum):
-    """Kinds of jobs to list."""
-
-    OPEN = "open"
-    DEAD = "dead"
-
-
 WhichArgument = Annotated[
-    Which,
+    Literal["open", "dead"],
     typer.Argument(
         help="open: running and waiting jobs of this router. dead: the latest jobs that killed engines, of all routers."
     ),
@@ -192,7 +184,7 @@ WhichArgument = Annotated[
 
 
 def jobs(
-    which: WhichArgument = Which.OPEN,
+    which: WhichArgument = "open",
     router: RouterOption = ROUTER,
     tenant: TenantOption = TENANT,
     as_json: JsonOption = False,
@@ -205,7 +197,7 @@ def jobs(
         "model": "model",
         "adapter": lambda job: _short(job["adapter_revision"]),
     }
-    if which is Which.OPEN:
+    if which == "open":
         listed = service.ask("ListJobs").jobs
         columns |= {"worker": lambda job: job["worker_id"] or "(waits)", "attempt": "attempt", "strikes": "strikes"}
         columns |= {"prompt": "prompt_tokens", "answer": "completion_tokens", "age s": lambda job: f"{job['age']:.1f}"}

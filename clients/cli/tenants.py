@@ -198,10 +198,10 @@ def _note(place: dict[str, Any]) -> str:
     return place["error"] or ("emptied for all tenants" if place["of_all_tenants"] else "")
 
 
-def _check(left: Sequence[str], places: Sequence[dict[str, Any]]) -> None:
+def _check(remaining: Sequence[str], places: Sequence[dict[str, Any]]) -> None:
     """Raise CommandError where something is left, or where that is not known."""
-    if left:
-        raise CommandError(f"{left[0]} is left", exit_code=1)
+    if remaining:
+        raise CommandError(f"{remaining[0]} is left", exit_code=1)
     for place in places:
         if place["error"]:
             raise CommandError(f"{place['part']}: {place['error']}; purge the tenant again", exit_code=1)

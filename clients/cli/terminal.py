@@ -112,7 +112,7 @@ def print_warning(message: str) -> None:
 def print_json(value: Any) -> None:
     """Print a JSON value, indented at a terminal; dataclasses as objects, times as texts."""
     text = json.dumps(value, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False, default=_json_value)
-    sys.stdout.write(_UNSAFE_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
+    sys.stdout.write(_UNSAFE_IN_JSON.sub(lambda character: f"\\u{ord(character[0]):04x}", text) + "\n")
 
 
 def _json_value(value: Any) -> Any:

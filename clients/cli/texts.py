@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -33,18 +32,10 @@ TruncateOption = Annotated[bool, typer.Option("--truncate", help="Cut texts that
 _SHOWN = 6
 
 
-class Pooling(StrEnum):
-    """The hidden states that make a vector."""
-
-    CLS = "cls"
-    MEAN = "mean"
-    LAST = "last"
-
-
 def embed(  # noqa: PLR0913, PLR0917  # one parameter a flag
     texts: TextsArgument = None,
     adapter: AdaptersOption = None,
-    pooling: Annotated[Pooling | None, typer.Option(help="Instead of the model's own.")] = None,
+    pooling: Annotated[Literal["cls", "mean", "last"] | None, typer.Option(help="Instead of the model's own.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not scale the vectors to length 1.")] = False,
     truncate: TruncateOption = False,
     tenant: TenantOption = TENANT,
@@ -63,7 +54,7 @@ def embed(  # noqa: PLR0913, PLR0917  # one parameter a flag
     with explained("router", router), Client(router, tenant) as client:
         embeddings = client.embed(
             inputs,
-            pooling=None if pooling is None else pooling.value,
+            pooling=pooling,
             normalize=not raw,
             adapter_id=single,
             adapters=weighted,

@@ -225,8 +225,8 @@ def measured(plan: LoadPlan, samples: Samples) -> Measured:
 def figures(plan: LoadPlan, run: Measured) -> dict[str, Any]:
     """Compute rates per second of the elapsed time, shares of the requests, and sums."""
     samples, count = run.samples, len(run.samples)
-    ok, left = samples.with_status(OK), samples.with_status(LEFT)
-    errors, good = count - int(ok.sum()) - int(left.sum()), int(run.good(plan).sum())
+    ok, cancelled = samples.with_status(OK), samples.with_status(LEFT)
+    errors, good = count - int(ok.sum()) - int(cancelled.sum()), int(run.good(plan).sum())
     with_adapter = ok & (samples.column("adapter") >= 0)
     cold = with_adapter & (samples.column("adapter_s") > COLD_S)
     tokens, messages = samples.column("tokens").sum(), samples.column("messages").sum()
@@ -234,7 +234,7 @@ def figures(plan: LoadPlan, run: Measured) -> dict[str, Any]:
         "elapsed_s": run.elapsed_s if count else 0.0,
         "requests": count,
         "ok": int(ok.sum()),
-        "cancelled": int(left.sum()),
+        "cancelled": int(cancelled.sum()),
         "errors": errors,
         "error_share": _ratio(errors, count),
         "requests_per_s": int(ok.sum()) / run.elapsed_s,
@@ -256,7 +256,7 @@ def figures(plan: LoadPlan, run: Measured) -> dict[str, Any]:
 def intervals(plan: LoadPlan, run: Measured) -> dict[str, Interval]:
     """Compute the confidence intervals of the values that `compare` judges."""
     samples, times = run.samples, run.times()
-    ok, left, cold = samples.with_status(OK), samples.with_status(LEFT), samples.column("adapter_s") > COLD_S
+    ok, cancelled, cold = samples.with_status(OK), samples.with_status(LEFT), samples.column("adapter_s") > COLD_S
     ended: dict[str, Column | Mask] = {
         "requests_per_s": ok,
         "tokens_per_s": samples.column("tokens"),
@@ -273,7 +273,7 @@ def intervals(plan: LoadPlan, run: Measured) -> dict[str, Interval]:
             name: rate_interval(samples.column("end_s"), weights, run.begin_s, run.end_s)
             for name, weights in ended.items()
         },
-        "error_share": share_interval(~(ok | left)),
+        "error_share": share_interval(~(ok | cancelled)),
         "cold_share": share_interval(cold[ok & (samples.column("adapter") >= 0)]),
     }
 

@@ -4,10 +4,10 @@ export const byId = (id) => document.getElementById(id);
 
 /** Return an element with attributes and children; a child that is no node becomes text. */
 export function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children.map((child) => (child instanceof Node ? child : String(child))));
-  return made;
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children.map((child) => (child instanceof Node ? child : String(child))));
+  return node;
 }
 
 /** Show a table in the container `id`, labelled by its heading; names align left. Without rows it shows `none`. */

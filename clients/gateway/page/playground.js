@@ -108,12 +108,12 @@ function request(side) {
 
 /** Return the figures of an answer so far. */
 function told({ began, first, last, tokens, reason }) {
-  const found = [];
-  if (first) found.push(`first token after ${Math.round(first - began)} ms`);
-  if (tokens) found.push(`${tokens} tokens`);
-  if (tokens > 1 && last > first) found.push(`${Math.round((1e3 * (tokens - 1)) / (last - first))} tokens/s`);
-  if (reason) found.push(`ended: ${reason}`);
-  return found.join(" · ");
+  const figures = [];
+  if (first) figures.push(`first token after ${Math.round(first - began)} ms`);
+  if (tokens) figures.push(`${tokens} tokens`);
+  if (tokens > 1 && last > first) figures.push(`${Math.round((1e3 * (tokens - 1)) / (last - first))} tokens/s`);
+  if (reason) figures.push(`ended: ${reason}`);
+  return figures.join(" · ");
 }
 
 function facts(side, text, warn = false) {

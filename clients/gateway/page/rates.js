@@ -20,13 +20,13 @@ export class Interval {
 
   /** Return how many requests ended per second, by status. */
   requests() {
-    const found = new Map();
+    const counts = new Map();
     for (const { now, last, seconds } of this.routers) {
       for (const [code, count] of Object.entries(now.requests)) {
-        found.set(code, (found.get(code) ?? 0) + (count - (last?.requests[code] ?? 0)) / seconds);
+        counts.set(code, (counts.get(code) ?? 0) + (count - (last?.requests[code] ?? 0)) / seconds);
       }
     }
-    return found;
+    return counts;
   }
 
   /** Return the sum of a value over all routers. */
@@ -65,22 +65,22 @@ export class Interval {
 
   /** Return what each tenant's adapters did, over all routers, the busiest first. */
   adapters() {
-    const found = new Map();
+    const rows = new Map();
     for (const { now, last, seconds } of this.routers) {
       const earlier = new Map((last?.adapters ?? []).map((row) => [key(row), row]));
       for (const row of now.adapters) {
         const before = earlier.get(key(row)) ?? NOTHING;
-        const sums = found.get(key(row)) ?? { tenant: row.tenant, adapter: row.adapter, ...ZEROS };
+        const sums = rows.get(key(row)) ?? { tenant: row.tenant, adapter: row.adapter, ...ZEROS };
         const requests = row.requests - before.requests;
         sums.total += row.requests;
         sums.ended += requests;
         sums.requests += requests / seconds;
         sums.tokens += (row.completion_tokens - before.completion_tokens) / seconds;
         sums.waited += row.time_to_first_token - before.time_to_first_token;
-        found.set(key(row), sums);
+        rows.set(key(row), sums);
       }
     }
-    return [...found.values()].sort((one, other) => other.tokens - one.tokens || other.total - one.total);
+    return [...rows.values()].sort((one, other) => other.tokens - one.tokens || other.total - one.total);
   }
 }
 

@@ -40,9 +40,9 @@ function showCards(interval, lines) {
 }
 
 function card(value, name, line = null, kind = "") {
-  const made = element("div", kind ? { class: kind } : {}, element("b", {}, value), element("span", {}, name));
-  if (line) made.append(sparkline(line, `${name}, the last minute`));
-  return made;
+  const node = element("div", kind ? { class: kind } : {}, element("b", {}, value), element("span", {}, name));
+  if (line) node.append(sparkline(line, `${name}, the last minute`));
+  return node;
 }
 
 function showLatencies(interval) {
@@ -119,10 +119,10 @@ function showTraffic(interval) {
 }
 
 function showTenants(interval) {
-  const found = new Map();
+  const sums = new Map();
   const of = (tenant) => {
-    if (!found.has(tenant)) found.set(tenant, { waiting: 0, running: 0, requests: 0, tokens: 0 });
-    return found.get(tenant);
+    if (!sums.has(tenant)) sums.set(tenant, { waiting: 0, running: 0, requests: 0, tokens: 0 });
+    return sums.get(tenant);
   };
   for (const { tenant, waiting, running } of interval.now.tenants) {
     of(tenant).waiting += waiting;
@@ -132,7 +132,7 @@ function showTenants(interval) {
     of(tenant).requests += requests;
     of(tenant).tokens += tokens;
   }
-  const all = [...found].sort(([, one], [, other]) => other.waiting - one.waiting || other.tokens - one.tokens);
+  const all = [...sums].sort(([, one], [, other]) => other.waiting - one.waiting || other.tokens - one.tokens);
   const rows = all.slice(0, TENANTS_SHOWN).map(([tenant, { waiting, running, requests, tokens }]) => [
     tenant, whole(waiting), whole(running), rate(requests), rate(tokens, 0),
   ]);

@@ -114,8 +114,8 @@ def _each(name: str, convert: Callable[[Any], T], values: Sequence[Any]) -> list
     return converted
 
 
-def _message(given: Mapping[str, Any]) -> inference_pb2.ChatMessage:
-    fields = {name: value for name, value in given.items() if value is not None}
+def _message(written: Mapping[str, Any]) -> inference_pb2.ChatMessage:
+    fields = {name: value for name, value in written.items() if value is not None}
     content = fields.pop("content", "")
     message = inference_pb2.ChatMessage(role=fields.pop("role"))
     if isinstance(content, str):

@@ -67,8 +67,8 @@ class Credentials:
     tls: Tls | None = None
 
     @property
-    def given(self) -> bool:
-        """Tell whether a credential says whose the calls are."""
+    def name_the_caller(self) -> bool:
+        """Return whether the tenant of the calls is the credential's."""
         return bool(self.api_key) or (self.tls is not None and self.tls.cert is not None)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:

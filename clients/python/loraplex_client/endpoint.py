@@ -152,7 +152,7 @@ class Endpoint:
             raise InvalidRequestError(f"tenant: {tenant!r} is not a name", field="tenant")
         credentials.check(self._rotation.addresses)
         self._credentials = credentials
-        self.tenant = tenant or ("" if credentials.given else DEFAULT_TENANT)
+        self.tenant = tenant or ("" if credentials.name_the_caller else DEFAULT_TENANT)
         self._metadata = ((TENANT_KEY, self.tenant),) if self.tenant else ()
 
     def for_caller(self, tenant: str, api_key: ApiKey) -> Self:

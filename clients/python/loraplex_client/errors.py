@@ -180,8 +180,8 @@ def error_of(error: grpc.RpcError, address: str) -> LoraplexError:
     message = call.details() or f"{address} gave no message"
     if call.code() is grpc.StatusCode.UNAVAILABLE and not details.reason:
         message = f"no answer from {address}: {message}"
-    cls, wanted = _CLASSES.get(call.code(), (LoraplexError, ()))
-    return cls(message, reason=details.reason, **{name: getattr(details, name) for name in wanted})
+    cls, names = _CLASSES.get(call.code(), (LoraplexError, ()))
+    return cls(message, reason=details.reason, **{name: getattr(details, name) for name in names})
 
 
 _DETAIL_TYPES = {

@@ -43,10 +43,10 @@ def schema_of(response_format: Any) -> str:
     return json.dumps(_adapter_of(response_format).json_schema(), ensure_ascii=False)
 
 
-def style_of(given: str | Sequence[str]) -> inference_pb2.JsonStyle:
+def style_of(words: str | Sequence[str]) -> inference_pb2.JsonStyle:
     """Return the style of JSON that words stand for. Raises InvalidRequestError."""
     style = inference_pb2.JsonStyle()
-    for word in (given,) if isinstance(given, str) else given:
+    for word in (words,) if isinstance(words, str) else words:
         if word not in _STYLES:
             raise InvalidRequestError(f"json_style: {word!r} is none of {', '.join(_STYLES)}", field="json_style")
         field, value = _STYLES[word]
