@@ -6,14 +6,15 @@ The next token of its engine is a hash of all that the answer depends on, so tha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import parse_qsl
 
 from artifacts import ArtifactError
 from artifacts.names import sha256_json
 
 _PREFIX = "hash:"
-# Minimum size of the vocabulary: 256 ids of bytes, and as many others.
-_SMALLEST_VOCAB = 512
+# Minimum of each number that is not 0: a vocabulary has 256 ids of bytes, and as many others.
+_LEAST = {"vocab": 512, "context": 2}
 _LARGEST = 2**31 - 1
 # Numbers of an embedding.
 VECTOR_SIZE = 16
@@ -71,31 +72,22 @@ def parse_hash_model(spec: str) -> HashModel:
             what = "is given twice" if key in values else f"is not one of {', '.join(HashModel.__dataclass_fields__)}"
             raise ArtifactError("model", f"{spec!r}: {key!r} {what}")
         values[key] = value
-    return HashModel(
-        vocab=_whole(spec, values, "vocab", HashModel().vocab, _SMALLEST_VOCAB),
-        step_ms=_milliseconds(spec, values),
-        seed=_whole(spec, values, "seed", 0, 0),
-        end_after=_whole(spec, values, "end_after", 0, 0),
-        context=_whole(spec, values, "context", HashModel().context, 2),
-        die_on=_token(spec, values, "die_on"),
-        hang_on=_token(spec, values, "hang_on"),
-    )
+    numbers: dict[str, Any] = {
+        key: _milliseconds(spec, text) if key == "step_ms" else _whole(spec, key, text) for key, text in values.items()
+    }
+    return HashModel(**numbers)
 
 
-def _whole(spec: str, values: dict[str, str], key: str, default: int, least: int) -> int:
-    text = values.get(key, str(default))
+def _whole(spec: str, key: str, text: str) -> int:
+    least = _LEAST.get(key, 0)
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= _LARGEST):
         raise ArtifactError("model", f"{spec!r}: {key} must be a whole number from {least} to {_LARGEST}")
     return int(text)
 
 
-def _token(spec: str, values: dict[str, str], key: str) -> int | None:
-    return _whole(spec, values, key, 0, 0) if key in values else None
-
-
-def _milliseconds(spec: str, values: dict[str, str]) -> float:
+def _milliseconds(spec: str, text: str) -> float:
     try:
-        step_ms = float(values.get("step_ms", "0"))
+        step_ms = float(text)
     except ValueError:
         step_ms = -1.0
     if not 0 <= step_ms <= 60_000:

@@ -128,6 +128,12 @@ class RefusedCallers:
             who = OTHERS
         self._counted.setdefault(who, Counter())[reason] += 1
 
+    async def follow(self) -> None:
+        """Record counts while no further refusals come; never returns."""
+        while True:
+            await asyncio.sleep(WINDOW_S)
+            self.flush()
+
     def flush(self) -> None:
         """Record the counts, and begin another window."""
         for who, reasons in self._counted.items():
@@ -151,18 +157,13 @@ class Auditor(Interceptor):
         self._log = log
         self.record = log.record
         self._refused = RefusedCallers(log)
+        self.follow = self._refused.follow
 
     def refused(self, method: str, principal: Principal | None, error: CallError, peer: str) -> None:
         """Record a call that was refused."""
         who = principal.name if principal is not None else ""
         tenant = principal.tenant if principal is not None else ""
         self._refused.note(who, peer, error.reason, method=short(method), tenant=tenant)
-
-    async def follow(self) -> None:
-        """Record counts of refusals while no further ones come; never returns."""
-        while True:
-            await asyncio.sleep(WINDOW_S)
-            self._refused.flush()
 
     def close(self) -> None:
         """Record the last counts of refusals, and close the log."""

@@ -18,7 +18,7 @@ from rpc.server import Server, stop_signal, unless_stopped
 from telemetry.metrics import serve_metrics
 from telemetry.tracing import set_up_tracing
 from tenancy.audit_log import AuditLog
-from tenancy.auditor import WINDOW_S, RefusedCallers
+from tenancy.auditor import RefusedCallers
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts
 from worker.io.engine_client import EngineBreaker, EngineLostError, EngineUnusableError
@@ -60,7 +60,7 @@ async def run(settings: Settings) -> None:
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(audit.close)
         stack.callback(refusals.flush)
-        flushing = asyncio.create_task(_flush(refusals))
+        flushing = asyncio.create_task(refusals.follow())
         stack.callback(flushing.cancel)
         stack.push_async_callback(asyncio.to_thread, spans.close)
         metrics_server = serve_metrics(metrics, settings.health_host, settings.metrics_port)
@@ -117,13 +117,6 @@ async def run_sessions(
                 ) from error
             pause_s = restart_s if session.served else min(RESTART_LIMIT_S, pause_s * 2)
             await unless_stopped(stop, asyncio.sleep(pause_s))
-
-
-async def _flush(refusals: RefusedCallers) -> None:
-    """Record counts of refusals while no further ones come; never returns."""
-    while True:
-        await asyncio.sleep(WINDOW_S)
-        refusals.flush()
 
 
 def _credentials(settings: Settings, metrics: WorkerMetrics, refusals: RefusedCallers) -> WorkerCredentials | None:
