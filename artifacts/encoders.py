@@ -71,39 +71,18 @@ def _architectures(stem: str, *more: str) -> tuple[str, ...]:
     return tuple(f"{stem}{kind}" for kind in ("Model", "ForMaskedLM", "ForSequenceClassification", *more))
 
 
+_BERT_HEAD = Head("classifier", "bert.pooler.dense")
+_ROBERTA_HEAD = Head("classifier.out_proj", "classifier.dense")
+_UNUSED = "roberta.pooler.dense"
 _FAMILIES = (
+    EncoderFamily("bert", "BERT", _architectures("Bert", "ForPreTraining"), "bert", _BERT_HEAD),
+    EncoderFamily("roberta", "RoBERTa", _architectures("Roberta"), "roberta", _ROBERTA_HEAD, _UNUSED),
+    EncoderFamily("xlm-roberta", "XLM-RoBERTa", _architectures("XLMRoberta"), "roberta", _ROBERTA_HEAD, _UNUSED),
     EncoderFamily(
-        "bert", "BERT", _architectures("Bert", "ForPreTraining"), "bert", Head("classifier", "bert.pooler.dense")
+        "deberta-v2", "DeBERTa v2, v3", _architectures("DebertaV2"), "deberta", Head("classifier", "pooler.dense")
     ),
     EncoderFamily(
-        "roberta",
-        "RoBERTa",
-        _architectures("Roberta"),
-        "roberta",
-        Head("classifier.out_proj", "classifier.dense"),
-        unused="roberta.pooler.dense",
-    ),
-    EncoderFamily(
-        "xlm-roberta",
-        "XLM-RoBERTa",
-        _architectures("XLMRoberta"),
-        "roberta",
-        Head("classifier.out_proj", "classifier.dense"),
-        unused="roberta.pooler.dense",
-    ),
-    EncoderFamily(
-        "deberta-v2",
-        "DeBERTa v2, v3",
-        _architectures("DebertaV2"),
-        "deberta",
-        Head("classifier", "pooler.dense"),
-    ),
-    EncoderFamily(
-        "modernbert",
-        "ModernBERT",
-        _architectures("ModernBert"),
-        "model",
-        Head("classifier", "head.dense", "head.norm"),
+        "modernbert", "ModernBERT", _architectures("ModernBert"), "model", Head("classifier", "head.dense", "head.norm")
     ),
 )
 ENCODERS = {family.model_type: family for family in _FAMILIES}
