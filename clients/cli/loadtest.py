@@ -1,21 +1,42 @@
-"""`loraplex loadtest`: loads a cluster as its clients do, and reports what they saw."""
+"""`loraplex loadtest`: loads a cluster as its clients do, and shows what they saw: progress, tables, comparisons."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import shlex
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 import typer
 
 from clients.cli.options import ROUTER, TENANT, RouterOption, TenantOption, adapter_names
 from clients.cli.service import explained
-from clients.cli.terminal import CommandError
+from clients.cli.terminal import (
+    Columns,
+    CommandError,
+    err,
+    print_error,
+    print_json,
+    print_table,
+    print_warning,
+    printable,
+    table_of,
+)
 
 if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
+
+    from clients.loadtest.conditions import Condition
     from clients.loadtest.fleet import Target
+    from clients.loadtest.generator import Progress
     from clients.loadtest.plan import LoadPlan
     from clients.loadtest.runs import Done
 
@@ -106,7 +127,6 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
     """
     from loraplex_client.endpoint import DEFAULT_TENANT
 
-    from clients.cli.loadtest_output import finish, print_comparison
     from clients.loadtest.conditions import parse_condition, parse_slo
 
     with _bad_input():
@@ -166,7 +186,6 @@ def _run(plan: LoadPlan, router: str, url: str, out: Path) -> Done:
 
     Makes the report's directory first: a test whose report cannot be written is not worth its time.
     """
-    from clients.cli.loadtest_output import Screen
     from clients.loadtest.fleet import GeneratorDiedError
     from clients.loadtest.runs import prompt_pool, run_all
 
@@ -232,3 +251,210 @@ def build_plan(
     if "requests" not in values and "duration_s" not in values and file is None:
         values["duration_s"] = 10.0
     return read_plan(values, str(file or "flags"), file.parent if file else Path(), tenant=tenant)
+
+
+_WAITING = "waiting for the generator processes"
+# Interval of the progress lines in a pipe, in seconds.
+_LINE_EVERY_S = 2.0
+
+
+class Screen:
+    """Shows the total progress of all generator processes on stderr; stdout is for the report."""
+
+    def __init__(self) -> None:
+        self._live: Live | None = None
+        self._lined_s = time.monotonic()
+        self._rate = (0.0, 0, 0.0)
+
+    def __enter__(self) -> Self:
+        if err().is_terminal:
+            from rich.live import Live
+
+            self._live = Live(console=err(), auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, label: str, latest: Sequence[Progress]) -> None:
+        """Show the latest progress of each process; none while they start."""
+        if self._live is not None:
+            self._live.update(self._table(label, latest) if latest else f"{label}: {_WAITING}", refresh=True)
+        elif time.monotonic() - self._lined_s >= _LINE_EVERY_S:
+            self._lined_s = time.monotonic()
+            sys.stderr.write((Figures(latest).line(label) if latest else f"{label}: {_WAITING}") + "\n")
+
+    def _table(self, label: str, latest: Sequence[Progress]) -> Table:
+        from clients.loadtest.samples import OK
+
+        figures = Figures(latest)
+        last_at_s, last_tokens, rate = self._rate
+        if figures.at_s < last_at_s:  # A new run has begun.
+            last_at_s, last_tokens = 0.0, 0
+        if figures.at_s - last_at_s > 1.0:
+            rate = (figures.tokens - last_tokens) / (figures.at_s - last_at_s)
+            self._rate = (figures.at_s, figures.tokens, rate)
+        rows: list[tuple[object, ...]] = [
+            ("sent", figures.sent),
+            ("running", figures.running),
+            ("answered", figures.ok),
+            ("errors", figures.errors),
+            ("tokens/s", f"{rate:.0f}"),
+            ("TTFT ms, p50 p99", figures.ttft),
+            ("ITL ms, p50 p99", figures.gaps),
+        ]
+        table = table_of((f"{label}, {figures.at_s:.0f} s", ""), rows)
+        for status, count in sorted(figures.statuses.items()):
+            if status != OK:
+                table.add_row(printable(status), str(count), style="yellow")
+        return table
+
+
+class Figures:
+    """The progress of all generator processes together."""
+
+    def __init__(self, latest: Sequence[Progress]) -> None:
+        from clients.loadtest.samples import LEFT, OK
+
+        self.at_s = max(progress.at_s for progress in latest)
+        self.sent = sum(progress.sent for progress in latest)
+        self.running = sum(progress.running for progress in latest)
+        self.tokens = sum(progress.tokens for progress in latest)
+        self.statuses = sum((Counter(progress.statuses) for progress in latest), Counter[str]())
+        self.ok = self.statuses[OK]
+        self.errors = self.statuses.total() - self.ok - self.statuses[LEFT]
+        self.ttft = _recent([value for progress in latest for value in progress.recent_ttft_s])
+        self.gaps = _recent([value for progress in latest for value in progress.recent_gap_s])
+
+    def line(self, label: str) -> str:
+        """Return a line for a pipe."""
+        counts = f"{self.sent} sent, {self.running} running, {self.ok} answered, {self.errors} errors"
+        return f"{label}, {self.at_s:.0f} s: {counts}; TTFT {self.ttft} ms (p50, p99)"
+
+
+def _recent(values: Sequence[float]) -> str:
+    import numpy as np
+
+    if not values:
+        return "-"
+    middle, high = np.percentile(np.asarray(values), [50, 99]) * 1e3
+    return f"{middle:.1f} {high:.1f}"
+
+
+def finish(
+    plan: LoadPlan, router: str, done: Done, conditions: Sequence[Condition], out: Path, *, as_json: bool
+) -> None:
+    """Write and print the report. Exits with 1 if a condition holds, a run had no success, or the test ended early."""
+    from clients.loadtest.report import PAGE_NAME, whole_report, write
+
+    command = shlex.join(["loraplex", *sys.argv[1:]])
+    report = whole_report(plan, router, command, done.runs)
+    write(out, report, done.samples, plan)
+    if as_json:
+        print_json(report)
+    else:
+        print_runs(done.runs)
+    for run in done.runs:
+        for line in (*run["warnings"], *_first_errors(run)):
+            print_warning(f"{run['label']}: {line}")
+    err().print(f"report: {out / PAGE_NAME}", style="dim", markup=False, soft_wrap=True)
+    failed = [line for run in done.runs for line in failures(run, conditions)]
+    for line in failed:
+        print_error(line)
+    last = done.runs[-1]
+    if last["ended_early"] == "interrupted":
+        raise typer.Exit(130)
+    if last["ended_early"]:
+        raise CommandError(f"{last['label']}: {last['ended_early']}; {last['accounting']['never_sent']} never sent", 1)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _first_errors(run: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the first error of each status, with the number of requests that ended so."""
+    for status, message in run["messages"].items():
+        yield f"{status} ({run['statuses'][status]}): {message}"
+
+
+def failures(run: Mapping[str, Any], conditions: Sequence[Condition]) -> Iterator[str]:
+    """Yield the reasons why a run fails the test."""
+    figures = run["figures"]
+    if not figures["ok"] and not figures["cancelled"]:
+        yield f"{run['label']}: none of {figures['requests']} requests succeeded"
+    for condition in conditions:
+        if condition.holds(run):
+            yield f"{run['label']}: {condition.describe(run)}, which fails {condition.text}"
+
+
+def print_runs(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Print a line for each run."""
+    from clients.loadtest.report import percent
+
+    # A test of embed or classify makes no tokens.
+    unit = "texts" if any(run["figures"]["texts"] for run in runs) else "tokens"
+    columns: dict[str, str | Callable[[Any], object]] = {
+        "run": "label",
+        "requests": lambda run: run["figures"]["requests"],
+        "errors": lambda run: run["figures"]["errors"],
+        "requests/s": lambda run: f"{run['figures']['requests_per_s']:.2f}",
+        f"{unit}/s": lambda run: f"{run['figures'][f'{unit}_per_s']:.0f}",
+        "goodput": lambda run: percent(run["figures"]["goodput_share"]),
+        "cold": lambda run: run["figures"]["cold"],
+    }
+    for name, metric in (("TTFT", "ttft"), ("ITL", "itl"), ("latency", "latency")):
+        for p in ("p50", "p99"):
+            columns[f"{name} {p}"] = partial(_time_of, metric, p)
+    print_table(runs, columns)
+
+
+def _time_of(metric: str, percentile: str, run: Mapping[str, Any]) -> str:
+    from clients.loadtest.report import milliseconds
+
+    return milliseconds(run["times"][metric][percentile])
+
+
+def print_comparison(first: Path, second: Path, threshold: float | None, *, as_json: bool) -> None:
+    """Print what changed between two reports, and on stderr which settings differ.
+
+    Exits with 1 if something got worse by more than `threshold` percent. Raises PlanError if a file is not a report.
+    """
+    from clients.loadtest.compare import compare, differing, too_much_worse
+    from clients.loadtest.report import read_report
+
+    a, b = read_report(first), read_report(second)
+    rows = compare(a, b)
+    columns: Columns = {
+        "run": "run",
+        "value": "value",
+        "A": lambda row: _value(row["value"], row["a"]),
+        "B": lambda row: _value(row["value"], row["b"]),
+        "change": lambda row: "-" if row["change"] is None else f"{row['change'] * 100:+.1f}%",
+        "": "verdict",
+    }
+    print_table(rows, columns, as_json=as_json)
+    for name, before, after in differing(a, b):
+        print_warning(f"the settings differ: {name}: A {before or 'none'}, B {after or 'none'}")
+    for name, report in (("A", a), ("B", b)):
+        for run in report["runs"]:
+            ended = [f"ended early: {run['ended_early']}"] if run["ended_early"] else []
+            for line in (*ended, *run["warnings"]):
+                print_warning(f"{name}, {run['label']}: {line}")
+    worse = [] if threshold is None else too_much_worse(rows, threshold / 100)
+    for row in worse:
+        values = " to ".join(_value(row["value"], row[side]) for side in ("a", "b"))
+        print_error(f"{row['run']}: {row['value']} got worse, from {values}: by more than {threshold:g}%")
+    if worse:
+        raise typer.Exit(1)
+
+
+def _value(name: str, value: float | None) -> str:
+    """Format a time with its unit, a share as a percentage, a rate as a number."""
+    from clients.loadtest.report import milliseconds, percent
+
+    if name in {"requests", "errors"}:
+        return f"{value or 0:.0f}"
+    if "." in name:
+        return f"{milliseconds(value)} ms"
+    return percent(value) if name.endswith("_share") else f"{value or 0.0:.2f}"

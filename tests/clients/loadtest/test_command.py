@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from loraplex.inference.v1 import inference_pb2
 
-from clients.cli import loadtest_output
 from clients.cli.__main__ import main
+from clients.cli.loadtest import Screen
 from rpc import errors
 
 NOBODY = "127.0.0.1:1"
@@ -142,8 +142,8 @@ def test_refusals_are_counted_by_status_and_reason_and_nothing_is_sent_twice(
 def test_the_start_of_generator_processes_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loadtest_output, "_LINE_EVERY_S", 0.0)
-    with loadtest_output.Screen() as screen:
+    monkeypatch.setattr("clients.cli.loadtest._LINE_EVERY_S", 0.0)
+    with Screen() as screen:
         screen.show("Poisson, 40/s", ())
     assert capsys.readouterr().err == "Poisson, 40/s: waiting for the generator processes\n"
 

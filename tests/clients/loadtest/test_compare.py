@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import typer
 
-from clients.cli.loadtest_output import print_comparison
+from clients.cli.loadtest import print_comparison
 from clients.loadtest.arrivals import Extent, Poisson
 from clients.loadtest.compare import compare, differing, too_much_worse
 from clients.loadtest.decoding import PlanError

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from clients.cli.loadtest_output import failures
+from clients.cli.loadtest import failures
 from clients.loadtest.arrivals import Closed, Extent
 from clients.loadtest.charts import MAX_TICKS, Axis, Stream, timetable
 from clients.loadtest.decoding import PlanError
