@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 
 from rpc.errors import DeadlinePassed, InvalidField
-from rpc.interceptors import Call, Context, Handler, Interceptor, current_call
+from rpc.interceptors import Context, Handler, Interceptor
 from rpc.principal import NAMING_ROLES, known_caller
 from rpc.shares import FairTurns, Shares
 
@@ -64,13 +64,17 @@ class Receiving:
     def __init__(self, message_bytes: int, limit_s: float = RECEIVE_S) -> None:
         self._message_bytes = message_bytes
         self._turns = FairTurns(max(RECEIVING_BYTES, 2 * message_bytes))
-        self._readings = _Readings(limit_s)
+        self._limit_s = limit_s
 
     async def read(self, who: str, context: Context) -> bytes:
         """Return the bytes of a call's message. Raises InvalidField or DeadlinePassed."""
         await self._turns.take(who, self._message_bytes)
         try:
-            data = await self._readings.read(context)
+            async with asyncio.timeout(self._limit_s):
+                data = await context.read()
+        except TimeoutError:
+            message = f"the call's message did not come within {self._limit_s:g} s"
+            raise DeadlinePassed(message, reason="MESSAGE_LATE") from None
         except grpc.aio.BaseError:  # the server has stopped while the call waited
             raise asyncio.CancelledError from None
         finally:
@@ -115,47 +119,3 @@ class OneMessage(Interceptor):
             return await receiving.read(who, context)
         finally:
             waiting.give(who)
-
-
-class _Readings:
-    """The messages that are being read, each within `limit_s` seconds. One timer watches all of them."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        # When each began, in their order.
-        self._began: dict[Call, float] = {}
-        self._late: set[Call] = set()
-        self._watching = False
-
-    async def read(self, context: Context) -> Any:
-        """Return the call's message. Raises DeadlinePassed where it does not come."""
-        task = current_call()
-        loop = asyncio.get_running_loop()
-        self._began[task] = loop.time()
-        if not self._watching:
-            self._watching = True
-            loop.call_later(self._limit_s, self._look)
-        try:
-            return await context.read()
-        except asyncio.CancelledError:
-            if task not in self._late:  # its client has left
-                raise
-            task.uncancel()
-            message = f"the call's message did not come within {self._limit_s:g} s"
-            raise DeadlinePassed(message, reason="MESSAGE_LATE") from None
-        finally:
-            self._began.pop(task, None)
-            self._late.discard(task)
-
-    def _look(self) -> None:
-        """Give up readings that take too long; come back when the next one may."""
-        loop = asyncio.get_running_loop()
-        while self._began:
-            task, began = next(iter(self._began.items()))
-            if (left_s := began + self._limit_s - loop.time()) > 0:
-                loop.call_later(left_s, self._look)
-                return
-            del self._began[task]
-            self._late.add(task)
-            task.cancel()
-        self._watching = False

@@ -92,7 +92,7 @@ class LocalChoice:
     last_step: int = 0
     # Milliseconds that it waited for its adapter inside the engine.
     load_ms: float = 0.0
-    _state: LocalChoiceState = LocalChoiceState.WAITING
+    state: LocalChoiceState = LocalChoiceState.WAITING
 
     def __post_init__(self) -> None:
         """Compute what never changes once: both are read for every token."""
@@ -100,19 +100,14 @@ class LocalChoice:
         self.start = len(self.job.emitted.get(self.choice, ()))
 
     @property
-    def state(self) -> LocalChoiceState:
-        """Return the state."""
-        return self._state
-
-    @property
     def in_engine(self) -> bool:
         """Return whether the engine has its sequence."""
-        return self._state in _IN_ENGINE
+        return self.state in _IN_ENGINE
 
     @property
     def running(self) -> bool:
         """Return whether it takes a row of the engine, or will."""
-        return self._state in _RUNNING
+        return self.state in _RUNNING
 
     @property
     def has_news(self) -> bool:
@@ -158,9 +153,9 @@ class LocalChoice:
         self.sent = max(0, min(offset - self.start, len(self.ids)))
 
     def _enter(self, state: LocalChoiceState) -> None:
-        if state not in _CHOICE_TRANSITIONS[self._state]:
-            raise RuntimeError(f"answer {self.sequence_id} is {self._state.value} and cannot become {state.value}")
-        self._state = state
+        if state not in _CHOICE_TRANSITIONS[self.state]:
+            raise RuntimeError(f"answer {self.sequence_id} is {self.state.value} and cannot become {state.value}")
+        self.state = state
 
 
 def sequence_of(choice: LocalChoice, adapter: AdapterSource | None) -> NewSequence:
@@ -229,20 +224,15 @@ class LocalJob:
     # Times of the monotonic clock in seconds; `fetched_at` is None without an adapter on the disk.
     claimed_at: float = field(default_factory=time.monotonic)
     fetched_at: float | None = None
-    _state: LocalJobState = LocalJobState.CLAIMED
+    state: LocalJobState = LocalJobState.CLAIMED
     # Of dropped answers: ids made here, and whether one was handed to the engine.
     _dropped_tokens: int = 0
     _dropped_ran: bool = False
 
     @property
-    def state(self) -> LocalJobState:
-        """Return the state."""
-        return self._state
-
-    @property
     def preparing_for_engine(self) -> bool:
         """Return whether it has yet to come into the engine."""
-        return self._state not in _OUT and self._state is not LocalJobState.IN_ENGINE
+        return self.state not in _OUT and self.state is not LocalJobState.IN_ENGINE
 
     @property
     def running(self) -> list[LocalChoice]:
@@ -295,10 +285,10 @@ class LocalJob:
 
     def enter(self, state: LocalJobState) -> None:
         """Change the state. Raises RuntimeError where the present one does not allow it."""
-        if state not in _JOB_TRANSITIONS[self._state]:
+        if state not in _JOB_TRANSITIONS[self.state]:
             name = f"{self.job.job_id}, attempt {self.job.attempt},"
-            raise RuntimeError(f"job {name} is {self._state.value} and cannot become {state.value}")
-        self._state = state
+            raise RuntimeError(f"job {name} is {self.state.value} and cannot become {state.value}")
+        self.state = state
 
     def end_choices(self, state: LocalJobState, ending: Ending) -> list[LocalChoice]:
         """End all answers that run, and the job with them; returns those answers."""
@@ -310,7 +300,7 @@ class LocalJob:
 
     def end_if_done(self) -> None:
         """Enter ENDED once no answer runs any more."""
-        if self._state not in _OUT and not self.running:
+        if self.state not in _OUT and not self.running:
             self.enter(LocalJobState.ENDED)
 
     def drop(self, choice: int) -> LocalChoice | None:
