@@ -124,15 +124,22 @@ class Encode:
     pair_tokens: int = 0
 
 
-class FinishKind(StrEnum):
-    """The engine's reason for the end of an answer."""
+class FinishReason(StrEnum):
+    """The reason of an answer's end."""
 
     LENGTH = "length"
     END = "end"
-    STOP_TOKEN = "stop_token"
-    # The answer's format is complete, and nothing may follow.
+    # A stop token; a stop string is the router's to see.
+    STOP = "stop"
+    # Of an engine alone: the answer's format is complete, and nothing may follow; or the answer has failed.
     COMPLETE = "complete"
     FAILED = "failed"
+    # Of a router alone: the answer has calls of tools.
+    TOOL_CALLS = "tool_calls"
+
+
+# Reasons that clients get.
+CLIENT_REASONS = (FinishReason.LENGTH, FinishReason.END, FinishReason.STOP, FinishReason.TOOL_CALLS)
 
 
 @dataclass(frozen=True, slots=True)

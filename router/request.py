@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from broker.messages import AdapterRef
-from options import Pooling, SamplingParams, Task, TokenLogprobs
+from options import FinishReason, Pooling, SamplingParams, Task, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +154,6 @@ class Received:
     finished: bool = False
     # Bytes of its text in UTF-8, an echoed prompt included; None: the client has the text of these ids.
     text_bytes: int | None = None
-
-
-class FinishReason(StrEnum):
-    """The reason of an answer's end, as the client gets it."""
-
-    LENGTH = "length"
-    END = "end"
-    STOP = "stop"
-    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from artifacts.families import check_kv_cache_dtype
-from options import Encode, FinishKind, SamplingParams, StoppingParams, TokenLogprobs
+from options import Encode, FinishReason, SamplingParams, StoppingParams, TokenLogprobs
 
 
 class ModelUnusableError(Exception):
@@ -139,7 +139,7 @@ class Output:
     sequence_id: str
     offset: int
     token_ids: tuple[int, ...]
-    finish: FinishKind | None = None
+    finish: FinishReason | None = None
     failure: Failure | None = None
     adapter_ms: float | None = None
     cached_tokens: int | None = None

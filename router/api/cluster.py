@@ -229,11 +229,7 @@ def _distribution(histogram: Histogram) -> pb.Distribution:
     return pb.Distribution(bounds=bounds[:-1], counts=counts, sum=total)
 
 
-_PHASES = {
-    WorkerPhase.SERVING: pb.WORKER_PHASE_SERVING,
-    WorkerPhase.DRAINING: pb.WORKER_PHASE_DRAINING,
-    WorkerPhase.FAILING: pb.WORKER_PHASE_FAILING,
-}
+_PHASES = {phase: pb.WorkerPhase.Value(f"WORKER_PHASE_{phase.name}") for phase in WorkerPhase}
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):

@@ -18,7 +18,7 @@ from broker.terms import PRIORITY_LIMIT
 from grammars import GrammarError
 from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
 from grammars.json_schema import JsonStyle
-from options import LOGIT_BIASES, RANGES, OutOfRangeError, SamplingParams, TokenLogprobs, check_sampling
+from options import CLIENT_REASONS, LOGIT_BIASES, RANGES, OutOfRangeError, SamplingParams, TokenLogprobs, check_sampling
 from router.catalog.models import Models, ServedModel
 from router.request import (
     Chat,
@@ -26,7 +26,6 @@ from router.request import (
     Delta,
     Event,
     Finished,
-    FinishReason,
     Message,
     Prompt,
     PromptLogprobs,
@@ -50,11 +49,8 @@ TOOLS = 128
 TOOLS_BYTES = 256 * 1024
 TEMPLATE_ARGS_BYTES = 16 * 1024
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_MODES = {
-    pb.TOOL_MODE_UNSPECIFIED: ToolMode.AUTO,
-    pb.TOOL_MODE_AUTO: ToolMode.AUTO,
-    pb.TOOL_MODE_NONE: ToolMode.NONE,
-    pb.TOOL_MODE_REQUIRED: ToolMode.REQUIRED,
+_MODES = {pb.TOOL_MODE_UNSPECIFIED: ToolMode.AUTO} | {
+    pb.ToolMode.Value(f"TOOL_MODE_{mode.name}"): mode for mode in ToolMode
 }
 
 
@@ -414,12 +410,7 @@ def read_received(received: Sequence[pb.ReceivedTokens]) -> dict[int, Received]:
     }
 
 
-_REASONS = {
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.END: pb.FINISH_REASON_END,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.TOOL_CALLS: pb.FINISH_REASON_TOOL_CALLS,
-}
+_REASONS = {reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in CLIENT_REASONS}
 
 
 def count_numbers(event: Event) -> int:

@@ -9,10 +9,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from options import Task
+from options import CLIENT_REASONS, Task
 from router.catalog.models import Models
 from router.metrics import RouterMetrics
-from router.request import Delta, EncodeRequest, Event, Finished, FinishReason, Request, Summary
+from router.request import Delta, EncodeRequest, Event, Finished, Request, Summary
 from rpc.errors import CallError
 from rpc.interceptors import Context
 from rpc.principal import Principal, calling_tenant
@@ -30,7 +30,7 @@ class ModelSeries:
     """The series of one model. `success` has one for each reason of an answer's end."""
 
     def __init__(self, metrics: RouterMetrics, model: str) -> None:
-        self.success = {reason.value: metrics.success.labels(model, reason.value) for reason in FinishReason}
+        self.success = {reason.value: metrics.success.labels(model, reason.value) for reason in CLIENT_REASONS}
         self.prompt_tokens = metrics.prompt_tokens.labels(model)
         self.cached_tokens = metrics.cached_tokens.labels(model)
         self.generation_tokens = metrics.generation_tokens.labels(model)

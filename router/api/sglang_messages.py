@@ -15,12 +15,12 @@ from typing import Any
 from loraplex.inference.v1 import inference_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2 as engine
 
-from options import LOGIT_BIASES, TokenLogprobs
+from options import LOGIT_BIASES, FinishReason, TokenLogprobs
 from router.api.convert import STOP_STRINGS, STOP_TOKEN_IDS, check_count, read_spec
 from router.api.encoding import read_embed
 from router.catalog.models import Models
 from router.generation.admission import DEFAULT_MAX_TOKENS
-from router.request import Delta, EncodeRequest, Finished, FinishReason, PromptLogprobs, Request, Summary
+from router.request import Delta, EncodeRequest, Finished, PromptLogprobs, Request, Summary
 from router.text.chat import REASONING
 from router.text.prompt_tokenizer import PromptTokenizer
 from router.text.tokenizer import ModelTokenizer

@@ -16,7 +16,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from broker.connection import CALL_S
 from broker.messages import WorkerState
 from broker.terms import SEALED_JOB_S
-from options import FinishKind, TokenLogprobs
+from options import FinishReason, TokenLogprobs
 from router.metrics import RouterMetrics
 from rpc.errors import CallError, Unavailable
 from rpc.principal import Principal
@@ -37,7 +37,7 @@ class Frame(msgspec.Struct, frozen=True):  # one is made for each token: a datac
     token_ids: tuple[int, ...]
     choice: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
-    finish: FinishKind | None = None
+    finish: FinishReason | None = None
     failure: CallError | None = None
     returned: bool = False
     blamed: bool = False
@@ -121,10 +121,10 @@ class WorkerLink:
 
 
 _FINISHES = {
-    pb.FINISH_KIND_LENGTH: FinishKind.LENGTH,
-    pb.FINISH_KIND_END: FinishKind.END,
-    pb.FINISH_KIND_STOP_TOKEN: FinishKind.STOP_TOKEN,
-    pb.FINISH_KIND_COMPLETE: FinishKind.COMPLETE,
+    pb.FINISH_KIND_LENGTH: FinishReason.LENGTH,
+    pb.FINISH_KIND_END: FinishReason.END,
+    pb.FINISH_KIND_STOP_TOKEN: FinishReason.STOP,
+    pb.FINISH_KIND_COMPLETE: FinishReason.COMPLETE,
 }
 _NO_FINISH = pb.Finish()
 # Maximum tokens of a prompt whose log probabilities are read on the event loop, in some milliseconds.

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -113,14 +112,15 @@ class Outbox:
         self._place = place
         self._timing = timing
         self._metrics = metrics
-        self._enqueues = _Lane()
+        self._enqueues = asyncio.Semaphore(AT_ONCE)
         # Removals must not wait for enqueues: the memory of Redis may be full.
-        self._removals = _Lane()
+        self._removals = asyncio.Semaphore(AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def enqueue(self, routed: RoutedJob) -> None:
         """Put the job's current attempt into the queue, unless a claim or the job's end makes it obsolete before."""
         attempt = routed.job.attempt
-        self._enqueues.put(lambda: self._enqueue(routed, attempt))
+        self._start(self._enqueues, lambda: self._enqueue(routed, attempt))
 
     async def _enqueue(self, routed: RoutedJob, attempt: int) -> None:
         job = routed.job
@@ -132,7 +132,7 @@ class Outbox:
 
         try:
             what = f"enqueueing job {job.job_id}, attempt {attempt}"
-            await self._persist(what, enqueue, wanted=lambda: routed.awaits_enqueue(attempt))
+            await self._persist(what, enqueue, due=lambda: routed.awaits_enqueue(attempt))
             routed.enqueued(attempt)
         except QuarantinedError as quarantined:
             self._metrics.quarantined.inc()
@@ -173,20 +173,34 @@ class Outbox:
 
     def _remove(self, what: str, operation: Operation) -> None:
         until = time.monotonic() + self._timing.finish_s
-        self._removals.put(lambda: self._persist(what, operation, wanted=lambda: time.monotonic() < until))
+        self._start(self._removals, lambda: self._persist(what, operation, due=lambda: time.monotonic() < until))
+
+    def _start(self, slots: asyncio.Semaphore, operation: Operation) -> None:
+        """Run an operation once a slot is free, after those before it."""
+
+        async def run() -> None:
+            async with slots:
+                try:
+                    await operation()
+                except Exception:
+                    log.exception("a queue operation failed")
+
+        task = asyncio.get_running_loop().create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def drain_tasks(self) -> None:
         """Wait until every operation is done."""
-        await self._enqueues.drain_tasks()
-        await self._removals.drain_tasks()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
-    async def _persist(self, what: str, operation: Operation, *, wanted: Callable[[], bool]) -> None:
+    async def _persist(self, what: str, operation: Operation, *, due: Callable[[], bool]) -> None:
         """Run an operation until it succeeds, again and again while Redis does not answer or is full.
 
         Raises an error that no outage explains after FAULTS_LIMIT of them.
         """
         faults, logged = 0, False
-        while wanted():
+        while due():
             try:
                 return await operation()
             except QuarantinedError:
@@ -202,42 +216,6 @@ class Outbox:
                     raise
             await asyncio.sleep(self._timing.retry_s)
         return None
-
-
-class _Lane:
-    """Runs operations in their order, at most `AT_ONCE` at a time."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[Operation] = deque()
-        self._running = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def put(self, operation: Operation) -> None:
-        self._waiting.append(operation)
-        self._idle.clear()
-        if self._running < AT_ONCE:
-            self._running += 1
-            task = asyncio.get_running_loop().create_task(self._run())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _run(self) -> None:
-        try:
-            while self._waiting:
-                operation = self._waiting.popleft()
-                try:
-                    await operation()
-                except Exception:
-                    log.exception("a queue operation failed")
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
-
-    async def drain_tasks(self) -> None:
-        await self._idle.wait()
 
 
 def _dead_job(routed: RoutedJob, reason: str) -> DeadJob:

@@ -13,7 +13,7 @@ from enum import Enum
 
 from broker.messages import Job
 from broker.terms import Placement
-from options import FinishKind, TokenLogprobs
+from options import FinishReason, TokenLogprobs
 from router.dispatch.links import Frame, WorkerLink
 from rpc.errors import CallError
 
@@ -118,7 +118,7 @@ class Arrival:
     choice: int
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
-    finish: FinishKind | None
+    finish: FinishReason | None
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class Choice:
     emitted: list[int] = field(default_factory=list)
     # The log probabilities of the emitted ids, in their order; empty unless the job asks for them.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: FinishKind | None = None
+    finish: FinishReason | None = None
     # The vector of a job that asks for one, once its worker has ended it.
     vector: tuple[float, ...] = ()
     # True if the router needs no more of it, though its worker has not ended it.
@@ -326,7 +326,7 @@ class RoutedJob:
         first = not choice.emitted
         if not choice.append(frame):  # ids that came before, or none: only ids make a first token
             return True
-        if first and (choice.emitted or frame.finish is FinishKind.LENGTH):  # max_tokens 0: no ids come
+        if first and (choice.emitted or frame.finish is FinishReason.LENGTH):  # max_tokens 0: no ids come
             self._begin_choice(frame)
         if frame.finish is not None:
             self._end_with_choices()

@@ -14,10 +14,10 @@ from itertools import repeat
 
 import msgspec
 
-from options import FinishKind, TokenLogprobs
+from options import FinishReason, TokenLogprobs
 from router.dispatch.routed_job import Arrival, RoutedJob
 from router.generation.chat_reader import ChatFormat, ChatReader
-from router.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Received, Request
+from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request
 from router.text.tokenizer import ModelTokenizer, TextStream
 from rpc.errors import Aborted
 
@@ -310,14 +310,14 @@ class ChoiceAnswer:
         self.delivered = 0
 
     def push(
-        self, ids: Sequence[int], finish: FinishKind | None, logprobs: Sequence[TokenLogprobs] = ()
+        self, ids: Sequence[int], finish: FinishReason | None, logprobs: Sequence[TokenLogprobs] = ()
     ) -> tuple[Delta | None, Finished | None]:
         """Return what the next ids, and perhaps the end, add for the client. Nothing may be pushed after a Finished.
 
         `logprobs` has one entry for each id, or none.
         """
         # End and stop tokens are ids without text.
-        silent = ids[-1:] if finish in (FinishKind.END, FinishKind.STOP_TOKEN) else ()
+        silent = ids[-1:] if finish in (FinishReason.END, FinishReason.STOP) else ()
         texts = [*map(self._stream.push, ids[: len(ids) - len(silent)]), *("" for _ in silent)]
         if stopped := self._append(ids, texts, logprobs):
             return stopped
@@ -407,9 +407,9 @@ class ChoiceAnswer:
         return delta if ids or delta.text or delta.reasoning or delta.tool_calls else None
 
 
-def _finished(finish: FinishKind, ids: Sequence[int], choice: int, *, calls: bool) -> Finished:
-    if finish is FinishKind.LENGTH:
+def _finished(finish: FinishReason, ids: Sequence[int], choice: int, *, calls: bool) -> Finished:
+    if finish is FinishReason.LENGTH:
         return Finished(FinishReason.LENGTH, choice=choice)
-    if finish is FinishKind.STOP_TOKEN:
+    if finish is FinishReason.STOP:
         return Finished(FinishReason.STOP, stop_token_id=ids[-1] if ids else None, choice=choice)
     return Finished(FinishReason.TOOL_CALLS if calls else FinishReason.END, choice=choice)

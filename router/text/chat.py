@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar, cast
 
 from artifacts import ArtifactError
 from artifacts.peft_config import CHAT_FIELD, ChatSettings, ToolCallFormat, parse_chat_settings
 from router.request import Chat, ChatMessage, Tool, ToolCall
 from rpc.children.pool import CHILDREN, WALL_S, ChildDiedError, ChildPool
 from rpc.errors import InvalidField
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,28 +144,15 @@ def shielded_chat(chat: Chat, shield: Callable[[str], str]) -> Chat:
     """Return a chat with every text of its messages and tools shielded."""
     return replace(
         chat,
-        messages=tuple(_message(message, shield) for message in chat.messages),
-        tools=tuple(_tool(tool, shield) for tool in chat.tools),
+        messages=tuple(replace(_shielded(message, shield), role=message.role) for message in chat.messages),
+        tools=_shielded(chat.tools, shield),
     )
 
 
-def _message(message: ChatMessage, shield: Callable[[str], str]) -> ChatMessage:
-    return replace(
-        message,
-        content=shield(message.content),
-        parts=tuple(map(shield, message.parts)),
-        tool_calls=tuple(_call(call, shield) for call in message.tool_calls),
-        tool_call_id=shield(message.tool_call_id),
-        name=shield(message.name),
-        reasoning=shield(message.reasoning),
-    )
-
-
-def _call(call: ToolCall, shield: Callable[[str], str]) -> ToolCall:
-    return replace(call, id=shield(call.id), name=shield(call.name), arguments=shield(call.arguments))
-
-
-def _tool(tool: Tool, shield: Callable[[str], str]) -> Tool:
-    return replace(
-        tool, name=shield(tool.name), description=shield(tool.description), parameters=shield(tool.parameters)
-    )
+def _shielded(value: T, shield: Callable[[str], str]) -> T:
+    """Return a text, tuple or dataclass of such with every text shielded."""
+    if isinstance(value, tuple):
+        return cast(T, tuple(_shielded(one, shield) for one in value))
+    if isinstance(value, (ChatMessage, Tool, ToolCall)):
+        return replace(value, **{one.name: _shielded(getattr(value, one.name), shield) for one in fields(value)})
+    return cast(T, shield(cast(str, value)))

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from broker.keys import Keys
 from broker.messages import Capacity, Job
 from broker.queue import JobQueue
-from options import FinishKind, SamplingParams, StoppingParams
+from options import FinishReason, SamplingParams, StoppingParams
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import Frame, WorkerLink
 from router.dispatch.routed_job import RoutedJob
@@ -53,7 +53,7 @@ def frame(
     offset: int,
     *ids: int,
     attempt: int = 1,
-    finish: FinishKind | None = None,
+    finish: FinishReason | None = None,
     returned: bool = False,
     blamed: bool = False,
     job_id: str = "j",

@@ -19,7 +19,7 @@ from broker.messages import Job
 from broker.queue import DeadLetters, JobQueue
 from broker.queue_entry import Entry
 from broker.terms import Placement, QueueLimits
-from router.dispatch.dispatcher import UnboundJobs
+from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import WorkerLink
 from router.dispatch.routed_job import JobState, RoutedJob
 from router.generation.unary_calls import run_some_at_once
@@ -140,7 +140,7 @@ def test_jobs_that_only_waited_and_lead_after_a_wipe_are_found(monkeypatch: pyte
 
 def test_seals_that_are_not_renewed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     backlogs = [replace(draw(seed), seal_s=1.0, faults=()) for seed in (3, 11)]
-    monkeypatch.setattr(UnboundJobs, "_renew_seals", AsyncMock())
+    monkeypatch.setattr(Dispatcher, "_renew_seals", AsyncMock())
     assert any("seals expired" in line for scenario in backlogs for line in simulate_scenario(scenario).wrong)
 
 

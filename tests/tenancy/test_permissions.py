@@ -16,7 +16,8 @@ from rpc.principal import TENANT_ROLES, Role
 from rpc.server import Server
 from rpc.settings import is_installed
 from tenancy.guard import Guard, UndeclaredMethodError
-from tenancy.permissions import PERMISSIONS, REFLECTION_SERVICE, SGLANG_SERVICE, Permission, Port, page
+from tenancy.permissions import PERMISSIONS, REFLECTION_SERVICE, SGLANG_SERVICE, Permission, Port
+from tests.tenancy.permissions_page import page
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +56,7 @@ def test_the_table_has_every_rpc_and_no_other() -> None:
 
 
 def test_the_page_is_made_from_the_table() -> None:
-    command = "python -m tenancy.permissions docs/reference/permissions.md"
+    command = "python -m tests.tenancy.permissions_page docs/reference/permissions.md"
     assert (ROOT / "docs" / "reference" / "permissions.md").read_text(encoding="utf-8") == page(), f"run {command}"
 
 

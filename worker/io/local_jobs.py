@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from broker.messages import Job
-from options import FinishKind, TokenLogprobs
+from options import FinishReason, TokenLogprobs
 from worker.engine_api import AdapterSource, Failure, NewSequence, Output
 from worker.io.adapters.fetch import DiskPin
 
@@ -52,7 +52,7 @@ class Ending:
     `blamed`: given back because the engine died or stalled, perhaps because of this job.
     """
 
-    kind: FinishKind | None = None
+    kind: FinishReason | None = None
     failure: Failure | None = None
     blamed: bool = False
 
@@ -145,7 +145,7 @@ class LocalChoice:
         self.logprobs.extend(output.logprobs)
         self.vector = output.vector
         if output.finish is not None:
-            kind = None if output.finish is FinishKind.FAILED else output.finish
+            kind = None if output.finish is FinishReason.FAILED else output.finish
             self.end(Ending(kind, output.failure))
 
     def rewind(self, offset: int) -> None:

@@ -13,7 +13,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 
 from grammars.build import json_grammar
 from grammars.json_schema import JsonStyle
-from options import TokenLogprobs
+from options import FinishReason, TokenLogprobs
 from router.api import convert
 from router.api.convert import (
     check_prompt_size,
@@ -24,7 +24,7 @@ from router.api.convert import (
     read_received,
     read_request,
 )
-from router.request import Delta, Event, Finished, FinishReason, PromptLogprobs, Received, Request
+from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request
 from router.text.prompt_tokenizer import PromptTokenizer
 from router.text.tokenizer import HashTokenizer
 from rpc.errors import InvalidField

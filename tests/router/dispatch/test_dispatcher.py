@@ -14,7 +14,7 @@ from broker.messages import AdapterRef, Job, WeightedRef
 from broker.queue import JobQueue
 from broker.queue_entry import Entry
 from broker.terms import Placement
-from options import Encode, FinishKind, StoppingParams
+from options import Encode, FinishReason, StoppingParams
 from router.dispatch.dispatcher import WEIGHTED_SETS, Dispatcher, PreparedEntry, check_weighted_sets
 from router.dispatch.links import DispatchTiming, Frame
 from router.metrics import RouterMetrics
@@ -38,7 +38,7 @@ async def test_a_job_runs_on_the_worker_that_claimed_it(dispatcher: Dispatcher, 
         assert (await claim(queue)).job_id == "j"
         dispatcher.receive_claims(link, [("j", 1)])
         dispatcher.receive_frame(link, frame(0, 5, 6))
-        dispatcher.receive_frame(link, frame(2, 7, finish=FinishKind.END))
+        dispatcher.receive_frame(link, frame(2, 7, finish=FinishReason.END))
         assert await read(routed) == [5, 6, 7]
     await dispatcher.drain_tasks()
     assert link.sent == [("ack", "j", 1)]
@@ -77,7 +77,7 @@ async def test_a_lost_worker_s_job_goes_on_from_its_last_id(dispatcher: Dispatch
         again = await claim(queue)
         assert (again.attempt, again.emitted, again.prompt_ids) == (2, {0: (5, 6)}, (1, 2))
         dispatcher.receive_frame(first, frame(2, 66))  # it lives after all, too late
-        dispatcher.receive_frame(second, frame(2, 7, attempt=2, finish=FinishKind.LENGTH))
+        dispatcher.receive_frame(second, frame(2, 7, attempt=2, finish=FinishReason.LENGTH))
         assert await read(routed) == [5, 6, 7]
         assert routed.continuations == 1
     assert ("cancel", "j", 1) in first.sent
@@ -105,7 +105,7 @@ async def test_a_vector_is_taken_once_and_from_the_worker_that_has_the_attempt(
 
 
 def vector_frame(attempt: int, value: float) -> Frame:
-    return Frame("j", attempt, 0, (), finish=FinishKind.LENGTH, adapter_ms=1.0, cached_tokens=3, vector=(value, -0.5))
+    return Frame("j", attempt, 0, (), finish=FinishReason.LENGTH, adapter_ms=1.0, cached_tokens=3, vector=(value, -0.5))
 
 
 async def test_a_link_that_comes_back_in_time_keeps_its_jobs(dispatcher: Dispatcher, queue: JobQueue) -> None:
@@ -237,7 +237,7 @@ async def test_ids_come_once_and_in_order_whatever_the_workers_do(dispatcher: Di
                 start = max(0, min(at, routed.emitted_tokens) - rng.randrange(3) + rng.randrange(3))
                 ids = truth[start : start + rng.randrange(1, 6)]
                 done = start + len(ids) == len(truth)
-                sent = frame(start, *ids, attempt=claimed.attempt, finish=FinishKind.LENGTH if done else None)
+                sent = frame(start, *ids, attempt=claimed.attempt, finish=FinishReason.LENGTH if done else None)
                 dispatcher.receive_frame(link, sent)
                 stale.append((link, frame(start, *([7] * len(ids)), attempt=claimed.attempt)))
                 old_link, old = rng.choice(stale)

@@ -21,7 +21,7 @@ from broker.queue import JobQueue
 from broker.queue_entry import Entry
 from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import KeyTerms, Placement, QueueState
-from options import FinishKind, StoppingParams
+from options import FinishReason, StoppingParams
 from router.app import _dispatcher
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import DispatchTiming, RelayReach
@@ -223,7 +223,7 @@ async def test_a_job_that_is_given_back_before_its_enqueue_is_answered_goes_on(
     async with dispatched(dispatcher, job()) as routed:
         again = await claim(queue)
         assert (again.attempt, again.emitted) == (2, {0: (5,)})
-        dispatcher.receive_frame(link, frame(1, 6, attempt=2, finish=FinishKind.END))
+        dispatcher.receive_frame(link, frame(1, 6, attempt=2, finish=FinishReason.END))
         assert routed.ended
 
 

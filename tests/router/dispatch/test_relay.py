@@ -16,7 +16,7 @@ from broker.keys import Keys
 from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import Placement
-from options import FinishKind, SamplingParams, StoppingParams
+from options import FinishReason, SamplingParams, StoppingParams
 from router.app import RelayAccess
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import DispatchTiming, WorkerLink
@@ -115,7 +115,7 @@ async def router_with_proxy(redis: Redis) -> AsyncIterator[tuple[Dispatcher, Pro
     await dispatcher.drain_tasks()
 
 
-def make(choice: LocalChoice, count: int, links: RouterLinks, *, finish: FinishKind | None = None) -> None:
+def make(choice: LocalChoice, count: int, links: RouterLinks, *, finish: FinishReason | None = None) -> None:
     """Record `count` more ids, as of the engine."""
     at = len(choice.ids)
     choice.record(Output(choice.sequence_id, at, tuple(range(1000 + at, 1000 + at + count)), finish))
@@ -162,7 +162,7 @@ async def test_a_link_that_breaks_and_comes_back_loses_and_repeats_nothing(redis
                 await read(routed, len(choice.ids))
             if ends_while_cut:
                 proxy.cut()
-            make(choice, 50, links, finish=FinishKind.LENGTH)
+            make(choice, 50, links, finish=FinishReason.LENGTH)
             await asyncio.sleep(0)
             proxy.heal()
             async with asyncio.timeout(20):

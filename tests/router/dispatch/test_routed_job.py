@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from options import FinishKind, TokenLogprobs
+from options import FinishReason, TokenLogprobs
 from router.dispatch.links import Frame
 from router.dispatch.routed_job import (
     _ALLOWED,
@@ -113,7 +113,7 @@ async def test_a_failure_lets_the_reader_have_what_came_before_it() -> None:
 async def test_the_end_of_all_choices_ends_the_job() -> None:
     routed = RoutedJob(job(n=2))
     routed.bind(LINK, 1)
-    routed.accept(Frame("j", 1, 0, (5,), finish=FinishKind.END))
+    routed.accept(Frame("j", 1, 0, (5,), finish=FinishReason.END))
     assert not routed.ended
     routed.close_choice(1)
     assert routed.ended
@@ -125,14 +125,14 @@ async def test_the_end_of_all_choices_ends_the_job() -> None:
 async def test_many_tokens_are_read_in_parts_and_the_end_comes_with_the_last() -> None:
     routed = RoutedJob(job(n=2))
     routed.bind(LINK, 1)
-    routed.accept(Frame("j", 1, 0, (5,) * (2 * READ_TOKENS + 10), finish=FinishKind.LENGTH))
-    routed.accept(Frame("j", 1, 0, (6,), 1, finish=FinishKind.END))
-    reads = list[list[tuple[int, int, FinishKind | None]]]()
+    routed.accept(Frame("j", 1, 0, (5,) * (2 * READ_TOKENS + 10), finish=FinishReason.LENGTH))
+    routed.accept(Frame("j", 1, 0, (6,), 1, finish=FinishReason.END))
+    reads = list[list[tuple[int, int, FinishReason | None]]]()
     async with asyncio.timeout(10):
         while arrivals := await routed.arrivals(routed.reader):
             reads.append([(arrival.choice, len(arrival.token_ids), arrival.finish) for arrival in arrivals])
     whole = (0, READ_TOKENS, None)
-    assert reads == [[whole], [whole], [(0, 10, FinishKind.LENGTH), (1, 1, FinishKind.END)]]
+    assert reads == [[whole], [whole], [(0, 10, FinishReason.LENGTH), (1, 1, FinishReason.END)]]
 
 
 OF_PROMPT = (TokenLogprobs(-1.0),)
@@ -200,7 +200,7 @@ async def test_what_was_sent_again_is_told_once() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
     assert not reading.done()
-    routed.accept(Frame("j", 1, 1, (6, 7), finish=FinishKind.LENGTH))
+    routed.accept(Frame("j", 1, 1, (6, 7), finish=FinishReason.LENGTH))
     async with asyncio.timeout(10):
         (arrival,) = await reading
     assert arrival.token_ids == [7]

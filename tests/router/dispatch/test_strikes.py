@@ -11,7 +11,7 @@ import pytest
 from broker.messages import DeadJob, Job
 from broker.queue import JobQueue
 from broker.terms import Placement
-from options import FinishKind
+from options import FinishReason
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import DispatchTiming
 from router.dispatch.routed_job import RoutedJob
@@ -123,7 +123,7 @@ async def test_a_suspect_that_is_innocent_completes_exactly(dispatcher: Dispatch
         await lose(dispatcher, queue, blamed=True)
         await lose(dispatcher, queue, blamed=True)
         assert (await claim(queue)).suspect
-        dispatcher.receive_frame(link, frame(0, 5, 6, attempt=3, finish=FinishKind.LENGTH))
+        dispatcher.receive_frame(link, frame(0, 5, 6, attempt=3, finish=FinishReason.LENGTH))
         assert await read(routed) == [5, 6]
     await dispatcher.drain_tasks()
     assert await queue.dead.list() == []

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from options import FinishKind
+from options import FinishReason
 from router.dispatch.routed_job import Arrival, RoutedJob
 from router.generation.answer import Answer, ChoiceAnswer
-from router.request import Delta, Finished, FinishReason, Request, Stopping
+from router.request import Delta, Finished, Request, Stopping
 from router.text.tokenizer import HashTokenizer
 from tests.router.recording_link import job
 
@@ -21,7 +21,7 @@ def answer(*stop: str, interval: int = 1) -> ChoiceAnswer:
     return ChoiceAnswer(HashTokenizer(), stop, interval)
 
 
-def run(reader: ChoiceAnswer, chunks: list[str], finish: FinishKind) -> tuple[list[Delta], Finished | None]:
+def run(reader: ChoiceAnswer, chunks: list[str], finish: FinishReason) -> tuple[list[Delta], Finished | None]:
     """Push the chunks' characters as tokens; the last chunk carries the finish."""
     deltas: list[Delta] = []
     for index, chunk in enumerate(chunks):
@@ -38,26 +38,26 @@ def text(deltas: list[Delta]) -> str:
 
 
 def test_tokens_are_delivered_as_they_come() -> None:
-    deltas, finished = run(answer(), ["ab", "c"], FinishKind.LENGTH)
+    deltas, finished = run(answer(), ["ab", "c"], FinishReason.LENGTH)
     assert deltas == [Delta(0, (97, 98), "ab"), Delta(2, (99,), "c")]
     assert finished == Finished(FinishReason.LENGTH)
 
 
 def test_an_end_token_is_an_id_without_text() -> None:
-    deltas, finished = run(answer(), ["ab!"], FinishKind.END)
+    deltas, finished = run(answer(), ["ab!"], FinishReason.END)
     assert deltas == [Delta(0, (97, 98, 33), "ab")]
     assert finished == Finished(FinishReason.END)
 
 
 def test_a_stop_token_is_an_id_without_text_and_is_named() -> None:
-    deltas, finished = run(answer(), ["a", "b"], FinishKind.STOP_TOKEN)
+    deltas, finished = run(answer(), ["a", "b"], FinishReason.STOP)
     assert deltas == [Delta(0, (97,), "a"), Delta(1, (98,), "")]
     assert finished == Finished(FinishReason.STOP, stop_token_id=98)
 
 
 @pytest.mark.parametrize("chunks", [["one END two"], ["one E", "ND two"], list("one END two")])
 def test_a_stop_string_that_is_kept_is_delivered_with_its_tokens_and_nothing_after_it(chunks: list[str]) -> None:
-    deltas, finished = run(ChoiceAnswer(HashTokenizer(), ("END",), 1, keep_stop=True), chunks, FinishKind.LENGTH)
+    deltas, finished = run(ChoiceAnswer(HashTokenizer(), ("END",), 1, keep_stop=True), chunks, FinishReason.LENGTH)
     assert text(deltas) == "one END"
     assert [chr(token) for delta in deltas for token in delta.token_ids] == list("one END")
     assert finished == Finished(FinishReason.STOP, stop_string="END")
@@ -66,7 +66,7 @@ def test_a_stop_string_that_is_kept_is_delivered_with_its_tokens_and_nothing_aft
 @pytest.mark.parametrize("chunks", [["one END two"], ["one E", "ND two"], list("one END two")])
 def test_what_a_stop_string_cuts_is_neither_delivered_nor_counted(chunks: list[str]) -> None:
     reader = answer("END")
-    deltas, finished = run(reader, chunks, FinishKind.LENGTH)
+    deltas, finished = run(reader, chunks, FinishReason.LENGTH)
     assert text(deltas) == "one "
     assert reader.delivered == 4
     assert finished == Finished(FinishReason.STOP, stop_string="END")
@@ -79,7 +79,7 @@ def test_the_beginning_of_a_stop_string_is_held_until_it_is_none() -> None:
 
 
 def test_a_half_stop_string_at_the_end_is_delivered() -> None:
-    deltas, finished = run(answer("END"), ["xEN"], FinishKind.LENGTH)
+    deltas, finished = run(answer("END"), ["xEN"], FinishReason.LENGTH)
     assert text(deltas) == "xEN"
     assert finished == Finished(FinishReason.LENGTH)
 
@@ -92,7 +92,7 @@ def test_a_token_that_reaches_into_a_stop_string_is_delivered_with_its_text_cut(
 
 
 def test_the_stop_string_that_is_complete_first_wins() -> None:
-    deltas, finished = run(answer("bcd", "c"), ["abcd"], FinishKind.LENGTH)
+    deltas, finished = run(answer("bcd", "c"), ["abcd"], FinishReason.LENGTH)
     assert text(deltas) == "ab"
     assert finished == Finished(FinishReason.STOP, stop_string="c")
 
@@ -103,7 +103,7 @@ def test_of_two_that_one_token_completes_the_earlier_wins_then_the_longer() -> N
 
 
 def test_an_interval_gathers_tokens_but_keeps_none_at_the_end() -> None:
-    deltas, _ = run(answer(interval=3), list("abcdefgh"), FinishKind.LENGTH)
+    deltas, _ = run(answer(interval=3), list("abcdefgh"), FinishReason.LENGTH)
     assert [delta.text for delta in deltas] == ["abc", "def", "gh"]
     assert [delta.offset for delta in deltas] == [0, 3, 6]
 
@@ -120,7 +120,7 @@ def test_chunking_never_changes_what_is_delivered() -> None:
         at = min((i for stop in stops if (i := first.find(stop)) >= 0), default=None)
         cuts = sorted(rng.sample(range(1, len(letters)), k=min(3, len(letters) - 1)))
         chunks = [letters[a:b] for a, b in zip([0, *cuts], [*cuts, len(letters)], strict=True)]
-        deltas, finished = run(answer(*stops), chunks, FinishKind.LENGTH)
+        deltas, finished = run(answer(*stops), chunks, FinishReason.LENGTH)
         assert text(deltas) == letters[:at], (letters, stops, chunks)
         assert (finished is not None and finished.reason is FinishReason.STOP) == (at is not None)
         assert [d.offset for d in deltas] == [sum(len(e.token_ids) for e in deltas[:i]) for i in range(len(deltas))]
@@ -130,7 +130,7 @@ def test_a_stop_string_is_found_across_two_reads() -> None:
     stopping = replace(REQUEST, stopping=Stopping(stop=("aabb",)))
     whole = Answer(stopping, HashTokenizer(), RoutedJob(job()))
     assert text(read(whole, Arrival(0, [97] * 100, [], None))[0]) == "a" * 98
-    assert read(whole, Arrival(0, [98] * 100, [], FinishKind.LENGTH)) == (
+    assert read(whole, Arrival(0, [98] * 100, [], FinishReason.LENGTH)) == (
         [],
         Finished(FinishReason.STOP, stop_string="aabb"),
     )

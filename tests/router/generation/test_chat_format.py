@@ -15,11 +15,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from artifacts.peft_config import ToolCallFormat
 from grammars.matching import compile_grammar, read_vocabulary
-from options import FinishKind
+from options import FinishReason
 from router.generation.answer import ChoiceAnswer, ResumeFilter
 from router.generation.chat_format import call_grammar, chat_format
 from router.generation.chat_reader import ChatFormat, ChatReader
-from router.request import Chat, ChatMessage, Delta, FinishReason, Tool, ToolMode
+from router.request import Chat, ChatMessage, Delta, Tool, ToolMode
 from router.text.chat import ChatTemplate
 from router.text.file_tokenizer import FileTokenizer
 from router.text.tokenizer import HashTokenizer
@@ -112,7 +112,7 @@ def test_every_call_of_a_random_model_parses(kind: str, family: str) -> None:
         stream = text.stream(prompt_ids, skip_special_tokens=True, marks=answer_format.marks)
         answer = ChoiceAnswer(stream, (), 1, resume_filter=ResumeFilter(None, ChatReader(answer_format)))
         found = [answer.push([token_id], None)[0] for token_id in ids[:-1]]
-        last, finished = answer.push(ids[-1:], FinishKind.COMPLETE if complete else FinishKind.END)
+        last, finished = answer.push(ids[-1:], FinishReason.COMPLETE if complete else FinishReason.END)
         deltas = [delta for delta in (*found, last) if isinstance(delta, Delta)]
         assert finished is not None
         assert finished.reason is FinishReason.TOOL_CALLS

@@ -9,10 +9,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from artifacts.peft_config import ToolCallFormat
-from options import FinishKind
+from options import FinishReason
 from router.generation.answer import ChoiceAnswer, ResumeFilter
 from router.generation.chat_reader import ChatFormat, ChatReader
-from router.request import Delta, FinishReason
+from router.request import Delta
 from router.text.file_tokenizer import FileTokenizer
 from router.text.tokenizer import HashTokenizer
 
@@ -111,7 +111,7 @@ def test_a_stream_that_is_resumed_anywhere_tells_the_rest(chat_format: ChatForma
             HashTokenizer(), ("@@",), 1, 0, received, ResumeFilter(text_bytes, ChatReader(chat_format))
         )
         found = [answer.push([token_id], None)[0] for token_id in ids]
-        return [delta for delta in (*found, answer.push([2], FinishKind.END)[0]) if delta is not None]
+        return [delta for delta in (*found, answer.push([2], FinishReason.END)[0]) if delta is not None]
 
     whole = deltas(0, None)
     for at in range(1, len(whole), 4):
@@ -140,13 +140,13 @@ def test_random_answers_are_text_or_calls_in_any_pieces() -> None:
 @pytest.mark.parametrize(
     ("text", "end", "reason"),
     [
-        ('<tool_call>{"name": "now"}</tool_call>', FinishKind.END, FinishReason.TOOL_CALLS),
-        ('<tool_call>{"name": "now"}</tool_call>', FinishKind.LENGTH, FinishReason.LENGTH),
-        ('<tool_call>{"name": "now", "argu', FinishKind.END, FinishReason.END),
-        ("now", FinishKind.END, FinishReason.END),
+        ('<tool_call>{"name": "now"}</tool_call>', FinishReason.END, FinishReason.TOOL_CALLS),
+        ('<tool_call>{"name": "now"}</tool_call>', FinishReason.LENGTH, FinishReason.LENGTH),
+        ('<tool_call>{"name": "now", "argu', FinishReason.END, FinishReason.END),
+        ("now", FinishReason.END, FinishReason.END),
     ],
 )
-def test_an_answer_ends_with_calls_if_one_is_complete(text: str, end: FinishKind, reason: FinishReason) -> None:
+def test_an_answer_ends_with_calls_if_one_is_complete(text: str, end: FinishReason, reason: FinishReason) -> None:
     answer = ChoiceAnswer(HashTokenizer(), (), 1, resume_filter=ResumeFilter(None, ChatReader(HERMES)))
     _, finished = answer.push([*text.encode(), 2], end)
     assert finished is not None
@@ -177,7 +177,7 @@ def test_marks_that_are_special_tokens_reach_the_reader() -> None:
     ids = text.tokenize("hé<end>[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]f[ARGS]{}", special_tokens=False)
     stream = text.stream([], skip_special_tokens=True, marks=MISTRAL.marks)
     answer = ChoiceAnswer(stream, (), 1, resume_filter=ResumeFilter(None, ChatReader(MISTRAL)))
-    delta, _ = answer.push(ids, FinishKind.LENGTH)
+    delta, _ = answer.push(ids, FinishReason.LENGTH)
     assert delta is not None
     assert delta.token_ids == tuple(ids)
     assert told([delta]) == Told("hé", "", [("now", "{}"), ("f", "{}")])

@@ -17,7 +17,7 @@ from broker.ledger import Ledger
 from broker.messages import AdapterRef, Capacity, Job
 from broker.queue import JobQueue
 from broker.terms import Placement, QueueLimits
-from options import FinishKind
+from options import FinishReason
 from router.api.encoding import normalized, probabilities
 from router.catalog.adapters import AdapterConfigs, Classifier, check_generates, find_classifier
 from router.catalog.store_client import Manifest, ResolvedAdapter
@@ -95,7 +95,7 @@ class Calls:
         return claimed
 
     def answer(self, job: Job, *vector: float, failure: CallError | None = None) -> None:
-        finish = None if failure else FinishKind.LENGTH
+        finish = None if failure else FinishReason.LENGTH
         frame = Frame(job.job_id, 1, 0, (), finish=finish, failure=failure, adapter_ms=2.0, vector=vector)
         self.dispatcher.receive_frame(self.link, frame)
 

@@ -16,7 +16,7 @@ import pytest
 
 from broker.ledger import Reservation
 from broker.queue import JobQueue
-from options import FinishKind
+from options import FinishReason
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import Frame
 from router.dispatch.routed_job import READ_TOKENS, JobState
@@ -92,7 +92,7 @@ def call(
     return asyncio.create_task(ids_of(generation.run(request, None, resumption)))
 
 
-def make(dispatcher: Dispatcher, job_id: str, offset: int, *ids: int, finish: FinishKind | None = None) -> None:
+def make(dispatcher: Dispatcher, job_id: str, offset: int, *ids: int, finish: FinishReason | None = None) -> None:
     """Let a worker make tokens."""
     dispatcher.receive_frame(RecordingLink("w"), Frame(job_id, 1, offset, ids, finish=finish))
 
@@ -105,7 +105,7 @@ async def test_the_last_of_many_calls_reads_what_is_computed_once(
     ended = await asyncio.gather(*calls[:3], return_exceptions=True)
     assert [type(error) for error in ended] == [Aborted] * 3
     make(dispatcher, "j1", 0, 5, 6)
-    make(dispatcher, "j1", 2, 7, finish=FinishKind.END)
+    make(dispatcher, "j1", 2, 7, finish=FinishReason.END)
     assert await calls[3] == [5, 6, 7]
     assert admission.made == 1
     assert dispatcher.jobs == ()
@@ -124,7 +124,7 @@ async def test_a_call_that_takes_over_gets_everything_from_the_first_token(
         second = call(generation)
         with pytest.raises(Aborted):
             await anext(first)
-        make(dispatcher, "j1", 2, 7, finish=FinishKind.END)
+        make(dispatcher, "j1", 2, 7, finish=FinishReason.END)
         assert await second == [5, 6, 7]
 
 
@@ -141,7 +141,7 @@ async def test_a_part_that_is_taken_over_is_charged_to_the_later_call_alone(
         while routed.state is not JobState.QUEUED:  # noqa: ASYNC110
             await asyncio.sleep(0)
     second = asyncio.create_task(ids_of(generation.run(REQUEST, None, part_of=grants[1])))
-    make(dispatcher, "j1", 0, 5, finish=FinishKind.END)  # it ends before the first call can read that
+    make(dispatcher, "j1", 0, 5, finish=FinishReason.END)  # it ends before the first call can read that
     if leaves:
         first.cancel()
     with pytest.raises(asyncio.CancelledError if leaves else Aborted):
@@ -161,7 +161,7 @@ async def test_another_body_or_tenant_is_another_request(
     other = call(generation, replace(REQUEST, tenant="globex"))
     assert (await claim(queue)).tenant == "globex"
     # The first call never noticed.
-    make(dispatcher, "j1", 0, 5, finish=FinishKind.END)
+    make(dispatcher, "j1", 0, 5, finish=FinishReason.END)
     assert await running == [5]
     again = call(generation, replace(REQUEST, fingerprint="two"))
     assert (await claim(queue)).job_id == "j3"
@@ -179,7 +179,7 @@ async def test_a_call_that_is_not_admitted_leaves_the_id_free(
     with pytest.raises(Exhausted):
         await refused
     await claim(queue)
-    make(dispatcher, "j1", 0, 5, finish=FinishKind.END)
+    make(dispatcher, "j1", 0, 5, finish=FinishReason.END)
     assert await admitted == [5]
 
 
@@ -217,7 +217,7 @@ async def test_a_resume_reads_what_runs_if_it_is_its_own(
     job_id = "j1" if same else (await claim(queue)).job_id
     assert job_id == ("j1" if same else "j2")
     assert [routed.job.job_id for routed in dispatcher.jobs] == [job_id]
-    make(dispatcher, job_id, 0, 5, 6, 7, finish=FinishKind.END)
+    make(dispatcher, job_id, 0, 5, 6, 7, finish=FinishReason.END)
     assert await newer == ([5, 6, 7] if not resumption.received else [7])
     assert dispatcher.jobs == ()
 
@@ -228,7 +228,7 @@ async def test_many_received_tokens_are_read_in_parts_each_at_its_tenants_turn(
     received = (7,) * (2 * READ_TOKENS + 10)
     rest = call(generation, resumption=Resumption(CLAIMS, {0: Received(received)}))
     await claim(queue)
-    make(dispatcher, "j1", len(received), 5, finish=FinishKind.LENGTH)
+    make(dispatcher, "j1", len(received), 5, finish=FinishReason.LENGTH)
     assert await rest == [5]
     assert admission.worked_on == [0, READ_TOKENS, READ_TOKENS, 11]
 
@@ -251,7 +251,7 @@ async def test_a_run_that_was_resumed_serves_no_call_that_has_less(
     assert isinstance(await error_of(less), Aborted)
     assert (await claim(queue)).job_id == "j3"
     assert [routed.job.job_id for routed in dispatcher.jobs] == ["j3"]
-    make(dispatcher, "j3", 0, 5, 6, 7, finish=FinishKind.END)
+    make(dispatcher, "j3", 0, 5, 6, 7, finish=FinishReason.END)
     assert await whole == [5, 6, 7]
 
 
@@ -298,7 +298,7 @@ async def test_the_text_of_a_prompt_is_not_made_on_the_loop(
     monkeypatch.setattr(sys.modules[__name__], "SHORT_IDS", 0)
     echoed = call(generation, replace(REQUEST, echo=True))
     await claim(queue)
-    make(dispatcher, "j1", 0, 5, finish=FinishKind.END)
+    make(dispatcher, "j1", 0, 5, finish=FinishReason.END)
     assert await echoed == [5]
     assert made_in
     assert threading.main_thread() not in made_in

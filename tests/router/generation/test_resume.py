@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from broker.messages import AdapterRef, Job, WeightedRef
-from options import FinishKind, StoppingParams, TokenLogprobs
+from options import FinishReason, StoppingParams, TokenLogprobs
 from router.dispatch.links import Frame
 from router.dispatch.routed_job import RoutedJob
 from router.generation import resume
@@ -137,7 +137,7 @@ class Client:
         return self.ids, self.text, self.logprobs, self.ends, self.prompt_logprobs
 
 
-Made = tuple[tuple[int, ...], FinishKind]
+Made = tuple[tuple[int, ...], FinishReason]
 
 
 def bound(routed: RoutedJob) -> RoutedJob:
@@ -211,7 +211,7 @@ async def test_an_answer_goes_on_from_any_of_its_messages(kind: str) -> None:
     stopped = cuts = 0
     for _ in range(250):
         n = rng.choice((1, 1, 3))
-        finishes = [rng.choice(list(FinishKind)) for _ in range(n)]
+        finishes = [rng.choice(list(FinishReason)) for _ in range(n)]
         answers = [(tuple(rng.choices(vocab, k=rng.randrange(1, 25))), finish) for finish in finishes]
         whole = text.decode(answers[0][0], skip_special_tokens=True)
         at = rng.randrange(len(whole)) if whole else 0
@@ -266,7 +266,7 @@ async def test_a_reader_that_is_turned_away_leaves_everything_to_the_next() -> N
     assert newer.events_of(await routed.arrivals(routed.reader)) == first
     with pytest.raises(Aborted):
         await waiting
-    routed.accept(Frame("j", 1, 2, (99,), finish=FinishKind.LENGTH))
+    routed.accept(Frame("j", 1, 2, (99,), finish=FinishReason.LENGTH))
     assert [type(event) for event in await events_of(newer, routed)] == [Delta, Finished]
 
 
@@ -274,7 +274,7 @@ async def test_a_reader_that_is_turned_away_leaves_everything_to_the_next() -> N
 async def test_the_best_of_more_are_computed_again_and_told_once(echo: bool) -> None:
     request = Request("acme", "x", "prompt", n=2, best_of=3, echo=echo)
     job = Job("j", "acme", "tiny", "sha256:0", "here", (65, 66), StoppingParams(100), n=3, logprobs=0)
-    answers = [((letter,) * 3, FinishKind.LENGTH) for letter in (99, 97, 98)]
+    answers = [((letter,) * 3, FinishReason.LENGTH) for letter in (99, 97, 98)]
 
     async def best(received: dict[int, Received] | None) -> list[Event]:
         routed = bound(RoutedJob(job))
@@ -300,7 +300,7 @@ async def test_ranked_answers_without_tokens_end_once() -> None:
     async def best(received: dict[int, Received] | None) -> list[Event]:
         routed = bound(RoutedJob(job))
         for choice in range(3):
-            routed.accept(Frame("j", 1, 0, (), choice, finish=FinishKind.LENGTH))
+            routed.accept(Frame("j", 1, 0, (), choice, finish=FinishReason.LENGTH))
         return await events_of(Answer(request, HashTokenizer(), routed, received), routed)
 
     client = Client(2).take(await best(None))

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import pytest
 
 from broker.messages import Job
-from options import FinishKind, StoppingParams
+from options import FinishReason, StoppingParams
 from router.dispatch.routed_job import Arrival, RoutedJob
 from router.generation.answer import PART_CHARACTERS, Answer, Echo
 from router.request import Delta, Finished, Received, Request, Stopping
 from router.text.file_tokenizer import FileTokenizer
 from tests.router.small_tokenizers import KINDS, files_of, text_of_ids, tokenizer_of
 
-_SILENT = (FinishKind.END, FinishKind.STOP_TOKEN)
+_SILENT = (FinishReason.END, FinishReason.STOP)
 
 
 def after(kind: str, prompt: Sequence[int], ids: Sequence[int], *, skip: bool) -> str:
@@ -43,7 +43,7 @@ def test_the_deltas_add_up_to_the_text_before_the_first_stop_string(kind: str) -
     stopped = 0
     for _ in range(200):
         prompt, ids = (rng.choices(vocab, k=rng.randrange(1, most)) for most in (6, 30))
-        finish, skip, echo = rng.choice(list(FinishKind)), rng.random() < 0.5, rng.random() < 0.5
+        finish, skip, echo = rng.choice(list(FinishReason)), rng.random() < 0.5, rng.random() < 0.5
         shown = ids[:-1] if finish in _SILENT else ids
         whole = after(kind, prompt, shown, skip=skip)
         # Over the borders of tokens; a cut character is shown as U+FFFD only once it can't be completed any more.
@@ -76,7 +76,7 @@ def test_the_deltas_add_up_to_the_text_before_the_first_stop_string(kind: str) -
 
 
 def _read(
-    answer: Answer, ids: Sequence[int], finish: FinishKind, rng: random.Random
+    answer: Answer, ids: Sequence[int], finish: FinishReason, rng: random.Random
 ) -> tuple[list[Delta], list[Finished]]:
     """Read ids that come in frames of random lengths."""
     deltas: list[Delta] = []

@@ -13,7 +13,7 @@ import torch
 
 from artifacts import MismatchError
 from artifacts.names import weighted_digest
-from options import FinishKind
+from options import FinishReason
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
 from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.lora.weights import read_source
@@ -125,7 +125,7 @@ def test_other_weights_of_the_same_adapters_share_no_block(
             request = oracle.request(f"{turn} {name}", prompt, 6, source_of(oracle, parts))
             outputs = run_until_idle(engine, {0: [replace(request, prompt_logprobs=None)]})[request.sequence_id]
             cached.append(outputs[0].cached_tokens)
-            assert outputs[-1].finish is FinishKind.LENGTH
+            assert outputs[-1].finish is FinishReason.LENGTH
     assert cached == [0, 0, 12, 12]
 
 

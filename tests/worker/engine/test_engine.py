@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from options import FinishKind, StoppingParams
+from options import FinishReason, StoppingParams
 from worker.engine_api import NewSequence, Output, SequenceRefusedError
 
 pytestmark = pytest.mark.model
@@ -138,7 +138,7 @@ def test_stop_tokens_and_min_tokens(
     )
     outputs = run_until_idle(engine, {0: [stopped, held]})
     assert ids(outputs["stopped"]) == free[: first + 1]
-    assert outputs["stopped"][-1].finish is FinishKind.STOP_TOKEN
+    assert outputs["stopped"][-1].finish is FinishReason.STOP
     assert ids(outputs["held"])[:first] == free[:first]
     assert ids(outputs["held"])[first] != stop
 
@@ -156,7 +156,7 @@ def test_the_models_end_token_ends_an_answer(
     outputs = run_until_idle(engine, {0: [request, ignoring]})
     assert ids(outputs["a"]) == tiny.expected(request)
     assert ids(outputs["a"])[-1] == end
-    assert outputs["a"][-1].finish is FinishKind.END
+    assert outputs["a"][-1].finish is FinishReason.END
     assert ids(outputs["b"]) == endless.answer(prompt, 20, "plain")
 
 
@@ -197,5 +197,5 @@ def test_bfloat16_with_packed_weights_runs(
     outputs = run_until_idle(engine, {0: requests})
     for request in requests:
         # Rounding changes choices, and an end token may come: but nothing fails, and not all is one token.
-        assert outputs[request.sequence_id][-1].finish in (FinishKind.LENGTH, FinishKind.END)
+        assert outputs[request.sequence_id][-1].finish in (FinishReason.LENGTH, FinishReason.END)
     assert len({token for some in outputs.values() for token in ids(some)}) > 20

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from options import FinishKind, SamplingParams, StoppingParams
+from options import FinishReason, SamplingParams, StoppingParams
 from worker.engine.device import is_out_of_memory
 from worker.engine.model.runner import Runner
 from worker.engine.sampling.step import InFlight, Sampled
@@ -173,7 +173,7 @@ def test_who_does_not_fit_into_memory_alone_ends_alone(
     outputs = run_until_idle(engine, {0: requests})
     for request in requests:
         (last,) = outputs[request.sequence_id]
-        assert last.finish is FinishKind.FAILED
+        assert last.finish is FinishReason.FAILED
         assert last.failure
         assert (last.failure.code, last.failure.reason) == ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY")
     # Memory is there again: so is the engine.

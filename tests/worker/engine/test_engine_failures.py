@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from options import FinishKind, SamplingParams, StoppingParams
+from options import FinishReason, SamplingParams, StoppingParams
 from worker.engine.sampling import sampler, step
 from worker.engine_api import AdapterSource, Failure, NewSequence, Output
 
@@ -32,7 +32,7 @@ def ids(outputs: list[Output]) -> tuple[int, ...]:
 
 
 def failure(outputs: list[Output]) -> Failure:
-    assert outputs[-1].finish is FinishKind.FAILED
+    assert outputs[-1].finish is FinishReason.FAILED
     assert outputs[-1].failure is not None
     return outputs[-1].failure
 
@@ -149,7 +149,7 @@ def test_a_row_whose_sampling_raises_ends_alone(
     )
     outputs = run_until_idle(engine, {0: [*company(tiny_llama), unlucky, lucky]})
     assert_undisturbed(tiny_llama, outputs)
-    assert outputs["lucky"][-1].finish is not FinishKind.FAILED
+    assert outputs["lucky"][-1].finish is not FinishReason.FAILED
     assert failure(outputs["unlucky"]).reason == "SAMPLING_FAILED"
 
 

@@ -14,7 +14,7 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
-from options import FinishKind, SamplingParams, StoppingParams
+from options import FinishReason, SamplingParams, StoppingParams
 from tests.drawn_schemas import Schema, byte_tokenizer, draw_schema
 from worker.engine_api import NewSequence, Output
 
@@ -99,7 +99,7 @@ def test_every_answer_is_valid_and_the_same_in_every_batch(
     sequences, schemas = drawn(tiny_llama, 10)
     roomy = answers(ROOMY, sequences)
     for name, (last, ids) in roomy.items():
-        assert last.finish in (FinishKind.COMPLETE, FinishKind.END), (name, last, text_of(ids))
+        assert last.finish in (FinishReason.COMPLETE, FinishReason.END), (name, last, text_of(ids))
         jsonschema.validate(json.loads(text_of(ids)), schemas[name])
     assert len({ids for _, ids in roomy.values()}) > len(sequences) / 2, "the answers are to be diverse"
     # The answers go on from the middle, as after an engine's death, in another engine, whose rows and blocks are few.
@@ -135,13 +135,13 @@ def test_formats_of_every_kind_and_requests_without_share_a_batch(
     # They are the model's own: most of it lies on ids that the format forbids.
     assert all(own.logprob < own.alternatives[0][1] for own in last.logprobs)
     assert len(made["regex"][1]) == 8
-    assert made["regex"][0].finish is FinishKind.LENGTH
+    assert made["regex"][0].finish is FinishReason.LENGTH
     assert set(text_of(made["regex"][1])) <= set("abc")
-    assert made["huge"][0].finish is FinishKind.FAILED
+    assert made["huge"][0].finish is FinishReason.FAILED
     assert made["huge"][0].failure is not None
     assert made["huge"][0].failure.reason == "GRAMMAR_FAILED"
     assert made["tagged"][1][:1] == (1,), made["tagged"]
-    assert made["tagged"][0].finish is FinishKind.COMPLETE
+    assert made["tagged"][0].finish is FinishReason.COMPLETE
 
 
 def test_a_model_without_tokenizer_serves_no_formats(

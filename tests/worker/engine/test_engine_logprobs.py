@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from options import FinishKind, SamplingParams, StoppingParams, TokenLogprobs
+from options import FinishReason, SamplingParams, StoppingParams, TokenLogprobs
 from worker.engine_api import NewSequence, Output
 
 pytestmark = pytest.mark.model
@@ -134,7 +134,7 @@ def test_a_request_without_new_tokens_tells_of_the_end_of_its_prompt(
     outputs = run_until_idle(engine, {0: [scored[0], silent]}) | run_until_idle(engine, {0: [*scored[1:], whole]})
     for request in [*scored, whole, silent]:
         (only,) = outputs[request.sequence_id]
-        assert (only.token_ids, only.finish) == ((), FinishKind.LENGTH)
+        assert (only.token_ids, only.finish) == ((), FinishReason.LENGTH)
         start = max(1, request.prompt_logprobs_start)
         adapter = Path(request.adapter.directory).name if request.adapter else None
         truth = true_logits(tiny_llama, request.prompt_ids, adapter)[start - 1 : -1]
@@ -214,6 +214,6 @@ def test_a_row_whose_logprobs_raise_ends_alone(
     check(tiny_llama, lucky, outputs["lucky"])
     for name in ("answer", "prompt"):
         (last,) = outputs[name]
-        assert last.finish is FinishKind.FAILED
+        assert last.finish is FinishReason.FAILED
         assert last.failure is not None
         assert last.failure.reason == "SAMPLING_FAILED"

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import pytest
 
-from options import FinishKind, SamplingParams, StoppingParams
+from options import FinishReason, SamplingParams, StoppingParams
 from tests.hash_oracle import expected_ids
 from worker.engine_api import AdapterSource, EngineConfig, EngineStats, NewSequence, Output
 from worker.ipc import (
@@ -231,7 +231,7 @@ def test_what_is_refused_says_why_and_disturbs_nobody(engine: EngineProcess) -> 
     refused = engine.receive(Refused)
     assert (refused.sequence_id, refused.field) == ("worse", "stopping.max_tokens")
     engine.finish(NewSequence("good", (1,), stopping=StoppingParams(max_tokens=2)))
-    assert engine.last["good"].finish is FinishKind.LENGTH
+    assert engine.last["good"].finish is FinishReason.LENGTH
 
 
 def test_an_idle_engine_says_that_it_lives(engine: EngineProcess) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from options import Encode, FinishKind, StoppingParams
+from options import Encode, FinishReason, StoppingParams
 from tests.worker.engine.encoder.encoder_oracle import scatter
 from tests.worker.engine.model.tiny_families import CRAMPED, make_config, make_model
 from worker.engine_api import AdapterSource, NewSequence, SequenceRefusedError
@@ -86,7 +86,7 @@ def test_vectors_beside_answers_are_those_of_transformers_and_peft(
     with torch.inference_mode():
         for name, case in cases.items():
             [output] = outputs[name]
-            assert (output.finish, output.failure, output.token_ids) == (FinishKind.LENGTH, None, ()), name
+            assert (output.finish, output.failure, output.token_ids) == (FinishReason.LENGTH, None, ()), name
             wanted = expected(*case)
             scale = wanted.abs().max().clamp(min=1.0)
             assert (torch.tensor(output.vector) - wanted).abs().max() <= 1e-4 * scale, (name, case)

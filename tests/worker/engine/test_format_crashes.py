@@ -18,7 +18,7 @@ import pytest
 
 from grammars.build import json_grammar
 from grammars.matching import hash_token_text
-from options import FinishKind, SamplingParams, StoppingParams
+from options import FinishReason, SamplingParams, StoppingParams
 from tests.drawn_schemas import Schema, byte_tokenizer, draw_schema
 from tests.hash_oracle import expected_ids
 from worker.engine_api import AdapterSource, EngineConfig, NewSequence
@@ -30,7 +30,7 @@ LONG = int(os.environ.get("FORMAT_ANSWERS", "0"))
 MODEL = "hash:?vocab=600&seed=5"
 VOCAB = 320
 CONFIG = EngineConfig(MODEL, rows=8, kv_blocks=60, block_size=8, step_tokens=64, adapter_slots=2, max_rank=16)
-Answers = dict[str, tuple[tuple[int, ...], FinishKind]]
+Answers = dict[str, tuple[tuple[int, ...], FinishReason]]
 
 
 def drawn(seed: int, count: int, sources: list[AdapterSource | None]) -> tuple[list[NewSequence], dict[str, Schema]]:
@@ -104,7 +104,7 @@ async def answer(config: EngineConfig, sequences: list[NewSequence], kills: int,
 def check(texts: dict[str, str], answers: Answers, schemas: dict[str, Schema]) -> None:
     """Assert that each text is valid by its schema."""
     finishes = Counter(finish for _, finish in answers.values())
-    assert set(finishes) <= {FinishKind.COMPLETE, FinishKind.END}, finishes
+    assert set(finishes) <= {FinishReason.COMPLETE, FinishReason.END}, finishes
     for name, text in texts.items():
         jsonschema.validate(json.loads(text), schemas[name])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from options import Encode, FinishKind, SamplingParams, StoppingParams
+from options import Encode, FinishReason, SamplingParams, StoppingParams
 from tests.hash_oracle import expected_ids, expected_vector
 from worker.engine.hash_engine import HashEngine
 from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output, SequenceRefusedError
@@ -123,7 +123,7 @@ def test_a_vector_is_the_one_output_of_a_sequence_that_asks_for_it(
     ]
     assert len(set(vectors)) == len(asking) / 2
     outputs = [answers[one.sequence_id] for one in asking]
-    assert {(ids, last.finish, last.offset) for ids, last in outputs} == {((), FinishKind.LENGTH, 0)}
+    assert {(ids, last.finish, last.offset) for ids, last in outputs} == {((), FinishReason.LENGTH, 0)}
     assert any(last.cached_tokens for _, last in outputs)
     assert answers["answer"][0] == expected_ids(SPEC, PROMPT, stopping=StoppingParams(max_tokens=30))
     running.engine.check()
@@ -187,7 +187,7 @@ def test_a_batch_gives_what_each_gives_alone(running: RunningEngine, adapters: l
     for sequence in sequences:
         ids, last = answers[sequence.sequence_id]
         digest = sequence.adapter.digest if sequence.adapter else ""
-        assert last.finish is FinishKind.LENGTH
+        assert last.finish is FinishReason.LENGTH
         assert ids == expected_ids(
             SPEC,
             sequence.prompt_ids,
@@ -227,21 +227,21 @@ STOP = expected_ids(SPEC, PROMPT)[5]
 @pytest.mark.parametrize(
     ("spec", "stopping", "length", "finish"),
     [
-        ("hash:?vocab=600&seed=3&end_after=9", StoppingParams(max_tokens=20), 9, FinishKind.END),
-        ("hash:?vocab=600&seed=3&end_after=9", StoppingParams(max_tokens=8), 8, FinishKind.LENGTH),
-        ("hash:?vocab=600&seed=3&end_after=9", StoppingParams(max_tokens=20, ignore_eos=True), 20, FinishKind.LENGTH),
-        ("hash:?vocab=600&seed=3&end_after=9", StoppingParams(max_tokens=20, min_tokens=9), 20, FinishKind.LENGTH),
-        (SPEC, StoppingParams(max_tokens=20, stop_token_ids=(STOP,)), 6, FinishKind.STOP_TOKEN),
-        (SPEC, StoppingParams(max_tokens=20, min_tokens=10, stop_token_ids=(STOP,)), 20, FinishKind.LENGTH),
+        ("hash:?vocab=600&seed=3&end_after=9", StoppingParams(max_tokens=20), 9, FinishReason.END),
+        ("hash:?vocab=600&seed=3&end_after=9", StoppingParams(max_tokens=8), 8, FinishReason.LENGTH),
+        ("hash:?vocab=600&seed=3&end_after=9", StoppingParams(max_tokens=20, ignore_eos=True), 20, FinishReason.LENGTH),
+        ("hash:?vocab=600&seed=3&end_after=9", StoppingParams(max_tokens=20, min_tokens=9), 20, FinishReason.LENGTH),
+        (SPEC, StoppingParams(max_tokens=20, stop_token_ids=(STOP,)), 6, FinishReason.STOP),
+        (SPEC, StoppingParams(max_tokens=20, min_tokens=10, stop_token_ids=(STOP,)), 20, FinishReason.LENGTH),
     ],
 )
-def test_answers_end_where_they_should(spec: str, stopping: StoppingParams, length: int, finish: FinishKind) -> None:
+def test_answers_end_where_they_should(spec: str, stopping: StoppingParams, length: int, finish: FinishReason) -> None:
     running = RunningEngine(spec)
     try:
         [(ids, last)] = running.answers(NewSequence("s", PROMPT, stopping=stopping)).values()
         assert (len(ids), last.finish) == (length, finish)
         assert ids == expected_ids(spec, PROMPT, stopping=stopping)
-        if finish is FinishKind.END:
+        if finish is FinishReason.END:
             assert ids.index(599) == length - 1
     finally:
         running.engine.close()
@@ -257,7 +257,7 @@ def test_an_adapter_whose_files_are_missing_fails_alone(running: RunningEngine, 
     )
     _, failed = answers["sha256:a"]
     assert failed.failure
-    assert (failed.finish, failed.failure.reason) == (FinishKind.FAILED, "ADAPTER_UNLOADABLE")
+    assert (failed.finish, failed.failure.reason) == (FinishReason.FAILED, "ADAPTER_UNLOADABLE")
     assert "adapter_model.safetensors" in failed.failure.message
     for digest in ("sha256:b", "sha256:c"):
         assert answers[digest][0] == expected_ids(

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from options import FinishKind
+from options import FinishReason
 from tests.worker.io.relayed_worker import job
 from worker.engine_api import Failure, Output
 from worker.io.local_jobs import Ending, LocalChoice, LocalChoiceState, LocalJobs, LocalJobState
@@ -84,7 +84,7 @@ def test_a_job_ends_with_its_last_answer() -> None:
     local = LocalJobs().add(job("a", n=2))
     local.enter(LocalJobState.IN_ENGINE)
     first, second = local.running
-    first.record(Output(first.sequence_id, 0, (7,), FinishKind.LENGTH))
+    first.record(Output(first.sequence_id, 0, (7,), FinishReason.LENGTH))
     local.end_if_done()
     states = [local.state]
     second.end(Ending(failure=FAILURE))
@@ -97,9 +97,9 @@ def test_answers_that_have_ended_keep_their_end_when_their_job_is_given_back() -
     local = LocalJobs().add(job("a", n=3))
     local.enter(LocalJobState.IN_ENGINE)
     first, second, third = local.running
-    first.end(Ending(FinishKind.END))
+    first.end(Ending(FinishReason.END))
     assert local.end_choices(LocalJobState.RETURNED, Ending(blamed=True)) == [second, third]
-    assert first.ending == Ending(FinishKind.END)
+    assert first.ending == Ending(FinishReason.END)
     assert local.returned == [second, third]
     assert local.state is LocalJobState.RETURNED
 

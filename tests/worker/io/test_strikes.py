@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.messages import STRIKES_LIMIT, SUSPECT_STRIKES, AdapterRef, Capacity, Job
-from options import FinishKind
+from options import FinishReason
 from tests.worker.io.relayed_worker import MODEL, ROWS, Router, job, running
 from worker.engine_api import AdapterSource, Output
 from worker.io.capacity import free_capacity
@@ -67,7 +67,7 @@ def test_answers_that_join_their_sibling_are_new_again() -> None:
     first.record(Output(first.sequence_id, 0, (7,)), 0.0, 1)
     handed_over(second, 2, begun=True)
     assert local.may_have_killed(*NOTHING)
-    second.record(Output(second.sequence_id, 0, (8,), finish=FinishKind.LENGTH), 0.0, 2)
+    second.record(Output(second.sequence_id, 0, (8,), finish=FinishReason.LENGTH), 0.0, 2)
     assert not local.may_have_killed(*NOTHING)
 
 
@@ -98,7 +98,7 @@ def test_a_job_on_trial_is_never_cleared_while_it_runs() -> None:
     handed_over(choice, begun=True)
     choice.record(Output(choice.sequence_id, 0, (7,)), 0.0, 1)
     assert local.may_have_killed(*NOTHING)
-    choice.record(Output(choice.sequence_id, 1, (8,), finish=FinishKind.LENGTH), 0.0, 2)
+    choice.record(Output(choice.sequence_id, 1, (8,), finish=FinishReason.LENGTH), 0.0, 2)
     assert not local.may_have_killed(*NOTHING)
 
 

@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from broker.messages import AdapterRef, Job
-from options import FinishKind, SamplingParams, StoppingParams
+from options import FinishReason, SamplingParams, StoppingParams
 from telemetry.tracing import Spans
 from worker.engine_api import Failure, Output
 from worker.io.local_jobs import Ending, LocalJob, LocalJobs
@@ -61,7 +61,7 @@ def claimed_job(n: int = 1, traceparent: str = TRACEPARENT) -> LocalJob:
     return local
 
 
-def run(job: LocalJob, finish: FinishKind | None) -> None:
+def run(job: LocalJob, finish: FinishReason | None) -> None:
     """Fetch until second 11, hand over then, load until 11.5, first token at 12, last token at 14."""
     job.fetched_at = 11.0
     for choice in job.choices.values():
@@ -72,7 +72,7 @@ def run(job: LocalJob, finish: FinishKind | None) -> None:
 
 def test_a_finished_job_has_all_of_it() -> None:
     book, job = Book(), claimed_job()
-    run(job, FinishKind.LENGTH)
+    run(job, FinishReason.LENGTH)
     book.telemetry.ended(job)
     assert book.outcomes() == {FINISHED: 1}
     spans = book.spans()
@@ -112,7 +112,7 @@ def test_given_back_and_cancelled_ones_are_told_apart() -> None:
     returned.choices[0].end(Ending())
     run(cancelled, None)
     run(half, None)
-    half.choices[0].end(Ending(FinishKind.LENGTH))
+    half.choices[0].end(Ending(FinishReason.LENGTH))
     for job in (returned, cancelled, half):
         book.telemetry.ended(job)
     assert book.outcomes() == {RETURNED: 1, CANCELLED: 2}
@@ -120,7 +120,7 @@ def test_given_back_and_cancelled_ones_are_told_apart() -> None:
 
 def test_a_job_without_a_trace_has_no_spans() -> None:
     book, job = Book(), claimed_job(traceparent="")
-    run(job, FinishKind.LENGTH)
+    run(job, FinishReason.LENGTH)
     book.telemetry.ended(job)
     assert book.spans() == {}
     assert book.outcomes() == {FINISHED: 1}

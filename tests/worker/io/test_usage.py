@@ -11,7 +11,7 @@ from broker.keys import Keys
 from broker.messages import Capacity, Job
 from broker.queue import JobQueue
 from broker.terms import OUTPUT_WEIGHT
-from options import Encode, FinishKind, StoppingParams
+from options import Encode, FinishReason, StoppingParams
 from worker.engine_api import Output
 from worker.io.local_jobs import LocalJobs
 from worker.io.results import UsageLog
@@ -94,7 +94,7 @@ def test_a_vector_counts_as_a_token_which_clears_a_suspect() -> None:
     choice.begin()
     with usage.last_reports() as reports:
         assert not reports
-    choice.record(Output(choice.sequence_id, 0, (), FinishKind.LENGTH, vector=(0.5,)))
+    choice.record(Output(choice.sequence_id, 0, (), FinishReason.LENGTH, vector=(0.5,)))
     with usage.last_reports() as reports:
         assert [(report.tokens, report.ended) for report in reports] == [(1, False)]
     assert jobs.remove("a", 1) is local

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Vectors
 from typing import Any
 
-from options import FinishKind
+from options import FinishReason
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.scheduler import SequenceScheduler
 from worker.engine.scheduling.sequence import OUT_OF_MEMORY, Sequence, SequenceState, output_of
@@ -89,7 +89,7 @@ class EncoderScheduler(SequenceScheduler):
                 continue
             sequence.vector = result
             self._end(sequence)
-            outputs.append(output_of(sequence, (), FinishKind.LENGTH))
+            outputs.append(output_of(sequence, (), FinishReason.LENGTH))
         return outputs
 
     def revoke(self, batch: Vectors[Sequence]) -> list[Output]:

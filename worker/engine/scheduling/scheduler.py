@@ -22,7 +22,7 @@ from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
 
-from options import FinishKind, TokenLogprobs
+from options import FinishReason, TokenLogprobs
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.admission import RUN_TOKENS, RowShares, RunningSequences, WaitingSequences, by_rank
 from worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
@@ -168,7 +168,7 @@ class SequenceScheduler(ABC):
             sequence = self._sequences.get(sequence_id)
             if sequence:
                 self._end(sequence)
-                outputs.append(output_of(sequence, (), FinishKind.FAILED, failure))
+                outputs.append(output_of(sequence, (), FinishReason.FAILED, failure))
         return outputs
 
     def _new_sequence(self, spec: NewSequence, end_token_ids: frozenset[int]) -> Sequence:

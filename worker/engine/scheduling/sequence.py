@@ -25,7 +25,7 @@ from enum import IntEnum, auto
 from typing import Any
 
 from artifacts import ArtifactError, MismatchError
-from options import FinishKind, TokenLogprobs
+from options import FinishReason, TokenLogprobs
 from worker.engine.scheduling.grammars import GrammarState
 from worker.engine_api import Failure, FailureCode, NewSequence, Output
 
@@ -176,22 +176,22 @@ class Sequence:
             return frozenset()
         return self.end_ids | self.stop_ids
 
-    def finish(self) -> FinishKind | None:
+    def finish(self) -> FinishReason | None:
         """Return why the answer is complete with the ids that it has, or None."""
         # min_tokens are due before an ending token, which comes on top.
         if self.answered > self.min_tokens:
             last = self.ids[-1]
             if last in self.end_ids:
-                return FinishKind.END
+                return FinishReason.END
             if last in self.stop_ids:
-                return FinishKind.STOP_TOKEN
+                return FinishReason.STOP
         if self.grammar is not None and self.grammar.complete:
-            return FinishKind.END if self.answered and self.ids[-1] in self.end_ids else FinishKind.COMPLETE
+            return FinishReason.END if self.answered and self.ids[-1] in self.end_ids else FinishReason.COMPLETE
         if self.answered < self.max_tokens:
             return None
         # The prompt's logprobs or vector may be due; and the last token may complete a grammar that is not there yet.
         due = (not self.max_tokens and self.missing_prompt_logprobs) or (self.spec.grammar and self.grammar is None)
-        return None if due or (self.spec.encode and not self.vector) else FinishKind.LENGTH
+        return None if due or (self.spec.encode and not self.vector) else FinishReason.LENGTH
 
     def full_block_keys(self, blocks: int, block_size: int) -> list[bytes]:
         """Return the keys of at least the first `blocks` blocks, whose ids must all be known.
@@ -274,7 +274,7 @@ OUT_OF_MEMORY = Failure("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "the worker has n
 def output_of(
     sequence: Sequence,
     token_ids: tuple[int, ...],
-    finish: FinishKind | None,
+    finish: FinishReason | None,
     failure: Failure | None = None,
     logprobs: tuple[TokenLogprobs, ...] = (),
 ) -> Output:

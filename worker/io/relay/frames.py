@@ -9,15 +9,15 @@ from collections.abc import Iterable
 import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 
-from options import FinishKind, TokenLogprobs
+from options import FinishReason, TokenLogprobs
 from worker.engine_api import Failure
 from worker.io.local_jobs import LocalChoice, LocalJob
 
 _KINDS = {
-    FinishKind.LENGTH: pb.FINISH_KIND_LENGTH,
-    FinishKind.END: pb.FINISH_KIND_END,
-    FinishKind.STOP_TOKEN: pb.FINISH_KIND_STOP_TOKEN,
-    FinishKind.COMPLETE: pb.FINISH_KIND_COMPLETE,
+    FinishReason.LENGTH: pb.FINISH_KIND_LENGTH,
+    FinishReason.END: pb.FINISH_KIND_END,
+    FinishReason.STOP: pb.FINISH_KIND_STOP_TOKEN,
+    FinishReason.COMPLETE: pb.FINISH_KIND_COMPLETE,
 }
 # Bytes of frames after which a message takes no further one, and maximum ids of a frame: about 256 KiB with the most
 # log probabilities, which takes 6 ms to build. A rewind may ask for whole answers of many jobs: this worker does

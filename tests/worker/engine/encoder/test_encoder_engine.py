@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from options import Encode, FinishKind, StoppingParams
+from options import Encode, FinishReason, StoppingParams
 from tests.worker.engine.encoder.encoder_oracle import EncoderOracle, make_oracle, texts, vectors_of
 from worker.engine.encoder.body import Text, TextAttention
 from worker.engine_api import AdapterSource, EngineConfig, NewSequence, SequenceRefusedError
@@ -49,7 +49,7 @@ def test_an_encoder_without_a_classifier_classifies_by_adapters_that_bring_one(
         engine.add_sequence(text("a", encode=CLASSIFY))
     outputs = run_until_idle(engine, {0: [bert.request("b", "plain", (1, 2), CLASSIFY)]})
     assert [(one.finish, one.failure.code, one.failure.reason) for one in outputs["b"]] == [
-        (FinishKind.FAILED, "FAILED_PRECONDITION", "NO_CLASSIFIER")
+        (FinishReason.FAILED, "FAILED_PRECONDITION", "NO_CLASSIFIER")
     ]
 
 
@@ -59,7 +59,7 @@ def test_an_encoder_makes_the_step_that_proves_an_engine_after_a_death(
     """A worker whose engine refused it would never serve again."""
     proof = warm_up_sequence(generates=False)
     [output] = run_until_idle(make_encoder(bert.directory), {0: [proof]})[proof.sequence_id]
-    assert (output.finish, output.failure, len(output.vector)) == (FinishKind.LENGTH, None, 32)
+    assert (output.finish, output.failure, len(output.vector)) == (FinishReason.LENGTH, None, 32)
 
 
 def test_what_an_encoder_cannot_do_is_refused_in_one_line(
@@ -123,7 +123,7 @@ def test_texts_wait_again_where_memory_is_not_enough_and_one_alone_fails(
     assert engine.stats().preemptions > 0
     most = 3
     outputs = run_until_idle(engine, {0: [text("long", (1, 2, 3, 4)), text("short")]})
-    assert [outputs[name][-1].finish for name in ("long", "short")] == [FinishKind.FAILED, FinishKind.LENGTH]
+    assert [outputs[name][-1].finish for name in ("long", "short")] == [FinishReason.FAILED, FinishReason.LENGTH]
 
 
 def test_tenants_share_the_texts_of_a_step(bert: EncoderOracle, make_encoder: Callable[..., Any]) -> None:

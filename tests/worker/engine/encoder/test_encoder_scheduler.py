@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from options import Encode, FinishKind, StoppingParams
+from options import Encode, FinishReason, StoppingParams
 from worker.engine.encoder.scheduler import EncoderScheduler
 from worker.engine_api import AdapterSource, EngineLimits, Failure, NewSequence
 
@@ -38,15 +38,15 @@ def test_every_text_ends_once_and_nothing_stays(seed: int, gated_loads: Callable
     begun: list[str] = []
     scheduler = EncoderScheduler(LIMITS, ROWS, STEP_TOKENS, loads.cache, begun.append)
     waiting: dict[str, NewSequence] = {}
-    ended: dict[str, FinishKind | None] = {}
+    ended: dict[str, FinishReason | None] = {}
 
     def take(outputs: list[Any]) -> None:
         for output in outputs:
             spec = waiting.pop(output.sequence_id)
             ended[output.sequence_id] = output.finish
             broken = spec.adapter is not None and spec.adapter.digest == BROKEN
-            assert not broken or output.finish is FinishKind.FAILED
-            assert bool(output.vector) == (output.finish is FinishKind.LENGTH)
+            assert not broken or output.finish is FinishReason.FAILED
+            assert bool(output.vector) == (output.finish is FinishReason.LENGTH)
 
     for number in range(400):
         if number < 250 and rng.random() < 0.6:
@@ -73,4 +73,4 @@ def test_every_text_ends_once_and_nothing_stays(seed: int, gated_loads: Callable
     assert not waiting, f"seed {seed}"
     stats = scheduler.stats()
     assert (stats.rows_running, stats.rows_waiting, stats.slots_pinned) == (0, 0, 0)
-    assert len(begun) == len(set(begun)) >= sum(finish is FinishKind.LENGTH for finish in ended.values()) > 50
+    assert len(begun) == len(set(begun)) >= sum(finish is FinishReason.LENGTH for finish in ended.values()) > 50

@@ -6,7 +6,7 @@ import random
 import zlib
 from typing import Any
 
-from options import FinishKind, StoppingParams
+from options import FinishReason, StoppingParams
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Batch, Sequence
 from worker.engine_api import AdapterSource, EngineLimits, Failure, NewSequence, Output
@@ -28,7 +28,7 @@ def next_token(state: int, banned: frozenset[int]) -> int:
     return token
 
 
-def oracle(spec: NewSequence) -> tuple[tuple[int, ...], FinishKind]:
+def oracle(spec: NewSequence) -> tuple[tuple[int, ...], FinishReason]:
     """The whole answer and why it ends, without any scheduling."""
     stopping = spec.stopping
     ends = frozenset() if stopping.ignore_eos else frozenset([END])
@@ -43,8 +43,8 @@ def oracle(spec: NewSequence) -> tuple[tuple[int, ...], FinishKind]:
         answer.append(token)
         state = link(state, token)
         if not early and token in banned:
-            return tuple(answer), FinishKind.END if token in ends else FinishKind.STOP_TOKEN
-    return tuple(answer), FinishKind.LENGTH
+            return tuple(answer), FinishReason.END if token in ends else FinishReason.STOP
+    return tuple(answer), FinishReason.LENGTH
 
 
 class PagedModel:
@@ -73,7 +73,7 @@ class PagedModel:
         self.kv: dict[tuple[int, int], int] = {}
         self.specs: dict[str, NewSequence] = {}
         self.answers: dict[str, list[int]] = {}
-        self.ended: dict[str, FinishKind] = {}
+        self.ended: dict[str, FinishReason] = {}
         self.failures: dict[str, Failure] = {}
         self.rows_of_last: dict[str, int] = {}
 

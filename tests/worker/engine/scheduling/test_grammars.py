@@ -13,7 +13,7 @@ from grammars import GrammarError
 from grammars.build import grammar_digest, regex_grammar
 from grammars.matching import Vocabulary, compile_grammar, hash_vocabulary
 from grammars.prover import Prover, ProverBusyError
-from options import FinishKind, StoppingParams
+from options import FinishReason, StoppingParams
 from tests.hash_oracle import expected_ids
 from worker.engine.hash_engine import HashEngine
 from worker.engine.scheduling.grammars import CompiledGrammars, GrammarThread
@@ -99,7 +99,7 @@ def test_others_pass_a_sequence_whose_grammar_is_not_ready(
     prover.gate.set()
     ended = finish(engine, woken, "two")
     assert ended["two"][0] == expected_ids(SPEC, (1, 2, 3), stopping=StoppingParams(5), grammar=TWO)
-    assert ended["two"][1].finish is FinishKind.COMPLETE
+    assert ended["two"][1].finish is FinishReason.COMPLETE
     engine.add_sequence(sequence("again", TWO))
     assert set(finish(engine, woken, "again")) == {"again"}
     assert prover.proven.count(TWO) == 1
@@ -177,9 +177,9 @@ def test_an_answer_that_was_complete_before_a_crash_ends_without_a_step(
     engine.add_sequence(sequence("wrong", TWO, (ord("1"),)))
     ended = finish(engine, woken, "whole", "wrong", "last", "long")
     assert ended["whole"][0] == ()
-    assert ended["whole"][1].finish is FinishKind.COMPLETE
-    assert ended["last"][1].finish is FinishKind.COMPLETE
-    assert ended["long"][1].finish is FinishKind.LENGTH
+    assert ended["whole"][1].finish is FinishReason.COMPLETE
+    assert ended["last"][1].finish is FinishReason.COMPLETE
+    assert ended["long"][1].finish is FinishReason.LENGTH
     assert ended["wrong"][1].failure is not None
     assert engine.stats().steps == 0
 

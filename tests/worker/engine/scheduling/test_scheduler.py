@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from options import FinishKind, StoppingParams
+from options import FinishReason, StoppingParams
 from tests.worker.engine.scheduling.paged_model import END, LIMITS, PagedModel, oracle, spec
 from worker.engine_api import Failure, NewSequence, SequenceRefusedError
 
@@ -138,7 +138,7 @@ def test_a_slow_adapter_delays_nobody_else(model: PagedModel) -> None:
     model.add(spec("plain"))
     for _ in range(10):
         model.step()
-    assert model.ended == {"plain": FinishKind.LENGTH}
+    assert model.ended == {"plain": FinishReason.LENGTH}
     assert not model.scheduler.has_work()
     model.loads.finish_load()
     assert model.scheduler.has_work()
@@ -157,7 +157,7 @@ def test_a_broken_adapter_fails_its_sequences_alone(model: PagedModel) -> None:
     outputs = {output.sequence_id: output for output in model.step()}
     for name in ("x", "y"):
         failure = outputs[name].failure
-        assert outputs[name].finish is FinishKind.FAILED
+        assert outputs[name].finish is FinishReason.FAILED
         assert failure
         assert (failure.code, failure.reason, failure.field) == ("INTERNAL", "ADAPTER_UNLOADABLE", "adapter")
         assert "/adapters/broken is broken" in failure.message
@@ -205,7 +205,7 @@ def test_aborting_who_waits_drops_the_load(model: PagedModel) -> None:
 # ---- endings
 
 
-def answer_of(model: PagedModel, made: NewSequence) -> tuple[list[int], FinishKind]:
+def answer_of(model: PagedModel, made: NewSequence) -> tuple[list[int], FinishReason]:
     model.add(made)
     model.run_until_idle()
     model.assert_right(made.sequence_id)
@@ -214,13 +214,13 @@ def answer_of(model: PagedModel, made: NewSequence) -> tuple[list[int], FinishKi
 
 def test_stop_tokens_end_an_answer_but_not_before_min_tokens(model: PagedModel) -> None:
     answer, finish = answer_of(model, spec("whole", tokens=20))
-    assert finish is FinishKind.LENGTH
+    assert finish is FinishReason.LENGTH
     stop = answer[3]
     assert stop not in answer[:3]
     prompt = model.specs["whole"].prompt_ids
     stopping = StoppingParams(max_tokens=20, stop_token_ids=(stop,), ignore_eos=True)
     stopped, finish = answer_of(model, NewSequence("stopped", prompt, stopping=stopping))
-    assert (stopped, finish) == (answer[:4], FinishKind.STOP_TOKEN)
+    assert (stopped, finish) == (answer[:4], FinishReason.STOP)
     later, _ = answer_of(model, NewSequence("later", prompt, stopping=replace(stopping, min_tokens=4)))
     assert later[:3] == answer[:3]
     assert len(later) > 4
@@ -234,22 +234,22 @@ def test_the_models_end_token_ends_an_answer_unless_ignored(model: PagedModel) -
         if 2 < len(oracle(made)[0]) < 20
     )
     answer, finish = answer_of(model, ends)
-    assert (answer[-1], finish) == (END, FinishKind.END)
+    assert (answer[-1], finish) == (END, FinishReason.END)
     goes_on = replace(ends, sequence_id="on", stopping=StoppingParams(max_tokens=30, ignore_eos=True))
     longer, finish = answer_of(model, goes_on)
-    assert (longer[: len(answer)], finish, len(longer)) == (answer, FinishKind.LENGTH, 30)
+    assert (longer[: len(answer)], finish, len(longer)) == (answer, FinishReason.LENGTH, 30)
 
 
 @pytest.mark.parametrize(
     ("emitted", "stopping", "finish"),
     [
-        ((1, 2, 3), StoppingParams(max_tokens=3), FinishKind.LENGTH),
-        ((1, END), StoppingParams(max_tokens=9), FinishKind.END),
-        ((1, 2), StoppingParams(max_tokens=9, stop_token_ids=(2,)), FinishKind.STOP_TOKEN),
+        ((1, 2, 3), StoppingParams(max_tokens=3), FinishReason.LENGTH),
+        ((1, END), StoppingParams(max_tokens=9), FinishReason.END),
+        ((1, 2), StoppingParams(max_tokens=9, stop_token_ids=(2,)), FinishReason.STOP),
     ],
 )
 def test_a_complete_answer_ends_without_a_token(
-    model: PagedModel, emitted: tuple[int, ...], stopping: StoppingParams, finish: FinishKind
+    model: PagedModel, emitted: tuple[int, ...], stopping: StoppingParams, finish: FinishReason
 ) -> None:
     model.add(NewSequence("done", (1,), emitted_ids=emitted, stopping=stopping))
     assert model.scheduler.has_work()
@@ -299,5 +299,5 @@ def test_a_sequence_aborted_during_its_step_is_skipped(model: PagedModel) -> Non
     assert batch
     sampled = model.run(batch)
     [failed] = model.scheduler.fail(["a"], Failure("INTERNAL", "NAN_LOGITS", "not a number"))
-    assert failed.finish is FinishKind.FAILED
+    assert failed.finish is FinishReason.FAILED
     assert [output.sequence_id for output in model.scheduler.commit(batch, sampled)] == ["b"]

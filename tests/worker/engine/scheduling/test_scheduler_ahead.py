@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from options import FinishKind, SamplingParams, StoppingParams
+from options import FinishReason, SamplingParams, StoppingParams
 from tests.worker.engine.scheduling.paged_model import LIMITS, PagedModel, oracle, spec
 from worker.engine.scheduling.sequence import Batch
 from worker.engine_api import Failure, NewSequence
@@ -194,7 +194,7 @@ def test_one_for_which_memory_is_not_enough_alone_fails(model: PagedModel) -> No
     model.step()
     for _ in range(2):
         model.step(fits=False)
-    assert model.ended == {"a": FinishKind.FAILED}
+    assert model.ended == {"a": FinishReason.FAILED}
     assert (model.failures["a"].code, model.failures["a"].reason) == ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY")
     model.run_until_idle()
     model.assert_right("b")

@@ -122,4 +122,4 @@ def test_random_walks(gated_loads: Any, ahead: bool, blocks: int, most: int, mon
         seen.update(finish.name for finish in walk.model.ended.values())
         seen.update(failure.reason for failure in walk.model.failures.values())
     print(seen)
-    assert {"END", "STOP_TOKEN", "LENGTH", "ADAPTER_UNLOADABLE", "OUT_OF_MEMORY"} <= seen.keys()
+    assert {"END", "STOP", "LENGTH", "ADAPTER_UNLOADABLE", "OUT_OF_MEMORY"} <= seen.keys()

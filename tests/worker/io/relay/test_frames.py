@@ -5,7 +5,7 @@ from __future__ import annotations
 from loraplex.relay.v1 import relay_pb2 as pb
 
 from broker.messages import Job
-from options import Encode, FinishKind, SamplingParams, StoppingParams, TokenLogprobs
+from options import Encode, FinishReason, SamplingParams, StoppingParams, TokenLogprobs
 from router.dispatch.links import read_frame
 from worker.engine_api import Output
 from worker.io.local_jobs import LocalChoice, LocalJobs, sequence_of
@@ -32,7 +32,7 @@ def ended_answers(count: int) -> list[LocalChoice]:
         logprobs = (TokenLogprobs(-1.0, ((1 << 31, -1.0),) * 20),) * LENGTH
         choice.hand_over(number + 1, 0.0)
         choice.begin()
-        choice.record(Output(choice.sequence_id, 0, tuple(range(LENGTH)), FinishKind.LENGTH, logprobs=logprobs))
+        choice.record(Output(choice.sequence_id, 0, tuple(range(LENGTH)), FinishReason.LENGTH, logprobs=logprobs))
         choices.append(choice)
     return choices
 
@@ -54,7 +54,7 @@ def test_a_vector_goes_with_the_end_and_again_after_a_rewind() -> None:
     assert sequence_of(choice, None).encode == asking.encode
     choice.hand_over(1, 0.0)
     choice.begin()
-    choice.record(Output(choice.sequence_id, 0, (), FinishKind.LENGTH, cached_tokens=7, vector=vector), at_s=1.0)
+    choice.record(Output(choice.sequence_id, 0, (), FinishReason.LENGTH, cached_tokens=7, vector=vector), at_s=1.0)
     assert choice.first_at == 1.0
     for _ in range(2):
         (frame,) = next_frames({choice: None})

@@ -11,7 +11,7 @@ from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from broker.messages import Job
-from options import FinishKind, SamplingParams, StoppingParams
+from options import FinishReason, SamplingParams, StoppingParams
 from rpc.server import Server
 from tenancy.guard import open_guard
 from tests.worker.io.relay.handlers import AckHandler
@@ -90,7 +90,7 @@ class Line:
             self._jobs.remove(local.job.job_id, local.job.attempt)
         await self.links.close(5)
 
-    async def make(self, choice: LocalChoice, count: int, finish: FinishKind | None = None) -> None:
+    async def make(self, choice: LocalChoice, count: int, finish: FinishReason | None = None) -> None:
         """Record `count` ids, one a step, with time for the link to send each."""
         for step in range(count):
             at = len(choice.ids)
@@ -122,7 +122,7 @@ async def test_the_first_id_and_the_end_go_at_once_and_the_rest_together() -> No
         await line.router.messages(1)
         await line.make(choice, 49)
         assert len(line.router.frames) == 1
-        await line.make(choice, 1, FinishKind.LENGTH)
+        await line.make(choice, 1, FinishReason.LENGTH)
         await line.router.messages(2)
         assert [len(frames[0].token_ids) for frames in line.router.frames] == [1, 50]
         assert line.router.ids("a") == list(range(1000, 1051))
@@ -184,6 +184,6 @@ async def test_the_router_s_pace_is_kept_from_now_on() -> None:
         await line.router.messages(1)
         await line.make(choice, 20)
         assert len(line.router.frames) == 1
-        await line.make(choice, 1, FinishKind.LENGTH)
+        await line.make(choice, 1, FinishReason.LENGTH)
         await line.router.messages(2)
         assert [len(frames[0].token_ids) for frames in line.router.frames] == [1, 21]
