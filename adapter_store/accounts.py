@@ -17,7 +17,7 @@ import grpc
 from loraplex.admin.v1 import accounts_pb2 as pb
 from loraplex.admin.v1 import accounts_pb2_grpc
 
-from adapter_store.convert import MAX_SIZE, check_key_id, decode_token, encode_token, page_size, refusals
+from adapter_store.convert import MAX_SIZE, check_key_id, list_page, refusals
 from adapter_store.database import Database
 from artifacts.names import check_tenant
 from rpc.errors import InvalidField
@@ -119,10 +119,9 @@ class AccountService(accounts_pb2_grpc.AccountServiceServicer):
 
     async def ListAccounts(self, request: pb.ListAccountsRequest, context: Context) -> pb.ListAccountsResponse:
         """Return a page of accounts, in order of name."""
-        size, after = page_size(request.page_size), decode_token(request.page_token, first=("",))[0]
-        rows = await asyncio.to_thread(self._accounts.page, after, size + 1)
-        token = encode_token((rows[size - 1]["name"],)) if len(rows) > size else ""
-        accounts = [pb.Account(**row) for row in rows[:size]]
+        accounts, token = await list_page(
+            request, self._accounts.page, lambda row: pb.Account(**row), lambda row: str(row["name"])
+        )
         return pb.ListAccountsResponse(accounts=accounts, next_page_token=token)
 
 

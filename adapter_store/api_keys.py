@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import grpc
@@ -17,7 +19,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
 
-from adapter_store.convert import decode_token, encode_token, page_size, refusals, seconds_of, timestamp
+from adapter_store.convert import list_page, refusals, seconds_of, timestamp
 from adapter_store.database import Database
 from artifacts.names import SHARED, check_tenant
 from rpc.errors import InvalidField, Mismatch, NotFound
@@ -248,11 +250,9 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysResponse:
         """Return a page of keys, in order of id, without their secrets."""
-        size = page_size(request.page_size)
-        after = decode_token(request.page_token, first=("",))[0]
-        found = await asyncio.to_thread(self._keys.page, request.tenant, after, size + 1)
-        token = encode_token((found[size - 1].key_id,)) if len(found) > size else ""
-        return pb.ListKeysResponse(keys=map(_to_pb, found[:size]), next_page_token=token)
+        fetch = partial(self._keys.page, request.tenant)
+        keys, token = await list_page(request, fetch, _to_pb, attrgetter("key_id"))
+        return pb.ListKeysResponse(keys=keys, next_page_token=token)
 
     async def RevokeKey(self, request: pb.RevokeKeyRequest, context: Context) -> pb.RevokeKeyResponse:
         """End a key for good."""

@@ -71,15 +71,7 @@ class BaseModels:
         """Open a model's files; returns model and readers of the same moment. Raises NotFound, CorruptBlob."""
         with self._database.reading() as rows:
             base = _get(rows, name)
-            readers: dict[str, BlobReader] = {}
-            try:
-                for file, blob in base.files.items():
-                    readers[file] = self._data.open(blob)
-            except BaseException:
-                for reader in readers.values():
-                    reader.close()
-                raise
-            return base, readers
+            return base, self._data.open(base.files)
 
 
 def _what_differs(registered: Base, manifest: BaseModel) -> str:

@@ -167,12 +167,7 @@ class Catalog:
             revision = find_revision(rows, name) or self._deleted.find(rows, name)
             if revision is None:
                 raise NotFound("revision", str(name))
-            config = self._data.open(revision.config)
-            try:
-                return revision, {CONFIG_FILE: config, WEIGHTS_FILE: self._data.open(revision.weights)}
-            except BaseException:
-                config.close()
-                raise
+            return revision, self._data.open({CONFIG_FILE: revision.config, WEIGHTS_FILE: revision.weights})
 
     def check_upload(self, name: AdapterName, base_model: str, etag: str, key_id: str) -> None:
         """Check that a revision may be uploaded with an API key.
@@ -189,32 +184,33 @@ class Catalog:
 
         Raises as `check_upload` does, and Aborted if the base model was replaced meanwhile.
         """
-        name, now = new.name.adapter_name, time.time_ns()
-        blobs = {new.config.digest, new.weights.digest}
+        sent, now = new.revision, time.time_ns()
+        name = sent.name.adapter_name
+        blobs = {sent.config.digest, sent.weights.digest}
         with self._database.swept(self._data, blobs), self._database.transaction() as rows:
             row = find_adapter(rows, name)
-            _check(row, name, new.base_model, new.etag)
-            _check_base(rows, new)
+            _check(row, name, sent.base_model, new.etag)
+            _check_base(rows, sent)
             new_adapter = row is None
             if row is None:
                 rows.execute(
                     "INSERT INTO adapters (tenant, adapter, base_model, create_ns, update_ns, changes) "
                     "VALUES (?, ?, ?, ?, ?, 0)",
-                    (name.tenant, name.adapter, new.base_model, now, now),
+                    (name.tenant, name.adapter, sent.base_model, now, now),
                 )
                 row = adapter_row(rows, name)
             created = _insert_revision(rows, row["id"], new, now)
             if created:
                 self._quotas.check_stored(rows, name.tenant, new.key_id, new_adapter=new_adapter)
-            moved = new.alias is not None and _set_alias(rows, row["id"], new.alias, new.name.digest)
+            moved = new.alias is not None and _set_alias(rows, row["id"], new.alias, sent.name.digest)
             if created or moved:
                 _touch(rows, row["id"], now)
-            revision = read_revision(rows, new.name)
+            stored = read_revision(rows, sent.name)
             # The config of the same revision may have its keys in another order: the bytes that came first stay.
-            if revision.config == new.config:
-                self._data.keep(upload.path / CONFIG_FILE, new.config)
-            self._data.keep(upload.path / WEIGHTS_FILE, new.weights)
-            return to_adapter(rows, adapter_row(rows, name)), revision, created
+            if stored.config == sent.config:
+                self._data.keep(upload.path / CONFIG_FILE, sent.config)
+            self._data.keep(upload.path / WEIGHTS_FILE, sent.weights)
+            return to_adapter(rows, adapter_row(rows, name)), stored, created
 
     def set_alias(self, name: AdapterName, alias: str, digest: str, etag: str) -> Adapter:
         """Move an alias, or remove it if the digest is empty. Raises NotFound, Aborted on a stale etag."""
@@ -290,20 +286,21 @@ def _check(row: sqlite3.Row | None, name: AdapterName, base_model: str, etag: st
         )
 
 
-def _check_base(rows: sqlite3.Connection, new: NewRevision) -> None:
+def _check_base(rows: sqlite3.Connection, revision: Revision) -> None:
     row = rows.execute(
         "SELECT digest, json_extract(manifest, '$.original_digest') AS original FROM base_models WHERE name = ?",
-        (new.base_model,),
+        (revision.base_model,),
     ).fetchone()
-    if row is None or (row["original"] or row["digest"]) != new.base_digest:
-        raise Aborted(f"base model {new.base_model} was replaced during the upload; upload again")
+    if row is None or (row["original"] or row["digest"]) != revision.base_digest:
+        raise Aborted(f"base model {revision.base_model} was replaced during the upload; upload again")
 
 
 def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision, now: int) -> bool:
     """Insert a revision; returns False for bytes that are there, which now count as validated against the new base."""
+    revision = new.revision
     same = rows.execute(
         "UPDATE revisions SET base_digest = ?, rank = ? WHERE adapter_id = ? AND digest = ?",
-        (new.base_digest, new.rank, adapter_id, new.name.digest),
+        (revision.base_digest, revision.rank, adapter_id, revision.name.digest),
     )
     if same.rowcount:
         return False
@@ -311,12 +308,12 @@ def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision
         "INSERT INTO revisions (adapter_id, digest, base_digest, rank, config_digest, config_bytes, weights_digest, "
         "weights_bytes, create_ns) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            *(adapter_id, new.name.digest, new.base_digest, new.rank),
-            *(new.config.digest, new.config.size, new.weights.digest, new.weights.size, now),
+            *(adapter_id, revision.name.digest, revision.base_digest, revision.rank, revision.config.digest),
+            *(revision.config.size, revision.weights.digest, revision.weights.size, now),
         ),
     )
     if new.key_id:
-        rows.execute("INSERT INTO revision_keys VALUES (?, ?, ?)", (adapter_id, new.name.digest, new.key_id))
+        rows.execute("INSERT INTO revision_keys VALUES (?, ?, ?)", (adapter_id, revision.name.digest, new.key_id))
     return True
 
 

@@ -5,6 +5,7 @@ Errors of artifacts become errors of calls. Lists have pages (https://google.aip
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 import json
@@ -19,7 +20,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.records import Adapter, Base, FitnessCertificate, FitnessPolicy, NewRevision, Revision
+from adapter_store.records import Adapter, Base, FitnessCertificate, FitnessPolicy, Revision
 from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import TASKS, BaseModel, ModuleShape
 from artifacts.names import SHARED, AdapterName, check_base_name, check_tenant, is_digest, parse_adapter_name
@@ -44,6 +45,8 @@ _WORDS = {
     "kv_cache_dtype": (r"[a-z0-9]{0,64}", "dtype such as int8"),
     "architecture": (r"[a-z0-9_-]{1,64}", "model_type such as llama"),
 }
+# Fields that a manifest and its message have alike.
+_BASE_FIELDS = tuple(field.name for field in dataclasses.fields(BaseModel) if field.name not in {"modules", "files"})
 _KEY_ID = re.compile(r"[a-z0-9]{16}")
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
@@ -121,9 +124,8 @@ def adapter_to_pb(adapter: Adapter) -> pb.Adapter:
     )
 
 
-def revision_to_pb(revision: Revision | NewRevision, policy: FitnessPolicy) -> pb.Revision:
+def revision_to_pb(revision: Revision, policy: FitnessPolicy) -> pb.Revision:
     """Return a revision's message; without create_time if the revision is not kept."""
-    certificates = revision.certificates if isinstance(revision, Revision) else ()
     return pb.Revision(
         name=str(revision.name),
         digest=revision.name.digest,
@@ -131,8 +133,8 @@ def revision_to_pb(revision: Revision | NewRevision, policy: FitnessPolicy) -> p
         base_digest=revision.base_digest,
         rank=revision.rank,
         weight_bytes=revision.weights.size,
-        create_time=timestamp(revision.create_ns) if isinstance(revision, Revision) else None,
-        certificates=[certificate_to_pb(certificate, policy) for certificate in certificates],
+        create_time=timestamp(revision.create_ns),
+        certificates=[certificate_to_pb(certificate, policy) for certificate in revision.certificates],
     )
 
 
@@ -154,9 +156,8 @@ def figures_from_pb(certificate: pb.FitnessCertificate) -> Figures:
     """Check and return the figures of a certificate. Raises InvalidField."""
     if not 0 < len(certificate.quantization) <= _MAX_QUANTIZATION:
         raise InvalidField("certificate.quantization", f"is not a text of 1 to {_MAX_QUANTIZATION} characters")
-    names = [field.name for field in dataclasses.fields(Figures)]
     try:
-        return Figures(**{name: getattr(certificate, name) for name in names})
+        return Figures(**{field.name: getattr(certificate, field.name) for field in dataclasses.fields(Figures)})
     except ValueError as error:
         raise InvalidField("certificate", str(error)) from error
 
@@ -165,24 +166,13 @@ def base_to_pb(base: Base) -> pb.BaseModel:
     """Return a base model's message."""
     manifest = base.manifest
     return pb.BaseModel(
-        name=manifest.name,
-        digest=manifest.digest,
-        architecture=manifest.architecture,
-        context_length=manifest.context_length,
-        vocab_size=manifest.vocab_size,
-        end_token_ids=manifest.end_token_ids,
+        **{name: getattr(manifest, name) for name in _BASE_FIELDS},
         modules=[
             pb.Module(name=module.name, in_features=module.in_features, out_features=module.out_features)
             for module in manifest.modules
         ],
         files=[pb.FileInfo(name=name, size=blob.size, sha256=blob.digest) for name, blob in base.files.items()],
         create_time=timestamp(base.create_ns),
-        tasks=manifest.tasks,
-        labels=manifest.labels,
-        pooling=manifest.pooling,
-        quantization=manifest.quantization,
-        original_digest=manifest.original_digest,
-        kv_cache_dtype=manifest.kv_cache_dtype,
     )
 
 
@@ -209,21 +199,9 @@ def base_from_pb(model: pb.BaseModel) -> BaseModel:
         raise InvalidField("model.tasks", f"{list(model.tasks)}: give one or more of {', '.join(TASKS)}")
     if model.pooling not in ("", "cls", "mean", "last"):
         raise InvalidField("model.pooling", f"{model.pooling!r} is not cls, mean or last")
-    return BaseModel(
-        name=model.name,
-        digest=model.digest,
-        architecture=model.architecture,
-        context_length=model.context_length,
-        vocab_size=model.vocab_size,
-        end_token_ids=tuple(model.end_token_ids),
-        modules=_modules(model),
-        tasks=tuple(model.tasks),
-        labels=tuple(model.labels),
-        pooling=model.pooling,
-        quantization=model.quantization,
-        original_digest=model.original_digest,
-        kv_cache_dtype=model.kv_cache_dtype,
-    )
+    plain = {name: getattr(model, name) for name in _BASE_FIELDS}
+    tuples = {name: tuple(plain[name]) for name in ("end_token_ids", "tasks", "labels")}
+    return BaseModel(modules=_modules(model), **plain | tuples)
 
 
 def masked(model: pb.BaseModel, mask: FieldMask) -> pb.BaseModel:
@@ -301,6 +279,18 @@ def fill_page(
         page.append(message)
         last = key(record)
     return page, ""
+
+
+async def list_page(
+    request: Any, fetch: Callable[[str, int], Sequence[R]], convert: Callable[[R], M], key: Callable[[R], str]
+) -> tuple[list[M], str]:
+    """Return the page that a request asks for, of records in the order of one text; and the next page's token.
+
+    `fetch` blocks; it returns records from the first after a key, at most so many. Raises InvalidField.
+    """
+    size, after = page_size(request.page_size), decode_token(request.page_token, first=("",))[0]
+    records = await asyncio.to_thread(fetch, after, size + 1)
+    return fill_page(records, convert, lambda record: (key(record),), size)
 
 
 def _fits(value: Any) -> bool:

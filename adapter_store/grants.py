@@ -11,13 +11,15 @@ import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import grpc
 from loraplex.admin.v1 import grants_pb2 as pb
 from loraplex.admin.v1 import grants_pb2_grpc
 
-from adapter_store.convert import decode_token, encode_token, own_adapter, page_size, refusals, seconds_of, timestamp
+from adapter_store.convert import list_page, own_adapter, refusals, seconds_of, timestamp
 from adapter_store.database import Database
 from adapter_store.records import adapter_row
 from artifacts.names import SHARED, AdapterName, check_tenant
@@ -154,11 +156,9 @@ class GrantService(grants_pb2_grpc.GrantServiceServicer):
     async def ListGrants(self, request: pb.ListGrantsRequest, context: Context) -> pb.ListGrantsResponse:
         """Return a page of an adapter's grants, in order of tenant."""
         name = own_adapter("adapter", request.adapter, calling_tenant())
-        size = page_size(request.page_size)
-        after = decode_token(request.page_token, first=("",))[0]
-        grants = await asyncio.to_thread(self._grants.page, name, after, size + 1)
-        token = encode_token((grants[size - 1].tenant,)) if len(grants) > size else ""
-        return pb.ListGrantsResponse(grants=map(_to_pb, grants[:size]), next_page_token=token)
+        fetch = partial(self._grants.page, name)
+        grants, token = await list_page(request, fetch, _to_pb, attrgetter("tenant"))
+        return pb.ListGrantsResponse(grants=grants, next_page_token=token)
 
     async def DeleteGrant(self, request: pb.DeleteGrantRequest, context: Context) -> pb.DeleteGrantResponse:
         """End a grant."""

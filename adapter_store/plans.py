@@ -22,7 +22,7 @@ import grpc
 from loraplex.admin.v1 import plans_pb2 as pb
 from loraplex.admin.v1 import plans_pb2_grpc
 
-from adapter_store.convert import check_key_id, decode_token, encode_token, page_size, refusals
+from adapter_store.convert import check_key_id, list_page, refusals
 from adapter_store.database import Database
 from adapter_store.metrics import StoreMetrics
 from artifacts.names import SHARED, check_tenant
@@ -198,10 +198,8 @@ class PlanService(plans_pb2_grpc.PlanServiceServicer):
 
     async def ListPlans(self, request: pb.ListPlansRequest, context: Context) -> pb.ListPlansResponse:
         """Return a page of plans, in order of name."""
-        size = page_size(request.page_size)
-        plans = self._plans.page(decode_token(request.page_token, first=("",))[0], size + 1)
-        token = encode_token((plans[size - 1].name,)) if len(plans) > size else ""
-        return pb.ListPlansResponse(plans=map(_to_pb, plans[:size]), next_page_token=token)
+        plans, token = await list_page(request, self._plans.page, _to_pb, attrgetter("name"))
+        return pb.ListPlansResponse(plans=plans, next_page_token=token)
 
     async def DeletePlan(self, request: pb.DeletePlanRequest, context: Context) -> pb.DeletePlanResponse:
         """Remove a plan."""

@@ -17,7 +17,7 @@ from adapter_store.catalog import Catalog
 from adapter_store.convert import base_from_pb, own_adapter, refusals
 from adapter_store.open_calls import OpenUploads
 from adapter_store.plans import StoreQuotas
-from adapter_store.records import Base, Blob, NewBase, NewRevision
+from adapter_store.records import Base, Blob, NewBase, NewRevision, Revision
 from adapter_store.storage import PIECE_BYTES, DataDirectory, Upload
 from adapter_store.validate import CONFIG_BYTES, Validated, validate_adapter
 from artifacts import ArtifactError, MismatchError
@@ -140,17 +140,10 @@ class Receiver:
         valid, digest = await self._validator.check(upload, blobs[WEIGHTS_FILE].digest, base, tenant)
         if valid.config is not None:
             blobs[CONFIG_FILE] = await asyncio.to_thread(upload.rewrite, CONFIG_FILE, valid.config)
-        return NewRevision(
-            name=RevisionName(header.name.tenant, header.name.adapter, digest),
-            base_model=base.name,
-            base_digest=base.adapted_digest,
-            rank=valid.rank,
-            config=blobs[CONFIG_FILE],
-            weights=blobs[WEIGHTS_FILE],
-            alias=header.alias,
-            etag=header.etag,
-            key_id=caller().key_id,
-        )
+        name = RevisionName(header.name.tenant, header.name.adapter, digest)
+        files = (blobs[CONFIG_FILE], blobs[WEIGHTS_FILE])
+        revision = Revision(name, base.name, base.adapted_digest, valid.rank, *files)
+        return NewRevision(revision, header.alias, header.etag, caller().key_id)
 
 
 @asynccontextmanager

@@ -54,7 +54,7 @@ class FitnessPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """A revision. `order` grows with every revision of the store."""
+    """A revision. `order` grows with every revision of the store; one that is not kept yet has no time and order."""
 
     name: RevisionName
     base_model: str
@@ -62,8 +62,8 @@ class Revision:
     rank: int
     config: Blob
     weights: Blob
-    create_ns: int
-    order: int
+    create_ns: int | None = None
+    order: int = 0
     certificates: tuple[FitnessCertificate, ...] = ()
 
 
@@ -74,12 +74,7 @@ class NewRevision:
     `alias` None moves no alias; an empty `etag` matches any; an empty `key_id`: the upload came without an API key.
     """
 
-    name: RevisionName
-    base_model: str
-    base_digest: str
-    rank: int
-    config: Blob
-    weights: Blob
+    revision: Revision
     alias: str | None
     etag: str
     key_id: str

@@ -23,6 +23,7 @@ from adapter_store.convert import (
     decode_token,
     figures_from_pb,
     fill_page,
+    list_page,
     listed_tenants,
     masked,
     own_adapter,
@@ -34,7 +35,7 @@ from adapter_store.grants import Grants
 from adapter_store.metrics import StoreMetrics
 from adapter_store.open_calls import TENANT_PIECE_BYTES
 from adapter_store.receive import Receiver
-from adapter_store.records import FitnessPolicy, NewRevision, Revision
+from adapter_store.records import FitnessPolicy, Revision
 from adapter_store.storage import DISK_FULL, PIECE_BYTES, BlobReader, CorruptBlob
 from artifacts.names import (
     check_alias,
@@ -167,7 +168,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
     ) -> pb.ValidateAdapterResponse:
         """Check a revision as UploadRevision does, and keep nothing."""
         async with self._receiver.revision(request_iterator, calling_tenant()) as (new, _):
-            return pb.ValidateAdapterResponse(revision=self._revision(new))
+            return pb.ValidateAdapterResponse(revision=self._revision(new.revision))
 
     async def DownloadRevision(
         self, request: pb.DownloadRevisionRequest, context: Context
@@ -280,10 +281,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
 
     async def ListBaseModels(self, request: pb.ListBaseModelsRequest, context: Context) -> pb.ListBaseModelsResponse:
         """Return a page of the registered models, in order of name."""
-        size = page_size(request.page_size)
-        after = decode_token(request.page_token, first=("",))[0]
-        bases = await asyncio.to_thread(self._bases.list_bases, after, size + 1)
-        page, token = fill_page(bases, base_to_pb, lambda base: (base.manifest.name,), size)
+        page, token = await list_page(request, self._bases.list_bases, base_to_pb, lambda base: base.manifest.name)
         return pb.ListBaseModelsResponse(models=page, next_page_token=token)
 
     @asynccontextmanager
@@ -299,7 +297,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
                 log.warning("the disk is full: removed %d revisions of deleted adapters", removed)
             raise
 
-    def _revision(self, revision: Revision | NewRevision) -> pb.Revision:
+    def _revision(self, revision: Revision) -> pb.Revision:
         return revision_to_pb(revision, self._fitness)
 
 

@@ -18,8 +18,8 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -50,52 +50,43 @@ class Upload:
         self._discarded = False
         self._lock = threading.Lock()
         self._file: BinaryIO | None = None
-        self._current = ""
         self._hashes: dict[str, hashlib._Hash] = {}
-        self._sizes: dict[str, int] = {}
-
-    @property
-    def current(self) -> str:
-        """Return the name of the file that grows; empty before the first."""
-        return self._current
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Return the bytes received, by file."""
-        return self._sizes
+        # The name of the file that grows, empty before the first; and the bytes received, by file.
+        self.current = ""
+        self.sizes: dict[str, int] = {}
 
     def append(self, name: str, data: bytes) -> None:
         """Write to the end of `name`, which is the current file or a new one. Raises Exhausted on a full disk."""
-        with self._lock, _DiskErrors():
+        with self._lock, _disk_errors():
             if self._discarded:
                 raise RuntimeError("the upload is discarded")
-            if name != self._current:
+            if name != self.current:
                 self._finish_file()
                 self.path.mkdir(exist_ok=True)
                 self._file = open(self.path / name, "xb")  # noqa: SIM115  # closed by _finish_file()
-                self._current, self._hashes[name], self._sizes[name] = name, hashlib.sha256(), 0
+                self.current, self._hashes[name], self.sizes[name] = name, hashlib.sha256(), 0
             assert self._file is not None
             self._file.write(data)
             self._hashes[name].update(data)
-            self._sizes[name] += len(data)
+            self.sizes[name] += len(data)
 
     def finish(self) -> dict[str, Blob]:
         """Make the files durable; returns their digests and sizes. Raises Exhausted on a full disk."""
-        with self._lock, _DiskErrors():
+        with self._lock, _disk_errors():
             self._finish_file()
-            sizes = self._sizes.items()
+            sizes = self.sizes.items()
             return {name: Blob(DIGEST_PREFIX + self._hashes[name].hexdigest(), size) for name, size in sizes}
 
     def rewrite(self, name: str, data: bytes) -> Blob:
         """Replace a file of a finished upload durably; returns its digest and size. Raises Exhausted on a full disk."""
-        with self._lock, _DiskErrors():
+        with self._lock, _disk_errors():
             if self._discarded:
                 raise RuntimeError("the upload is discarded")
             with open(self.path / name, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            self._hashes[name], self._sizes[name] = hashlib.sha256(data), len(data)
+            self._hashes[name], self.sizes[name] = hashlib.sha256(data), len(data)
             return Blob(DIGEST_PREFIX + self._hashes[name].hexdigest(), len(data))
 
     def discard(self) -> None:
@@ -194,13 +185,19 @@ class DataDirectory:
 
     def keep(self, path: Path, blob: Blob) -> None:
         """Move a finished upload's file to its blob, durably. Replaces an existing blob, which may be damaged."""
-        with _DiskErrors():
+        with _disk_errors():
             os.replace(path, self._path(blob.digest))
             _sync_directory(self._blobs)
 
-    def open(self, blob: Blob) -> BlobReader:
-        """Open a blob for reading. Raises CorruptBlob."""
-        return BlobReader(self._path(blob.digest), blob)
+    def open(self, blobs: Mapping[str, Blob]) -> dict[str, BlobReader]:
+        """Open blobs for reading, all or none. Raises CorruptBlob."""
+        readers: dict[str, BlobReader] = {}
+        with ExitStack() as opened:
+            for name, blob in blobs.items():
+                readers[name] = BlobReader(self._path(blob.digest), blob)
+                opened.callback(readers[name].close)
+            opened.pop_all()
+        return readers
 
     def has(self, digest: str) -> bool:
         """Tell whether a blob is there."""
@@ -222,15 +219,15 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-class _DiskErrors:
+@contextmanager
+def _disk_errors() -> Iterator[None]:
     """Translate a full disk to Exhausted."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
             raise disk_full() from error
+        raise
 
 
 def disk_full() -> Exhausted:
