@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run check test authz forged hostile fuzz smg lorax chaos ledger cancels formats swaps texts gpu bench json-schema-suite lint format lock sbom audit clean
+.PHONY: help setup run check test authz forged hostile fuzz smg lorax chaos ledger cancels formats swaps upgrade texts gpu bench json-schema-suite lint format lock sbom audit clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -119,6 +119,19 @@ cancels: $(STAMP) ## Cancel CANCELS requests at random moments; nothing of them 
 
 swaps: $(STAMP) ## Move names to other revisions SWAPS times under load
 	SWAPS=$(SWAPS) $(BIN)/pytest --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_adapter_swaps.py
+
+# The last version is the last tag; before there is one, the commit in a file. It is installed without its dependencies.
+upgrade: $(STAMP) ## Upgrade a running cluster from the last tag, part by part under load
+	@version=$$(git describe --tags --abbrev=0 2>/dev/null || cat tests/e2e/upgrade_from); \
+	if ! git cat-file -e "$$version^{commit}" 2>/dev/null; then \
+		echo "$$version is not here, as in an archive of the source or a shallow clone: nothing to upgrade from"; exit 0; \
+	fi; \
+	echo "upgrading from $$version"; \
+	rm -rf .cache/upgrade && mkdir -p .cache/upgrade/source && \
+	git archive "$$version" | tar -x -C .cache/upgrade/source && \
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target .cache/upgrade/site \
+		.cache/upgrade/source .cache/upgrade/source/clients/python && \
+	UPGRADE_FROM="$(CURDIR)/.cache/upgrade/site" $(BIN)/pytest -s --timeout 600 tests/e2e/test_upgrade.py
 
 # Uses the first Python whose torch finds a device. That may be the machine's own Python, offline and without the other
 # rooms' packages, so nothing is installed and the conftest of the whole suite is left out.

@@ -66,6 +66,7 @@ async def running_cluster(
     http: bool = False,
     kv_cache_dtype: str = "",
     router_flags: tuple[str, ...] = (),
+    launch: Callable[[ClusterSettings], LocalCluster] = LocalCluster,
 ) -> AsyncIterator[Cluster]:
     """A cluster in `directory`, whose client calls the first router. With `faulty` its workers see the store so.
 
@@ -87,7 +88,7 @@ async def running_cluster(
         worker_flags=worker_flags,
         router_flags=router_flags,
     )
-    async with LocalCluster(settings) as local:
+    async with launch(settings) as local:
         if faulty is not None:
             faulty.target = local.store
         digests = {}
