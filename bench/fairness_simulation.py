@@ -19,8 +19,7 @@ from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine_api import EngineLimits, NewSequence, Output
-from worker.io.capacity import row_to_share
-from worker.io.intake import FULL_S
+from worker.io.intake import FULL_S, row_to_share
 from worker.io.results import REPORT_S
 
 BASE = "sha256:0"

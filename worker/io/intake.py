@@ -3,7 +3,9 @@
     queue ──claim──▶ accept ──▶ Add ──▶ engine
                         └──▶ wait until it may begin (a suspect) ──▶ fetch the adapter ──▶ Add ──▶ engine
 
-A job waits for its adapter outside the engine, so that a slow store delays no other job.
+A job waits for its adapter outside the engine, so that a slow store delays no other job. A claim carries this worker's
+free rows and tokens, and the row that a tenant below its share may take: the engine takes that row from the tenant that
+has most rows for its weight (worker.engine.scheduling.admission).
 """
 
 from __future__ import annotations
@@ -11,19 +13,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from broker.connection import REDIS_DOWN
 from broker.messages import Capacity, Job, RowToShare
 from broker.queue import JobQueue
 from broker.terms import Claimed
 from telemetry.logging import fields
-from worker.engine_api import Failure
+from worker.engine_api import EngineLimits, EngineStats, Failure
 from worker.io.adapters.fetch import AdapterFetcher, FetchFailedError, fetch_source
-from worker.io.capacity import free_capacity, is_crowded
 from worker.io.engine_client import EngineProcess
-from worker.io.local_jobs import LocalJob, LocalJobState
+from worker.io.local_jobs import LocalJob, LocalJobs, LocalJobState
 from worker.io.metrics import WorkerMetrics
+from worker.io.relay.links import RouterLinks
 from worker.io.results import Results, UsageLog
 from worker.ipc import Add
 
@@ -45,6 +50,9 @@ FIT_S = 0.1
 RETRY_S = 0.1
 # Timeout in seconds for ending the wait of a claim: jobs that are to be given back must not wait for Redis.
 END_WAIT_S = 0.2
+# Seconds after which a job that still waits for its adapter lends its row to another job. A fetch from a healthy store
+# is faster.
+LATE_S = 0.5
 # Seconds for which a job fetches its adapter again after a failure that may pass, and between two tries: a store that
 # restarts is back by then. An answer that has begun tries for longer: another worker had the adapter.
 FETCH_RETRY_S, BEGUN_FETCH_RETRY_S, FETCH_PAUSE_S = 5.0, 15.0, 0.25
@@ -181,10 +189,20 @@ class Intake:
         if not wait_s:
             self._metrics.claim_time.observe(time.monotonic() - began)
         self._metrics.claimed.inc(len(claimed.jobs))
-        self._results.make_room(claimed.jobs)
+        self._make_room(claimed.jobs)
         for job in claimed.jobs:
             self.accept(job)
         return claimed
+
+    def _make_room(self, claimed: Sequence[Job]) -> None:
+        """Give back jobs of lost routers where the claimed jobs need their rows.
+
+        A router that only stood still may read that a job was claimed here; then it must read this too.
+        """
+        for local in jobs_to_drop(self._jobs, self._results.limits, claimed, self._links.lost):
+            log_fields = fields(job_id=local.job.job_id, attempt=local.job.attempt)
+            log.info("router %s is lost: a job of it leaves its row to another", local.job.reply_to, extra=log_fields)
+            self._results.give_back(local)
 
     def _capacity(self) -> Capacity:
         results = self._results
@@ -302,3 +320,96 @@ async def one_is_set_within(timeout_s: float, *events: asyncio.Event) -> bool:
         for wait in waits:
             wait.cancel()
     return any(event.is_set() for event in events)
+
+
+def is_crowded(jobs: LocalJobs, limits: EngineLimits) -> bool:
+    """Return whether no row is lent any more: jobs whose rows others got wait here for one."""
+    return len(jobs.running) >= 2 * limits.rows
+
+
+def free_capacity(
+    jobs: LocalJobs, limits: EngineLimits, stats: EngineStats, links: RouterLinks, *, stalled: bool
+) -> Capacity:
+    """Return what this worker can take now, beside its local jobs.
+
+    No rows: the engine is `stalled`, or has a job that nothing may begin beside. Rows of jobs whose adapter is late are
+    lent once each, up to twice the engine's rows in all. Rows of jobs whose router is lost count as free (see
+    `jobs_to_drop`).
+    """
+    running = jobs.running
+    preparing = [local for local in jobs.all() if local.preparing_for_engine]
+    late_at = time.monotonic() - LATE_S
+    lost = links.lost
+    late = sum(
+        len(local.running) for local in preparing if local.claimed_at < late_at and local.job.reply_to not in lost
+    )
+    spare = sum(choice.job.reply_to in lost for choice in running) if lost else 0
+    rows = min(limits.rows + late, 2 * limits.rows) - len(running) + spare
+    if running:  # a job that is to run alone takes all rows: these are not all
+        rows = min(rows, max(1, limits.rows - 1))
+    tokens = limits.max_tokens  # a long prompt may always come in when nothing else is here
+    if running:
+        free = (stats.blocks_free + stats.blocks_cached) * limits.block_size
+        tokens = max(0, free - sum(local.job.prefill_tokens for local in preparing))
+    # Suspects that have been cleared go on beside the next one, for which all rows that are left are all.
+    apart = bool(running) and all(choice.job.suspect for choice in running)
+    tenants = {choice.job.tenant for choice in running}
+    closed = stalled or any(local.needs_all for local in jobs.all())
+    shares = not closed and not is_crowded(jobs, limits)
+    return Capacity(
+        rows=0 if closed else rows,
+        rows_limit=max(1, rows) if apart else limits.rows,
+        tokens=tokens,
+        max_tokens=limits.max_tokens,
+        max_rank=limits.max_rank,
+        adapters=stats.adapters,
+        routers=links.live,
+        row_to_share=row_to_share((choice.job for choice in running), limits.rows) if shares else None,
+        only_tenant=tenants.pop() if len(tenants) == 1 else "",
+    )
+
+
+def jobs_to_drop(
+    jobs: LocalJobs, limits: EngineLimits, claimed: Sequence[Job], lost: Collection[str]
+) -> list[LocalJob]:
+    """Return the jobs of lost routers whose rows the claimed jobs need, those that were claimed first.
+
+    A lost router is dead, stands still, or has dispatched these jobs again; they are kept while their rows are of no
+    use to others.
+    """
+    dropped: list[LocalJob] = []
+    if lost:
+        lacking = len(jobs.running) + sum(min(job.rows, limits.rows) for job in claimed) - limits.rows
+        for local in jobs.all():
+            if lacking > 0 and local.job.reply_to in lost and local.running:
+                dropped.append(local)
+                lacking -= len(local.running)
+    return dropped
+
+
+def row_to_share(running: Iterable[Job], rows: int) -> RowToShare | None:
+    """Return which of a worker's rows a tenant below its share may take; None where no tenant has two.
+
+    `running` has the job of every answer that takes a row, or waits for one.
+    """
+    rows_of, weights = Counter[str](), dict[str, float]()
+    for job in running:
+        rows_of[job.tenant] += 1
+        weights[job.tenant] = job.weight
+    shares = divide(rows, rows_of, weights)
+    rows_left = {tenant: (math.floor(share) - 1) / weights[tenant] for tenant, share in shares.items()}
+    largest = max(rows_left, key=lambda tenant: rows_left[tenant], default=None)
+    if largest is None or rows_left[largest] <= 0:
+        return None
+    return RowToShare(largest, rows_left[largest], tuple(sorted(rows_of.items())))
+
+
+def divide(rows: int, demand: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, float]:
+    """Divide rows among tenants by their weights; what one does not want goes to the others."""
+    shares: dict[str, float] = {}
+    rows_left, weight_left = float(rows), sum(weights.values())
+    for tenant in sorted(demand, key=lambda tenant: demand[tenant] / weights[tenant]):
+        shares[tenant] = min(float(demand[tenant]), rows_left * weights[tenant] / weight_left)
+        rows_left -= shares[tenant]
+        weight_left -= weights[tenant]
+    return shares

@@ -15,14 +15,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from broker.connection import REDIS_DOWN
-from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import UsageReport
 from options import Encode, StoppingParams
-from telemetry.logging import fields
 from telemetry.tracing import Attributes, Spans
 from worker.engine_api import EngineStats, Failure, NewSequence, Output
-from worker.io.capacity import jobs_to_drop
 from worker.io.engine_client import EngineBreaker, EngineProcess, Pair
 from worker.io.local_jobs import Ending, LocalChoice, LocalChoiceState, LocalJob, LocalJobs, LocalJobState
 from worker.io.metrics import WorkerMetrics
@@ -332,16 +329,6 @@ class Results:
             self._engine.send(Abort(aborted))
 
     # From this worker
-
-    def make_room(self, claimed: Sequence[Job]) -> None:
-        """Give back jobs of lost routers where the claimed jobs need their rows.
-
-        A router that only stood still may read that a job was claimed here; then it must read this too.
-        """
-        for local in jobs_to_drop(self.jobs, self.limits, claimed, self.links.lost):
-            log_fields = fields(job_id=local.job.job_id, attempt=local.job.attempt)
-            log.info("router %s is lost: a job of it leaves its row to another", local.job.reply_to, extra=log_fields)
-            self.give_back(local)
 
     def fail(self, local: LocalJob, failure: Failure) -> None:
         """End a job that can't come into the engine."""

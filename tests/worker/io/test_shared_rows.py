@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from broker.messages import Job, RowToShare
 from broker.terms import UsageReport
 from tests.worker.io.relayed_worker import ROWS, Router, job, running
-from worker.io.capacity import divide, row_to_share
+from worker.io.intake import divide, row_to_share
 
 
 def of(tenant: str, job_id: str, address: str = "here", **options: int) -> Job:

@@ -14,7 +14,7 @@ from broker.messages import STRIKES_LIMIT, SUSPECT_STRIKES, AdapterRef, Capacity
 from options import FinishReason
 from tests.worker.io.relayed_worker import MODEL, ROWS, Router, job, running
 from worker.engine_api import AdapterSource, Output
-from worker.io.capacity import free_capacity
+from worker.io.intake import free_capacity
 from worker.io.local_jobs import CLEARED_ATTEMPTS, LocalChoice, LocalJob, LocalJobs, LocalJobState
 
 # The rule
