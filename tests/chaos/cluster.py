@@ -31,6 +31,8 @@ ROUTERS = 2
 WORKERS = 4
 # So long a router has to tell what it knows.
 ASK_S = 5.0
+# Timeout in seconds for the first router to list a new worker: other faults may stop it, or keep it from Redis.
+LISTED_S = 60.0
 # Few rows: every worker has work. The bytes of an adapter have to come while a store fault lasts.
 _WORKER_FLAGS = ("--rows", "12", "--fetch-silent-s", "5", "--drain-s", "0.5")
 # A queue that a crowd fills in a moment, and a router that soon drops a client that does not read.
@@ -132,7 +134,7 @@ class ChaosCluster(LocalCluster):
         flags = ["--model", model, "--model-name", name, "--cache-dir", str(self.data_dir / "cache" / worker_id)]
         await self._spawn_service(worker_id, [*flags, "--store", self.store, *self.settings.worker_flags])
         await self.unless_failed(self.processes[worker_id].wait_ready())
-        async with asyncio.timeout(ASK_S):
+        async with asyncio.timeout(LISTED_S):
             while not await self._lists(worker_id):  # noqa: ASYNC110 — another process's state has no event
                 await asyncio.sleep(0.05)
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from broker.terms import REFUND_RECORD_MS
 from tests.chaos.arena import Arena
 from tests.chaos.cluster import WORKERS, ChaosCluster, chaos_cluster
 from tests.chaos.driver import Driver
@@ -125,7 +126,8 @@ async def _left(cluster: ChaosCluster) -> Left:
     """Return what an idle cluster holds: nothing, or what it still does after enough time."""
     left = Left(0, 0, ["nobody could look"])
     try:
-        async with asyncio.timeout(RECOVERY_S):
+        # What was refunded to a killed router's jobs is remembered for a while, in case that they are claimed again.
+        async with asyncio.timeout(RECOVERY_S + REFUND_RECORD_MS / 1e3):
             await _whole(cluster)
             while True:
                 left = await cluster.left()
