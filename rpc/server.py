@@ -115,7 +115,7 @@ class BoundedHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it
         host = context.peer().rpartition(":")[0]
         what = "Watch calls of this process; call Check instead"
         self._watches.take_or_refuse(
-            host, subject="health/watches", what=what, reason="HEALTH_WATCHED", retry_s=_RETRY_S
+            host, subject="health/watches", what=what, reason="HEALTH_WATCHED", retry_after_s=_RETRY_S
         )
         try:
             sent = None

@@ -44,12 +44,12 @@ class Shares:
         return True
 
     def take_or_refuse(
-        self, tenant: str, amount: int = 1, *, subject: str, what: str, reason: str, retry_s: float = RETRY_S
+        self, tenant: str, amount: int = 1, *, subject: str, what: str, reason: str, retry_after_s: float = RETRY_S
     ) -> None:
         """Take an amount for a tenant until `give`. Raises Exhausted; `what` says what the limit is of."""
         if not self.take(tenant, amount):
             message = f"{tenant} has its share of the {self.limit} {what}"
-            raise Exhausted(subject, message, retry_after_s=spread(retry_s), reason=reason)
+            raise Exhausted(subject, message, retry_after_s=spread(retry_after_s), reason=reason)
 
     def give(self, tenant: str, amount: int = 1) -> None:
         """Give back what `take` took."""

@@ -73,7 +73,7 @@ async def relaying(redis: Redis, tls: TlsFiles) -> AsyncIterator[Relay]:
 @asynccontextmanager
 async def linked(tls: TlsFiles, name: str = "w-1") -> AsyncIterator[tuple[RouterLinks, LocalJobs]]:
     credentials, jobs = LinkCredentials(tls), LocalJobs()
-    settings = LinkSettings(credentials.named(name), credentials.named("i-1"), credentials=credentials, retry_s=0.01)
+    settings = LinkSettings(credentials.named(name), credentials.named("i-1"), credentials=credentials, pause_s=0.01)
     links = RouterLinks(settings, jobs, NoRequests())
     try:
         yield links, jobs

@@ -59,8 +59,8 @@ class LinkSettings:
     `send_interval_s`: minimum time between two messages without the first ids or the end of an answer, until the router
     gives another (relay.v1.Pace). `gone_s`: time without a stream after which a router's jobs are dropped. `spare_s`:
     time without a stream after which other jobs may take their rows; longer than a router waits for a worker to come
-    back before it dispatches its jobs again. `retry_s`: pause before a broken stream is opened again; without jobs of
-    the router it doubles up to `retry_limit_s`. `beat_s`: interval of signs of life to routers that have jobs here.
+    back before it dispatches its jobs again. `pause_s`: pause before a broken stream is opened again; without jobs of
+    the router it doubles up to `pause_limit_s`. `beat_s`: interval of signs of life to routers that have jobs here.
     `claim_notice_s`: time after a claim in which the job's first frame is awaited, which tells of the claim as well.
     """
 
@@ -69,8 +69,8 @@ class LinkSettings:
     send_interval_s: float = 0.010
     gone_s: float = 5.0
     spare_s: float = 0.5
-    retry_s: float = 0.05
-    retry_limit_s: float = 1.0
+    pause_s: float = 0.05
+    pause_limit_s: float = 1.0
     beat_s: float = 0.5
     claim_notice_s: float = 0.002
     # None: links without TLS.
@@ -185,12 +185,12 @@ class RouterLink:
             self._owner.ended(self._address, self)
 
     async def _keep_open(self) -> None:
-        lost_at, pause_s = time.monotonic(), self._settings.retry_s
+        lost_at, pause_s = time.monotonic(), self._settings.pause_s
         credentials = self._settings.credentials
         async with LiveChannel(self._address, credentials.tls if credentials else None, CHANNEL_OPTIONS) as channel:
             while True:
                 if await self._serve(channel.stub(relay_pb2_grpc.RelayServiceStub)):
-                    lost_at, pause_s = time.monotonic(), self._settings.retry_s
+                    lost_at, pause_s = time.monotonic(), self._settings.pause_s
                 jobs = self._jobs.of_router(self._address)
                 if jobs and time.monotonic() - lost_at > self._settings.gone_s:
                     log.warning("router %s is out of reach; %d jobs are dropped", self._address, len(jobs))
@@ -204,7 +204,7 @@ class RouterLink:
                     async with asyncio.timeout(pause_s):
                         await self._hurry.wait()
                 self._hurry.clear()
-                pause_s = self._settings.retry_s if jobs else min(2 * pause_s, self._settings.retry_limit_s)
+                pause_s = self._settings.pause_s if jobs else min(2 * pause_s, self._settings.pause_limit_s)
 
     async def _serve(self, stub: relay_pb2_grpc.RelayServiceAsyncStub) -> bool:
         """Run one stream until it ends; returns whether the router answered, without an error in this worker."""
