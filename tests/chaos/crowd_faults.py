@@ -19,7 +19,7 @@ from tests.chaos.plan import IN_FLIGHT, MODEL_NAME, TENANTS, PlannedFault
 QUEUE_FULL = "QUEUE_FULL"
 # Callers that keep a tenant's share of the queue full: it, all rows, as many jobs that workers claimed ahead, and some
 # that are refused.
-_CALLERS = TENANT_WAITING + 160
+_CALLERS = TENANT_WAITING + 120
 # Tenants that fill the cell's queue: so many that the share of each tenant holds all requests that the driver has in
 # flight at once, which may all be one tenant's.
 _FILLERS = WAITING // IN_FLIGHT - len(TENANTS)
