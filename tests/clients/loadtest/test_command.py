@@ -79,7 +79,7 @@ def test_bad_input_is_one_line_and_exit_2(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_report_as_json_and_then_compared(
+def test_a_sweeps_report_as_json_and_then_compared(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -88,12 +88,15 @@ def test_the_report_as_json_and_then_compared(
 ) -> None:
     server.service.script = answer
     out = tmp_path / "out"
-    flags = ("--concurrency", "2", "--requests", "7", "--answer-tokens", "9", "--adapter", "pirate", "--tenant", "acme")
+    flags = ("--sweep", "1,2", "--requests", "7", "--answer-tokens", "9", "--adapter", "pirate", "--tenant", "acme")
     code, printed, err = run(monkeypatch, capsys, *flags, "--router", server.address, "--out", str(out), "--json")
     assert code == 0, err
     report = json.loads(printed)
     assert report == json.loads((out / "report.json").read_text())
-    (result,) = report["runs"]
+    assert [run["sweep_value"] for run in report["runs"]] == [1, 2]
+    assert all(max(run["timeline"]["running"]) <= run["sweep_value"] for run in report["runs"])
+    assert len((out / "requests.csv").read_text().splitlines()) == 1 + 2 * 7
+    result = report["runs"][1]
     assert result["statuses"] == {"OK": 7}
     # the script's answer: 3 tokens in 2 messages, and an adapter that it waited 250 ms for
     assert (result["figures"]["tokens"], result["times"]["itl"]["count"], result["figures"]["cold"]) == (21, 7, 7)
