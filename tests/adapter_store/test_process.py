@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -21,9 +22,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
+from adapter_store.app import StoreSettings
 from artifacts.base_model import BaseModel
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
+from rpc.settings import SettingsError, read_settings
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client
@@ -77,16 +80,20 @@ async def test_it_serves_until_sigterm(data: Path) -> None:
         (("--data", "x", "--host", "0.0.0.0"), {}, "--host 0.0.0.0: clients beyond this machine could name any tenant"),
         (("--data", "x", "--port", "99999"), {}, "--port: 99999 is not a port"),
         (("--data", "x", "--max-adapter-bytes", "0"), {}, "--max-adapter-bytes: 0 is not a size"),
-        (("--data", "/dev/null/x"), {}, "--data: /dev/null/x cannot be used"),
         (("--data", "x"), {"LORAPLEX_ADAPTER_STORE_COLOUR": "red"}, "unknown environment variable"),
     ],
 )
-async def test_start_up_is_refused_in_one_line(flags: tuple[str, ...], environ: dict[str, str], message: str) -> None:
-    process = await spawn(*flags, **environ)
+def test_bad_settings_are_refused(flags: tuple[str, ...], environ: dict[str, str], message: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{re.escape(message)}"):
+        read_settings(StoreSettings, "adapter-store", flags, environ)
+
+
+async def test_start_up_is_refused_in_one_line() -> None:
+    process = await spawn("--data", "/dev/null/x")
     out, err = await process.communicate()
     assert process.returncode == 2
     assert out == b""
-    assert err.decode().startswith(f"error: {message}")
+    assert err.startswith(b"error: --data: /dev/null/x cannot be used")
     assert err.count(b"\n") == 1
 
 
