@@ -10,6 +10,7 @@ from random import Random
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from broker.queue import JobQueue
 from tests.simulation.faults import Cluster, Fault, Kind
 
 # Tenants that may be purged: the adapters are another one's.
@@ -35,13 +36,14 @@ def draw_acts(chance: Random, until_s: float, keys: int) -> list[Fault]:
 
 async def _purge(fault: Fault, cluster: Cluster) -> None:
     """Remove a tenant's data from routers, workers and Redis; the tenant goes on to call."""
-    tenant = _PURGED[fault.worker % len(_PURGED)]
+    tenant, redis = _PURGED[fault.worker % len(_PURGED)], cluster.redis
+    queue = JobQueue(redis.client, redis.cell)
     for _ in range(_PASSES):
         purges = {one.node.start(one.forget_tenant(tenant)) for one in cluster.routers if not one.node.dead}
         if purges:
             await asyncio.wait(purges, timeout=_PURGE_S)
         with contextlib.suppress(RedisConnectionError):
-            await cluster.redis.call(lambda: cluster.redis.data.queue.forget_tenant(tenant, cluster.redis.now_ms))
+            await queue.forget_tenant(tenant)
         await asyncio.sleep(_PASS_S)
 
 

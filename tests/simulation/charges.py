@@ -88,7 +88,7 @@ class Charges:
             untold += self._stopped(account)
             if got > most + untold + bound:
                 wrong.append(f"{account} got {got} tokens, its quota is {most}")
-            charged = self._redis.data.ledger.look(account, self._redis.now_ms).get("day_tokens", 0)
+            charged = self._redis.look(account).get("day_tokens", 0)
             self._redis.read_usage()
             in_events = sum(tokens for tokens, accounts in self._redis.events.values() if account in accounts)
             if abs(charged - in_events) > bound:

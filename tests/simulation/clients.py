@@ -10,9 +10,9 @@ from router.request import Message
 from rpc.errors import CallError, DeadlinePassed, Exhausted, Unauthenticated, Unavailable
 from rpc.interceptors import take_ending
 from rpc.principal import CredentialKind, Principal, Role, set_caller
-from tests.simulation.ledger import HELD
 from tests.simulation.loop import NODE
 from tests.simulation.network import Network
+from tests.simulation.redis import HELD
 from tests.simulation.router import BrokenError, Scored, SimulatedRouter
 from tests.simulation.stories import End, Plan, Story
 from tests.simulation.texts import Encoded

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from broker.messages import Job
-from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from broker.terms import ADAPTER_DIGITS, OUTPUT_WEIGHT, PROMPT_WEIGHT
 from router.dispatch.links import Frame, WorkerLink
 from router.dispatch.outbox import MIB
 from tests.simulation.redis import SimulatedRedis
@@ -77,12 +77,12 @@ class Shares:
         self._leads: dict[tuple[str, str], tuple[float, float]] = {}
         self.difference = 0.0
 
-    def claimed(self, job: Job, resident: Collection[str]) -> None:
-        """A worker that has these adapters took it."""
+    def claimed(self, job: Job, resident: str) -> None:
+        """A worker took it; `resident` has the last digits of the worker's adapters."""
         if job.job_id not in self._known:
             self._known.add(job.job_id)
             cost = float(PROMPT_WEIGHT * len(job.prompt_ids))
-            if job.adapter is not None and job.adapter.digest not in resident:
+            if job.adapter is not None and job.adapter.digest[-ADAPTER_DIGITS:] not in resident:
                 cost += job.adapter.weight_bytes / MIB * MIB_TOKENS
             self._served[job.tenant] += cost / self._weights[job.tenant]
         self.look()
@@ -98,11 +98,11 @@ class Shares:
 
     def look(self) -> None:
         """Follow the leads of all pairs."""
-        waiting, names = self._redis.data.queue.waiting, sorted(self._served)
+        waiting, names = self._redis.have_waiting(self._served), sorted(self._served)
         for index, first in enumerate(names):
             for second in names[index + 1 :]:
                 pair = (first, second)
-                if not (waiting.queue(first) and waiting.queue(second)):
+                if not (waiting[first] and waiting[second]):
                     self._leads.pop(pair, None)
                     continue
                 lead = self._served[first] - self._served[second]

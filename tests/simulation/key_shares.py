@@ -20,7 +20,7 @@ class _Waiting:
 
     owner: Owner
     attempt: int
-    turn: float
+    turn: int
     length: float
 
 
@@ -32,7 +32,7 @@ class KeyShares:
 
     def __init__(self, redis: SimulatedRedis) -> None:
         self._redis = redis
-        self._data = redis.data
+        self._data = redis.server.data
         self._waiting: dict[str, _Waiting] = {}
         self._served: defaultdict[Owner, float] = defaultdict(float)
         self._longest: defaultdict[Owner, float] = defaultdict(float)
@@ -44,12 +44,11 @@ class KeyShares:
 
     def enqueued(self, job: Job) -> None:
         """An attempt is in the queue."""
-        found = self._redis.data.queue.waiting.find(job.job_id)
-        if found is None or found.turn is None or found.entry.attempt != job.attempt or job.job_id in self._waiting:
+        found = self._redis.find(job.job_id)
+        if found is None or found.turn is None or found.attempt != job.attempt or job.job_id in self._waiting:
             return
-        entry = found.entry
-        owner = entry.tenant, entry.priority, entry.key if entry.key_weight else ""
-        length = found.work / (entry.key_weight or 1)
+        owner = found.tenant, found.priority, found.key if found.key_weight else ""
+        length = found.work / (found.key_weight or 1)
         self._waiting[job.job_id] = _Waiting(owner, job.attempt, found.turn, length)
         self._longest[owner] = max(self._longest[owner], length)
         self.look()
@@ -69,7 +68,7 @@ class KeyShares:
         self._forget(self._left())
         served, waits = self._served.copy(), set[Owner]()
         for one in self._waiting.values():
-            if int(one.turn) < self._data.queue.waiting.keys.claimed_turn(*one.owner[:2]):
+            if one.turn < self._redis.claimed_turn(*one.owner[:2]):
                 served[one.owner] += one.length
             else:
                 waits.add(one.owner)
@@ -88,13 +87,13 @@ class KeyShares:
 
     def _left(self) -> set[Owner]:
         """Drop the jobs that have left without a claim, or with a claim that was lost; return whose they were."""
-        if self._data is not self._redis.data:  # wiped, or rolled back
-            self._data = self._redis.data
+        if self._data is not self._redis.server.data:  # wiped, or rolled back
+            self._data = self._redis.server.data
             self._leads.clear()
-        waiting, left = self._data.queue.waiting, set[Owner]()
+        left = set[Owner]()
         for job_id, one in tuple(self._waiting.items()):
-            found = waiting.find(job_id)
-            if found is None or found.turn is None or found.entry.attempt != one.attempt:
+            found = self._redis.find(job_id)
+            if found is None or found.turn is None or found.attempt != one.attempt:
                 left.add(one.owner)
                 del self._waiting[job_id]
         return left

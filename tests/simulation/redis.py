@@ -1,58 +1,65 @@
-"""Redis as the cluster sees it: the queue's policy (bench.queue_model), who lives, and all that can happen to a
-server.
+"""Redis as the cluster sees it: a server with the shipped functions, and all that can happen to it.
 
 Calls take time, wait while the server is stopped, and fail while it is down; an answer may be lost though the call was
-carried out, which clients then repeat as the real ones do. Everybody who waits for work is woken by every job: which of
-them the scripts wake is for tests of the scripts.
+carried out, which clients then repeat as the real ones do.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from random import Random
-from typing import TypeVar
+from typing import Any
 
+import msgspec
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from bench.queue_model.queue_model import QueueModel
-from broker.commands import Command
-from broker.messages import DeadJob, Job, WorkerState
-from broker.terms import SEALED_JOB_S, QueueLimits, UsageReport
-from tests.simulation.ledger import LuaLedger
+from bench.in_process.redis import Client, Command, Server
+from broker.claims import begin_apart
+from broker.keys import LEDGER, Keys, key_account
+from broker.messages import Job
+from broker.scripts import SCRIPTS
+from broker.terms import HELD_MS, PRIORITY_LIMIT, SEALED_JOB_S, QueueLimits
+from router.quotas.usage import Facts
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
-
-T = TypeVar("T")
 
 # Maximum number of retries, and seconds between them: those of broker.connection.
 _RETRIES = 3
 _RETRY_S = 0.05
 
 
-class _Data:
-    """A server's data; all of it can be wiped, or rolled back."""
+@dataclass(frozen=True)
+class Held:
+    """A reservation of a call, and the router that has it."""
 
-    def __init__(self, limits: QueueLimits, born: int = 0) -> None:
-        self.queue = QueueModel(limits)
-        self.ledger = LuaLedger()
-        self.born = born
-        self.bodies: dict[str, bytes] = {}
-        # Times at which the waiting jobs were sealed.
-        self.sealed_ms: dict[str, int] = {}
-        # Until when, by incarnation.
-        self.living: dict[str, tuple[int, WorkerState]] = {}
-        self.claimed_ms: dict[str, int] = {}
-        self.commands: dict[str, list[Command]] = {}
-        self.dead: list[DeadJob] = []
+    id: str
+    router: Node
+
+
+# The reservations of the story whose call runs, by account.
+HELD: ContextVar[dict[str, Held] | None] = ContextVar("HELD", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingJob:
+    """A job in the queue. `turn` is that of a newcomer of a tenant whose keys have weights."""
+
+    tenant: str
+    attempt: int
+    priority: int
+    key: str
+    key_weight: float
+    work: float
+    turn: int | None
 
 
 class SimulatedRedis:
-    """A server. `node` is its process: frozen, it answers later; `enqueued` is called with every attempt that comes."""
+    """A server and its network. `node` is its process: frozen, it answers later."""
 
-    def __init__(self, chance: Random, network: Network, limits: QueueLimits | None = None) -> None:
+    def __init__(self, chance: Random, network: Network, cell: Keys, limits: QueueLimits | None = None) -> None:
         self.node = Node("redis")
         self.down = False
         # Seconds that each call and each answer takes beside the network's delay.
@@ -64,14 +71,12 @@ class SimulatedRedis:
         # Time in seconds for which a job's seal is valid, and number of seals that were older at the claim.
         self.seal_s = SEALED_JOB_S
         self.seals_expired = 0
-        # Which start of which server it is.
-        self.run = 0
-        self.enqueued: Callable[[Job], None] = lambda job: None
-        # Called with each claimed job and the adapters that its worker has.
-        self.claimed: Callable[[Job, Collection[str]], None] = lambda job, resident: None
+        # Called with every attempt that is put into the queue, and whether it goes before newcomers.
+        self.enqueued: Callable[[Job, bool], None] = lambda job, leads: None
+        # Called with each claimed job, and the digests that its worker has, as a claim names them.
+        self.claimed: Callable[[Job, str], None] = lambda job, resident: None
         # Called after each claim.
         self.scanned: Callable[[], None] = lambda: None
-        self.made: Callable[[UsageReport], None] = lambda report: None
         # Reservations of tokens, in their order: accounts, times, amounts and routers.
         self.granted: list[tuple[str, int, int, str]] = []
         # Losses of data: the times since which it is gone, and at which it was lost.
@@ -82,13 +87,22 @@ class SimulatedRedis:
         self.told_s: dict[tuple[Node, str], float] = {}
         # Time in ms that the server's clock is ahead.
         self.ahead_ms = 0
-        self._limits = limits or QueueLimits()
+        # Which start of which server it is.
+        self.run = 0
+        # The jobs by their bodies, and the times at which these were sealed.
+        self.jobs: dict[bytes, Job] = {}
+        self._sealed_ms: dict[bytes, int] = {}
+        # The calls of the ledger: by their messages the callers' processes, reservations and times.
+        self.callers: dict[bytes, tuple[Node | None, dict[str, Held] | None, float]] = {}
+        self.cell, self.limits = cell, limits
         self._chance = chance
         self._network = network
-        self._saved: _Data | None = None
-        self._saved_ms = 0
-        self._woken = asyncio.Event()
-        self.data = _Data(self._limits)
+        self._saved: tuple[Any, int] | None = None
+        self._waiting_tenants: dict[str, bool] = {}
+        # Calls that wait at the server, and the processes whose they are.
+        self._blocked: dict[asyncio.Task[Any], Node | None] = {}
+        self.server = Server(lambda: self.now_ms)
+        self.client = SimulatedClient(self)
 
     @property
     def now_ms(self) -> int:
@@ -103,46 +117,53 @@ class SimulatedRedis:
     def wipe(self) -> None:
         """Remove all data."""
         self.losses.append((self.now_ms, self.now_ms))
-        self.data = _Data(self._limits, self.now_ms)
-
-    def read_usage(self) -> None:
-        """Take the events of the stream; of two with the same id the larger counts."""
-        for name, tokens, accounts in self.data.ledger.take_events():
-            self.events[name] = max(
-                self.events.get(name, (0, accounts)), (tokens, accounts), key=lambda event: event[0]
-            )
+        self.run += 1
+        self._waiting_tenants.clear()
+        self.server.start(str(self.run))
 
     def restart(self) -> None:
         """Start again, with the data."""
         self.down = False
         self.run += 1
+        self.server.start(str(self.run), self.server.data)
 
     def save(self) -> None:
         """Keep what a replica has that lags from now on."""
-        self._saved, self._saved_ms = copy.deepcopy(self.data), self.now_ms
+        self._saved = self.server.copy(), self.now_ms
 
     def roll_back(self) -> None:
         """A failover to that replica."""
-        if self._saved is not None:
-            self.losses.append((self._saved_ms, self.now_ms))
-            self.data, self._saved = self._saved, None
         self.run += 1
+        data = self.server.data
+        self._waiting_tenants.clear()
+        if self._saved is not None:
+            (data, saved_ms), self._saved = self._saved, None
+            self.losses.append((saved_ms, self.now_ms))
+        self.server.start(str(self.run), data)
 
-    async def call(self, work: Callable[[], T]) -> T:
-        """Carry something out at the server, even if the caller is cancelled meanwhile, as broker.batched_script does.
+    def lost(self, node: Node) -> None:
+        """A process ended: its calls that wait at the server end too."""
+        for task in [task for task, one in self._blocked.items() if one is node]:
+            task.cancel()
+
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        """Carry commands out at the server, even if the caller is cancelled meanwhile, unless they wait there.
 
         Raises RedisConnectionError.
         """
-        outcome = await asyncio.shield(asyncio.get_running_loop().create_task(self._outcome(work)))
+        if commands[0][0] == "BLPOP":
+            outcome = await self._outcome(commands)
+        else:
+            outcome = await asyncio.shield(asyncio.get_running_loop().create_task(self._outcome(commands)))
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
-    async def _outcome(self, work: Callable[[], T]) -> T | Exception:
-        """Return the answer, or an error that nobody may be left to hear of."""
+    async def _outcome(self, commands: Sequence[Command]) -> list[Any] | Exception:
+        """Return the answers, or an error that nobody may be left to hear of."""
         for retry in range(_RETRIES + 1):
             try:
-                return await self._try(work)
+                return await self._try(commands)
             except RedisConnectionError as error:
                 if retry == _RETRIES:
                     return error
@@ -151,33 +172,164 @@ class SimulatedRedis:
                 return error
         raise AssertionError
 
-    async def _try(self, work: Callable[[], T]) -> T:
+    async def _try(self, commands: Sequence[Command]) -> list[Any]:
         await asyncio.sleep(self._network.delay_s() + self.slow_s)
         if self._is_away():
             raise RedisConnectionError("refused")
-        result = await self.node.start(self._carry_out(work))
+        if self.node.frozen or commands[0][0] == "BLPOP":
+            answers = await self._wait(commands)
+        else:
+            answers = [self._carry_out(command) for command in commands]
         await asyncio.sleep(self._network.delay_s() + self.slow_s)
         if self._is_away():
             raise RedisConnectionError("the answer was lost")
-        return result
+        return answers
 
     def _is_away(self) -> bool:
         """Tell whether the process that calls does not reach it now."""
         return self.down or NODE.get() in self.cut_off
 
-    async def _carry_out(self, work: Callable[[], T]) -> T:
-        return work()
+    async def _wait(self, commands: Sequence[Command]) -> list[Any]:
+        """Carry commands out once the server runs and has what they wait for."""
+        task = self.node.start(self._carry_out_later(commands))
+        self._blocked[task] = NODE.get()
+        try:
+            return await task
+        finally:
+            del self._blocked[task]
 
-    def wake_all(self) -> None:
-        """There may be work."""
-        self._woken.set()
-        self._woken = asyncio.Event()
+    async def _carry_out_later(self, commands: Sequence[Command]) -> list[Any]:
+        run, answers = self.run, []
+        for command in commands:
+            answers.append(await self.server.pop(command) if command[0] == "BLPOP" else self._carry_out(command))
+            if self.down or self.run != run:
+                raise RedisConnectionError("the server has ended")
+        return answers
 
-    async def work_within(self, timeout_s: float) -> bool:
-        """Tell whether there may be work, waiting for it for a while."""
-        if self._is_away():
-            raise RedisConnectionError("refused")
-        woken = self._woken
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(woken.wait(), timeout_s)
-        return woken.is_set()
+    def _carry_out(self, command: Command) -> Any:
+        """Carry a command out, or a function that does what no command does; return the answer or error.
+
+        The answer to a claim is without the jobs whose seals its worker refuses.
+        """
+        if callable(command[0]):
+            return command[0]()
+        answer = self.server.answer(command)
+        if command[0] != "FCALL" or isinstance(answer, Exception):
+            return answer
+        name = command[1].removeprefix(SCRIPTS.library.name + "_").removesuffix("_when_full")
+        if name != "beat":
+            self._waiting_tenants.clear()
+        arguments = command[3 + command[2] :]
+        match name:
+            case "enqueue" if answer[0] == b"queued":
+                self._sealed_ms[arguments[6]] = self.now_ms
+                leads = self.server.execute("ZSCORE", self.cell.prefix + "again", arguments[1]) is not None
+                self.enqueued(self.jobs[arguments[6]], leads)
+            case "renew_job":
+                self._sealed_ms[arguments[1]] = self.now_ms
+            case "claim":
+                self._note_claim(arguments, answer)
+            case "ledger_reserve" | "ledger_tell":
+                self._note_told(name, arguments[0], msgspec.msgpack.decode(answer))
+        return answer
+
+    def _note_claim(self, arguments: Sequence[Any], answer: list[Any]) -> None:
+        (worker, *_), bodies, facts = msgspec.msgpack.decode(b"\x97" + arguments[1]), answer[1], answer[12]
+        jobs = [self.jobs[body] for body in bodies]
+        if jobs and answer[11]:
+            jobs[-1] = begin_apart(jobs[-1])
+        expired = {body for body in bodies if self.now_ms - self._sealed_ms[body] >= self.seal_s * 1e3}
+        self.seals_expired += len(expired)
+        taken = [place for place, body in enumerate(bodies) if body not in expired and worker not in self.refusing]
+        for place in taken:
+            self.claimed(jobs[place], arguments[5])
+        answer[11] = int(answer[11] and bool(taken) and taken[-1] == len(bodies) - 1)
+        answer[1], answer[12] = [bodies[place] for place in taken], [facts[place] for place in taken]
+        self.scanned()
+
+    def _note_told(self, name: str, packed: bytes, answer: Mapping[str, Any]) -> None:
+        message = msgspec.msgpack.decode(packed)
+        router, held, counted_at = self.callers[packed]
+        self.told(name, message)
+        if answer.get("behind") or answer.get("closed_ms") or "refused" in answer or router is None:
+            return
+        if granted := answer.get("reservation"):
+            for account in granted["accounts"].split():
+                self.granted.append((account, self.now_ms, granted["input"] + granted["output"], router.name))
+                if held is not None:
+                    held[account] = Held(granted["id"], router)
+        told = [message["reservation"]] if granted else message["reservations"]
+        for one in told:
+            key = router, one["id"]
+            self.told_s[key] = max(self.told_s.get(key, 0.0), counted_at)
+
+    def read_usage(self) -> None:
+        """Take the events of the stream; of two with the same id the larger counts."""
+        for _, entry in self.server.execute("XRANGE", LEDGER + "usage", "-", "+"):
+            fields = dict(zip(entry[::2], entry[1::2], strict=True))
+            facts = msgspec.json.decode(fields[b"facts"], type=Facts)
+            accounts = frozenset({facts.tenant, *([key_account(facts.key)] if facts.key else [])})
+            name, tokens = fields[b"id"].decode(), int(fields[b"input"]) + int(fields[b"output"])
+            self.events[name] = max(self.events.get(name, (0, accounts)), (tokens, accounts), key=lambda one: one[0])
+        self.server.execute("DEL", LEDGER + "usage")
+
+    def look(self, account: str) -> dict[str, int]:
+        """Return the numbers of an account, once reservations of routers that died have ended: time passes here."""
+        nobody = {"router": "nobody", "number": 0, "reservations": [], "accounts": [], "events": []}
+        self._tell_ledger({**nobody, "fills": True, "begins": True, "closes": False})
+        for _ in range(12):
+            self.ahead_ms += HELD_MS // 4
+            self._tell_ledger({**nobody, "renews": True})
+        packed = self.server.execute("GET", f"{LEDGER}account:{account}")
+        return msgspec.msgpack.decode(packed, type=dict[str, Any]) if packed else {}
+
+    @staticmethod
+    def told(name: str, message: Mapping[str, Any]) -> None:
+        """Do nothing: tests note the ledger's calls."""
+
+    def _tell_ledger(self, message: Mapping[str, Any]) -> None:
+        self.server.execute("FUNCTION LOAD", SCRIPTS.library.text)
+        self.server.execute("FCALL", f"{SCRIPTS.library.name}_ledger_tell", 0, msgspec.msgpack.encode(message))
+
+    def have_waiting(self, tenants: Iterable[str]) -> dict[str, bool]:
+        """Return which tenants have newcomers that wait."""
+        found = self._waiting_tenants
+        for tenant in tenants:
+            if tenant not in found:
+                found[tenant] = bool(self.server.execute("EXISTS", f"{self.cell.prefix}queue:{tenant}"))
+        return found
+
+    def find(self, job_id: str) -> WaitingJob | None:
+        """Return a waiting job."""
+        facts = self.server.execute("HGET", self.cell.job(job_id), "facts")
+        if facts is None:
+            return None
+        # As many as broker/lua/include/waiting_jobs.lua has.
+        tenant, *_, key, key_weight, place, _, work, _, _ = msgspec.msgpack.decode(b"\xdc\x00\x14" + facts)
+        attempt, has_turn = int(self.server.execute("HGET", self.cell.job(job_id), "attempt")), place[3:4] == ":"
+        priority = PRIORITY_LIMIT - int(place[:3]) if place != job_id else 0
+        return WaitingJob(
+            tenant, attempt, priority, key, key_weight, work, int(place[4:18]) if has_turn and place != job_id else None
+        )
+
+    def claimed_turn(self, tenant: str, priority: int) -> float:
+        """Return the highest turn of a tenant's jobs that were claimed."""
+        field = f"turn:{PRIORITY_LIMIT - priority:03d}"
+        return float(self.server.execute("HGET", f"{self.cell.prefix}queue:{tenant}/keys", field) or 0)
+
+    @property
+    def waiting(self) -> int:
+        """Return how many jobs wait."""
+        return int(self.server.execute("ZCARD", self.cell.waiting))
+
+
+class SimulatedClient(Client):
+    """A client of the simulated server, in whose process its caller runs."""
+
+    def __init__(self, redis: SimulatedRedis) -> None:
+        super().__init__(redis.server)
+        self.simulated = redis
+
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands over the simulated network."""
+        return await self.simulated.send(commands)

@@ -36,9 +36,9 @@ from rpc.errors import NotFound, Unavailable
 from rpc.principal import Role, calling_key
 from tenancy.api_keys import HashedKey, KeyDirectory
 from tests.simulation.channels import Registrar
-from tests.simulation.ledger import SimulatedLedger, SimulatedUsage
 from tests.simulation.loop import Node
 from tests.simulation.network import Network
+from tests.simulation.queue import SimulatedLedger, SimulatedUsage
 from tests.simulation.redis import SimulatedRedis
 from tests.simulation.texts import Encoded
 
@@ -163,7 +163,7 @@ class SimulatedRouter:
     ) -> None:
         self.name = name
         self._store: Any = store
-        self._redis: Any = redis
+        self._redis = redis
         self._network = network
         self._accepted = accepted
         self._quotas = quotas
@@ -174,7 +174,7 @@ class SimulatedRouter:
         self.node = Node(self.name)
         # Of the clients whose streams are open; in their order, which a set would not keep.
         self.calls: dict[asyncio.Queue[Any], None] = {}
-        self.models = Models(self._store, self._redis, "main", QueueLimits())
+        self.models = Models(self._store, self._redis.client, "main", QueueLimits())
         self.models.announce(self.name)
         self.reach = RelayReach()
         self.reach.address = self.name
@@ -205,7 +205,7 @@ class SimulatedRouter:
         self.plans = Plans(self._quotas)
         accounts: Any = self._store
         usage: Any = SimulatedUsage(self._redis) if self.plans.has_limits else None
-        quotas = self.quotas = Quotas(SimulatedLedger(self._redis), self.plans, usage=usage, store=accounts)
+        quotas = self.quotas = Quotas(SimulatedLedger(self._redis.client), self.plans, usage=usage, store=accounts)
         self.tenant_data = RouterData(self.dispatcher, self._store, configs, encoder, proofs, quotas)
         self.generation = Generation(admission, self.dispatcher, tokens, quotas, encoder)
         self._unary_calls = UnaryCalls(self.generation, admission)
@@ -265,5 +265,6 @@ class SimulatedRouter:
         """Kill the process, as SIGKILL does."""
         self.node.kill()
         self._network.lost(self.node)
+        self._redis.lost(self.node)
         for inbox in self.calls:
             inbox.put_nowait((asyncio.get_running_loop().time(), BrokenError()))

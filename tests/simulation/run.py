@@ -7,7 +7,7 @@ import contextlib
 import io
 import logging
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -19,7 +19,7 @@ import grpc
 from artifacts.base_model import read_base_model
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
-from broker.liveness import Liveness
+from broker.keys import Keys
 from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import PROMPT_WEIGHT
@@ -37,7 +37,7 @@ from tests.simulation.invariants import Attempts, Shares, service_bound
 from tests.simulation.key_shares import KeyShares
 from tests.simulation.loop import replaced, virtual_time
 from tests.simulation.network import Network
-from tests.simulation.queue import SimulatedLiveness, SimulatedQueue
+from tests.simulation.queue import SimulatedQueue
 from tests.simulation.redis import SimulatedRedis
 from tests.simulation.router import MIB_TOKENS, SimulatedRouter, SimulatedStore
 from tests.simulation.scenario import MODEL, Scenario, draw
@@ -54,7 +54,6 @@ PATIENCE_S, QUIET_S = 120.0, 8.0
 READ_TOKENS = STEP_IDS = 7
 _REPLACED = (
     (JobQueue, SimulatedQueue),
-    (Liveness, SimulatedLiveness),
     (LoaderThreads, engine.VirtualLoads),
     (Prover, engine.InlineProver),
 )
@@ -159,14 +158,14 @@ class _Run:
         self._scenario = scenario
         self._network = network
         self._outcome = Outcome(scenario)
-        self._redis = SimulatedRedis(chance, network, scenario.limits)
+        base = read_base_model(MODEL)
+        self._redis = SimulatedRedis(chance, network, Keys(base.name, "main"), scenario.limits)
         self._redis.seal_s = scenario.seal_s
         self._attempts = Attempts()
         self._shares = Shares(self._redis, {"one": 1.0, "two": 1.0, "three": 1.0})
         self._key_shares = KeyShares(self._redis)
         self._redis.enqueued, self._redis.claimed = self._enqueued, self._claimed
         self._redis.scanned = self._key_shares.look
-        base = read_base_model(MODEL)
         quotas = directory / "plans.toml"
         quotas.write_text(scenario.quotas)
         self._store = SimulatedStore(base, scenario.adapters, {plan.key for plan in scenario.plans if plan.key})
@@ -244,14 +243,13 @@ class _Run:
         if fault.kind in FORGETTING:
             self._shares.forget()
 
-    def _enqueued(self, job: Job) -> None:
+    def _enqueued(self, job: Job, leads: bool) -> None:
         self._outcome.trace.append(f"{asyncio.get_running_loop().time():.6f} {job.job_id} {job.attempt}")
-        waiting = self._redis.data.queue.waiting.find(job.job_id)
-        self._attempts.enqueued(job, leads=waiting is not None and waiting.has_begun)
+        self._attempts.enqueued(job, leads=leads)
         self._shares.look()
         self._key_shares.enqueued(job)
 
-    def _claimed(self, job: Job, resident: Collection[str]) -> None:
+    def _claimed(self, job: Job, resident: str) -> None:
         self._attempts.claimed(job)
         self._shares.claimed(job, resident)
         self._key_shares.claimed(job)
@@ -275,7 +273,7 @@ class _Run:
     def _left(self) -> list[str]:
         """Return what is still held though nobody asks for anything."""
         left = []
-        waiting = len(self._redis.data.queue.waiting)
+        waiting = self._redis.waiting
         if waiting:
             left.append(f"{waiting} jobs wait in the queue")
         for router in self._routers:

@@ -9,8 +9,8 @@ from enum import StrEnum
 from router.request import Delta, Message, Request, Summary
 from rpc.errors import CallError
 from tests.hash_answers import Expected, ExpectedScore
-from tests.simulation.ledger import Held
 from tests.simulation.options import prompt_ids_of
+from tests.simulation.redis import Held
 from tests.simulation.router import Scored
 from tests.simulation.texts import Encoded, TextsPlan
 from tests.simulation.transcript import Transcript

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from broker.liveness import Liveness
 from broker.messages import WorkerPhase, WorkerState
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.faults import Fault, Kind
-from tests.simulation.queue import SimulatedLiveness
 from tests.simulation.run import simulate_scenario
 from tests.simulation.scenario import draw
 from tests.simulation.stories import End
@@ -26,7 +26,7 @@ BROKEN_S = (3.0, 12.0)
 
 def test_a_worker_with_a_broken_device_convicts_nobody_and_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
     deaths, phases, served_at = 0, list[WorkerPhase](), list[float]()
-    apply, beat, prove = SimulatedEngine._apply, SimulatedLiveness.beat, EngineSession._prove
+    apply, beat, prove = SimulatedEngine._apply, Liveness.beat, EngineSession._prove
 
     def die_of(engine: SimulatedEngine, message: ToEngine) -> None:
         nonlocal deaths
@@ -37,7 +37,7 @@ def test_a_worker_with_a_broken_device_convicts_nobody_and_serves_again(monkeypa
         else:
             apply(engine, message)
 
-    async def note(liveness: SimulatedLiveness, state: WorkerState) -> list[str]:
+    async def note(liveness: Liveness, state: WorkerState) -> list[str]:
         if state.worker_id == "worker-0":
             phases.append(state.phase)
         return await beat(liveness, state)
@@ -47,7 +47,7 @@ def test_a_worker_with_a_broken_device_convicts_nobody_and_serves_again(monkeypa
         served_at.append(asyncio.get_running_loop().time())
 
     monkeypatch.setattr(SimulatedEngine, "_apply", die_of)
-    monkeypatch.setattr(SimulatedLiveness, "beat", note)
+    monkeypatch.setattr(Liveness, "beat", note)
     monkeypatch.setattr(EngineSession, "_prove", proved)
     plans = tuple(plan(number, 1.0 + number / 2, 20) for number in range(REQUESTS))
     cluster = {"workers": 2, "routers": 1, "rows": 8, "kv_blocks": 200, "backlog": False, "faults": ()}

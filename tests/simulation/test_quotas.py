@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from bench.queue_model.key_turns import KeyTurns
 from broker.keys import key_account
 from broker.ledger import Counts, Ledger, Reservation
 from tests.hash_answers import expected_scores
 from tests.simulation.faults import Fault, Kind
-from tests.simulation.ledger import LuaLedger
+from tests.simulation.queue import break_library
+from tests.simulation.redis import SimulatedRedis
 from tests.simulation.run import Outcome, simulate_scenario
 from tests.simulation.scenario import MODEL, draw
 from tests.simulation.stories import End, asked_tokens
@@ -85,14 +85,13 @@ def test_requests_that_are_charged_again_are_found(monkeypatch: pytest.MonkeyPat
 def test_a_score_that_its_router_charged_and_did_not_deliver_may_be_charged_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run, settled_s = LuaLedger.run, list[float]()
+    settled_s = list[float]()
 
-    def noted(ledger: LuaLedger, name: str, message: Mapping[str, Any], now_ms: int) -> bytes:
+    def told(name: str, message: Mapping[str, Any]) -> None:
         if name == "ledger_tell" and any(not one["open"] for one in message["reservations"]):
             settled_s.append(asyncio.get_running_loop().time())
-        return run(ledger, name, message, now_ms)
 
-    monkeypatch.setattr(LuaLedger, "run", noted)
+    monkeypatch.setattr(SimulatedRedis, "told", staticmethod(told))
     scores = replace(plan(0, 1.0, 1), scores=expected_scores(MODEL, (0,), [(1, 2)]))
     scenario = replace(draw(0), plans=(scores,), faults=(), routers=1, quotas="[tenants.one]\ntokens_per_day = 100\n")
     assert not simulate_scenario(scenario).wrong
@@ -123,7 +122,7 @@ def test_keys_share_their_tenants_work_by_weight_within_their_share_of_the_queue
 
 
 def test_keys_without_turns_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KeyTurns, "next_turn", lambda self, entry: 0.0)
+    break_library(monkeypatch, "return turn, {turn_field", "return 0, {turn_field")
     assert any("differs by" in line for line in run_with_weights().wrong)
 
 

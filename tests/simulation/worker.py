@@ -146,7 +146,7 @@ class SimulatedWorker:
 
     async def _run(self) -> None:
         # worker.io.app.run, without what reads files and binds ports.
-        redis, fetcher, health = cast(Any, (self._redis, self.fetcher, self.health))
+        redis, fetcher, health = cast(Any, (self._redis.client, self.fetcher, self.health))
         breaker = EngineBreaker()
         await run_sessions(
             lambda: EngineSession(self._settings, self._base, redis, fetcher, health, self._telemetry, breaker),
@@ -161,6 +161,7 @@ class SimulatedWorker:
             self.engine.node.kill()
         if not silently:
             self._network.lost(self.node)
+            self._redis.lost(self.node)
 
     def freeze(self) -> None:
         """Stop both processes by SIGSTOP."""

@@ -1,0 +1,1 @@
+"""Redis in this process, for simulations, benchmarks in virtual time and tests."""
