@@ -8,7 +8,6 @@ Its numbers lie in an arena: new memory for each, or, for a program, the same pl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -76,13 +75,10 @@ class RowOperators:
 
     def norm(self, x: Tensor, norm: Norm, out: Tensor) -> None:
         """Normalize rows x into `out`."""
-        self._norm(x, None, x, norm, out)
+        self.add_norm(x, None, x, norm, out)
 
-    def add_norm(self, x: Tensor, y: Tensor, sums: Tensor, norm: Norm, out: Tensor) -> None:
-        """Write x + y into `sums`, and these normalized into `out`."""
-        self._norm(x, y, sums, norm, out)
-
-    def _norm(self, x: Tensor, y: Tensor | None, sums: Tensor, norm: Norm, out: Tensor) -> None:
+    def add_norm(self, x: Tensor, y: Tensor | None, sums: Tensor, norm: Norm, out: Tensor) -> None:
+        """Write x + y into `sums`, and these normalized into `out`; x alone where there is no y."""
         size = x.element_size()
         other = (0, 0) if y is None else (y.data_ptr(), y.stride(0) * size)
         self._run(
@@ -132,32 +128,18 @@ class RowOperators:
         (kernel.run if rows * columns >= self._shared else kernel.run_alone)(rows, columns, self._at, *places)
 
 
-class Arena(Protocol):
-    """The memory of a layer's numbers, and the products of its linear layers."""
-
-    operators: RowOperators
-
-    def rows(self, name: str, like: Tensor, columns: int) -> Tensor:
-        """Return memory for as many rows as `like` has, valid until the same name is asked for again."""
-
-    def multiply(self, name: str, group: CpuGroup, x: Tensor) -> Tensor:
-        """Return a group's product of rows x, and what the rows' adapters add."""
-
-
-class NewMemory:
-    """An arena of new memory."""
+class Arena:
+    """The memory of a layer's numbers, new for each, and the products of its linear layers."""
 
     def __init__(self, operators: RowOperators) -> None:
         self.operators = operators
 
-    @staticmethod
-    def rows(name: str, like: Tensor, columns: int) -> Tensor:
-        """See Arena."""
+    def rows(self, name: str, like: Tensor, columns: int) -> Tensor:
+        """Return memory for as many rows as `like` has, valid until the same name is asked for again."""
         return like.new_empty(len(like), columns)
 
-    @staticmethod
-    def multiply(name: str, group: CpuGroup, x: Tensor) -> Tensor:
-        """See Arena."""
+    def multiply(self, name: str, group: CpuGroup, x: Tensor) -> Tensor:
+        """Return a group's product of rows x, and what the rows' adapters add."""
         return group.compute(x)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.engine.attention.paged import AttentionContext, LayerCall
-from worker.engine.decoder.layer import AttentionForm, DecoderLayer, Heads, Mlp, NewMemory, Norm, Rotation, RowOperators
+from worker.engine.decoder.layer import Arena, AttentionForm, DecoderLayer, Heads, Mlp, Norm, Rotation, RowOperators
 from worker.engine.decoder.steps import DecoderSteps
 from worker.engine.lora.cpu import CpuGroup
 from worker.engine.lora.fused_linears import FusedPart
@@ -118,7 +118,7 @@ def use_kernels(model: Any, context: AttentionContext, dtype: torch.dtype, lengt
     for module in model.modules():
         # Of an earlier call, whose linear layers are not these.
         vars(module).pop("forward", None)
-    arena = NewMemory(RowOperators(dtype))
+    arena = Arena(RowOperators(dtype))
     norms = {module: norm for module in model.modules() if (norm := _norm_of(module, dtype)) is not None}
     calls = observe_layers(model, context, length)
     layers = [_layer_of(call, norms, arena) for call in calls]
@@ -143,7 +143,7 @@ def _own_forward(module: Any) -> Callable[..., Any]:
     return forward
 
 
-def _norm_forward(norm: Norm, arena: NewMemory, original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _norm_forward(norm: Norm, arena: Arena, original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def forward(hidden_states: Tensor) -> Tensor:
         if hidden_states.dtype != arena.operators.dtype:
             return original(hidden_states)
@@ -176,7 +176,7 @@ def _norm_of(module: Any, dtype: torch.dtype) -> Norm | None:
     return None
 
 
-def _layer_of(call: ObservedLayer, norms: dict[Any, Norm], arena: NewMemory) -> DecoderLayer | None:
+def _layer_of(call: ObservedLayer, norms: dict[Any, Norm], arena: Arena) -> DecoderLayer | None:
     """Return an observed layer's form; None where the kernels do not give its numbers."""
     module, embeddings = call.module, call.named.get("position_embeddings")
     names = ("input_layernorm", "post_attention_layernorm")

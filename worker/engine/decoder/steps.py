@@ -22,7 +22,7 @@ from torch import Tensor
 
 from worker.engine.attention.cpu import CpuPlan
 from worker.engine.attention.paged import AttentionContext, AttentionStep, KvCache
-from worker.engine.decoder.layer import DecoderLayer, NewMemory, Rotation, RowOperators
+from worker.engine.decoder.layer import Arena, DecoderLayer, Rotation, RowOperators
 from worker.engine.kernels.program import Program, as_integers, can_run
 from worker.engine.kernels.threads import ThreadCall, recorded_calls
 from worker.engine.linear.layer import PanelLayer, scratch_memory
@@ -40,11 +40,11 @@ class _NotOneCallError(Exception):
     """A linear layer is not one call of a kernel."""
 
 
-class _SharedMemory:
+class _SharedMemory(Arena):
     """An arena whose memory is the same in every layer and program."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.operators = RowOperators(dtype, shared=0)
+        super().__init__(RowOperators(dtype, shared=0))
         # Products that adapters were added to, with their inputs and outputs.
         self.adapted: list[tuple[CpuGroup, Tensor, Tensor]] = []
         # The scratch memory that recorded calls refer to.
@@ -125,7 +125,7 @@ class DecoderSteps:
         self._groups = [group for layer in layers for group in layer.groups]
         self._context = context
         self._dtype = dtype
-        self._new = NewMemory(RowOperators(dtype))
+        self._new = Arena(RowOperators(dtype))
         self._shared = _SharedMemory(dtype)
         self._slots = torch.empty(_MOST_TOKENS, dtype=torch.int64)
         self._programs: dict[object, _LayersProgram] = {}

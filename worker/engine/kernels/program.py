@@ -38,14 +38,9 @@ class Program:
         places = self.arguments.ctypes.data + size * np.arange(len(calls))
         lines = [(call.function, place, call.alone) for call, place in zip(calls, places.tolist(), strict=True)]
         self._table = np.array(lines, np.int64)
-        for index, call in enumerate(calls):
-            self.replace(index, call)
+        self.arguments[:] = [as_integers(call, size // 8) for call in calls]
         # Threads that have made each call; then the number of calls that all have made, and the threads that began.
         self._progress = np.zeros(len(calls) + 2, np.int64)
-
-    def replace(self, index: int, call: ThreadCall) -> None:
-        """Replace the argument of a call."""
-        self.arguments[index] = as_integers(call, self.arguments.shape[1])
 
     def run(self, counters: Sequence[NDArray[np.int64]]) -> None:
         """Make the calls; `counters` are those of all kernels, which are zero for each call."""

@@ -180,23 +180,25 @@ def copy_bytes(b, to, of, count):
     cgutils.raw_memcpy(b, b.inttoptr(to, pointer), b.inttoptr(of, pointer), count, int64(1))
 
 
-_ROWS = "rows columns counter"
-_INTEGERS = {
-    "norm": f"{_ROWS} x x_bytes y y_bytes sums sums_bytes weight out out_bytes",
-    "gate": f"{_ROWS} gate up x_bytes out out_bytes",
-    "rotate": f"{_ROWS} x x_bytes heads kv_heads key_dim value_dim cos sin cos_bytes half query_weight key_weight "
-    "slots keys values size",
-    "add": f"{_ROWS} x x_bytes y y_bytes out out_bytes",
-    "widen": f"{_ROWS} x x_bytes out out_bytes",
-}
-# Float32 behind the integers.
-_REALS = {"norm": "epsilon", "rotate": "epsilon"}
+# Functions, integers and float32 of the kernels by name.
+_KERNELS: dict[str, tuple[Callable[..., None], str, str]] = {}
+
+
+def _kernel(integers: str, reals: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that adds a kernel with these parameters, behind those of all."""
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        _KERNELS[function.__name__.removeprefix("_")] = function, f"rows columns counter {integers}", reals
+        return function
+
+    return add
 
 
 @cache
 def compile_rows(name: str, kind: str) -> Kernel:
     """Compile a kernel of this name for a dtype in KINDS."""
-    return compile_kernel(_KERNELS[name], {"of_kind": KINDS[kind]}, _INTEGERS[name], _REALS.get(name, ""))
+    function, integers, reals = _KERNELS[name]
+    return compile_kernel(function, {"of_kind": KINDS[kind]}, integers, reals)
 
 
 @kernel_part()
@@ -205,6 +207,7 @@ def _inverse_rms(p, x, columns, epsilon):
     return np.float32(1.0) / np.sqrt(mean + epsilon)
 
 
+@_kernel("x x_bytes y y_bytes sums sums_bytes weight out out_bytes", "epsilon")
 def _norm(p):
     at = carray(p, 1)[0]
     while True:
@@ -219,6 +222,7 @@ def _norm(p):
         scale_row(p, x, _inverse_rms(p, x, at.columns, at.epsilon), at.weight, at.out + row * at.out_bytes, at.columns)
 
 
+@_kernel("gate up x_bytes out out_bytes")
 def _gate(p):
     at = carray(p, 1)[0]
     while True:
@@ -237,6 +241,10 @@ def _turn(p, at, row, head, weight):
         rotate_head(p, head, at.cos + row * at.cos_bytes, at.sin + row * at.cos_bytes, at.half)
 
 
+@_kernel(
+    "x x_bytes heads kv_heads key_dim value_dim cos sin cos_bytes half query_weight key_weight slots keys values size",
+    "epsilon",
+)
 def _rotate(p):
     at = carray(p, 1)[0]
     head_bytes = at.key_dim * at.size
@@ -259,6 +267,7 @@ def _rotate(p):
             copy_bytes(at.values + slot * value_bytes, head, value_bytes)
 
 
+@_kernel("x x_bytes y y_bytes out out_bytes")
 def _add(p):
     at = carray(p, 1)[0]
     while True:
@@ -268,6 +277,7 @@ def _add(p):
         add_rows(p, at.x + row * at.x_bytes, at.y + row * at.y_bytes, at.out + row * at.out_bytes, at.columns)
 
 
+@_kernel("x x_bytes out out_bytes")
 def _widen(p):
     at = carray(p, 1)[0]
     while True:
@@ -275,12 +285,3 @@ def _widen(p):
         if row >= at.rows:
             return
         widen_row(p, at.x + row * at.x_bytes, at.out + row * at.out_bytes, at.columns)
-
-
-_KERNELS: dict[str, Callable[..., None]] = {
-    "norm": _norm,
-    "gate": _gate,
-    "rotate": _rotate,
-    "add": _add,
-    "widen": _widen,
-}

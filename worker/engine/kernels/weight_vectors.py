@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 
 from worker.engine.kernels.llvm import (
     F32,
@@ -58,34 +58,13 @@ ZERO_STEP = 128
 PANEL_VECTORS = 2
 
 
-@cache
-def vector_lanes() -> int:
-    """Return the number of float32 in a vector register, as numba's settings say (NUMBA_CPU_FEATURES)."""
-    from numba.core.registry import cpu_target  # numba is there only where the CPU computes
-
-    return 16 if "+avx512f" in _features(cpu_target) else 8
-
-
-@cache
-def panel_outputs() -> int:
-    """Return the number of outputs of a panel: PANEL in the comments."""
-    return PANEL_VECTORS * vector_lanes()
-
-
-def fixed_point_compiles() -> bool:
-    """Tell whether the processor has the instruction of fixed_linear.py; LLVM ends the process where it has not."""
-    from numba.core.registry import cpu_target
-
-    return ("+avx512bw" if vector_lanes() == 16 else "+avx2") in _features(cpu_target)
-
-
-def _features(target: object) -> tuple[str, ...]:
-    _, _, features = target.target_context.codegen().magic_tuple()  # type: ignore[attr-defined]
-    return tuple(str(features).split(","))
-
-
-V = vector_lanes()
-PANEL = panel_outputs()
+# The processor's features, as numba's settings say (NUMBA_CPU_FEATURES).
+_FEATURES = str(cpu_target.target_context.codegen().magic_tuple()[2]).split(",")
+# Number of float32 in a vector register, and of outputs of a panel.
+V = 16 if "+avx512f" in _FEATURES else 8
+PANEL = PANEL_VECTORS * V
+# Whether the processor has the instruction of fixed_linear.py; LLVM ends the process where it has not.
+FIXED_POINT_COMPILES = ("+avx512bw" if V == 16 else "+avx2") in _FEATURES
 HALVES = range(PANEL_VECTORS)
 FLOAT32, BFLOAT16, INT4 = (FORMATS[name] for name in ("float32", "bfloat16", "int4"))
 _UNITS = {FORMATS[name]: (UNIT_COLUMNS[name], UNIT_BYTES[name] * PANEL) for name in FORMATS}

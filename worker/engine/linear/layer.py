@@ -24,7 +24,7 @@ from worker.engine.device import dtype_name
 from worker.engine.kernels import fixed_linear, threads
 from worker.engine.kernels import linear as float_linear
 from worker.engine.kernels.threads import Workspace
-from worker.engine.kernels.weight_vectors import CALL_INTEGERS, UNIT_COLUMNS, ZERO_STEP, panel_outputs
+from worker.engine.kernels.weight_vectors import CALL_INTEGERS, PANEL, UNIT_COLUMNS, ZERO_STEP
 from worker.engine.quantized.weight import SYMMETRIC_ZERO, AnyLinear, QuantizedWeight
 
 # Number of columns whose products are summed before they are added to the total, where no group has its own scale.
@@ -85,8 +85,8 @@ def make_panels(linear: AnyLinear, *, fixed: bool = False) -> Panels:
     """Lay out a layer's weight and bias. `fixed`: for activations in fixed point, where the weight is codes."""
     weight = linear.weight
     outputs = linear.out_features
-    panels = -(-outputs // panel_outputs())
-    bias = torch.zeros(panels * panel_outputs())
+    panels = -(-outputs // PANEL)
+    bias = torch.zeros(panels * PANEL)
     if linear.bias is not None:
         bias[:outputs] = linear.bias.detach()
     if not isinstance(weight, QuantizedWeight):
@@ -132,12 +132,12 @@ def _padded(columns: int) -> int:
 def _in_panels(numbers: Tensor, name: str, panels: int) -> Tensor:
     """Lay out one number for each weight [out, in]: [panels, units, PANEL, ...]."""
     unit, columns = UNIT_COLUMNS[name], _padded(numbers.shape[1])
-    missing = columns - numbers.shape[1], panels * panel_outputs() - len(numbers)
+    missing = columns - numbers.shape[1], panels * PANEL - len(numbers)
     if any(missing):
         numbers = pad(numbers, (0, missing[0], 0, missing[1]))
     if name == "float32":
         unit = 1
-    of_panels = numbers.view(panels, panel_outputs(), columns // unit, unit).transpose(1, 2)
+    of_panels = numbers.view(panels, PANEL, columns // unit, unit).transpose(1, 2)
     if name == "int4":
         of_panels = of_panels[..., _NIBBLES[0]] | of_panels[..., _NIBBLES[1]] << 4
     return of_panels.contiguous()
@@ -146,8 +146,8 @@ def _in_panels(numbers: Tensor, name: str, panels: int) -> Tensor:
 def _groups_in_panels(of_groups: Tensor, panels: int) -> Tensor:
     """Lay out float32 [out, groups] as [panels, groups, PANEL]."""
     groups = of_groups.shape[1]
-    padded = pad(of_groups, (0, 0, 0, panels * panel_outputs() - len(of_groups)))
-    return padded.view(panels, panel_outputs(), groups).transpose(1, 2).contiguous()
+    padded = pad(of_groups, (0, 0, 0, panels * PANEL - len(of_groups)))
+    return padded.view(panels, PANEL, groups).transpose(1, 2).contiguous()
 
 
 # Maximum rows for which each tile unpacks the codes again, in registers: measured, the others unpack a panel first.

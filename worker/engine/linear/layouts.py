@@ -186,10 +186,10 @@ def _panels_work(kind: str, compute: torch.dtype, *, fixed: bool) -> bool:
     try:
         from numba.core.errors import NumbaError
 
-        from worker.engine.kernels.weight_vectors import fixed_point_compiles
+        from worker.engine.kernels.weight_vectors import FIXED_POINT_COMPILES
     except ImportError:
         return False
-    if fixed and not fixed_point_compiles():
+    if fixed and not FIXED_POINT_COMPILES:
         return False
     tolerance = _BFLOAT16 if compute == torch.bfloat16 else _FIXED if fixed else _FLOAT32
     try:

@@ -114,8 +114,10 @@ class ModelLayers:
         """Tell whether a parameter of the embeddings or the output head equals these values in the model's dtype."""
         module, _, kind = parameter.rpartition(".")
         dtype, quantized = self.loaded.dtype, self.loaded.quantized
-        if kind == "weight" and quantized is not None and quantized.has_end(module):
-            return quantized.repeats(module, values, dtype)
+        if kind == "weight" and quantized is not None:
+            repeated = quantized.repeats(module, values, dtype)
+            if repeated is not None:
+                return repeated
         own = self.bias(module) if kind == "bias" else self._weight(module)
         return own is not None and torch.equal(own.to("cpu", dtype), values.to(dtype))
 

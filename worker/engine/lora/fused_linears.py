@@ -6,7 +6,6 @@ x ──▶ FusedProduct.compute(x) ──▶ y [..., q | k | v] ──▶ q_pro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +44,6 @@ def _kind(linear: AnyLinear) -> object:
     return weight.bits, weight.group, weight.codes.dtype, weight.zeros is None
 
 
-@overload
-def fuse(linears: Sequence[nn.Linear]) -> nn.Linear: ...
-@overload
-def fuse(linears: Sequence[AnyLinear]) -> AnyLinear: ...
 def fuse(linears: Sequence[AnyLinear]) -> AnyLinear:
     """Concatenate the outputs of layers that can be fused into one layer; a single layer is returned unchanged."""
     if len(linears) == 1:

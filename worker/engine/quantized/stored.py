@@ -184,21 +184,17 @@ class QuantizedWeights:
         """Return the token embeddings, where they are quantized."""
         return next((weight for weight in self.weights.values() if weight.is_embedding), None)
 
-    def has_end(self, module: str) -> bool:
-        """Tell whether token embeddings or an output head have a quantized weight."""
-        return self._end(module) is not None
-
-    def repeats(self, module: str, values: Tensor, dtype: torch.dtype) -> bool:
-        """Tell whether the end's weight, before it was quantized, equals these values in `dtype`."""
-        weight = self._end(module)
-        assert weight is not None
+    def repeats(self, module: str, values: Tensor, dtype: torch.dtype) -> bool | None:
+        """Tell whether the weight of the token embeddings or the output head, before it was quantized, equals these
+        values in `dtype`; None where it is not quantized.
+        """
+        weight = self.weights.get(module) or (self.embeddings if self.tied else None)
+        if weight is None:
+            return None
         with open_tensors(self.checkpoint) as read:
             if weight.stored is None:
                 return torch.equal(read(weight.tensor).to(dtype), values.to(dtype))
             return equal(read_weight(weight.stored, read), quantize_weight(values, weight.stored.scheme.quantization))
-
-    def _end(self, module: str) -> LinearWeight | None:
-        return self.weights.get(module) or (self.embeddings if self.tied else None)
 
     def _read(self, weight: LinearWeight, read: ReadTensor) -> QuantizedWeight:
         if weight.stored is not None:

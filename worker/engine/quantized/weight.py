@@ -132,6 +132,7 @@ def quantize(weight: Tensor, bits: int, group: int | None = None, *, symmetric: 
     columns = weight.shape[1]
     group = group or columns
     lowest, highest = _CODES[bits]
+    middle = SYMMETRIC_ZERO if bits == 4 else 0
     wide = weight.detach().float()
     codes, scales, zeros = [], [], []
     for part in torch.split(wide, group, 1):
@@ -139,7 +140,7 @@ def quantize(weight: Tensor, bits: int, group: int | None = None, *, symmetric: 
         if symmetric:
             low, high = -torch.maximum(-low, high), torch.maximum(-low, high)
         scale = ((high - low) / (highest - lowest)).clamp(min=torch.finfo(torch.float32).tiny)
-        zero = torch.full_like(scale, _symmetric_zero(bits)) if symmetric else (lowest - low / scale).round()
+        zero = torch.full_like(scale, middle) if symmetric else (lowest - low / scale).round()
         rounded = (part / scale + zero).round().clamp(lowest, highest)
         if bits == 4:
             rounded, scale = _fitted(part, rounded, scale, zero)
@@ -200,10 +201,6 @@ def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         scales=torch.cat([weight.scales for weight in weights]),
         zeros=torch.cat(zeros) if zeros else None,
     )
-
-
-def _symmetric_zero(bits: int) -> int:
-    return SYMMETRIC_ZERO if bits == 4 else 0
 
 
 def pack_codes(codes: Tensor) -> Tensor:

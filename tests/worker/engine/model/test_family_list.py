@@ -10,7 +10,7 @@ import pytest
 
 from artifacts.encoders import ENCODERS
 from artifacts.families import FAMILIES
-from worker.engine.model.architectures import SUPPORTED, WHY_REFUSED, check_architecture
+from worker.engine.model.loader import SUPPORTED, WHY_REFUSED, check_architecture
 from worker.engine_api import ModelUnusableError
 
 

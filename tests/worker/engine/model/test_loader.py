@@ -15,8 +15,7 @@ from artifacts.families import KvShape
 from worker.engine.device import available_bytes
 from worker.engine.linear import layouts as packed
 from worker.engine.model import loader
-from worker.engine.model.architectures import SUPPORTED, check_architecture
-from worker.engine.model.loader import lay_out, load_model
+from worker.engine.model.loader import SUPPORTED, check_architecture, lay_out, load_model
 from worker.engine_api import ModelUnusableError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
