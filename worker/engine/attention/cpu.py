@@ -292,7 +292,7 @@ class CpuPlan:
         floats = shared * (self.scores + self.rows * scratch_floats(key_dim, value_dim))
         scratch = cache.workspace.address(floats * torch.get_num_threads())
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
-        number, kept = query.element_size(), keys.element_size()
+        number, size = query.element_size(), keys.element_size()
         key_scales, value_scales = (
             (scales.data_ptr() for scales in cache.scales[call.layer]) if cache.scales else (0, 0)
         )
@@ -302,7 +302,7 @@ class CpuPlan:
         kernel.run(
             *(query.data_ptr(), query.stride(0) * number, query.stride(1) * number),
             *(out.data_ptr(), out.stride(0) * number, out.stride(1) * number),
-            *(keys.data_ptr(), values.data_ptr(), key_dim * kept, value_dim * kept, key_scales, value_scales),
+            *(keys.data_ptr(), values.data_ptr(), key_dim * size, value_dim * size, key_scales, value_scales),
             *(cache.block_size, 0 if sinks is None else sinks.data_ptr(), call.window or 0),
             *(addresses[0], len(self.tasks), addresses[1], addresses[2], scratch, floats * 4),
             *(kv_heads, shared, heads_at_once(shared, key_dim), key_dim, value_dim, call.scaling, call.softcap or 0.0),

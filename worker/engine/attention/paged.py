@@ -57,8 +57,8 @@ class KvCache:
         # Not zeroed: on the CPU the system then allocates a block's pages on its first write. Unwritten slots are never
         # read.
         sizes = shape.layers, blocks + 1, block_size, shape.kv_heads
-        kept = torch.int8 if int8 else dtype
-        pools = [torch.empty(*sizes, dim, dtype=kept, device=device) for dim in (shape.key_dim, shape.value_dim)]
+        stored = torch.int8 if int8 else dtype
+        pools = [torch.empty(*sizes, dim, dtype=stored, device=device) for dim in (shape.key_dim, shape.value_dim)]
         # For each layer keys and values [slots, kv_heads, dim].
         self.slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in zip(*pools, strict=True)]
         # Of int8 for each layer the scales of keys and values [slots, kv_heads]; else empty.
@@ -103,8 +103,8 @@ def fitting_blocks(
     share = _CUDA_SHARE if device.type == "cuda" else _CPU_SHARE
     fitting = int(available_bytes * share) // (token_bytes * block_size)
     row_tokens = context if device.type == "cuda" else min(context, _CPU_TOKENS_PER_ROW)
-    wanted = max(rows * row_tokens, context)
-    return min(fitting, -(-wanted // block_size))
+    useful_tokens = max(rows * row_tokens, context)
+    return min(fitting, -(-useful_tokens // block_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,9 +122,9 @@ def use_kernels(model: Any, context: AttentionContext, dtype: torch.dtype, lengt
     norms = {module: norm for module in model.modules() if (norm := _norm_of(module, dtype)) is not None}
     calls = observe_layers(model, context, length)
     layers = [_layer_of(call, norms, arena) for call in calls]
-    found = [layer for layer in layers if layer is not None]
-    if found and len(found) == len(layers) and is_chain(calls):
-        steps = DecoderSteps(found, context, dtype)
+    recognized = [layer for layer in layers if layer is not None]
+    if recognized and len(recognized) == len(layers) and is_chain(calls):
+        steps = DecoderSteps(recognized, context, dtype)
         for index, call in enumerate(calls):
             call.module.forward = steps.forward(index, _own_forward(call.module))
     for module, norm in norms.items():
@@ -196,11 +196,11 @@ def _layer_of(call: ObservedLayer, norms: dict[Any, Norm], arena: Arena) -> Deco
         return None
     nothing = attended.new_empty(0)
     sinks = None if asked.sinks is None else asked.sinks.float().contiguous()
-    kept = replace(asked, query=nothing, key=nothing, value=nothing, sinks=sinks)
+    form = replace(asked, query=nothing, key=nothing, value=nothing, sinks=sinks)
     for rotates in (True, False):
-        layer = DecoderLayer(before, qkv, AttentionForm(heads, kept, rotates), o, between, mlp)
-        given = layer.call(layer.project(call.hidden[0], rotation, arena))
-        if all(_same(getattr(given, part), getattr(asked, part)) for part in ("query", "key", "value")):
+        layer = DecoderLayer(before, qkv, AttentionForm(heads, form, rotates), o, between, mlp)
+        computed = layer.call(layer.project(call.hidden[0], rotation, arena))
+        if all(_same(getattr(computed, part), getattr(asked, part)) for part in ("query", "key", "value")):
             out = layer.finish(call.hidden[0], attended.flatten(1), arena)
             return layer if _same(out, call.out[0]) else None
     return None
@@ -208,15 +208,15 @@ def _layer_of(call: ObservedLayer, norms: dict[Any, Norm], arena: Arena) -> Deco
 
 def _heads_of(attention: Any, call: LayerCall, norms: dict[Any, Norm]) -> Heads | None:
     own = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    found = [norms.get(module) for module in own]
-    if any(module is not None and norm is None for module, norm in zip(own, found, strict=True)):
+    own_norms = [norms.get(module) for module in own]
+    if any(module is not None and norm is None for module, norm in zip(own, own_norms, strict=True)):
         return None
     _, heads, key_dim = call.query.shape
-    if any(norm is not None and len(norm.weight) != key_dim for norm in found):
+    if any(norm is not None and len(norm.weight) != key_dim for norm in own_norms):
         return None
-    if len({norm.epsilon for norm in found if norm is not None}) > 1:
+    if len({norm.epsilon for norm in own_norms if norm is not None}) > 1:
         return None
-    return Heads(heads, call.key.shape[1], key_dim, call.value.shape[-1], *found)
+    return Heads(heads, call.key.shape[1], key_dim, call.value.shape[-1], *own_norms)
 
 
 def _fits(heads: Heads, qkv: CpuGroup, o: CpuGroup, rotation: Rotation) -> bool:
@@ -237,17 +237,17 @@ def _mlp_of(module: Any) -> Mlp | None:
 def _product_of(module: Any, names: tuple[str, ...], other: str = "") -> CpuGroup | None:
     """Return the product of layers that it computes, in this order, or of the one layer `other`; None: of others."""
     names = names if hasattr(module, names[0]) else (other,)
-    found = [getattr(module, name, None) for name in names]
-    parts = [part for part in found if isinstance(part, FusedPart)]
-    if not parts or len(parts) < len(found):
+    layers = [getattr(module, name, None) for name in names]
+    parts = [part for part in layers if isinstance(part, FusedPart)]
+    if not parts or len(parts) < len(layers):
         return None
     product = parts[0].product
     whole = [part.index for part in parts if part.product is product] == list(range(len(product.widths)))
     return product if whole and isinstance(product, CpuGroup) else None
 
 
-def _same(given: Tensor, expected: Tensor) -> bool:
-    if given.shape != expected.shape or given.dtype != expected.dtype:
+def _same(actual: Tensor, expected: Tensor) -> bool:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    difference = (given.float() - expected.float()).abs().max()
-    return bool(difference <= _TOLERANCE[given.dtype] * expected.float().abs().max())
+    difference = (actual.float() - expected.float()).abs().max()
+    return bool(difference <= _TOLERANCE[actual.dtype] * expected.float().abs().max())

@@ -141,8 +141,8 @@ class DecoderSteps:
             step, embeddings = self._context.step, named.get("position_embeddings")
             if not isinstance(step, AttentionStep) or embeddings is None:
                 return original(hidden_states, *arguments, **named)
-            kept = step.cache.slots[0][0].dtype
-            if hidden_states.dtype != self._dtype or kept not in (self._dtype, torch.int8):
+            stored = step.cache.slots[0][0].dtype
+            if hidden_states.dtype != self._dtype or stored not in (self._dtype, torch.int8):
                 return original(hidden_states, *arguments, **named)
             if self._done is step:
                 if index == len(self._layers) - 1:

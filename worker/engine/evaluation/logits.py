@@ -111,7 +111,7 @@ class EvaluatedModel:
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
                 use_cache=False,
-                logits_to_keep=inputs.wanted,
+                logits_to_keep=inputs.logit_places,
             )
         logits: Tensor = output.logits[0].float()
         return logits

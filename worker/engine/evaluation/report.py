@@ -59,14 +59,14 @@ class WeightError:
 @torch.inference_mode()
 def weight_errors(original: nn.Module, quantized: nn.Module) -> list[WeightError]:
     """Compare each quantized weight with the original's, by kind of layer in the order of the model."""
-    found: dict[str, WeightError] = {}
+    by_kind: dict[str, WeightError] = {}
     for name, module in quantized.named_modules():
         weight = _quantized_weight(module)
         if weight is not None:
             kind = name.rpartition(".")[2]
             own: Any = original.get_submodule(name).weight
-            found.setdefault(kind, WeightError(kind)).add(own, weight.dequantize().to(own.device))
-    return list(found.values())
+            by_kind.setdefault(kind, WeightError(kind)).add(own, weight.dequantize().to(own.device))
+    return list(by_kind.values())
 
 
 def weight_bytes(model: nn.Module, number_bytes: int) -> int:

@@ -157,15 +157,15 @@ _INTEGERS = (
 
 
 @cache
-def compile_attention(shared: int, key_dim: int, value_dim: int, kind: str, kept: str) -> Kernel:
+def compile_attention(shared: int, key_dim: int, value_dim: int, kind: str, stored: str) -> Kernel:
     """Compile the kernel. Threads called with the same two zeroed `counters` share the tasks.
 
     `shared` is the number of query heads per key head; queries and outputs are of dtype `kind`, keys and values of
-    `kept`. 0 for the address of `sinks` (float32 [heads]), for `window` and for `softcap` means none.
+    `stored`. 0 for the address of `sinks` (float32 [heads]), for `window` and for `softcap` means none.
     """
     dims = {"of_shared": shared, "of_key_dim": key_dim, "of_value_dim": value_dim}
     return compile_kernel(
-        _attend, dims | {"of_kind": KINDS[kind], "of_kept": KINDS[kept]}, _INTEGERS, "scaling softcap"
+        _attend, dims | {"of_kind": KINDS[kind], "of_kept": KINDS[stored]}, _INTEGERS, "scaling softcap"
     )
 
 

@@ -128,7 +128,7 @@ def _samples(model: nn.Module) -> dict[str, list[tuple[AnyLinear, int]]]:
 def _measure(layer: AnyLinear, count: int, candidates: Sequence[Candidate]) -> dict[Candidate, list[float]]:
     """Return the seconds of `count` such layers in each layout, for each of _ROWS."""
     flush = torch.zeros(_CACHE_BYTES // 4)
-    made = {candidate: candidate.layout.make(layer) for candidate in candidates}
+    laid_out = {candidate: candidate.layout.make(layer) for candidate in candidates}
     seconds: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
     for rows in _ROWS:
         fastest = dict.fromkeys(candidates, float("inf"))
@@ -141,7 +141,7 @@ def _measure(layer: AnyLinear, count: int, candidates: Sequence[Candidate]) -> d
                 x = torch.ones(rows, layer.in_features, dtype=candidate.compute)
                 flush.add_(1)
                 start = time.perf_counter()
-                made[candidate](x)
+                laid_out[candidate](x)
                 fastest[candidate] = min(fastest[candidate], time.perf_counter() - start)
         for candidate, taken in fastest.items():
             seconds[candidate].append(count * taken)

@@ -237,8 +237,8 @@ class PanelLayer(nn.Module):
         """Call the kernel in all threads; `own` are the kernel's own parameters of a call."""
         _scratch.counters[:] = 0
         tasks = min(self._panels.count, torch.get_num_threads() * _TASKS_PER_THREAD)
-        given = x.data_ptr(), rows, y.data_ptr(), _scratch.counters_address, tasks, scratch
-        threads.run_on_all_threads(self._kernel.address, self._call.pack(*given, *own) + self._kept)
+        call = x.data_ptr(), rows, y.data_ptr(), _scratch.counters_address, tasks, scratch
+        threads.run_on_all_threads(self._kernel.address, self._call.pack(*call, *own) + self._kept)
 
 
 class PanelLinear(PanelLayer):

@@ -211,12 +211,12 @@ def _checked_linear(kind: str, outputs: int) -> AnyLinear:
     return linear.to(getattr(torch, kind))
 
 
-def _is_right(linear: AnyLinear, made: nn.Module, tolerance: float, compute: torch.dtype) -> bool:
+def _is_right(linear: AnyLinear, layer: nn.Module, tolerance: float, compute: torch.dtype) -> bool:
     weight = linear.weight.dequantize() if isinstance(linear, QuantizedLinear) else linear.weight.float()
     bias: Tensor | None = None if linear.bias is None else linear.bias.float()
     for rows in (1, 7, 40):
         x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(rows)).to(compute)
         expected = multiply(x.float(), weight, bias)
-        if (made(x).float() - expected).abs().max() > tolerance * expected.abs().max():
+        if (layer(x).float() - expected).abs().max() > tolerance * expected.abs().max():
             return False
     return True

@@ -166,11 +166,11 @@ class AdapterLayers(Protocol):
     def install(self, weights: AdapterWeights, slot: int) -> None:
         """Replace a slot's adapter; steps that are already launched still use the old one."""
 
-    def begin_step(self, rows: Sequence[tuple[int, int]], wanted: Sequence[int] = ()) -> None:
+    def begin_step(self, rows: Sequence[tuple[int, int]], logit_counts: Sequence[int] = ()) -> None:
         """Set the rows that the layers compute until the next call.
 
-        `rows` are (slot or -1, tokens): first those with one token, then those with more, each sorted by slot. `wanted`
-        is the number of each row's tokens that the output head computes logits for.
+        `rows` are (slot or -1, tokens): first those with one token, then those with more, each sorted by slot.
+        `logit_counts` are the numbers of their tokens that the output head computes logits for.
         """
 
     def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:

@@ -237,11 +237,11 @@ class CpuLayers:
         for name, embedding in self._embeddings.items():
             embedding.pairs[slot] = weights.pairs.get(name)
 
-    def begin_step(self, rows: Sequence[tuple[int, int]], wanted: Sequence[int] = ()) -> None:
+    def begin_step(self, rows: Sequence[tuple[int, int]], logit_counts: Sequence[int] = ()) -> None:
         """See AdapterLayers."""
         self._step.set_rows(rows)
         if self._has_ends:
-            self._head_step.set_rows([(slot, count) for (slot, _), count in zip(rows, wanted, strict=True)])
+            self._head_step.set_rows([(slot, count) for (slot, _), count in zip(rows, logit_counts, strict=True)])
 
     def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
         """See AdapterLayers."""

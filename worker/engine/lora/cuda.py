@@ -372,7 +372,7 @@ class CudaLora:
         self._table[:padded].copy_(upload(lines, self._device, torch.int32))
         self._tiles = Tiles(self._table[:padded], LOW_TILE)
 
-    def begin_step(self, rows: Sequence[tuple[int, int]], wanted: Sequence[int] = ()) -> None:
+    def begin_step(self, rows: Sequence[tuple[int, int]], logit_counts: Sequence[int] = ()) -> None:
         """See AdapterLayers. The host's work is O(rows + tiles); where no row has an adapter nothing is launched."""
         height = HIGH_TILE if any(slot >= 0 and tokens > LOW_TILE for slot, tokens in rows) else LOW_TILE
         lines = tile_lines(rows, height)

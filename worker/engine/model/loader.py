@@ -347,9 +347,9 @@ def _check_kernels(loaded: LoadedModel, choice: Choice) -> None:
 
 def _other_bytes(module: nn.Module) -> int:
     """Return the bytes in float32 of all parameters but the linear layers' weights, which stay as they are."""
-    kept = {id(layer.weight) for layer in module.modules() if is_linear(layer)}
+    linear_weights = {id(layer.weight) for layer in module.modules() if is_linear(layer)}
     embeddings = [layer.weight.numel() for layer in module.modules() if isinstance(layer, nn.Embedding)]
-    others = (parameter.numel() for parameter in module.parameters() if id(parameter) not in kept)
+    others = (parameter.numel() for parameter in module.parameters() if id(parameter) not in linear_weights)
     return 4 * (sum(others) + sum(embeddings))
 
 

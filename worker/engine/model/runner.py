@@ -29,14 +29,14 @@ from worker.engine_api import EngineLimits
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """`input_ids` and `position_ids` are [1, tokens]; `wanted` indexes the tokens whose logits are needed.
+    """`input_ids` and `position_ids` are [1, tokens]; `logit_places` indexes the tokens whose logits are needed.
 
     These are, row after row, its prompt_positions and, where it samples, its last token.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    wanted: Tensor
+    logit_places: Tensor
     attention: AttentionStep
 
 
@@ -45,21 +45,21 @@ def step_inputs(batch: Batch, cache: KvCache, device: torch.device) -> StepInput
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    wanted: list[int] = []
+    logit_places: list[int] = []
     size = cache.block_size
     for row in batch.rows:
         table, end = row.sequence.block_table, row.start + row.count
         ids += row.sequence.ids[row.start : end]
         if row.last_is_placeholder:
             ids.append(0)
-        wanted += [len(positions) + position - row.start for position in row.prompt_positions]
+        logit_places += [len(positions) + position - row.start for position in row.prompt_positions]
         positions += range(row.start, end)
         slots += [table[position // size] * size + position % size for position in range(row.start, end)]
         if row.samples:
-            wanted.append(len(ids) - 1)
+            logit_places.append(len(ids) - 1)
     flat = upload([ids, positions, slots], device)
     attention = AttentionStep(cache, flat[2], attention_plan(batch, cache, device))
-    return StepInputs(flat[None, 0], flat[None, 1], upload(wanted, device, torch.int64), attention)
+    return StepInputs(flat[None, 0], flat[None, 1], upload(logit_places, device, torch.int64), attention)
 
 
 def attention_plan(batch: Batch, cache: KvCache, device: torch.device) -> AttentionPlan:
@@ -93,7 +93,7 @@ class DecodeBuffers:
         self._tokens = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self._tokens[2] = cache.scratch_block * cache.block_size
         self._tables = torch.full((rows, blocks), cache.scratch_block, dtype=torch.int32, device=device)
-        self._wanted = torch.arange(rows, device=device)
+        self._logit_places = torch.arange(rows, device=device)
 
     def fill(self, rows: Sequence[Row]) -> int:
         """Lay out decode rows; returns the size they are padded to.
@@ -124,7 +124,7 @@ class DecodeBuffers:
         """Return the step of that size: views of the buffers, at the same addresses every time."""
         ids, positions, slots = self._tokens[:, :size].unbind()
         step = AttentionStep(self._cache, slots, self._plan(size))
-        return StepInputs(ids[None], positions[None], self._wanted[:size], step)
+        return StepInputs(ids[None], positions[None], self._logit_places[:size], step)
 
     def _plan(self, size: int) -> AttentionPlan:
         tables, positions = self._tables[:size], self._tokens[1, :size]
@@ -296,7 +296,7 @@ class Runner:
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
                 use_cache=False,
-                logits_to_keep=inputs.wanted,
+                logits_to_keep=inputs.logit_places,
             )
         logits: Tensor = output.logits[0]
         return logits

@@ -53,8 +53,8 @@ def write_copy(model: str, out: str, scheme: str, progress: Progress = lambda do
     """
     base = read_base_model(model, quantize=scheme)
     config = parse_object(base.files["config.json"], "config.json")
-    wanted = parse_quantization(scheme, "--to")
-    if wanted is None or "quantization_config" in config:
+    target = parse_quantization(scheme, "--to")
+    if target is None or "quantization_config" in config:
         raise ArtifactError("model", f"{model} is quantized already; give the original")
     directory = Path(out)
     if directory.exists():
@@ -65,9 +65,9 @@ def write_copy(model: str, out: str, scheme: str, progress: Progress = lambda do
         unfinished.mkdir(parents=True)
         checkpoint = read_checkpoint(Path(model))
         weights = {weight.tensor: weight for weight in read_weights(config, checkpoint).values()}
-        _write_tensors(unfinished, checkpoint, weights, wanted, progress)
+        _write_tensors(unfinished, checkpoint, weights, target, progress)
         _copy_small_files(Path(model), unfinished)
-        config |= {"quantization_config": _quantization_config(base, weights, wanted)}
+        config |= {"quantization_config": _quantization_config(base, weights, target)}
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         os.rename(unfinished, directory)
     except OSError as error:
@@ -135,9 +135,9 @@ def _words(rows: Tensor) -> Tensor:
 
 
 def _quantization_config(base: BaseModel, weights: Mapping[str, LinearWeight], scheme: Quantization) -> dict[str, Any]:
-    left = [weight.tensor.removesuffix(".weight") for weight in weights.values() if weight.scheme(scheme) is None]
+    ignored = [weight.tensor.removesuffix(".weight") for weight in weights.values() if weight.scheme(scheme) is None]
     if FAMILIES[base.architecture].experts:
-        left += [r"re:.*\.experts\..*", r"re:.*\.(gate|router)$"]
+        ignored += [r"re:.*\.experts\..*", r"re:.*\.(gate|router)$"]
     arguments = {
         "num_bits": scheme.bits,
         "type": "float" if scheme.floating else "int",
@@ -154,7 +154,7 @@ def _quantization_config(base: BaseModel, weights: Mapping[str, LinearWeight], s
         "config_groups": {
             "group_0": {"targets": targets, "weights": arguments, "input_activations": None, "output_activations": None}
         },
-        "ignore": left,
+        "ignore": ignored,
         "kv_cache_scheme": None,
         "loraplex": {"original": base.original_digest, "quantization": str(scheme)},
     }

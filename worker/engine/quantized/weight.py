@@ -165,7 +165,7 @@ def _fitted(part: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> tuple[T
     """
     wide = part.double()
     best = ((codes - zero) * scale - wide).square().sum(1, keepdim=True)
-    found, turn = (codes, scale), codes
+    result, turn = (codes, scale), codes
     for _ in range(_FITS):
         steps = (turn - zero).double()
         fit = (steps * wide).sum(1, keepdim=True) / steps.square().sum(1, keepdim=True).clamp(min=1)
@@ -174,8 +174,8 @@ def _fitted(part: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> tuple[T
         error = ((turn - zero) * fitted - wide).square().sum(1, keepdim=True)
         better = error < best
         best = torch.where(better, error, best)
-        found = torch.where(better, turn, found[0]), torch.where(better, fitted, found[1])
-    return found
+        result = torch.where(better, turn, result[0]), torch.where(better, fitted, result[1])
+    return result
 
 
 def equal(one: QuantizedWeight, other: QuantizedWeight) -> bool:

@@ -150,15 +150,15 @@ class AdapterCache(Generic[P]):
 
     def forget_others(self, kept: Container[str]) -> Removal:
         """Remove the adapters but those that are kept from host memory and slots; those in use count as left."""
-        removed = left = 0
+        removed = in_use = 0
         for digest in [digest for digest in self._host.kept_digests if digest not in kept]:
             self._host.drop(digest)
             removed += 1
         for digest in [digest for digest in self.slots.digests if digest not in kept]:
             dropped = self.slots.drop(digest)
-            removed, left = removed + dropped, left + (not dropped)
+            removed, in_use = removed + dropped, in_use + (not dropped)
         coming = {*self._commands, *self._reads.pending, *self._reads.loading, *self._host.held_digests}
-        return Removal(removed, left + sum(one not in kept and one not in self.slots for one in coming))
+        return Removal(removed, in_use + sum(one not in kept and one not in self.slots for one in coming))
 
     def poll(self, *, busy: bool = False) -> Arrivals:
         """Put what has been loaded into slots, the most urgent first; `busy`: sequences run, which that delays."""
@@ -202,9 +202,11 @@ class AdapterCache(Generic[P]):
         self.slots.check(pins)
         # Nobody waits for what the next poll returns.
         settled = {*self._arrived, *(digest for digest, _ in self._failed)}
-        wanted = self._requested() - settled
+        requested = self._requested() - settled
         places = [*self._reads.requested, *self._host.held_digests]
-        require_integrity(sorted(places) == sorted(wanted), f"{wanted} are requested, and {places} are on their way")
+        require_integrity(
+            sorted(places) == sorted(requested), f"{requested} are requested, and {places} are on their way"
+        )
         lacking = set(self.demand.lacking) - settled
         held = self._host.held_digests & self.demand.parked_digests
         require_integrity(held == lacking, f"{held} are in host memory and waited for, but {lacking} lack a slot")

@@ -321,11 +321,11 @@ class DeviceSlots:
         """Let slots drain for starved adapters that got none; return the adapters that may stay after all."""
         if not (starved or self.draining):
             return []
-        wanted = min(len(starved), self._drain_most)
-        spared = list(self.draining)[wanted:]
+        most = min(len(starved), self._drain_most)
+        spared = list(self.draining)[most:]
         for digest in spared:
             del self.draining[digest]
-        while len(self.draining) < wanted:
+        while len(self.draining) < most:
             candidates = [
                 (resident.pins, digest)
                 for digest, resident in self._resident.items()

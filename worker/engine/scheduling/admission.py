@@ -57,17 +57,17 @@ class RowShares:
 
     def victims(self, sequence: Sequence, candidates: list[Sequence], rows: int, blocks: int) -> list[Sequence]:
         """Return whom of the candidates to preempt for so many rows and blocks; empty where all are not enough."""
-        least, left, victims = self.with_one_more(sequence), self._rows.copy(), list[Sequence]()
+        least, rows_of, victims = self.with_one_more(sequence), self._rows.copy(), list[Sequence]()
         while rows > 0 or blocks > 0:
             victim, keeps = None, least
             for one in candidates:  # of equals the last in rank
-                kept = (left[one.spec.tenant] - 1) / one.spec.weight
-                if kept >= keeps and one not in victims:
-                    victim, keeps = one, kept
+                share = (rows_of[one.spec.tenant] - 1) / one.spec.weight
+                if share >= keeps and one not in victims:
+                    victim, keeps = one, share
             if victim is None:
                 return []
             victims.append(victim)
-            left[victim.spec.tenant] -= 1
+            rows_of[victim.spec.tenant] -= 1
             rows, blocks = rows - 1, blocks - len(victim.block_table)
         return victims
 

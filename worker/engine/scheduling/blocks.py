@@ -124,19 +124,19 @@ class BlockManager:
 
         Blocks with references stay, and count as left. Takes time O(blocks).
         """
-        removed = left = 0
+        removed = in_use = 0
         for block, key in enumerate(self._key_of):
             owner, adapter = self._owner_of[block]
             if key is None or (owner != tenant and (not adapter or adapter in kept_adapters)):
                 continue
             if self._references[block]:
-                left += 1
+                in_use += 1
                 continue
             del self._block_of[key], self._cached[block]
             self._key_of[block] = None
             self._free.append(block)
             removed += 1
-        return Removal(removed, left)
+        return Removal(removed, in_use)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise BlockIntegrityError unless exactly these sequences hold references. Takes time O(blocks)."""

@@ -135,13 +135,13 @@ class ChunkBudget:
         self._seconds += half._seconds
         self._begun = self._begun or half._begun
 
-    def take(self, start: int, wanted: int) -> int:
-        """Take the tokens of a sequence's chunk from position `start` on, at most `wanted`, and return their number.
+    def take(self, start: int, asked: int) -> int:
+        """Take the tokens of a sequence's chunk from position `start` on, at most `asked`, and return their number.
 
         The first chunk gets at least one token; after a chunk of 0 tokens nothing is left.
         """
-        most = min(wanted, self._tokens)
-        count = most if self._costs is None else self._fitting(self._costs, start, wanted, most)
+        most = min(asked, self._tokens)
+        count = most if self._costs is None else self._fitting(self._costs, start, asked, most)
         self._tokens -= count or self._tokens
         self._taken += count
         if self._costs and count:
@@ -149,7 +149,7 @@ class ChunkBudget:
             self._begun = True
         return count
 
-    def _fitting(self, costs: _Costs, start: int, wanted: int, most: int) -> int:
+    def _fitting(self, costs: _Costs, start: int, asked: int, most: int) -> int:
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -157,7 +157,7 @@ class ChunkBudget:
                 low = middle
             else:
                 high = middle - 1
-        count = low if low == wanted else low - low % (_GRAIN if low >= _GRAIN else _LEAST_CHUNK)
+        count = low if low == asked else low - low % (_GRAIN if low >= _GRAIN else _LEAST_CHUNK)
         return count if self._begun else max(count, min(_LEAST_CHUNK, most))
 
 
