@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.grammars import GrammarThread
 from worker.engine.scheduling.scheduler import SequenceScheduler
-from worker.engine_api import AdapterSource, EngineLimits, EngineStats, NewSequence, Output, Removal
+from worker.engine_api import EngineLimits, EngineStats, NewSequence, Output, Removal
 
 S = TypeVar("S", bound=SequenceScheduler)
 
@@ -19,7 +19,7 @@ class Engine(ABC, Generic[S]):
 
     def __init__(self, scheduler: S, adapters: AdapterCache[Any], grammars: GrammarThread | None = None) -> None:
         self._scheduler = scheduler
-        self._adapters = adapters
+        self.adapters = adapters
         self._grammars = grammars
 
     @property
@@ -35,21 +35,9 @@ class Engine(ABC, Generic[S]):
         """Forget a sequence and free all it holds, at once; unknown ids are ignored."""
         self._scheduler.abort(sequence_id)
 
-    def warm_adapter(self, adapter: AdapterSource) -> None:
-        """Bring an adapter into a slot as soon as nobody who waits needs it."""
-        self._adapters.warm_adapter(adapter)
-
-    def pin_adapter(self, adapter: AdapterSource) -> None:
-        """Bring an adapter into a slot and keep it there. Raises ValueError where no slot would be left for others."""
-        self._adapters.pin_adapter(adapter)
-
-    def unpin_adapter(self, digest: str) -> None:
-        """Let a pinned adapter leave again; unknown digests are ignored."""
-        self._adapters.unpin_adapter(digest)
-
     def forget_tenant(self, tenant: str, kept_adapters: Container[str]) -> Mapping[str, Removal]:
         """Remove what is cached of a tenant, and adapters that are not kept; returns what was removed, by place."""
-        removals = {"adapters in memory and slots": self._adapters.forget_others(kept_adapters)}
+        removals = {"adapters in memory and slots": self.adapters.forget_others(kept_adapters)}
         if self._scheduler.blocks is not None:
             removals["KV blocks"] = self._scheduler.blocks.forget_tenant(tenant, kept_adapters)
         if self._grammars is not None:
@@ -76,4 +64,4 @@ class Engine(ABC, Generic[S]):
         """End the threads. The memory is freed with the engine."""
         if self._grammars is not None:
             self._grammars.close()
-        self._adapters.close()
+        self.adapters.close()

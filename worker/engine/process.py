@@ -159,14 +159,14 @@ def _apply(engine: Engine[Any], end: EngineEnd, message: ToEngine) -> None:
             for sequence_id in sequence_ids:
                 engine.abort(sequence_id)
         case Warm(adapter):
-            engine.warm_adapter(adapter)
+            engine.adapters.warm_adapter(adapter)
         case Pin(adapter):
             try:
-                engine.pin_adapter(adapter)
+                engine.adapters.pin_adapter(adapter)
             except ValueError as error:
                 end.send(PinRefused(adapter.digest, str(error)))
         case Unpin(digest):
-            engine.unpin_adapter(digest)
+            engine.adapters.unpin_adapter(digest)
         case ForgetTenant(tenant, kept_adapters):
             end.send(TenantForgotten(dict(engine.forget_tenant(tenant, kept_adapters))))
         case Configure():

@@ -72,19 +72,6 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: LayerCa
     return torch.matmul(weights[..., : k.shape[-2]], v)
 
 
-def visibility(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
-    """Return the key positions [1, k] that query positions [q, 1] attend to: bool [q, k]. Transposed, [k, q]."""
-    seen = keys <= queries
-    if window is not None:
-        seen &= keys > queries - window
-    return seen
-
-
-def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an additive mask: 0 where `seen` is true, minus infinity elsewhere."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
-
-
 # Tokens of a block of queries. Measured: 32 to 128 take the same time, fewer and more are slower.
 _BLOCK_TOKENS = 64
 # Maximum number of scores of a key head for which one call of scaled_dot_product_attention is faster.
@@ -161,8 +148,11 @@ class Chunk:
             device, end = call.query.device, self.start + stop
             keys = torch.arange(low, end, device=device)[:, None]
             queries = torch.arange(self.start + first, end, device=device)[None]
-            seen = visibility(keys, queries, call.window)
-            mask = self.masks[first, low, call.window] = additive_mask(seen, call.query.dtype)
+            seen = keys <= queries
+            if call.window is not None:
+                seen &= keys > queries - call.window
+            mask = torch.zeros(seen.shape, dtype=call.query.dtype, device=device).masked_fill_(~seen, float("-inf"))
+            self.masks[first, low, call.window] = mask
         return mask
 
 

@@ -58,7 +58,7 @@ class EncoderScheduler(SequenceScheduler):
 
     def has_work(self) -> bool:
         """See SequenceScheduler."""
-        return self._waiting.any_ready or self._adapters.has_work()
+        return self._waiting.ready > 0 or self._adapters.has_work()
 
     def take_arrivals(self) -> list[Output]:
         """Let in adapters that are ready; end the texts whose adapter could not be loaded."""

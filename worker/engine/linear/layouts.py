@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,11 @@ from worker.engine.device import dtype_name
 from worker.engine.lora.fused_linears import FusedPart, FusedProduct, can_fuse, fuse, fusion_candidates
 from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear, quantize
 
-# Maximum difference from nn.Linear, relative to the largest output, that rounding explains.
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# Maximum difference from the definition, relative to the largest output, that rounding explains: by the dtype that is
+# computed in, and of inputs in fixed point.
+_TOLERANCE, _FIXED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}, 1e-4
+# Features of the layers that layouts are checked with; those of an odd number of outputs have no bias.
+_CHECKED_COLUMNS, _CHECKED_OUTPUTS = 80, (96, 33)
 # Number of rows that the operator is told to expect; measured, it makes no difference.
 _ROWS_HINT = 32
 
@@ -57,27 +61,11 @@ def packing_works(dtype: torch.dtype) -> bool:
     """Tell whether packed weights give nn.Linear's results on this machine."""
     if dtype not in _TOLERANCE or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    generator = torch.Generator().manual_seed(0)
     try:
-        for out_features, bias in ((96, True), (33, False)):
-            linear = nn.Linear(80, out_features, bias=bias, dtype=dtype)
-            for parameter in linear.parameters():
-                parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-            packed = PackedLinear(linear)
-            for rows in (1, 7, 40):
-                x = torch.randn(rows, 80, generator=generator).to(dtype)
-                expected = linear(x).float()
-                if (packed(x).float() - expected).abs().max() > _TOLERANCE[dtype] * expected.abs().max():
-                    return False
+        checked = [_checked_linear(dtype_name(dtype), outputs) for outputs in _CHECKED_OUTPUTS]
+        return all(_is_right(one, PackedLinear(one), _TOLERANCE[dtype], dtype) for one in checked)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
-    return True
-
-
-# Maximum difference from the definition, relative to the largest output.
-_FLOAT32, _BFLOAT16, _FIXED = 1e-5, 2e-2, 1e-4
-# Features and bits of the layers that layouts are checked with.
-_CHECKED_COLUMNS, _CHECKED_OUTPUTS = 80, (96, 33)
 
 
 @dataclass(frozen=True)
@@ -191,7 +179,7 @@ def _panels_work(kind: str, compute: torch.dtype, *, fixed: bool) -> bool:
         return False
     if fixed and not FIXED_POINT_COMPILES:
         return False
-    tolerance = _BFLOAT16 if compute == torch.bfloat16 else _FIXED if fixed else _FLOAT32
+    tolerance = _FIXED if fixed and compute == torch.float32 else _TOLERANCE[compute]
     try:
         checked = [_checked_linear(kind, outputs) for outputs in _CHECKED_OUTPUTS]
         return all(_is_right(one, _panels(one, compute, fixed=fixed), tolerance, compute) for one in checked)
@@ -199,15 +187,17 @@ def _panels_work(kind: str, compute: torch.dtype, *, fixed: bool) -> bool:
         return False
 
 
-def _checked_linear(kind: str, outputs: int) -> AnyLinear:
+def _checked_linear(kind: str, outputs: int) -> Any:
     generator = torch.Generator().manual_seed(outputs)
-    weight, bias = (torch.randn(shape, generator=generator) for shape in ((outputs, _CHECKED_COLUMNS), (outputs,)))
+    weight = torch.randn(outputs, _CHECKED_COLUMNS, generator=generator)
+    bias = None if outputs % 2 else torch.randn(outputs, generator=generator)
     if kind.startswith("int"):
         bits = int(kind.removeprefix("int"))
         return QuantizedLinear(quantize(weight, bits, None if bits == 8 else 32, symmetric=outputs % 2 == 0), bias)
-    linear = nn.Linear(_CHECKED_COLUMNS, outputs).requires_grad_(False)
+    linear = nn.Linear(_CHECKED_COLUMNS, outputs, bias=bias is not None).requires_grad_(False)
     linear.weight.copy_(weight)
-    linear.bias.copy_(bias)
+    if bias is not None:
+        linear.bias.copy_(bias)
     return linear.to(getattr(torch, kind))
 
 

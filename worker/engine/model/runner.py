@@ -187,17 +187,6 @@ class DecodeGraphs:
         return self._logits[:size]
 
 
-def capture_decodes(
-    buffers: DecodeBuffers, forward: Callable[[StepInputs], Tensor], begin: Callable[[int, bool], None]
-) -> DecodeGraphs | None:
-    """Capture a model's decode steps; None, with a warning, where that can't be done: they run uncaptured then."""
-    try:
-        return DecodeGraphs(buffers, forward, begin)
-    except RuntimeError as error:
-        _log.warning("decode steps run without CUDA graphs, capturing them failed: %s", " ".join(str(error).split()))
-        return None
-
-
 def _warm_up(inputs: StepInputs, forward: Callable[[StepInputs], Tensor]) -> Tensor:
     """Compile the kernels and let libraries take their workspaces: neither can be done while capturing."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -239,7 +228,11 @@ class Runner:
         if loaded.device.type == "cuda":
             self._buffers = DecodeBuffers(limits.rows, limits.max_tokens, cache, loaded.device)
             with torch.inference_mode():
-                self._graphs = capture_decodes(self._buffers, self._forward, self._begin_empty)
+                try:
+                    self._graphs = DecodeGraphs(self._buffers, self._forward, self._begin_empty)
+                except RuntimeError as error:
+                    why = " ".join(str(error).split())
+                    _log.warning("decode steps run without CUDA graphs, capturing them failed: %s", why)
         else:
             self._warm_up()
 

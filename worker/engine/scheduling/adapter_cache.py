@@ -202,11 +202,9 @@ class AdapterCache(Generic[P]):
         self.slots.check(pins)
         # Nobody waits for what the next poll returns.
         settled = {*self._arrived, *(digest for digest, _ in self._failed)}
-        requested = self._requested() - settled
+        due = {*self.demand.parked_digests, *((self._under_way,) if self._under_way else ())} - settled
         places = [*self._reads.requested, *self._host.held_digests]
-        require_integrity(
-            sorted(places) == sorted(requested), f"{requested} are requested, and {places} are on their way"
-        )
+        require_integrity(sorted(places) == sorted(due), f"{due} are requested, and {places} are on their way")
         lacking = set(self.demand.lacking) - settled
         held = self._host.held_digests & self.demand.parked_digests
         require_integrity(held == lacking, f"{held} are in host memory and waited for, but {lacking} lack a slot")
@@ -215,10 +213,6 @@ class AdapterCache(Generic[P]):
     def close(self) -> None:
         """End the loads, after what is under way."""
         self._loads.close()
-
-    def _requested(self) -> set[str]:
-        """Return the digests of all adapters that are to be brought in."""
-        return {*self.demand.parked_digests, *((self._under_way,) if self._under_way else ())}
 
     def _may_command(self) -> bool:
         """Tell whether a command may begin."""

@@ -52,9 +52,6 @@ class HostTier(Generic[P]):
         self.bytes = 0
         self.held_bytes = 0
 
-    def __contains__(self, digest: str) -> bool:
-        return digest in self._held or digest in self._kept
-
     def held(self, digest: str) -> P | None:
         """Return an adapter that is held, or None."""
         return self._held.get(digest)

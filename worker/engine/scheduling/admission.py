@@ -97,11 +97,6 @@ class WaitingSequences:
         return self._ready_count + self._demand.parked_count
 
     @property
-    def any_ready(self) -> bool:
-        """Tell whether any sequence is ready."""
-        return self._ready_count > 0
-
-    @property
     def ready(self) -> int:
         """Return how many sequences are ready."""
         return self._ready_count

@@ -274,7 +274,7 @@ class Scheduler(SequenceScheduler):
 
     def has_work(self) -> bool:
         """See SequenceScheduler."""
-        busy = self._running or self._complete or self._waiting.any_ready or self._adapters.has_work()
+        busy = self._running or self._complete or self._waiting.ready or self._adapters.has_work()
         return bool(busy) or (self._grammars is not None and self._grammars.has_work())
 
     def take_arrivals(self) -> list[Output]:

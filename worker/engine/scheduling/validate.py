@@ -16,34 +16,32 @@ MAX_LOGPROBS = 20
 
 def check_sequence(sequence: NewSequence, limits: EngineLimits) -> None:
     """Raise SequenceRefusedError, naming the field, where the engine can't run it."""
-    if not sequence.sequence_id:
-        raise SequenceRefusedError("sequence_id", "must not be empty")
-    if not sequence.prompt_ids:
-        raise SequenceRefusedError("prompt_ids", "must not be empty")
+    _require(bool(sequence.sequence_id), "sequence_id", "must not be empty")
+    _require(bool(sequence.prompt_ids), "prompt_ids", "must not be empty")
     _check_ids("prompt_ids", sequence.prompt_ids, limits.vocab_size)
     _check_ids("emitted_ids", sequence.emitted_ids, limits.vocab_size)
     _check_sampling(sequence.sampling, limits.vocab_size)
     for field, count in (("logprobs", sequence.logprobs), ("prompt_logprobs", sequence.prompt_logprobs)):
-        if count is not None and not 0 <= count <= MAX_LOGPROBS:
-            raise SequenceRefusedError(field, f"must lie between 0 and {MAX_LOGPROBS}, is {count}")
+        _require(
+            count is None or 0 <= count <= MAX_LOGPROBS, field, f"must lie between 0 and {MAX_LOGPROBS}, is {count}"
+        )
     _check_stopping(sequence.stopping, limits.vocab_size)
     _check_room(sequence, limits)
-    if sequence.choice < 0:
-        raise SequenceRefusedError("choice", f"must not be negative, is {sequence.choice}")
-    if not 0 < sequence.weight < math.inf:
-        raise SequenceRefusedError("weight", f"must be above 0, is {sequence.weight}")
-    if abs(sequence.priority) > MAX_PRIORITY:
-        raise SequenceRefusedError(
-            "priority", f"must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}, is {sequence.priority}"
-        )
-    if len(sequence.grammar) > GRAMMAR_BYTES:
-        raise SequenceRefusedError(
-            "format", f"its grammar has {len(sequence.grammar)} characters; at most {GRAMMAR_BYTES}"
-        )
+    _require(sequence.choice >= 0, "choice", f"must not be negative, is {sequence.choice}")
+    _require(0 < sequence.weight < math.inf, "weight", f"must be above 0, is {sequence.weight}")
+    priority, characters = sequence.priority, len(sequence.grammar)
+    bounds = f"must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}"
+    _require(abs(priority) <= MAX_PRIORITY, "priority", f"{bounds}, is {priority}")
+    _require(characters <= GRAMMAR_BYTES, "format", f"its grammar has {characters} characters; at most {GRAMMAR_BYTES}")
     if sequence.adapter:
         _check_adapter(sequence.adapter, limits)
     if sequence.encode:
         _check_encode(sequence, sequence.encode)
+
+
+def _require(holds: bool, field: str, message: str) -> None:
+    if not holds:
+        raise SequenceRefusedError(field, message)
 
 
 def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
@@ -54,22 +52,19 @@ def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def _check_adapter(adapter: AdapterSource, limits: EngineLimits) -> None:
-    if not adapter.digest:
-        raise SequenceRefusedError("adapter.digest", "must not be empty")
-    if not limits.adapter_slots:
-        raise SequenceRefusedError("adapter", "this engine has no adapter slots")
+    _require(bool(adapter.digest), "adapter.digest", "must not be empty")
+    _require(limits.adapter_slots > 0, "adapter", "this engine has no adapter slots")
     for part in adapter.parts:
-        if not math.isfinite(part.weight) or not part.weight:
-            raise SequenceRefusedError("adapter.parts", f"a weight must be finite and not 0, is {part.weight}")
+        usable = math.isfinite(part.weight) and part.weight != 0
+        _require(usable, "adapter.parts", f"a weight must be finite and not 0, is {part.weight}")
 
 
 def _check_encode(sequence: NewSequence, encode: Encode) -> None:
-    if sequence.stopping.max_tokens or sequence.prompt_logprobs is not None:
-        raise SequenceRefusedError("encode", "goes with max_tokens 0 and without log probabilities of the prompt")
-    if not 0 <= encode.pair_tokens <= len(sequence.prompt_ids):
-        raise SequenceRefusedError(
-            "encode.pair_tokens", f"must lie between 0 and the prompt's length, is {encode.pair_tokens}"
-        )
+    alone = not sequence.stopping.max_tokens and sequence.prompt_logprobs is None
+    _require(alone, "encode", "goes with max_tokens 0 and without log probabilities of the prompt")
+    pair = encode.pair_tokens
+    inside = 0 <= pair <= len(sequence.prompt_ids)
+    _require(inside, "encode.pair_tokens", f"must lie between 0 and the prompt's length, is {pair}")
 
 
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
@@ -77,40 +72,29 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         check_sampling(sampling)
     except OutOfRangeError as error:
         raise SequenceRefusedError(f"sampling.{error.field}", error.message) from error
-    if not 0 <= sampling.seed < 1 << 64:
-        raise SequenceRefusedError("sampling.seed", f"must be 0 or more and below 2^64, is {sampling.seed}")
+    seed = sampling.seed
+    _require(0 <= seed < 1 << 64, "sampling.seed", f"must be 0 or more and below 2^64, is {seed}")
     _check_ids("sampling.logit_bias", (token for token, _ in sampling.logit_bias), vocab_size)
 
 
 def _check_stopping(stopping: StoppingParams, vocab_size: int) -> None:
-    if stopping.max_tokens < 0:
-        raise SequenceRefusedError("stopping.max_tokens", f"must be 0 or more, is {stopping.max_tokens}")
-    if not 0 <= stopping.min_tokens <= stopping.max_tokens:
-        raise SequenceRefusedError(
-            "stopping.min_tokens", f"must lie between 0 and max_tokens, which is {stopping.max_tokens}"
-        )
-    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise SequenceRefusedError(
-            "stopping.stop_token_ids", f"takes {MAX_STOP_TOKEN_IDS} ids at most, has {len(stopping.stop_token_ids)}"
-        )
+    most, least, ids = stopping.max_tokens, stopping.min_tokens, len(stopping.stop_token_ids)
+    _require(most >= 0, "stopping.max_tokens", f"must be 0 or more, is {most}")
+    _require(0 <= least <= most, "stopping.min_tokens", f"must lie between 0 and max_tokens, which is {most}")
+    few = ids <= MAX_STOP_TOKEN_IDS
+    _require(few, "stopping.stop_token_ids", f"takes {MAX_STOP_TOKEN_IDS} ids at most, has {ids}")
     _check_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocab_size)
 
 
 def _check_room(sequence: NewSequence, limits: EngineLimits) -> None:
-    prompt, answer = len(sequence.prompt_ids), sequence.stopping.max_tokens
-    if len(sequence.emitted_ids) > answer:
-        raise SequenceRefusedError(
-            "emitted_ids", f"has {len(sequence.emitted_ids)} ids, more than stopping.max_tokens, which is {answer}"
+    prompt, answer, capacity = len(sequence.prompt_ids), sequence.stopping.max_tokens, limits.max_tokens
+    emitted = len(sequence.emitted_ids)
+    _require(emitted <= answer, "emitted_ids", f"has {emitted} ids, more than stopping.max_tokens, which is {answer}")
+    if sequence.encode:
+        _require(
+            prompt <= capacity, "prompt_ids", f"has {prompt} tokens; this model takes {capacity}: truncate the text"
         )
-    capacity = limits.max_tokens
-    if sequence.encode and prompt > capacity:
-        raise SequenceRefusedError("prompt_ids", f"has {prompt} tokens; this model takes {capacity}: truncate the text")
-    if prompt + min(1, answer) > capacity:
-        raise SequenceRefusedError(
-            "prompt_ids", f"has {prompt} tokens; this engine takes {capacity}, prompt and answer together"
-        )
-    if prompt + answer > capacity:
-        raise SequenceRefusedError(
-            "stopping.max_tokens",
-            f"{answer} and a prompt of {prompt} tokens are more than the {capacity} that this engine takes",
-        )
+    fits = prompt + min(1, answer) <= capacity
+    _require(fits, "prompt_ids", f"has {prompt} tokens; this engine takes {capacity}, prompt and answer together")
+    more = f"{answer} and a prompt of {prompt} tokens are more than the {capacity} that this engine takes"
+    _require(prompt + answer <= capacity, "stopping.max_tokens", more)
