@@ -72,7 +72,7 @@ async def _strike_all(plan: Plan, arena: Arena, history: History) -> None:
         try:
             fault, calls = await _strike(arena, planned, alone=not plan.overlap)
             for _ in range(TRIES - 1):
-                if plan.overlap and fault.error == PREVENTED:
+                if plan.overlap and not fault.proof and fault.error in {"", PREVENTED}:
                     fault, calls = await _strike(arena, planned, alone=False)
             history.append(fault)
             for call in calls:
