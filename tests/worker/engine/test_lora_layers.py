@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.engine.lora.cpu import CpuLayers
-from worker.engine.lora.fused_linears import FusedProduct, fuse, replace_linears
+from worker.engine.lora.fused_linears import FusedProduct, fuse, place_parts
 from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -174,9 +174,7 @@ def test_fused_linears_are_one_group_once_they_are_one_product(fused: bool) -> N
     plain.load_state_dict(model.state_dict())
     linears = {"q_proj": (24, 40), "k_proj": (24, 8), "v_proj": (24, 8)}
     if fused:
-        replace_linears(
-            model, list(linears), FusedProduct(fuse([model.q_proj, model.k_proj, model.v_proj]), [40, 8, 8])
-        )
+        place_parts(model, list(linears), FusedProduct(fuse([model.q_proj, model.k_proj, model.v_proj]), [40, 8, 8]))
     ends = {"lm_head": (56, 10)}
     layers = CpuLayers(model, linears, 2, 8, torch.float32, ends)
     assert len(layers._groups) == (2 if fused else 4)

@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 from worker.engine.device import dtype_name
 from worker.engine.kernels.lora import COUNTERS, PAIR_FIELDS, SEGMENT_FIELDS, compile_lora
 from worker.engine.kernels.threads import Workspace
-from worker.engine.lora.fused_linears import FusedPart, FusedProduct, fused_groups, replace_linears
+from worker.engine.lora.fused_linears import FusedPart, FusedProduct, fused_groups, place_parts
 from worker.engine.lora.weights import AdapterWeights, LoraPair
 from worker.engine.quantized.weight import QuantizedEmbedding
 
@@ -216,7 +216,7 @@ class CpuLayers:
                 assert parts == list(range(len(layers[0].product.widths))), "all parts of the product, in their order"
                 base = layers[0].product.base
             group = CpuGroup(base, shapes[names[0]][0], widths, slots, max_rank, dtype, step)
-            replace_linears(model, names, group)
+            place_parts(model, names, group)
             self._groups.append((names, group))
 
         for names in fused_groups(model, linears):

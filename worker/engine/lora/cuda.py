@@ -47,7 +47,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from worker.engine.device import KernelCall, upload
-from worker.engine.lora.fused_linears import FusedProduct, can_fuse, fuse, fusion_candidates, replace_linears
+from worker.engine.lora.fused_linears import FusedProduct, can_fuse, fuse, fusion_candidates, place_parts
 from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
 from worker.engine.quantized.weight import AnyLinear, is_linear
 
@@ -412,7 +412,7 @@ def adapt_linears(
     groups = {names[0]: names for names in _groups(model, linears)}
     lora = CudaLora(linears, groups, slots, max_rank, rows, dtype, device)
     for name, members in groups.items():
-        replace_linears(model, members, _CudaGroup(_linears(model, members), lora, name))
+        place_parts(model, members, _CudaGroup(_linears(model, members), lora, name))
     lora.warm_up()
     if device.type == "cuda":
         # Return the memory of the separate weights: torch would keep it, and KV blocks are sized by what is free.

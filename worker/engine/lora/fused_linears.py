@@ -70,7 +70,7 @@ def fused_groups(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def replace_linears(model: nn.Module, names: Sequence[str], product: FusedProduct) -> None:
+def place_parts(model: nn.Module, names: Sequence[str], product: FusedProduct) -> None:
     """Replace these layers of the model by the parts of a product, in the order of its widths."""
     for index, name in enumerate(names):
         parent, _, child = name.rpartition(".")

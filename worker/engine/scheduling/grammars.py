@@ -170,7 +170,7 @@ class GrammarThread:
         self._vocabulary: Vocabulary | None = None
         self._prover: Prover | None = None
         self._compiled = CompiledGrammars()
-        self._wanted: set[str] = set()
+        self._awaited: set[str] = set()
         # Sequences that wait for the thread, by tenant; the tenant whose turn is next comes first.
         self._waiting: dict[str, deque[NewSequence]] = {}
         self._lock = threading.Lock()
@@ -181,14 +181,14 @@ class GrammarThread:
 
     def request(self, spec: NewSequence) -> None:
         """Prepare the grammar of a new sequence; poll reports it, unless it is withdrawn before."""
-        self._wanted.add(spec.sequence_id)
+        self._awaited.add(spec.sequence_id)
         with self._lock:
             self._waiting.setdefault(spec.tenant, deque()).append(spec)
         self._loads.start(spec.sequence_id, self._prepare_next)  # one for each that waits, whichever is next
 
     def withdraw(self, sequence_id: str) -> None:
         """Forget a sequence that needs no grammar any more."""
-        self._wanted.discard(sequence_id)
+        self._awaited.discard(sequence_id)
 
     def poll(self) -> list[tuple[str, Prepared]]:
         """Return what has been prepared since the last call, by sequence id."""
@@ -196,8 +196,8 @@ class GrammarThread:
             return []
         ready = []
         for _, result in self._loads.ended():
-            if isinstance(result, tuple) and result[0] in self._wanted:
-                self._wanted.discard(result[0])
+            if isinstance(result, tuple) and result[0] in self._awaited:
+                self._awaited.discard(result[0])
                 ready.append(result)
         return ready
 
@@ -214,7 +214,7 @@ class GrammarThread:
 
     def close(self) -> None:
         """End the thread and the child."""
-        self._wanted.clear()  # what waits is not begun
+        self._awaited.clear()  # what waits is not begun
         if self._prover is not None:  # what is under way ends at once
             self._prover.close()
         self._loads.close()
@@ -232,7 +232,7 @@ class GrammarThread:
             spec = queue.popleft()
             if queue:
                 self._waiting[tenant] = queue
-        if spec.sequence_id not in self._wanted:  # withdrawn while it waited for the thread
+        if spec.sequence_id not in self._awaited:  # withdrawn while it waited for the thread
             return None
         try:
             return spec.sequence_id, self._prepare(spec)
