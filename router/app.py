@@ -29,7 +29,7 @@ from router.api.request_telemetry import COUNTED_METHODS, RequestTelemetry
 from router.api.service import InferenceService
 from router.catalog.adapters import AdapterConfigs
 from router.catalog.models import LOOK_S, Models
-from router.catalog.store_client import KeyCopy, StoreClient
+from router.catalog.store_client import KEYS_LOOK_S, KeyCopy, StoreClient
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import RelayReach
 from router.dispatch.outbox import Placer
@@ -37,6 +37,7 @@ from router.dispatch.relay import RelayService, check_advertised
 from router.dispatch.routed_job import RoutedJob
 from router.generation.admission import Admission, GrammarProofs
 from router.generation.generation import Generation
+from router.generation.resume import LOOK_S as KEYS_S
 from router.generation.resume import DerivedKeys, GivenKeys, ResumeEpochs, ResumeTokens, SharedKeys
 from router.metrics import RouterMetrics
 from router.purge import CellPurge, RouterData, TenantDataService
@@ -48,10 +49,10 @@ from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import CallError, PermissionDenied
 from rpc.interceptors import CallMeter, Context, Handler, Interceptor, Method, wrapped
 from rpc.principal import CredentialKind, Principal, Role, caller, calling_key, set_caller
-from rpc.server import Server, channel_options, relay_options, stop_signal, unless_stopped
+from rpc.server import Server, channel_options, every, relay_options, stop_signal, unless_stopped
 from rpc.tls import TlsFiles
 from telemetry.metrics import serve_metrics
-from telemetry.tracing import Spans, set_up_tracing
+from telemetry.tracing import set_up_tracing
 from tenancy.access import GuardedServers
 from tenancy.api_keys import KeyDirectory
 from tenancy.audit_log import AuditLog
@@ -80,13 +81,16 @@ def make_servers(
     `shared_ports`: other processes may listen on the ports of tenants as well.
     """
     keys = KeyDirectory()
-    follow_keys = KeyCopy(store, keys).follow
+    follow_keys = partial(every, KEYS_LOOK_S, KeyCopy(store, keys).look)
 
     def refused(method: str, caller: Principal | None, error: CallError, peer: str) -> None:
         telemetry.refused_caller(method, caller, error)
         auditor.refused(method, caller, error, peer)
 
-    report_to(seals, refused)
+    if seals is not None:  # what is not opened is reported as callers are
+        seals.on_refused = lambda kind, error: refused(
+            f"redis/{kind}", None, PermissionDenied(str(error), error.reason), "redis:"
+        )
     make = partial(_server, settings, telemetry, auditor, shared_ports)
     return GuardedServers(settings, tls, make, keys, refused, follow_keys), RelayAccess(tls, refused)
 
@@ -189,14 +193,6 @@ def seals_of(tls: TlsFiles | None, job_key: str) -> Seals | None:
     return Seals(JobKeys(Path(job_key)), Verifier(tls, Role.ROUTER), Signer(tls, Role.ROUTER))
 
 
-def report_to(seals: Seals | None, refused: Refused) -> None:
-    """Report what is not opened as the guard reports callers."""
-    if seals is not None:
-        seals.on_refused = lambda kind, error: refused(
-            f"redis/{kind}", None, PermissionDenied(str(error), error.reason), "redis:"
-        )
-
-
 def resume_keys_of(settings: Settings, redis: Redis, seals: Seals | None) -> GivenKeys:
     """Return the keys of resume tokens: the given ones, derived ones, or without credentials those in Redis."""
     if settings.resume_key:
@@ -267,7 +263,8 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         set_aside=lambda key: metrics.keys_set_aside.labels(key).inc(),
     )
     dispatcher = _dispatcher(settings, models, reach := RelayReach(metrics), plans, metrics)
-    telemetry, auditor = _records(settings, metrics, spans, models)
+    telemetry = RequestTelemetry(metrics, spans, models)
+    auditor = Auditor(AuditLog(settings.audit, "router", metrics.audit))
     plans.record = auditor.record
     prompts, proofs, configs = PromptTokenizer(), GrammarProofs(), AdapterConfigs(store)
     quotas = _quotas(settings, redis, plans, metrics, store)
@@ -309,7 +306,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
             _follow(
                 dispatcher.redispatch_missing(),
                 models.follow_store(),
-                resume_keys.follow(),
+                every(KEYS_S, resume_keys.look),
                 public.follow(),
                 generation.slow_clients.drop_stalled(),
                 EvictionWatch(redis, metrics.evicted_keys.inc).follow(),
@@ -349,12 +346,6 @@ def _dispatcher(
         lambda: plans.key_terms(calling_key()),
     )
     return Dispatcher(models.queue_of, placer.place, metrics, links=reach.links, why_unservable=models.why_unservable)
-
-
-def _records(
-    settings: Settings, metrics: RouterMetrics, spans: Spans, models: Models
-) -> tuple[RequestTelemetry, Auditor]:
-    return RequestTelemetry(metrics, spans, models), Auditor(AuditLog(settings.audit, "router", metrics.audit))
 
 
 def _quotas(settings: Settings, redis: Redis, plans: Plans, metrics: RouterMetrics, store: StoreClient) -> Quotas:

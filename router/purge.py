@@ -207,8 +207,7 @@ class CellPurge:
 
     async def _ask_workers(self, tenant: str) -> _Places:
         try:
-            models = self._models.served
-            states = [state for model in models for state in await self._models.living(model)]
+            states = [state for _, state in await self._models.living()]
         except CallError as error:
             return [_failed("workers", error.message)]
         return _flat(await asyncio.gather(*(self._ask_worker(state, tenant) for state in states)))

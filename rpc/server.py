@@ -9,7 +9,7 @@ import asyncio
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -310,6 +310,13 @@ def stop_signal(*, second_ends: bool = True) -> asyncio.Event:
     for number in numbers:
         loop.add_signal_handler(number, stop)
     return event
+
+
+async def every(interval_s: float, look: Callable[[], Awaitable[None]]) -> None:
+    """Look, and again after each interval; never returns."""
+    while True:
+        await look()
+        await asyncio.sleep(interval_s)
 
 
 async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import asdict
 
 from loraplex.cluster.v1 import cluster_pb2 as pb
 from loraplex.cluster.v1 import cluster_pb2_grpc
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter as Total
+from prometheus_client import Histogram
 from redis.exceptions import OutOfMemoryError
 
 from broker.commands import COMMAND_TTL_MS, DRAIN, Command, Verb
 from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRequest, DeadJob, WorkerPhase, WorkerState
 from router.catalog.adapters import check_fitness, check_rank
-from router.catalog.models import Models, ServedModel
+from router.catalog.models import Models, ServedModel, asking_redis
 from router.catalog.store_client import ResolvedAdapter, StoreClient
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import RoutedJob
@@ -95,7 +96,7 @@ class AdapterCommands:
     async def _workers(self, resolved: ResolvedAdapter, worker_id: str) -> list[tuple[ServedModel, WorkerState]]:
         """Return the live workers with the adapter's base; only the named one, if a name is given."""
         digests = {model.manifest.digest for model in self._models_of(resolved)}
-        living = [(model, state) for model in self._models.served for state in await self._models.living(model)]
+        living = await self._models.living()
         if worker_id:
             living = [(model, state) for model, state in living if state.worker_id == worker_id]
             if not living:
@@ -205,12 +206,12 @@ class Traffic:
         return list(found.values())
 
 
-def _values(counter: Counter) -> list[tuple[dict[str, str], float]]:
+def _values(counter: Total) -> list[tuple[dict[str, str], float]]:
     samples = (sample for metric in counter.collect() for sample in metric.samples)
     return [(sample.labels, sample.value) for sample in samples if sample.name.endswith("_total")]
 
 
-def _total(counter: Counter) -> int:
+def _total(counter: Total) -> int:
     return int(sum(value for _, value in _values(counter)))
 
 
@@ -251,19 +252,16 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:
         """List the live workers of all models, as they last reported."""
-        states = [state for model in self._models.served for state in await self._models.living(model)]
-        return pb.ListWorkersResponse(workers=[_worker(state) for state in states])
+        return pb.ListWorkersResponse(workers=[_worker(state) for _, state in await self._models.living()])
 
     async def ListQueues(self, request: pb.ListQueuesRequest, context: Context) -> pb.ListQueuesResponse:
         """List how many jobs wait and run, by model."""
-        queues = []
-        for model in self._models.served:
-            running = sum(state.rows_running for state in await self._models.living(model))
-            try:
-                waiting = await model.queue.count_waiting()
-            except REDIS_DOWN as error:
-                raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
-            queues.append(pb.Queue(model=model.manifest.name, waiting=waiting, running=running))
+        running = Counter[str]()
+        for model, state in await self._models.living():
+            running[model.manifest.name] += state.rows_running
+        with asking_redis():
+            waiting = {model.manifest.name: await model.queue.count_waiting() for model in self._models.served}
+        queues = [pb.Queue(model=name, waiting=waiting[name], running=running[name]) for name in waiting]
         return pb.ListQueuesResponse(queues=queues)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
@@ -276,11 +274,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
     async def ListDeadJobs(self, request: pb.ListDeadJobsRequest, context: Context) -> pb.ListDeadJobsResponse:
         """List the last jobs that were ended because they killed engines, the newest first."""
         dead: list[DeadJob] = []
-        for model in self._models.served:
-            try:
+        with asking_redis():
+            for model in self._models.served:
                 dead += await model.queue.dead.list()
-            except REDIS_DOWN as error:
-                raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
         dead.sort(key=lambda job: job.died_at_ms, reverse=True)
         who = caller()
         return pb.ListDeadJobsResponse(jobs=[_dead_job(job) for job in dead if who.sees_tenant(job.tenant)])
@@ -293,17 +289,12 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         """Make a worker drain and stop, as SIGTERM does."""
         if not request.worker_id:
             raise InvalidField("worker_id", "name a worker")
-        found = False
-        for model in self._models.served:
-            for state in await self._models.living(model):
-                if state.worker_id == request.worker_id:
-                    found = True
-                    try:
-                        await model.queue.commands.send(state.incarnation, DRAIN)
-                    except REDIS_DOWN as error:
-                        raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
-        if not found:
+        named = [(model, one) for model, one in await self._models.living() if one.worker_id == request.worker_id]
+        if not named:
             raise NotFound("worker", request.worker_id)
+        with asking_redis():
+            for model, state in named:
+                await model.queue.commands.send(state.incarnation, DRAIN)
         return pb.DrainWorkerResponse()
 
     async def WarmAdapter(self, request: pb.WarmAdapterRequest, context: Context) -> pb.WarmAdapterResponse:

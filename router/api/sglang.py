@@ -28,16 +28,15 @@ from artifacts import ArtifactError
 from artifacts.json_object import parse_object
 from artifacts.names import SHARED
 from broker.commands import Verb
-from broker.connection import REDIS_DOWN
 from broker.messages import WorkerState
 from router.api.cluster import AdapterCommands
 from router.api.encoding import normalized
 from router.api.service import InferenceService
 from router.api.sglang_messages import EngineAnswer, engine_field_names, read_embedding, read_generate, reasoning_end
-from router.catalog.models import Models, ServedModel
+from router.catalog.models import asking_redis
 from router.catalog.store_client import Manifest
 from router.dispatch.dispatcher import Dispatcher
-from rpc.errors import InvalidField, Mismatch, NotBuilt, Unavailable
+from rpc.errors import InvalidField, Mismatch, NotBuilt
 from rpc.interceptors import Context
 from rpc.principal import caller, calling_tenant
 
@@ -80,48 +79,6 @@ def _zipped(files: Mapping[str, bytes]) -> tuple[bytes, str]:
     return buffer.getvalue(), hashlib.sha256(buffer.getvalue()).hexdigest()
 
 
-class Loras:
-    """Sends the commands about adapters, and lists those that are kept on all workers."""
-
-    def __init__(self, models: Models, commands: AdapterCommands) -> None:
-        self._models = models
-        self._commands = commands
-
-    async def load(self, request: Any) -> Any:
-        """Load an adapter on all workers; one that is pinned is kept there. Raises a CallError."""
-        name = _name(request, ("lora_id", "lora_path"))
-        await self._commands.send(Verb.PIN if request.pinned else Verb.WARM, calling_tenant(), name, "")
-        return engine.LoadLoRAAdapterResponse(success=True, loaded_lora_ids=await self._ids())
-
-    async def unload(self, request: Any) -> Any:
-        """Allow an adapter to be evicted again, which happens when its place is needed. Raises a CallError."""
-        await self._commands.send(Verb.UNPIN, calling_tenant(), _name(request, ("lora_id",)), "")
-        return engine.UnloadLoRAAdapterResponse(success=True, loaded_lora_ids=await self._ids())
-
-    async def pinned(self) -> Any:
-        """List the pinned adapters that the caller may see. Raises Unavailable."""
-        return engine.ListLoadedLoRAAdaptersResponse(loaded_adapters=await self._visible())
-
-    async def _ids(self) -> list[str]:
-        return [adapter.lora_id for adapter in await self._visible()]
-
-    async def _visible(self) -> list[Any]:
-        who, found = caller(), {}
-        for model in self._models.served:
-            try:
-                pins = await model.queue.pins.list()
-            except REDIS_DOWN as error:
-                raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
-            for pin in pins:
-                # tenants/{tenant}/adapters/{adapter}/revisions/{digest}
-                adapter, _, digest = pin.adapter.revision.partition("/revisions/")
-                if who.sees_tenant(owner := adapter.split("/")[1]) or owner == SHARED:
-                    found[pin.adapter.revision] = engine.LoadedLoRAAdapter(
-                        lora_id=f"{adapter}@{digest}", lora_name=adapter, lora_path=pin.adapter.revision, pinned=True
-                    )
-        return [found[revision] for revision in sorted(found)]
-
-
 def _name(request: Any, others: tuple[str, ...]) -> str:
     """Return the adapter's name, which the `others` repeat where they are set. Raises InvalidField."""
     name: str = request.lora_name
@@ -162,55 +119,6 @@ def model_info(manifest: Manifest, adapter: str) -> Any:
         id2label_json=json.dumps(labels) if labels else "",
         num_labels=len(labels),
     )
-
-
-class ServerReports:
-    """Reports of one router about itself and the workers of its model."""
-
-    def __init__(self, models: Models) -> None:
-        self._models = models
-        self._began = time.monotonic()
-        self._started_at = Timestamp()
-        self._started_at.GetCurrentTime()
-
-    def server_info(self, active_requests: int) -> Any:
-        """Describe the router; `active_requests` are those that the caller may know of."""
-        return engine.GetServerInfoResponse(
-            active_requests=active_requests,
-            uptime_seconds=time.monotonic() - self._began,
-            sglang_version=_VERSION,
-            server_type="grpc",
-            start_time=self._started_at,
-        )
-
-    async def loads(self, request: Any) -> Any:
-        """Return how busy the workers are, all as one rank. Raises InvalidField or Unavailable."""
-        if unknown := sorted(set(request.include) - _SECTIONS):
-            raise InvalidField("include", f"{unknown[0]!r} is none of {', '.join(sorted(_SECTIONS))}")
-        if request.dp_rank:
-            raise InvalidField("dp_rank", f"{request.dp_rank}; there is rank 0 alone")
-        model = self._models.get("")
-        load = _load(await self._models.living(model), await _waiting(model), frozenset(request.include) or {"all"})
-        return engine.GetLoadsResponse(
-            timestamp=datetime.now(UTC).isoformat(),
-            version=_VERSION,
-            dp_rank_count=1,
-            loads=[load],
-            aggregate=engine.AggregateMetrics(
-                total_running_reqs=load.num_running_reqs,
-                total_waiting_reqs=load.num_waiting_reqs,
-                total_reqs=load.num_total_reqs,
-                avg_token_usage=load.token_usage,
-                avg_utilization=load.utilization,
-            ),
-        )
-
-
-async def _waiting(model: ServedModel) -> int:
-    try:
-        return await model.queue.count_waiting()
-    except REDIS_DOWN as error:
-        raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
 
 
 def _load(states: Sequence[WorkerState], queued: int, include: set[str] | frozenset[str]) -> Any:
@@ -274,8 +182,9 @@ class SglangScheduler:
         self._models = inference.models
         self._adapter = adapter
         self._waits_for = waits_for
-        self._reports = ServerReports(self._models)
-        self._loras = Loras(self._models, commands)
+        self._commands = commands
+        self._began, self._started_at = time.monotonic(), Timestamp()
+        self._started_at.GetCurrentTime()
         self._tokenizers = TokenizerFiles()
 
     async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
@@ -322,11 +231,37 @@ class SglangScheduler:
     async def GetServerInfo(self, request: Any, context: Context) -> Any:
         """Describe the router, with the number of the caller's own requests that run."""
         who = caller()
-        return self._reports.server_info(sum(who.sees_tenant(own.job.tenant) for own in self._dispatcher.jobs))
+        return engine.GetServerInfoResponse(
+            active_requests=sum(who.sees_tenant(own.job.tenant) for own in self._dispatcher.jobs),
+            uptime_seconds=time.monotonic() - self._began,
+            sglang_version=_VERSION,
+            server_type="grpc",
+            start_time=self._started_at,
+        )
 
     async def GetLoads(self, request: Any, context: Context) -> Any:
-        """Report how busy the workers are."""
-        return await self._reports.loads(request)
+        """Report how busy the workers are, all as one rank."""
+        if unknown := sorted(set(request.include) - _SECTIONS):
+            raise InvalidField("include", f"{unknown[0]!r} is none of {', '.join(sorted(_SECTIONS))}")
+        if request.dp_rank:
+            raise InvalidField("dp_rank", f"{request.dp_rank}; there is rank 0 alone")
+        model = self._models.get("")
+        with asking_redis():
+            states, waiting = await model.liveness.live_workers(), await model.queue.count_waiting()
+        load = _load(states, waiting, frozenset(request.include) or {"all"})
+        return engine.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=_VERSION,
+            dp_rank_count=1,
+            loads=[load],
+            aggregate=engine.AggregateMetrics(
+                total_running_reqs=load.num_running_reqs,
+                total_waiting_reqs=load.num_waiting_reqs,
+                total_reqs=load.num_total_reqs,
+                avg_token_usage=load.token_usage,
+                avg_utilization=load.utilization,
+            ),
+        )
 
     async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:
         """Stream the base model's tokenizer as a zip."""
@@ -334,16 +269,35 @@ class SglangScheduler:
             yield chunk
 
     async def LoadLoRAAdapter(self, request: Any, context: Context) -> Any:
-        """Load an adapter of the store on all workers."""
-        return await self._loras.load(request)
+        """Load an adapter of the store on all workers; one that is pinned is kept there."""
+        name = _name(request, ("lora_id", "lora_path"))
+        await self._commands.send(Verb.PIN if request.pinned else Verb.WARM, calling_tenant(), name, "")
+        return engine.LoadLoRAAdapterResponse(success=True, loaded_lora_ids=await self._pinned_ids())
 
     async def UnloadLoRAAdapter(self, request: Any, context: Context) -> Any:
-        """Allow an adapter to be evicted again."""
-        return await self._loras.unload(request)
+        """Allow an adapter to be evicted again, which happens when its place is needed."""
+        await self._commands.send(Verb.UNPIN, calling_tenant(), _name(request, ("lora_id",)), "")
+        return engine.UnloadLoRAAdapterResponse(success=True, loaded_lora_ids=await self._pinned_ids())
 
     async def ListLoadedLoRAAdapters(self, request: Any, context: Context) -> Any:
-        """List the adapters that are kept on all workers."""
-        return await self._loras.pinned()
+        """List the adapters that are kept on all workers and that the caller may see."""
+        return engine.ListLoadedLoRAAdaptersResponse(loaded_adapters=await self._pinned())
+
+    async def _pinned_ids(self) -> list[str]:
+        return [adapter.lora_id for adapter in await self._pinned()]
+
+    async def _pinned(self) -> list[Any]:
+        who, visible = caller(), {}
+        with asking_redis():
+            pins = [pin for model in self._models.served for pin in await model.queue.pins.list()]
+        for pin in pins:
+            # tenants/{tenant}/adapters/{adapter}/revisions/{digest}
+            adapter, _, digest = pin.adapter.revision.partition("/revisions/")
+            if who.sees_tenant(owner := adapter.split("/")[1]) or owner == SHARED:
+                visible[pin.adapter.revision] = engine.LoadedLoRAAdapter(
+                    lora_id=f"{adapter}@{digest}", lora_name=adapter, lora_path=pin.adapter.revision, pinned=True
+                )
+        return [visible[revision] for revision in sorted(visible)]
 
     async def SubscribeKvEvents(self, request: Any, context: Context) -> AsyncIterator[Any]:
         """Refuse: which worker has which blocks is the queue's to know."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -200,6 +201,15 @@ _NO_MODEL = "a base model to be registered (loraplex models push)"
 BASE_REPLACED, NO_WORKER_FITS = "BASE_REPLACED", "NO_WORKER_FITS"
 
 
+@contextmanager
+def asking_redis() -> Iterator[None]:
+    """Raise Unavailable where Redis does not answer."""
+    try:
+        yield
+    except REDIS_DOWN as error:
+        raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """A base model with its tokenizer and its queue."""
@@ -306,12 +316,10 @@ class Models:
         message = f"no live worker takes {job.tokens} tokens of prompt and answer with an adapter of rank {job.rank}"
         return Unavailable(message, reason=NO_WORKER_FITS)
 
-    async def living(self, model: ServedModel) -> list[WorkerState]:
-        """Ask Redis for the model's live workers. Raises Unavailable."""
-        try:
-            return await model.liveness.live_workers()
-        except REDIS_DOWN as error:
-            raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
+    async def living(self) -> list[tuple[ServedModel, WorkerState]]:
+        """Ask Redis for the live workers of all models. Raises Unavailable."""
+        with asking_redis():
+            return [(model, state) for model in self.served for state in await model.liveness.live_workers()]
 
     def waits_for(self) -> str:
         """Return what is missing before requests can be served; empty: nothing."""

@@ -410,8 +410,8 @@ class StoreChanges(Generic[PageT]):
         return pages, anew
 
 
-# Interval in seconds between looks at the store: with the time of an answer, how late a revoked key is refused at most.
-LOOK_S = 0.5
+# Interval in seconds between looks at the keys: with the time of an answer, how late a revoked one is refused at most.
+KEYS_LOOK_S = 0.5
 
 
 class KeyCopy:
@@ -421,12 +421,6 @@ class KeyCopy:
         self._directory = directory
         self._changes = StoreChanges("API keys", store.key_changes)
         directory.follow()
-
-    async def follow(self) -> None:
-        """Look at the store again and again; never returns."""
-        while True:
-            await self.look()
-            await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
         """Take what has changed; where the store does not answer, leave it for the next time."""

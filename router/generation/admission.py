@@ -64,19 +64,12 @@ def check_answer_size(request: Request, prompt: int, max_tokens: int) -> None:
 
 def _check(field: str, alternatives: int, tokens: int, others: int) -> None:
     """Check the log probabilities of so many tokens, of `others` bytes each without them."""
-    most = _alternatives(tokens, others)
-    if alternatives <= most:
-        return
-    if most < 0:
-        raise InvalidField(field, f"those of {tokens} tokens do not fit a message; leave it out", reason=_TOO_LARGE)
-    raise InvalidField(
-        field, f"{alternatives} for each of {tokens} tokens do not fit a message; at most {most} do", reason=_TOO_LARGE
-    )
-
-
-def _alternatives(tokens: int, others: int) -> int:
-    """Return how many alternatives of each token fit; below 0: not even the token's own log probability."""
-    return ((MESSAGE_BYTES - _REST_BYTES) // max(1, tokens) - _LOGPROB_BYTES - others) // _ALTERNATIVE_BYTES
+    # Below 0: not even the token's own log probability fits.
+    most = ((MESSAGE_BYTES - _REST_BYTES) // max(1, tokens) - _LOGPROB_BYTES - others) // _ALTERNATIVE_BYTES
+    if alternatives > most:
+        each = f"{alternatives} for each of {tokens} tokens do not fit a message; at most {most} do"
+        none = f"those of {tokens} tokens do not fit a message; leave it out"
+        raise InvalidField(field, each if most >= 0 else none, reason=_TOO_LARGE)
 
 
 def _check_tokens(max_tokens: int, token_bytes: int) -> None:
@@ -110,17 +103,13 @@ class GrammarProofs:
             if prover is not None and prover.known(grammar, tenant):
                 prover.prove(grammar, field, tenant)
             else:
-                await self._in_turn(tenant, grammar, field, model)
+                prove = partial(self._prove, tenant, grammar, field, model)
+                run = asyncio.get_running_loop().run_in_executor
+                await self._turns.run(tenant, lambda: run(self._thread, prove))
         except GrammarError as error:
             raise InvalidField(error.path, error.message, reason="INVALID_FORMAT") from error
         except ProverBusyError as error:
             raise Unavailable(f"{field}: could not be checked in time", reason="FORMAT_NOT_CHECKED") from error
-
-    async def _in_turn(self, tenant: str, grammar: str, field: str, model: Manifest) -> None:
-        loop = asyncio.get_running_loop()
-        await self._turns.run(
-            tenant, lambda: loop.run_in_executor(self._thread, self._prove, tenant, grammar, field, model)
-        )
 
     def _prove(self, tenant: str, grammar: str, field: str, model: Manifest) -> None:
         if model.digest not in self._provers:

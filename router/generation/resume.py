@@ -80,9 +80,6 @@ class GivenKeys:
     async def look(self) -> None:
         """Do nothing: there are no other keys."""
 
-    async def follow(self) -> None:
-        """Do nothing: the keys do not change."""
-
 
 class DerivedKeys(GivenKeys):
     """Keys that routers derive from what they share with workers, and not with Redis."""
@@ -105,13 +102,11 @@ class SharedKeys(GivenKeys):
         redis: Redis,
         accepted: Sequence[str] = (),
         *,
-        look_s: float = LOOK_S,
         settle_s: float = SETTLE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__("", accepted)
         self._redis = redis
-        self._look_s = look_s
         self._settle_s = settle_s
         self._clock = clock
         # All shared keys that tokens were accepted of, newest first.
@@ -130,12 +125,6 @@ class SharedKeys(GivenKeys):
     def settled(self) -> bool:
         """Return whether all routers have had the time to store their keys."""
         return self._clock() >= self._settled_at
-
-    async def follow(self) -> None:
-        """Look every LOOK_S; never returns."""
-        while True:
-            await asyncio.sleep(self._look_s)
-            await self.look()
 
     async def look(self) -> None:
         """Take over the keys in Redis; calls at the same time share a look."""

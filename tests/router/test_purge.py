@@ -81,8 +81,8 @@ async def routers(queue: JobQueue, quotas: Quotas) -> AsyncIterator[list[Router]
 async def cell_purge(redis: Redis, queue: JobQueue, router: Router, *workers: Any) -> CellPurge:
     liveness = Liveness(redis, KEYS)
 
-    async def living(model: Any) -> Any:
-        return workers
+    async def living() -> list[Any]:
+        return [(model, state) for state in workers]
 
     model = SimpleNamespace(queue=queue, liveness=liveness, manifest=SimpleNamespace(name="tiny"))
     models: Any = SimpleNamespace(served=[model], living=living)

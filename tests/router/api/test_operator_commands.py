@@ -48,8 +48,8 @@ def commands_of(slots: int) -> tuple[AdapterCommands, Pins]:
     model = SimpleNamespace(manifest=manifest, queue=SimpleNamespace(pins=pins, commands=SimpleNamespace(send=ignore)))
     state = SimpleNamespace(worker_id="w", incarnation="w1", base_digest=BASE, max_rank=64, slots_total=slots)
 
-    async def living(_: Any) -> list[Any]:
-        return [state]
+    async def living() -> list[Any]:
+        return [(model, state)]
 
     models: Any = SimpleNamespace(served=[model], living=living)
     store: Any = Store()
