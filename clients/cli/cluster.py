@@ -67,30 +67,33 @@ class Interval:
     @property
     def seconds(self) -> float:
         """Return the interval's length."""
-        return max(1e-3, self.now.traffic.uptime - (self._last.uptime if self._last is not None else 0.0))
+        return max(1e-3, self.now.traffic.uptime - self._last.uptime)
 
     @property
     def since_start(self) -> bool:
         """Tell whether the interval begins at the router's start: no earlier snapshot, or one of before a restart."""
-        return self._last is None
+        return self.before is None or self.before.traffic.uptime >= self.now.traffic.uptime
+
+    @property
+    def _last(self) -> cluster_pb2.GetTrafficResponse:
+        """Return the traffic at the interval's beginning: none at the router's start."""
+        return type(self.now.traffic)() if self.since_start or self.before is None else self.before.traffic
 
     def requests(self) -> dict[str, int]:
         """Return the number of requests that ended, by status."""
-        last = dict(self._last.requests) if self._last is not None else {}
+        last = self._last.requests
         return {code: count - last.get(code, 0) for code, count in self.now.traffic.requests.items()}
 
     def count(self, field: str) -> int:
         """Return the increase of a counter of the traffic."""
-        last = getattr(self._last, field) if self._last is not None else 0
-        return int(getattr(self.now.traffic, field) - last)
+        return int(getattr(self.now.traffic, field) - getattr(self._last, field))
 
     def quantile(self, field: str, share: float) -> float | None:
         """Return a quantile in seconds, interpolated like Prometheus's histogram_quantile; None without samples."""
         now = getattr(self.now.traffic, field)
         counts = list(now.counts)
-        if self._last is not None:
-            last = getattr(self._last, field)
-            counts = [count - before for count, before in zip(counts, last.counts, strict=False)] or counts
+        last = getattr(self._last, field).counts
+        counts = [count - before for count, before in zip(counts, last, strict=False)] or counts
         total, below = sum(counts), 0
         if not total:
             return None
@@ -111,29 +114,23 @@ class Interval:
 
     def adapters(self) -> list[dict[str, Any]]:
         """Return the increase of each tenant's adapters, the busiest first."""
-        last = {(row.tenant, row.adapter): row for row in self._last.adapters} if self._last is not None else {}
+        last = {(row.tenant, row.adapter): row for row in self._last.adapters}
         rows = []
         for row in self.now.traffic.adapters:
-            before = last.get((row.tenant, row.adapter))
-            requests = row.requests - (before.requests if before else 0)
-            waited = row.time_to_first_token - (before.time_to_first_token if before else 0.0)
+            before = last.get((row.tenant, row.adapter), type(row)())
+            requests = row.requests - before.requests
+            waited = row.time_to_first_token - before.time_to_first_token
             rows.append(
                 {
                     "tenant": row.tenant,
                     "adapter": row.adapter,
                     "requests": requests,
-                    "tokens": row.completion_tokens - (before.completion_tokens if before else 0),
+                    "tokens": row.completion_tokens - before.completion_tokens,
                     "ttft_s": waited / requests if requests else None,
                     "all_requests": row.requests,
                 }
             )
         return sorted(rows, key=lambda row: (-row["tokens"], -row["all_requests"], row["tenant"], row["adapter"]))
-
-    @property
-    def _last(self) -> cluster_pb2.GetTrafficResponse | None:
-        if self.before is None or self.before.traffic.uptime >= self.now.traffic.uptime:
-            return None
-        return self.before.traffic
 
 
 def workers(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
