@@ -30,9 +30,9 @@ async def make_keys(path: Path, *tenants: str) -> list[str]:
     await store.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
         stub: Any = keys_pb2_grpc.KeyServiceStub(channel)
-        made = [(await stub.CreateKey(keys_pb2.CreateKeyRequest(tenant=tenant))).api_key for tenant in tenants]
+        api_keys = [(await stub.CreateKey(keys_pb2.CreateKeyRequest(tenant=tenant))).api_key for tenant in tenants]
     await store.stop(drain_s=0)
-    return made
+    return api_keys
 
 
 async def test_a_store_s_log_is_verified_and_shown(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ def _command(*arguments: str) -> list[str]:
 
 
 def _environ() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
-    return {**kept, "COLUMNS": "120", "TERM": "dumb"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
+    return {**inherited, "COLUMNS": "120", "TERM": "dumb"}
 
 
 @pytest.fixture
@@ -206,9 +206,9 @@ def test_generate_several_answers_with_the_texts_of_their_tokens(
     spec = server.service.requests[0].spec
     assert [(one.role, one.content) for one in spec.chat.messages] == [("system", "be brief"), ("user", "from stdin")]
     assert (spec.output.n, spec.output.logprobs) == (2, 1)
-    found = json.loads(run("generate", "x", *flags, "--json").stdout)
-    assert [choice["text"] for choice in found["choices"]] == ["a", "é"]
-    assert found["logprobs"][0][0]["alternatives"] == [{"token_id": 98, "text": "b", "logprob": -2.0}]
+    printed = json.loads(run("generate", "x", *flags, "--json").stdout)
+    assert [choice["text"] for choice in printed["choices"]] == ["a", "é"]
+    assert printed["logprobs"][0][0]["alternatives"] == [{"token_id": 98, "text": "b", "logprob": -2.0}]
 
 
 def test_score_and_tokens(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +289,8 @@ def test_ctrl_c_cancels_quietly(server: Any, answer: list[Any]) -> None:
 
 
 def test_a_reader_that_leaves_cancels_quietly(server: Any, answer: list[Any]) -> None:
-    left = threading.Event()
-    server.service.script = [answer[0], left, answer[1], HANG]
+    client_gone = threading.Event()
+    server.service.script = [answer[0], client_gone, answer[1], HANG]
     command = _command("generate", "hello", "--router", server.address)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=_environ()) as process:
@@ -298,7 +298,7 @@ def test_a_reader_that_leaves_cancels_quietly(server: Any, answer: list[Any]) ->
         assert process.stderr is not None
         assert process.stdout.read(3) == b" Ah"
         process.stdout.close()
-        left.set()
+        client_gone.set()
         assert process.stderr.read() == b""
     assert process.returncode == 1
     assert server.service.cancelled.wait(CANCEL_S)
@@ -376,16 +376,16 @@ def test_adapters_top_follows_the_workers_until_it_is_interrupted(server: Any) -
     assert process.returncode == 130
 
 
-def _read_until(terminal: int, wanted: bytes) -> None:
+def _read_until(terminal: int, expected: bytes) -> None:
     """Read what a command writes to its terminal until that comes; empty: until it has left."""
     read = b""
-    while not wanted or wanted not in read:
+    while not expected or expected not in read:
         try:
             piece = os.read(terminal, 1 << 16)
         except OSError:  # nobody has the other end any more
             piece = b""
         if not piece:
-            assert not wanted, f"{wanted!r} never came: {read!r}"
+            assert not expected, f"{expected!r} never came: {read!r}"
             return
         read += piece
 

@@ -176,15 +176,15 @@ def test_the_whole_of_it_is_json() -> None:
     assert value["queues"] == [{"model": "tiny", "waiting": 7, "running": 3}]
 
 
-def called(function: Callable[..., Any], found: dict[Any, None] | None = None) -> dict[Any, None]:
+def called(function: Callable[..., Any], callees: dict[Any, None] | None = None) -> dict[Any, None]:
     """Return the functions of the command's modules that a function calls or passes on, directly or by others."""
-    found = {} if found is None else found
+    callees = {} if callees is None else callees
     for name in function.__code__.co_names:
         callee = function.__globals__.get(name)
-        if inspect.isfunction(callee) and callee.__module__.startswith("clients.cli") and callee not in found:
-            found[callee] = None
-            called(callee, found)
-    return found
+        if inspect.isfunction(callee) and callee.__module__.startswith("clients.cli") and callee not in callees:
+            callees[callee] = None
+            called(callee, callees)
+    return callees
 
 
 def test_every_command_that_prints_a_table_has_json() -> None:

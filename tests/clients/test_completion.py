@@ -48,9 +48,14 @@ def test_bash_completes_adapters_and_files(store: str, tmp_path: Path) -> None:
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m clients.cli "$@"\n')
     program.chmod(0o700)
     (tmp_path / "model").mkdir()
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
-    python_path = os.pathsep.join([str(Path.cwd()), kept.get("PYTHONPATH", "")])
-    environ = {**kept, "PATH": f"{tmp_path}:{kept['PATH']}", "PYTHONPATH": python_path, "LORAPLEX_STORE_ADDRESS": store}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
+    python_path = os.pathsep.join([str(Path.cwd()), inherited.get("PYTHONPATH", "")])
+    environ = {
+        **inherited,
+        "PATH": f"{tmp_path}:{inherited['PATH']}",
+        "PYTHONPATH": python_path,
+        "LORAPLEX_STORE_ADDRESS": store,
+    }
     lines = ["loraplex chat --tenant acme -a su", "loraplex up --model mod"]
     bash = subprocess.Popen(
         ["bash", "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, cwd=tmp_path, text=True
@@ -62,9 +67,9 @@ def test_bash_completes_adapters_and_files(store: str, tmp_path: Path) -> None:
 
 def context(**flags: str) -> typer.Context:
     """Return the context of a command's line with these flags."""
-    found = typer.Context(typer.main.get_command(typer.Typer(callback=lambda: None)))
-    found.params = dict(flags)
-    return found
+    typed = typer.Context(typer.main.get_command(typer.Typer(callback=lambda: None)))
+    typed.params = dict(flags)
+    return typed
 
 
 def test_names_of_a_running_cluster(store: str, server: Any) -> None:

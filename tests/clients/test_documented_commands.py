@@ -26,8 +26,8 @@ OPAQUE = {"gateway"}
 
 def commands(page: Path) -> Iterator[str]:
     """Yield the commands of a page, each as a line."""
-    for found in COMMANDS.finditer(page.read_text(encoding="utf-8")):
-        yield re.sub(r"\s*\\\n\s*", " ", found[1] or found[2]).replace("\n", " ")
+    for command in COMMANDS.finditer(page.read_text(encoding="utf-8")):
+        yield re.sub(r"\s*\\\n\s*", " ", command[1] or command[2]).replace("\n", " ")
 
 
 @cache
@@ -60,8 +60,8 @@ def unknown(line: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_exist(page: Path) -> None:
-    found = {line: unknown(line) for line in commands(page)}
-    assert {line: words for line, words in found.items() if words} == {}
+    unknown_words = {line: unknown(line) for line in commands(page)}
+    assert {line: words for line, words in unknown_words.items() if words} == {}
 
 
 def test_what_a_page_gets_wrong() -> None:

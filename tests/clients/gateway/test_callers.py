@@ -46,9 +46,9 @@ def routers() -> Routers:
 
 @pytest.fixture
 def cluster(routers: Routers) -> Cluster:
-    found = Cluster.__new__(Cluster)
-    found._client, found._checks_credentials, found._accepted = routers, True, set()  # type: ignore[assignment]
-    return found
+    instance = Cluster.__new__(Cluster)
+    instance._client, instance._checks_credentials, instance._accepted = routers, True, set()  # type: ignore[assignment]
+    return instance
 
 
 def spellings() -> Iterator[Headers]:
@@ -63,14 +63,14 @@ def spellings() -> Iterator[Headers]:
 async def test_every_spelling_of_a_key_is_one_caller_whom_a_router_is_asked_about_once(
     cluster: Cluster, routers: Routers
 ) -> None:
-    found = {await cluster.counted_as(headers, HOST) for headers in spellings()}
-    assert len(found) == 1
-    assert found != {HOST}
+    callers = {await cluster.counted_as(headers, HOST) for headers in spellings()}
+    assert len(callers) == 1
+    assert callers != {HOST}
     assert routers.asked == {KEY: 1}
     tokens = {await cluster.counted_as(Headers({"x-api-key": f"header.payload.{at}"}), HOST) for at in range(3)}
     assert len(tokens) == 1, "one token whose signature is written in three ways"
-    assert tokens != found
-    assert await cluster.counted_as(Headers({"x-api-key": LIMITED}), HOST) not in {HOST, *found}
+    assert tokens != callers
+    assert await cluster.counted_as(Headers({"x-api-key": LIMITED}), HOST) not in {HOST, *callers}
 
 
 async def test_made_up_keys_have_no_share_of_their_own(cluster: Cluster, routers: Routers) -> None:
@@ -87,8 +87,8 @@ async def test_made_up_keys_have_no_share_of_their_own(cluster: Cluster, routers
 
 async def test_without_credentials_a_caller_is_the_tenant_alone(cluster: Cluster, routers: Routers) -> None:
     cluster._checks_credentials = False
-    found = {await cluster.counted_as(Headers({"x-loraplex-tenant": "a", "x-api-key": key}), HOST) for key in "xyz"}
-    assert found == {"tenant a"}
+    callers = {await cluster.counted_as(Headers({"x-loraplex-tenant": "a", "x-api-key": key}), HOST) for key in "xyz"}
+    assert callers == {"tenant a"}
     assert not routers.asked
 
 

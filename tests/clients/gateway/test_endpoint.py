@@ -109,10 +109,10 @@ async def test_the_bodies_of_an_address_have_half_of_what_all_may_have() -> None
 
     shares = Shares(6)
     assert shares.take("10.0.0.1", 3)
-    for address, wanted in (("10.0.0.1", 503), ("10.0.0.2", 200)):
+    for address, expected in (("10.0.0.1", 503), ("10.0.0.2", 200)):
         client = Client(answers)
         client._endpoint._open.bytes = shares
-        assert (await client.ask(address=address))[0] == wanted
+        assert (await client.ask(address=address))[0] == expected
         assert shares._of_tenant == {"10.0.0.1": 3}
 
 
@@ -127,12 +127,12 @@ async def test_bodies_that_do_not_come_from_one_address_leave_room_for_those_of_
         slow.enter_context(requests.receiving(""))
 
 
-@pytest.mark.parametrize("given", ["0", "-1", "1.5", "soon", "9" * 30, ""])
-async def test_a_deadline_that_is_none(given: str) -> None:
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "soon", "9" * 30, ""])
+async def test_a_deadline_that_is_none(text: str) -> None:
     async def answers(call: HttpCall) -> None:
         await call.exchange.answer({})
 
-    status, body = await Client(answers).ask(((b"x-request-timeout-ms", given.encode()),))
+    status, body = await Client(answers).ask(((b"x-request-timeout-ms", text.encode()),))
     assert (status, json.loads(body)["error"]["param"]) == (400, "x-request-timeout-ms")
 
 
@@ -168,13 +168,13 @@ async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_a_trace_goes_on() -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    found: list[Any] = []
+    sent_metadata: list[Any] = []
 
     async def looks(call: HttpCall) -> None:
-        found.append(trace_metadata())
+        sent_metadata.append(trace_metadata())
         await call.exchange.answer({})
 
     await Client(looks).ask(((b"traceparent", parent.encode()), (b"baggage", b"a=" + b"x" * 9_000)))
-    assert found == [(("traceparent", parent),)]
+    assert sent_metadata == [(("traceparent", parent),)]
     with trace_of({"traceparent": "nonsense"}):
         assert trace_metadata() == ()

@@ -10,7 +10,7 @@ from clients.gateway.settings import GatewaySettings
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("values", "message"),
     [
         ({"host": "0.0.0.0"}, "--insecure-tenants"),
         ({"host": "0.0.0.0", "ca": "ca.pem"}, "--insecure-http"),
@@ -24,9 +24,9 @@ from clients.gateway.settings import GatewaySettings
         ({"port": 70_000}, "--port 70000: not a port"),
     ],
 )
-def test_what_is_refused(given: dict[str, Any], message: str) -> None:
+def test_what_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        GatewaySettings(**given)
+        GatewaySettings(**values)
 
 
 def test_what_is_taken() -> None:
