@@ -230,7 +230,7 @@ def build_plan(
     tenant: str,
 ) -> LoadPlan:
     """Return the file's plan, overridden by the flags."""
-    from clients.loadtest.plan_file import load_toml, read_plan
+    from clients.loadtest.plan import load_toml, read_plan
 
     values = load_toml(file) if file is not None else {}
     flag_values = {key: value for key, value in flags.items() if value is not None}

@@ -35,7 +35,7 @@ from tenancy.permissions import Port
 
 
 def test_the_environment_has_the_credentials_of_a_client_without_any(tmp_path: Path) -> None:
-    assert not credentials_of(None, None, {}).given
+    assert not credentials_of(None, None, {}).name_the_caller
     assert credentials_of(None, None, {"LORAPLEX_API_KEY": "lpx_a_b"}).metadata() == (
         ("authorization", "Bearer lpx_a_b"),
     )
@@ -43,7 +43,7 @@ def test_the_environment_has_the_credentials_of_a_client_without_any(tmp_path: P
     environ = {"LORAPLEX_CA": "ca.pem", "LORAPLEX_CERT": "a.pem", "LORAPLEX_KEY": "a.key"}
     found = credentials_of(None, None, environ)
     assert found.tls == Tls("ca.pem", "a.pem", "a.key")
-    assert found.given
+    assert found.name_the_caller
 
 
 def test_a_key_file_is_read_before_each_call(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from clients.loadtest.plan_file import load_toml, read_plan
+from clients.loadtest.plan import load_toml, read_plan
 from clients.loadtest.workload import LoadRequest, Workload
 from tests.e2e.conftest import Cluster, running_cluster, write_hash_adapters
 

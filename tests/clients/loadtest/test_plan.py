@@ -10,8 +10,7 @@ from clients.loadtest.arrivals import Closed, Constant, Extent, Gamma, Poisson, 
 from clients.loadtest.conditions import parse_condition, parse_slo
 from clients.loadtest.decoding import PlanError
 from clients.loadtest.draws import Fixed, Listed, LogNormal, Popularity, Uniform
-from clients.loadtest.plan import LoadPlan
-from clients.loadtest.plan_file import load_toml, read_plan
+from clients.loadtest.plan import LoadPlan, load_toml, read_plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "loadtest"
 
