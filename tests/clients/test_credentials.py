@@ -41,9 +41,9 @@ def test_the_environment_has_the_credentials_of_a_client_without_any(tmp_path: P
     )
     assert credentials_of("", None, {"LORAPLEX_API_KEY": "lpx_a_b"}).metadata() == ()
     environ = {"LORAPLEX_CA": "ca.pem", "LORAPLEX_CERT": "a.pem", "LORAPLEX_KEY": "a.key"}
-    found = credentials_of(None, None, environ)
-    assert found.tls == Tls("ca.pem", "a.pem", "a.key")
-    assert found.name_the_caller
+    credentials = credentials_of(None, None, environ)
+    assert credentials.tls == Tls("ca.pem", "a.pem", "a.key")
+    assert credentials.name_the_caller
 
 
 def test_a_key_file_is_read_before_each_call(tmp_path: Path) -> None:
