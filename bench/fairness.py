@@ -1,8 +1,7 @@
 """Fair claims beside first-come-first-served, in virtual time: `python -m bench.fairness [--quick] [--json FILE]`.
 
-The queue is the model of the scripts in Python (bench.queue_model), the engine the real scheduler with a KV
-cache of 10,000 tokens; a step takes 40 ms and 0.1 ms more for each token. The two tenants ask for more than the engine
-can serve.
+The queue is the real one, on a Redis in this process; the engine is the real scheduler with a KV cache of 10,000
+tokens; a step takes 40 ms and 0.1 ms more for each token. The two tenants ask for more than the engine can serve.
 """
 
 from __future__ import annotations

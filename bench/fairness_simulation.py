@@ -1,6 +1,6 @@
 """A simulation of one worker and two tenants in virtual time, for bench.fairness.
 
-The queue is the model of the scripts in Python (bench.queue_model), the engine the real scheduler with a KV cache.
+The queue is the real one, on a Redis in this process; the engine is the real scheduler with a KV cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import mean
 
-from bench.queue_model.queue_model import QueueModel
+from bench.in_process.queue import TimedQueue
 from broker.messages import Capacity, Job, RowToShare
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
 from options import SamplingParams, StoppingParams
@@ -71,7 +71,7 @@ class FairnessSimulation:
         self._shared = shared
         self._now_ms = 0.0
         self._beat_ms = 0.0
-        self._queue = QueueModel(QueueLimits(jobs=1 << 30, tenant_jobs=1 << 30, bytes=1 << 50, tenant_bytes=1 << 50))
+        self._queue = TimedQueue(QueueLimits(jobs=1 << 30, tenant_jobs=1 << 30, bytes=1 << 50, tenant_bytes=1 << 50))
         blocks = setup.kv_tokens // setup.block_size
         self._limits = EngineLimits(setup.rows, blocks * setup.block_size, 64, 1 << 20, setup.block_size, blocks, 1)
         adapters = AdapterCache[int](1, HashAdapterMemory(), LoaderThreads(lambda: None), 1 << 20)
@@ -108,6 +108,7 @@ class FairnessSimulation:
             if not self._step():
                 self._now_ms = min(at_ms, end_ms)
             self._watch()
+        self._queue.close()
         return FairnessRun(
             tokens_per_s=self._tokens / self._now_ms * 1e3,
             ttft_s={tenant: tuple(times) for tenant, times in self._ttft_s.items()},
@@ -133,16 +134,16 @@ class FairnessSimulation:
         self._tenant_of[job_id] = tenant
         self._arrived_ms[job_id] = at_ms
         self._waiting[tenant] += 1
-        self._queue.enqueue(job, Placement(), int(at_ms))
+        self._queue.enqueue(job, Placement(), at_ms)
 
     def _claim(self) -> None:
-        while len(self._queue.waiting) and (capacity := self._capacity()) is not None:
-            decision = self._queue.claim("worker", BASE, capacity, int(self._now_ms))
-            for job_id in decision.job_ids:
-                self._take_in(job_id)
+        while self._queue.count_waiting(self._now_ms) and (capacity := self._capacity()) is not None:
+            claimed = self._queue.claim("worker", BASE, capacity, self._now_ms)
+            for job in claimed.jobs:
+                self._take_in(job.job_id)
             if capacity.rows < 1:
                 self._last_claim = self._row_to_share(), self._now_ms
-            if capacity.rows > 0 or not decision.job_ids:
+            if capacity.rows > 0 or not claimed.jobs:
                 return
 
     def _capacity(self) -> Capacity | None:
@@ -186,7 +187,7 @@ class FairnessSimulation:
         if self._now_ms >= self._beat_ms:
             self._beat_ms = self._now_ms + REPORT_S * 1e3
             reports += [UsageReport(job_id, 1, made) for job_id, made in self._made.items()]
-        self._queue.charge(reports, int(self._now_ms))
+        self._queue.charge(reports, self._now_ms)
         return True
 
     def _take(self, output: Output) -> UsageReport | None:

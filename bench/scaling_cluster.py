@@ -1,4 +1,4 @@
-"""A large cluster in virtual time: the queue's policy (bench.queue_model), the router's placement, simple workers.
+"""A large cluster in virtual time: the queue on a Redis in this process, the router's placement, simple workers.
 
 A worker has rows and slots of a least-recently-used cache of adapters. It claims as worker.io.intake does: when it
 is woken, after a hold, and once a second; while jobs wait also when a job of its own has ended, at an interval unless
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
 
-from bench.queue_model.queue_model import QueueModel
+from bench.in_process.queue import TimedQueue
 from broker.messages import AdapterRef, Capacity, Job
 from broker.rendezvous import WorkerLoad, preferred
-from broker.terms import FREE_ROWS_MS, OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
+from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
 from options import SamplingParams, StoppingParams
 from worker.io.intake import IDLE_S, PACE_S, PACED_ROWS
 from worker.io.results import REPORT_S
@@ -106,7 +106,7 @@ class VirtualCluster:
     def __init__(self, scale: Scale, seed: int = 42) -> None:
         self._scale = scale
         self._chance = random.Random(seed)
-        self._queue = QueueModel(_NO_LIMITS)
+        self._queue = TimedQueue(_NO_LIMITS)
         self._workers = {f"w{number}": _Worker(f"w{number}", scale.slots) for number in range(scale.workers)}
         self._worker_list = list(self._workers.values())
         self._jobs: dict[str, tuple[Job, float]] = {}
@@ -147,6 +147,7 @@ class VirtualCluster:
                     self._beat(self._workers[which])
                 case "watch":
                     self._watch()
+        self._queue.close()
         self.result.seconds = (self._now_ms - half_ms) / 1e3
         return self.result
 
@@ -171,7 +172,7 @@ class VirtualCluster:
         )
         placement = Placement(prefer=preferred(ref.digest, self._loads)) if scale.rendezvous else Placement()
         self._jobs[job.job_id] = job, self._now_ms
-        self._queue.enqueue(job, placement, int(self._now_ms))
+        self._queue.enqueue(job, placement, self._now_ms)
         self._wake(placement.prefer)
 
     def _watch(self) -> None:
@@ -209,17 +210,17 @@ class VirtualCluster:
         adapters = tuple(worker.adapters)
         capacity = Capacity(free_rows, scale.rows, 1 << 20, 1 << 20, 64, adapters)
         worker.claimed_at = self._now_ms
-        decision = self._queue.claim(worker.worker_id, BASE, capacity, int(self._now_ms))
+        claimed = self._queue.claim(worker.worker_id, BASE, capacity, self._now_ms)
         self.result.claims += 1
-        self.result.empty_claims += free_rows > 0 and not decision.job_ids
+        self.result.empty_claims += free_rows > 0 and not claimed.jobs
         self.result.full_claims += free_rows < 1
         if free_rows < 1:
             worker.full_claim_at = self._now_ms
-        for job_id in decision.job_ids:
-            self._start(worker, job_id)
-        worker.waits = self._free_rows(worker) > 0 and not (decision.waiting and (decision.job_ids or decision.crowded))
+        for job in claimed.jobs:
+            self._start(worker, job.job_id)
+        worker.waits = self._free_rows(worker) > 0 and not (claimed.waiting and (claimed.jobs or claimed.crowded))
         if worker.waits or not self._free_rows(worker):
-            self._look_at(worker, self._now_ms + (decision.hold_ms or _IDLE_MS if worker.waits else 0))
+            self._look_at(worker, self._now_ms + (claimed.hold_ms or _IDLE_MS if worker.waits else 0))
         else:
             self._look_paced(worker)
 
@@ -250,7 +251,7 @@ class VirtualCluster:
     def _end(self, worker: _Worker, job_id: str) -> None:
         job, _ = self._jobs.pop(job_id)
         del worker.running[job_id]
-        self._queue.charge([UsageReport(job_id, 1, job.stopping.max_tokens, ended=True)], int(self._now_ms))
+        self._queue.charge([UsageReport(job_id, 1, job.stopping.max_tokens, ended=True)], self._now_ms)
         if not worker.waits:
             self._look_paced(worker)
 
@@ -260,7 +261,5 @@ class VirtualCluster:
             UsageReport(job_id, 1, int((self._now_ms - since_ms) / scale.token_ms))
             for job_id, since_ms in worker.running.items()
         ]
-        self._queue.charge(reports, int(self._now_ms))
-        if self._now_ms - worker.claimed_at > FREE_ROWS_MS:
-            self._queue.clear_free_rows(worker.worker_id)
+        self._queue.charge(reports, self._now_ms)
         self._at(self._now_ms + REPORT_MS, "beat", worker.worker_id)
