@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ from rpc.errors import CallError
 from rpc.interceptors import CallMeter
 from rpc.principal import Principal
 from rpc.server import Server, stop_signal
-from rpc.settings import setting
+from rpc.settings import check_bounds, setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP, serve_metrics
 from tenancy.access import AccessSettings, GuardedServers
@@ -61,7 +62,7 @@ class StoreSettings(AccessSettings):
     data: Path = setting("directory that holds everything; made when it is missing")  # a field
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("port to listen on, 0 for one that the system chooses", 50052)
-    max_adapter_bytes: int = setting("maximum of bytes of a safetensors file", 4 * 1024**3)
+    max_adapter_bytes: int = setting("maximum of bytes of a safetensors file", 4 * 1024**3, least=1)
     keep_deleted_s: float = setting(
         "seconds for which a deleted adapter's files can still be fetched, for answers that run on it: at least the "
         "longest answer",
@@ -71,7 +72,7 @@ class StoreSettings(AccessSettings):
         "least share of equal greedy tokens that an adapter's certificate needs on a quantized base", 0.8
     )
     fitness_max_kl: float = setting(
-        "largest mean divergence in nats that an adapter's certificate may have on a quantized base", 0.2
+        "largest mean divergence in nats that an adapter's certificate may have on a quantized base", 0.2, least=0
     )
     fitness_breach: str = setting(
         "routers refuse adapters beyond these limits on such a base, or warn of them: refuse or warn", REFUSE
@@ -93,16 +94,13 @@ class StoreSettings(AccessSettings):
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise ValueError(f"--port: {self.port} is not a port")
-        if self.max_adapter_bytes < 1:
-            raise ValueError(f"--max-adapter-bytes: {self.max_adapter_bytes} is not a size")
         if not 0 <= self.keep_deleted_s < math.inf:
             raise ValueError(f"--keep-deleted-s: {self.keep_deleted_s} is not a time")
         if not 0 <= self.fitness_min_agreement <= 1:
             raise ValueError(f"--fitness-min-agreement: {self.fitness_min_agreement} is not a share from 0 to 1")
-        if not self.fitness_max_kl >= 0:
-            raise ValueError(f"--fitness-max-kl: {self.fitness_max_kl} is not a number from 0")
         if self.fitness_breach not in {REFUSE, WARN}:
             raise ValueError(f"--fitness-breach: {self.fitness_breach} is neither {REFUSE} nor {WARN}")
+        check_bounds(self)
         check_logging(self.log_format, self.log_level)
         self.check_access(self.host, self.insecure_tenants)
         if not self.tls_cert:
@@ -213,21 +211,15 @@ class Store:
         return FitnessPolicy(limits, settings.fitness_breach == REFUSE)
 
     def _open(self) -> None:
-        self._data = DataDirectory(self._settings.data)
-        try:
+        with ExitStack() as opened:
+            self._data = opened.enter_context(closing(DataDirectory(self._settings.data)))
             self._auditor = Auditor(AuditLog(self._settings.audit, "store", self.metrics.audit))
-        except BaseException:
-            self._data.close()
-            raise
-        try:
-            self._database = Database(self._data.catalog_path, self._data.count_blobs())
+            opened.callback(self._auditor.close)
+            self._database = opened.enter_context(closing(Database(self._data.catalog_path, self._data.count_blobs())))
             self._read_keys()
             self._plans = StoredPlans(self._database, Path(path) if (path := self._settings.plans) else None)
-        except BaseException:
-            self._auditor.close()
-            self._data.close()
-            raise
-        removed = self._data.clean(self._database.referenced_blobs())
+            removed = self._data.clean(self._database.referenced_blobs())
+            self._close = opened.pop_all().close
         if removed:
             log.info("removed %d unfinished uploads and files without an owner", removed)
 
@@ -246,11 +238,6 @@ class Store:
                     self._auditor.record("bootstrap key", key_id=made.key_id, role=made.role.value)
             except (OSError, ValueError) as error:
                 raise BootstrapKeyError(f"--bootstrap-key {self._settings.bootstrap_key}: {error}") from error
-
-    def _close(self) -> None:
-        self._auditor.close()
-        self._database.close()
-        self._data.close()
 
 
 async def _purge_deleted(deleted: DeletedRevisions) -> None:

@@ -29,9 +29,9 @@ from rpc.children.pool import ChildDiedError, ChildPool
 from rpc.errors import CallError, DeadlinePassed, InvalidField
 from rpc.principal import caller
 
-# Maximum bytes of a base model's small files, and maximum number of these.
+# Maximum bytes of a base model's small files, and maximum number of the files of an upload.
 _BASE_FILES_BYTES = 64 * 1024 * 1024
-_BASE_FILES = 64
+_FILES = 64
 # The alias of an upload that moves none.
 _NO_ALIAS = "-"
 # Timeouts in seconds before an upload is refused: for receiving what its client still sends, and for the next message.
@@ -87,15 +87,12 @@ class Receiver:
             counted.enter_context(self._quotas.uploading(tenant, caller().key_id))
             coming = await counted.enter_async_context(self._open_uploads.one(received, tenant))
             header = await self._header(await anext(coming, None), tenant)
-            async with _incoming(self._data, self._adapter_limit, sum(self._limits.values())) as files:
-                async for part in coming:
-                    if part.WhichOneof("part") != "chunk":
-                        raise InvalidField("header", "comes once, first; chunks follow")
-                    await files.add(part.chunk.name, part.chunk.data)
+            limit = sum(self._limits.values())
+            async with _received(self._data, coming, "header", self._adapter_limit, limit) as upload:
                 for file in self._limits:
-                    if file not in files.upload.sizes:
+                    if file not in upload.sizes:
                         raise InvalidField("chunk", f"{file} is missing")
-                yield await self._check(header, files.upload, tenant), files.upload
+                yield await self._check(header, upload, tenant), upload
 
     @asynccontextmanager
     async def base_model(
@@ -107,16 +104,10 @@ class Receiver:
             if first is None or first.WhichOneof("part") != "model":
                 raise InvalidField("model", "comes first, then the chunks")
             manifest = base_from_pb(first.model)
-            async with _incoming(self._data, _base_file_limit, _BASE_FILES_BYTES) as files:
-                async for part in coming:
-                    if part.WhichOneof("part") != "chunk":
-                        raise InvalidField("model", "comes once, first; chunks follow")
-                    await files.add(part.chunk.name, part.chunk.data)
-                    if len(files.upload.sizes) > _BASE_FILES:
-                        raise InvalidField("chunk.name", f"these are more than {_BASE_FILES} files")
-                blobs = await asyncio.to_thread(files.upload.finish)
+            async with _received(self._data, coming, "model", _base_file_limit, _BASE_FILES_BYTES) as upload:
+                blobs = await asyncio.to_thread(upload.finish)
                 _check_announced(first.model, blobs)
-                yield NewBase(manifest, blobs, first.replace), files.upload
+                yield NewBase(manifest, blobs, first.replace), upload
 
     async def _header(self, first: UploadPart | None, tenant: str) -> _Header:
         if first is None or first.WhichOneof("part") != "header":
@@ -228,35 +219,36 @@ def _fields(base: BaseModel) -> Mapping[str, Any]:
     return fields | {"files": {}, "modules": [dataclasses.astuple(module) for module in base.modules]}
 
 
-class _Incoming:
-    """The files of a call that are being received."""
-
-    def __init__(self, upload: Upload, limit_of: LimitOf, total_bytes: int) -> None:
-        self.upload = upload
-        self._limit_of = limit_of
-        self._total_bytes = total_bytes
-
-    async def add(self, name: str, data: bytes) -> None:
-        """Take the next chunk. Raises InvalidField as soon as a limit is passed."""
-        sizes = self.upload.sizes
-        limit = self._limit_of(name)
-        if len(data) > PIECE_BYTES:
-            raise InvalidField("chunk.data", f"has {len(data)} bytes; a chunk has at most {PIECE_BYTES}")
-        if name in sizes and name != self.upload.current:
-            raise InvalidField("chunk.name", f"{name} goes on after another file; send one file after the other")
-        if sizes.get(name, 0) + len(data) > limit:
-            raise InvalidField(name, f"is larger than the {limit} bytes accepted")
-        if sum(sizes.values()) + len(data) > self._total_bytes:
-            raise InvalidField("chunk", f"all files together are larger than the {self._total_bytes} bytes accepted")
-        await asyncio.to_thread(self.upload.append, name, data)
-
-
 @asynccontextmanager
-async def _incoming(data: DataDirectory, limit_of: LimitOf, total_bytes: int) -> AsyncIterator[_Incoming]:
-    """Open an upload; files that are not kept by the end are deleted, also when the call breaks off."""
+async def _received(
+    data: DataDirectory, parts: AsyncIterator[Any], first: str, limit_of: LimitOf, total_bytes: int
+) -> AsyncIterator[Upload]:
+    """Receive the chunks behind the part `first`; files that are not kept by the end are deleted, however it ends.
+
+    Raises InvalidField as soon as a limit is passed.
+    """
     upload = data.new_upload()
     try:
-        yield _Incoming(upload, limit_of, total_bytes)
+        async for part in parts:
+            if part.WhichOneof("part") != "chunk":
+                raise InvalidField(first, "comes once, first; chunks follow")
+            _check_chunk(upload, part.chunk, limit_of(part.chunk.name), total_bytes)
+            await asyncio.to_thread(upload.append, part.chunk.name, part.chunk.data)
+        yield upload
     finally:
         # A client that vanished first ends its stream, then cancels: the cancel may come while this waits for a thread.
         await asyncio.shield(asyncio.to_thread(upload.discard))
+
+
+def _check_chunk(upload: Upload, chunk: pb.FileChunk, limit: int, total_bytes: int) -> None:
+    name, size, sizes = chunk.name, len(chunk.data), upload.sizes
+    if size > PIECE_BYTES:
+        raise InvalidField("chunk.data", f"has {size} bytes; a chunk has at most {PIECE_BYTES}")
+    if name in sizes and name != upload.current:
+        raise InvalidField("chunk.name", f"{name} goes on after another file; send one file after the other")
+    if name not in sizes and len(sizes) >= _FILES:
+        raise InvalidField("chunk.name", f"these are more than {_FILES} files")
+    if sizes.get(name, 0) + size > limit:
+        raise InvalidField(name, f"is larger than the {limit} bytes accepted")
+    if sum(sizes.values()) + size > total_bytes:
+        raise InvalidField("chunk", f"all files together are larger than the {total_bytes} bytes accepted")

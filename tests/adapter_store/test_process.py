@@ -79,7 +79,7 @@ async def test_it_serves_until_sigterm(data: Path) -> None:
         ((), {}, "missing setting: give --data"),
         (("--data", "x", "--host", "0.0.0.0"), {}, "--host 0.0.0.0: clients beyond this machine could name any tenant"),
         (("--data", "x", "--port", "99999"), {}, "--port: 99999 is not a port"),
-        (("--data", "x", "--max-adapter-bytes", "0"), {}, "--max-adapter-bytes: 0 is not a size"),
+        (("--data", "x", "--max-adapter-bytes", "0"), {}, "--max-adapter-bytes 0: at least 1"),
         (("--data", "x"), {"LORAPLEX_ADAPTER_STORE_COLOUR": "red"}, "unknown environment variable"),
     ],
 )
