@@ -68,7 +68,7 @@ class Cluster:
 
 
 def _read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as answer:  # of this test's own process
+    with urllib.request.urlopen(url, timeout=60) as answer:  # of this test's own process
         return str(answer.read().decode())
 
 

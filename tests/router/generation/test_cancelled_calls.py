@@ -71,7 +71,7 @@ def router(redis: Redis, tmp_path: Path) -> Router:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30):
         while not await condition():  # noqa: ASYNC110 — Redis tells no event
             await asyncio.sleep(0.005)
 
@@ -93,7 +93,7 @@ async def test_a_call_that_is_cancelled_on_its_way_into_the_queue_leaves_nothing
     monkeypatch.setattr(generation_module, "JOINED_TOKENS", 4096 if joined else 0)
     gate = Gate(script, answered=answered, monkeypatch=monkeypatch)
     leaving = call(router.generation)
-    await asyncio.wait_for(gate.reached.wait(), 5.0)
+    await asyncio.wait_for(gate.reached.wait(), 30.0)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     # The reservation ends, and the job is removed, before a slow server carries out the call that was cancelled.

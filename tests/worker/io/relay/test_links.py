@@ -126,7 +126,7 @@ async def test_a_router_that_is_gone_for_good_leaves_no_task_behind(caplog: pyte
         await router.until(lambda: len(router.ids) == 5)
     line.forget()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while asyncio.all_tasks() - before:  # noqa: ASYNC110 — the link ends by itself
                 await asyncio.sleep(0.01)
     assert asyncio.all_tasks() == before
