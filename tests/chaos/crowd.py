@@ -27,6 +27,8 @@ from tests.hostile.floods import large_resume, resume_once
 
 # Timeout of a call in seconds; one that has not ended by then has no outcome.
 CALL_S = 40.0
+# Timeout in seconds for a call to be refused.
+REFUSED_S = 20.0
 # Seconds that a caller waits after a refusal without RetryInfo.
 _PAUSE_S = 0.3
 # Interval in seconds of new requests of the other tenants, while there is a crowd.
@@ -68,6 +70,7 @@ class Crowd:
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Condition()
+        self._pressed_until = 0.0
         # Calls that have brought tokens and still run.
         self.streaming = 0
         self.begun = 0
@@ -107,19 +110,21 @@ class Crowd:
 
     def press(self, callers: int, sort: Sort, seconds: float) -> None:
         """Begin a closed loop of so many callers, each of which waits after a refusal; it lasts `seconds`."""
-        until = self._arena.driver.now + seconds
+        self._pressed_until = self._arena.driver.now + seconds
         for _ in range(callers):
-            self._spawn(self._call_again(sort, until))
+            self._spawn(self._call_again(sort))
+
+    async def press_until_refused(self, callers: int, sort: Sort, seconds: float) -> None:
+        """Press until a call finds the queue full, and `seconds` longer; return when one has."""
+        self.press(callers, sort, REFUSED_S + seconds)
+        async with asyncio.timeout(REFUSED_S), self._changed:
+            await self._changed.wait_for(lambda: any(call.reason == "QUEUE_FULL" for call in self.calls))
+        self._pressed_until = self._arena.driver.now + seconds
 
     async def until_streaming(self, count: int) -> None:
         """Wait until so many calls have brought tokens and still run."""
         async with asyncio.timeout(20), self._changed:
             await self._changed.wait_for(lambda: self.streaming >= count)
-
-    async def until_refused(self, reason: str) -> None:
-        """Wait until a call was refused for this reason."""
-        async with asyncio.timeout(20), self._changed:
-            await self._changed.wait_for(lambda: any(call.reason == reason for call in self.calls))
 
     async def until_ended(self) -> None:
         """Wait until every call has ended."""
@@ -140,12 +145,12 @@ class Crowd:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _call_again(self, sort: Sort, until: float) -> None:
-        while self._arena.driver.now < until:
+    async def _call_again(self, sort: Sort) -> None:
+        while self._arena.driver.now < self._pressed_until:
             ended = await self._call(sort)
             if ended.code != "OK":
                 pause_s = _PAUSE_S if ended.retry_s is None else ended.retry_s
-                await asyncio.sleep(min(pause_s, max(0.0, until - self._arena.driver.now)))
+                await asyncio.sleep(min(pause_s, max(0.0, self._pressed_until - self._arena.driver.now)))
 
     async def _call(self, sort: Sort) -> CrowdCall:
         self.begun += 1

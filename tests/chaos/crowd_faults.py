@@ -16,7 +16,6 @@ from tests.chaos.crowd import Crowd, Sort
 from tests.chaos.history import CrowdCall
 from tests.chaos.plan import IN_FLIGHT, MODEL_NAME, TENANTS, PlannedFault
 
-QUEUE_FULL = "QUEUE_FULL"
 # Callers that keep a tenant's share of the queue full: it, all rows, as many jobs that workers claimed ahead, and some
 # that are refused.
 _CALLERS = TENANT_WAITING + 120
@@ -53,10 +52,9 @@ async def _press(
     await arena.take(["crowd"], planned)
     async with Crowd(arena, planned) as crowd:
         strike = Strike(", ".join(tenants), arena.driver.now, arena.driver.streaming, calls=crowd.calls)
-        crowd.press(callers, Sort(tenants), seconds)
-        await crowd.until_refused(QUEUE_FULL)
+        await crowd.press_until_refused(callers, Sort(tenants), seconds)
         yield strike
-        await asyncio.sleep(max(0.0, strike.began + seconds - arena.driver.now))
+        await asyncio.sleep(seconds)
     strike.proof = crowd.ends()
 
 
@@ -151,8 +149,7 @@ async def router_kill_full(arena: Arena, planned: PlannedFault) -> AsyncIterator
     """Kill a router while other tenants' jobs fill the queue: its streams go on at the other router."""
     await arena.take(["crowd"], planned)
     async with Crowd(arena, planned) as crowd:
-        crowd.press(2 * _CALLERS, Sort(["filler-1", "filler-2"]), 5.0 + planned.hold)
-        await crowd.until_refused(QUEUE_FULL)
+        await crowd.press_until_refused(2 * _CALLERS, Sort(["filler-1", "filler-2"]), 5.0 + planned.hold)
         name, hit = await arena.take_router(planned)
         strike = Strike(name, arena.driver.now, hit, calls=crowd.calls)
         arena.cluster.kill(name)
