@@ -9,7 +9,7 @@ from bench.fairness_simulation import FairnessSetup, FairnessSimulation
 
 
 def test_every_run_and_ratio_is_there() -> None:
-    setup = FairnessSetup(minutes=0.5, prompt=64, answer=32, long_answer=100, quiet_rate=0.5)
+    setup = FairnessSetup(minutes=0.25, prompt=64, answer=32, long_answer=100, quiet_rate=1.0)
     written = measure(setup, quick=True).to_json()
     runs = [(row["run"], row["tenant"]) for row in written["rows"]]
     assert runs == [
@@ -23,7 +23,7 @@ def test_every_run_and_ratio_is_there() -> None:
 
 
 def test_fair_claims_share_what_first_come_first_served_gives_to_the_loud_one() -> None:
-    setup = FairnessSetup(minutes=1, rates={"one": 6.0, "two": 18.0}, prompt=64, answer=32, kv_tokens=1_000)
+    setup = FairnessSetup(minutes=0.5, rates={"one": 12.0, "two": 36.0}, prompt=64, answer=32, kv_tokens=1_000)
     answers = {
         fair: {
             tenant: len(times)
