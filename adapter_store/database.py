@@ -158,7 +158,7 @@ CREATE TABLE accounts (
 """,
 )
 _COLUMNS = """
-SELECT tables.name, columns.name FROM sqlite_schema AS tables, pragma_table_info(tables.name) AS columns
+SELECT tables.name, columns.name FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns
 WHERE tables.type = 'table'
 """
 _BLOBS = """

@@ -207,7 +207,8 @@ class Ledger:
             told = [(one.used_input, one.used_output) for one in some]
             answer = await self._tell(reservations=some, renews=renews)
             for one, known in zip(some, told, strict=True):
-                one.known_input, one.known_output = known
+                if not answer.closed_ms:  # a closed ledger has charged nothing, so all is told once more
+                    one.known_input, one.known_output = known
             ended, moved, closed_ms = ended + answer.ended, moved.union(answer.moved), max(closed_ms, answer.closed_ms)
         if closed_ms:
             raise LedgerUnreadyError(closed_ms)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
@@ -124,6 +124,8 @@ class _Check:
         self._nodes = 0
         # The checked parts by their paths, a part before those in it.
         self._parts: dict[str, dict[str, Any]] = {}
+        # All parts with their paths, of which two are alike where a name has dots.
+        self._all_parts: list[tuple[str, dict[str, Any]]] = []
         # The addresses that the references of the parts that the walk is in start from; and the path at which each
         # address begins: of the schema, and of parts with an id or an anchor.
         self._bases = [_START]
@@ -140,7 +142,7 @@ class _Check:
             if target is None:
                 raise GrammarError(at, f"{reference!r} is no part of this schema")
             targets[id(part)] = target
-        _check_endings(self._parts, targets)
+        _check_endings(self._all_parts, targets)
         return checked
 
     def _part(self, value: Any, path: str) -> Any:
@@ -151,6 +153,7 @@ class _Check:
             raise GrammarError(path, "is not a schema, which is an object, true or false")
         checked: dict[str, Any] = {}
         self._parts[path] = checked
+        self._all_parts.append((path, checked))
         self._bases.append(self._base_of(value, path))
         for keyword, argument in value.items():
             at = f"{path}.{keyword}"
@@ -300,27 +303,27 @@ def _check_counts(schema: Mapping[str, Any], path: str) -> None:
         )
 
 
-def _check_endings(parts: Mapping[str, Mapping[str, Any]], targets: Mapping[int, Mapping[str, Any]]) -> None:
+def _check_endings(parts: Sequence[tuple[str, Mapping[str, Any]]], targets: Mapping[int, Mapping[str, Any]]) -> None:
     """Raise GrammarError for a part that every value of its own contains again, such as an object that requires itself.
 
-    `parts` are given by their paths, `targets` are where the references of parts lead to, by the part's id(). Parts
+    `parts` have their paths, `targets` are where the references of parts lead to, by the part's id(). Parts
     that nothing satisfies for another reason count as finite: llguidance finds and names these.
     """
     dependents: dict[int, list[Mapping[str, Any]]] = {}
-    for part in parts.values():
+    for _, part in parts:
         for _, inner in direct_parts(part):
             dependents.setdefault(id(inner), []).append(part)
         if id(part) in targets:
             dependents.setdefault(id(targets[id(part)]), []).append(part)
     finite = {id(schema) for schema in FORMATS.values()}
     # The last first, because a part comes before those in it.
-    waiting = list(parts.values())
+    waiting = [part for _, part in parts]
     while waiting:
         part = waiting.pop()
         if id(part) not in finite and _ends(part, targets.get(id(part)), finite):
             finite.add(id(part))
             waiting += dependents.get(id(part), ())
-    endless = [at for at, part in parts.items() if id(part) not in finite]
+    endless = [at for at, part in parts if id(part) not in finite]
     if endless:
         raise GrammarError(endless[0], "has no value that comes to an end: it requires itself")
 

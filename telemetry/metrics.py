@@ -6,7 +6,11 @@ and for people in docs/reference/metrics.md.
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Sequence
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,8 +19,9 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
-    start_http_server,
+    make_wsgi_app,
 )
+from prometheus_client.exposition import ThreadingWSGIServer
 
 PREFIX = "loraplex"
 # The help text of a setting `metrics_port`.
@@ -85,17 +90,59 @@ class BoundedNames:
         return name
 
 
+# Maximum number of connections, and timeout in seconds for each piece of a request: anybody may connect to a gateway's.
+CONNECTIONS = 64
+PIECE_S = 2.0
+
+
+class QuietHandler(WSGIRequestHandler):
+    """Serves a request without a line on stderr."""
+
+    timeout = PIECE_S
+
+    def log_message(self, *args: Any) -> None:
+        """Log nothing."""
+
+
+class BoundedServer(ThreadingWSGIServer):
+    """Serves at most CONNECTIONS at a time, each in a thread; further ones are closed."""
+
+    def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler], family: int) -> None:
+        self.address_family = family
+        self._free = threading.Semaphore(CONNECTIONS)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """See BaseServer; called for each connection."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """See ThreadingMixIn."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """See BaseServer: nothing is logged of a client that breaks off."""
+
+
 class MetricsServer:
-    """Serves `/metrics` over HTTP, in prometheus_client's threads."""
+    """Serves `/metrics` over HTTP."""
 
     def __init__(self, meters: Meters, host: str, port: int) -> None:
         """Listen on host:port, 0 for a port that the system chooses. Raises MetricsPortError."""
         ProcessCollector(registry=meters.registry)
         try:
-            self._server, self._thread = start_http_server(port, host.strip("[]"), meters.registry)
+            self._server = _listen(host.strip("[]"), port, meters.registry)
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             raise MetricsPortError(f"--metrics-port: cannot listen on {host}:{port}: {why}") from error
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
         meters.ready_word = f" metrics={host}:{self._server.server_port}"
 
     def close(self) -> None:
@@ -103,6 +150,13 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _listen(host: str, port: int, registry: CollectorRegistry) -> BoundedServer:
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    server = BoundedServer((host, port), QuietHandler, family)
+    server.set_app(make_wsgi_app(registry))
+    return server
 
 
 def serve_metrics(meters: Meters, host: str, port: int) -> MetricsServer | None:

@@ -104,6 +104,13 @@ def test_a_regex_holds_the_whole_answer(vocabulary: LLTokenizer) -> None:
     assert not accepts(vocabulary, grammar, "xa/b/c")
 
 
+def test_a_property_whose_name_is_another_s_path_is_a_part_of_its_own(vocabulary: LLTokenizer) -> None:
+    inner = {"type": "object", "required": ["b"], "properties": {"b": {"type": "string"}}}
+    properties = {"a": inner, "a.properties.b": {"type": "string"}}
+    grammar = json_grammar(json.dumps({"type": "object", "required": ["a"], "properties": properties}))
+    assert accepts(vocabulary, grammar, '{"a":{"b":""}}')
+
+
 def test_references_are_followed(vocabulary: LLTokenizer) -> None:
     schema = {
         "$id": "https://example.com/tree.json",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 import urllib.request
 from collections.abc import Iterator
 
@@ -12,11 +13,13 @@ import pytest
 
 from telemetry.logging import environment_of, fields, logging_of, set_up_logging
 from telemetry.metrics import (
+    CONNECTIONS,
     NO_METRICS,
     OTHER,
     BoundedNames,
     Meters,
     MetricsPortError,
+    QuietHandler,
     serve_metrics,
 )
 from telemetry.tracing import Spans, asked_for, set_up_tracing, traceparent_in, traceparent_of
@@ -91,14 +94,21 @@ def test_a_plain_line_has_them_too_and_lower_levels_are_silent(
     assert line.endswith("WARNING worker somewhere: slow request_id=r-2 code=OK")
 
 
-def test_silent_connections_do_not_keep_metrics_from_a_scrape() -> None:
-    meters = Meters()
+def test_silent_connections_do_not_keep_metrics_from_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(QuietHandler, "timeout", 0.05)
+    meters, before = Meters(), threading.active_count()
     server = serve_metrics(meters, "127.0.0.1", 0)
     assert server is not None
     address = meters.ready_word.removeprefix(" metrics=")
     host, _, port = address.rpartition(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(40)]
+    silent = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS + 1)]
     silent[0].sendall(b"GET /metrics HTTP/1.1\r\n")  # and never the rest
+    silent[-1].settimeout(60)
+    assert silent[-1].recv(1) == b""  # one too many
+    for connection in silent[:-1]:
+        connection.settimeout(60)
+        assert not connection.recv(1)  # its time has passed
+    assert threading.active_count() <= before + 1 + CONNECTIONS
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         assert b"process_open_fds" in answer.read()
     for connection in silent:

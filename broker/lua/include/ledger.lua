@@ -19,6 +19,7 @@ local message = cmsgpack.unpack(ARGV[1])
 -- Return a command's answer, or false for a key of another type, which is renamed.
 local function of_type(key, answer)
   if type(answer) ~= 'table' then return answer end
+  if not string.find(answer.err, 'WRONGTYPE', 1, true) then error(answer) end
   redis.call('RENAME', key, key .. ':aside')
   redis.call('PEXPIRE', key .. ':aside', ASIDE_MS)
   return false

@@ -100,8 +100,9 @@ def smallest_kept(scores: Tensor, values: Tensor, samplings: Sequence[SamplingPa
     keep = ((before < top_p) & (ranks < top_k)).sum(-1, keepdim=True)
     smallest = values.gather(-1, keep - 1).maximum(values[:, :1] + upload(min_p, scores.device)[:, None])
     if any(sampling.top_n_sigma for sampling in samplings):
-        sigmas = upload([sampling.top_n_sigma or math.inf for sampling in samplings], scores.device)[:, None]
-        smallest = smallest.maximum(values[:, :1] - sigmas * _deviation(scores))
+        sigmas = upload([sampling.top_n_sigma for sampling in samplings], scores.device)[:, None]
+        lowest = values[:, :1] - sigmas * _deviation(scores)
+        smallest = torch.where(sigmas > 0, smallest.maximum(lowest), smallest)
     if width == vocab:
         return smallest, torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
     decided = (top_k <= width) | (top_k == vocab)
