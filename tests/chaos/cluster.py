@@ -143,7 +143,7 @@ class ChaosCluster(LocalCluster):
         try:
             return worker_id in await self.workers()
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            if error.code() not in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
                 raise
             return False
 
