@@ -1,7 +1,6 @@
 """The queue of one cell: enqueue, claim, charge, finish, and the wake-up that spares workers from polling.
 
 Each operation is one atomic script of broker/lua; the arguments are listed here as the script reads them.
-bench/queue_model decides the same in Python, for simulations and for the tests that compare both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The terms on which jobs wait and are claimed, for the scripts (broker.scripts) and their model (bench.queue_model).
+"""The terms on which jobs wait and are claimed, for the scripts (broker.scripts).
 
 Each tenant has a virtual counter of service, as in Sheng et al., Fairness in Serving Large Language Models, 2024 (VTC):
 the tokens that it was charged, over its weight. Of the tenants with waiting jobs the one with the lowest counter is

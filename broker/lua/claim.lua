@@ -5,8 +5,7 @@
 -- Answers {jobs that still wait, bodies, adapter requests, hold_ms, tenants to skip in the next scan, 1 for no reason
 -- to scan again, routers of jobs that suit the worker but for its missing link, jobs looked at, 1 for a job that more
 -- free capacity suits; of a scan that found no job: arrivals that need no second look, live workers; 1 where the last of
--- the jobs must begin apart from other tenants' jobs, because its tenant and adapter are suspect; and the jobs' facts}. The
--- same in Python, decision for decision: bench.queue_model.ClaimScan.
+-- the jobs must begin apart from other tenants' jobs, because its tenant and adapter are suspect; and the jobs' facts}.
 --- @include "claim_arguments"
 --- @include "arrivals"
 --- @include "claim_rate"

@@ -80,7 +80,7 @@ local function place_of(arrival, tenant_jobs)
   local rest = (job.attempt > 1 and '-' or '0') .. string.format('%015d:', arrival) .. id
   local turns_before = of_tenant.turns > 0
   if tenant_jobs == 0 and (turns_before or job.key ~= '') then
-    redis.call('DEL', keys_of(job.tenant)) -- of a queue that was lost, or that an older version has emptied
+    redis.call('DEL', keys_of(job.tenant)) -- of a queue that was lost
   end
   local has_turn = job.key_weight > 0 or turns_before and tenant_jobs > 0
   if has_turn ~= turns_before then set_terms(job.tenant, nil, has_turn and 1 or 0) end

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from tests.broker.both_queues import BothQueues
+from tests.broker.clocked_queue import ClockedQueue
 from tests.broker.role_clients import role_clients
 from tests.broker.scripts_clock import Clock
 
@@ -21,9 +21,9 @@ async def clock(redis: Redis) -> Clock:
 
 
 @pytest.fixture
-async def both(redis: Redis, valkey_url: str, clock: Clock) -> AsyncIterator[BothQueues]:
-    """An empty queue on Redis, as routers and workers use it there, and its model, on that clock."""
+async def queue(redis: Redis, valkey_url: str, clock: Clock) -> AsyncIterator[ClockedQueue]:
+    """An empty queue on Redis, as routers and workers use it there, on that clock."""
     async with role_clients(redis, valkey_url) as roles:
-        both = BothQueues(redis, roles=roles)
-        await both.start()
-        yield both
+        queue = ClockedQueue(redis, roles=roles)
+        await queue.start()
+        yield queue

@@ -20,7 +20,7 @@ from broker.messages import AdapterRef, AdapterRequest, Capacity
 from broker.queue import JobQueue
 from broker.scripts import SCRIPTS, script_names
 from broker.terms import UsageReport
-from tests.broker.both_queues import BASE, KEYS, make_job
+from tests.broker.clocked_queue import BASE, KEYS, make_job
 from tests.broker.role_clients import PASSWORD, refused, role_clients, run
 from tests.broker.test_dead import dead_job
 from tests.broker.test_liveness import worker

@@ -19,7 +19,7 @@ from broker.queue import JobQueue
 from broker.startup import connect_once_up
 from deploy import valkey
 from rpc.children.process import Process
-from tests.broker.both_queues import BASE, make_job
+from tests.broker.clocked_queue import BASE, make_job
 from tests.valkey_cluster import ValkeyCluster, free_port
 from tests.valkey_server import MovingAddress, ValkeyServer
 

@@ -10,7 +10,7 @@ from broker.keys import Keys
 from broker.messages import STRIKES_LIMIT, Capacity, DeadJob
 from broker.queue import DeadLetters
 from broker.terms import PATIENCE_MS
-from tests.broker.both_queues import BothQueues, make_job
+from tests.broker.clocked_queue import ClockedQueue, make_job
 from tests.broker.scripts_clock import Clock
 
 KEYS = Keys("tiny", "main")
@@ -33,48 +33,48 @@ def dead_job(number: int, *, request_id: str = "r") -> DeadJob:
 
 
 async def test_a_suspect_takes_all_rows_of_a_worker_that_has_nothing_else(clock: Clock) -> None:
-    both = BothQueues(clock.redis)
-    await both.start()
+    queue = ClockedQueue(clock.redis)
+    await queue.start()
     suspect = replace(make_job("suspect", "acme", attempt=3), strikes=STRIKES_LIMIT)
-    await both.enqueue(suspect)
-    await both.enqueue(make_job("other", "globex"))
-    busy = await both.claim("busy", replace(IDLE, rows=3))
+    await queue.enqueue(suspect)
+    await queue.enqueue(make_job("other", "globex"))
+    busy = await queue.claim("busy", replace(IDLE, rows=3))
     assert [job.job_id for job in busy.jobs] == ["other"]
-    await both.enqueue(make_job("later", "globex"))
-    idle = await both.claim("idle", IDLE)
+    await queue.enqueue(make_job("later", "globex"))
+    idle = await queue.claim("idle", IDLE)
     assert idle.jobs == [suspect]
-    assert [job.job_id for job in (await both.claim("busy", replace(IDLE, rows=2))).jobs] == ["later"]
+    assert [job.job_id for job in (await queue.claim("busy", replace(IDLE, rows=2))).jobs] == ["later"]
 
 
 async def test_a_worker_makes_room_for_a_suspect_that_nobody_has_room_for(clock: Clock) -> None:
-    both = BothQueues(clock.redis)
-    await both.start()
-    await both.enqueue(replace(make_job("suspect", "acme", attempt=3), strikes=STRIKES_LIMIT))
-    await both.advance(PATIENCE_MS)
-    assert not (await both.claim("w", replace(IDLE, rows=2))).jobs  # but it is reserved from now on
-    await both.enqueue(make_job("other", "globex"))
-    assert not (await both.claim("w", replace(IDLE, rows=3))).jobs
-    assert [job.job_id for job in (await both.claim("w", IDLE)).jobs] == ["suspect"]
+    queue = ClockedQueue(clock.redis)
+    await queue.start()
+    await queue.enqueue(replace(make_job("suspect", "acme", attempt=3), strikes=STRIKES_LIMIT))
+    await queue.advance(PATIENCE_MS)
+    assert not (await queue.claim("w", replace(IDLE, rows=2))).jobs  # but it is reserved from now on
+    await queue.enqueue(make_job("other", "globex"))
+    assert not (await queue.claim("w", replace(IDLE, rows=3))).jobs
+    assert [job.job_id for job in (await queue.claim("w", IDLE)).jobs] == ["suspect"]
 
 
 async def test_an_empty_worker_takes_a_suspect_before_all_others(clock: Clock) -> None:
-    both = BothQueues(clock.redis)
-    await both.start()
-    await both.enqueue(make_job("again", "globex", attempt=2))
-    await both.enqueue(replace(make_job("struck", "acme", attempt=2), strikes=1))
-    assert [job.job_id for job in (await both.claim("w", IDLE)).jobs] == ["struck"]
-    assert [job.job_id for job in (await both.claim("w", replace(IDLE, rows=3))).jobs] == ["again"]
+    queue = ClockedQueue(clock.redis)
+    await queue.start()
+    await queue.enqueue(make_job("again", "globex", attempt=2))
+    await queue.enqueue(replace(make_job("struck", "acme", attempt=2), strikes=1))
+    assert [job.job_id for job in (await queue.claim("w", IDLE)).jobs] == ["struck"]
+    assert [job.job_id for job in (await queue.claim("w", replace(IDLE, rows=3))).jobs] == ["again"]
 
 
 async def test_one_worker_at_a_time_is_emptied_for_suspects(clock: Clock) -> None:
-    both = BothQueues(clock.redis)
-    await both.start()
+    queue = ClockedQueue(clock.redis)
+    await queue.start()
     for name in ("one", "two"):
-        await both.enqueue(replace(make_job(name, "acme", attempt=2), strikes=1))
-    await both.advance(PATIENCE_MS)
-    assert not (await both.claim("emptied", replace(IDLE, rows=2))).jobs
-    await both.enqueue(make_job("other", "globex"))
-    assert [job.job_id for job in (await both.claim("busy", replace(IDLE, rows=2))).jobs] == ["other"]
+        await queue.enqueue(replace(make_job(name, "acme", attempt=2), strikes=1))
+    await queue.advance(PATIENCE_MS)
+    assert not (await queue.claim("emptied", replace(IDLE, rows=2))).jobs
+    await queue.enqueue(make_job("other", "globex"))
+    assert [job.job_id for job in (await queue.claim("busy", replace(IDLE, rows=2))).jobs] == ["other"]
 
 
 async def test_dead_letters_come_back_whole_and_the_newest_first(redis: Redis) -> None:

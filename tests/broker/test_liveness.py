@@ -13,7 +13,7 @@ from broker.liveness import Liveness
 from broker.messages import AdapterTiers, Capacity, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import WORKER_TTL_MS, Placement
-from tests.broker.both_queues import make_job
+from tests.broker.clocked_queue import make_job
 from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, Clock
 
 KEYS = Keys("tiny", "main")

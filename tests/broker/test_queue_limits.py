@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from bench.queue_model.decisions import Refusal
-from bench.queue_model.queue_model import QueueModel
 from broker.codec import encode_job
 from broker.queue import JobQueue, QueueFullError
 from broker.terms import Placement, QueueLimits
@@ -32,18 +30,13 @@ async def test_a_full_queue_refuses_newcomers_only(redis: Redis) -> None:
 
 
 async def test_a_tenant_may_have_a_smaller_share_of_the_queue(redis: Redis) -> None:
-    limits = QueueLimits(jobs=8, tenant_jobs=4)
-    queue, model = JobQueue(redis, KEYS, limits=limits), QueueModel(limits)
+    queue = JobQueue(redis, KEYS, limits=QueueLimits(jobs=8, tenant_jobs=4))
     for share, allowed in ((0.01, 1), (0.25, 2), (0.9, 4)):
         placement, tenant = Placement(queue_share=share), f"t{allowed}"
         for number in range(allowed):
-            one = job(f"{tenant}-{number}", tenant=tenant)
-            await queue.enqueue(one, placement)
-            assert model.enqueue(one, placement, 0) is None
-        one = job(f"{tenant}-more", tenant=tenant)
+            await queue.enqueue(job(f"{tenant}-{number}", tenant=tenant), placement)
         with pytest.raises(QueueFullError, match=f"{allowed} jobs may wait of {tenant}"):
-            await queue.enqueue(one, placement)
-        assert model.enqueue(one, placement, 0) == Refusal("tenant_jobs")
+            await queue.enqueue(job(f"{tenant}-more", tenant=tenant), placement)
 
 
 async def test_a_queue_is_bounded_in_bytes_and_what_leaves_counts_no_more(redis: Redis) -> None:

@@ -27,7 +27,7 @@ from broker.terms import SEALED_JOB_S, Placement
 from rpc.principal import Role
 from tenancy.development_ca import DevelopmentCa, write_private
 from tenancy.signatures import GRANT_S, RevisionGrantVerifier, Signer, Verifier, left_s
-from tests.broker.both_queues import make_job
+from tests.broker.clocked_queue import make_job
 from tests.credentials_files import CA, RefusedSeals, job_keys, router_seals, tls_files, worker_seals
 
 KEYS = Keys("tiny", "main")

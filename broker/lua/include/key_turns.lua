@@ -10,7 +10,7 @@
 --- @include "keys"
 --- @include "totals"
 
--- Return the name of the hash; users of older versions may use keys that begin so.
+-- Return the name of the hash.
 local function keys_of(tenant) return PREFIX .. 'queue:' .. tenant .. '/keys' end
 
 -- Count a key's newcomers.

@@ -20,7 +20,7 @@ from options import StoppingParams
 from router.catalog.models import LiveWorkers, Models
 from router.catalog.store_client import Manifest, RegisteredModel
 from rpc.errors import Mismatch, NotFound, Unavailable
-from tests.broker.both_queues import make_job
+from tests.broker.clocked_queue import make_job
 from tests.broker.test_liveness import worker
 from tests.valkey_server import ValkeyServer
 

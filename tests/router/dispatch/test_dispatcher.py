@@ -19,7 +19,7 @@ from router.dispatch.dispatcher import WEIGHTED_SETS, Dispatcher, PreparedEntry,
 from router.dispatch.links import DispatchTiming, Frame
 from router.metrics import RouterMetrics
 from rpc.errors import CallError, Exhausted, Internal, Unavailable
-from tests.broker.both_queues import make_job
+from tests.broker.clocked_queue import make_job
 from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job, read
 
 
