@@ -66,11 +66,10 @@ class UnreadingClient:
         """Open the window of all streams."""
         self._writer.write(_window(65_535))
 
-    async def frames(self, stream: int, last: int) -> list[int]:
-        """Return the kinds of a stream's frames once the last one is of a kind."""
+    async def frame_of(self, stream: int, kind: int) -> None:
+        """Return once a stream has a frame of a kind; others may have come behind it in the same read."""
         async with self.arrived:
-            await self.arrived.wait_for(lambda: self.kinds.get(stream, [None])[-1] == last)
-        return self.kinds[stream]
+            await self.arrived.wait_for(lambda: kind in self.kinds.get(stream, ()))
 
     async def _read(self) -> None:
         while True:

@@ -74,7 +74,7 @@ async def test_a_stream_that_ends_while_nothing_of_it_is_read_is_freed_and_its_c
 ) -> None:
     async with UnreadingClient(served.port) as client:
         client.call(1, SERVICE + "Generate")
-        await client.frames(1, HEADERS)
+        await client.frame_of(1, HEADERS)
         end_call(served.answers.streams[0], Unauthenticated("revoked"))
         await served.answers.left.wait()
         client.read()
@@ -85,9 +85,9 @@ async def test_a_stream_that_ends_while_nothing_of_it_is_read_is_freed_and_its_c
 async def test_a_call_whose_answer_is_not_read_is_open_for_its_tenant_until_it_is_read(served: Served) -> None:
     async with UnreadingClient(served.port) as client:
         client.call(1, SERVICE + "Tokenize")
-        await client.frames(1, HEADERS)
+        await client.frame_of(1, HEADERS)
         client.call(3, SERVICE + "Tokenize")
-        await client.frames(3, HEADERS)
+        await client.frame_of(3, HEADERS)
         assert served.refused == ["ROUTER_FULL"]
         client.read()
         async with client.arrived:
@@ -101,9 +101,9 @@ async def test_a_call_whose_answer_is_not_read_is_open_for_its_tenant_until_it_i
 async def test_a_call_whose_answer_is_not_read_is_open_until_its_client_leaves(served: Served) -> None:
     async with UnreadingClient(served.port) as client:
         client.call(1, SERVICE + "Generate")
-        await client.frames(1, HEADERS)
+        await client.frame_of(1, HEADERS)
     await asyncio.wait(served.answers.streams)
     async with UnreadingClient(served.port) as client:
         client.call(1, SERVICE + "Tokenize")
-        await client.frames(1, HEADERS)
+        await client.frame_of(1, HEADERS)
     assert (served.answers.served, served.refused) == (2, [])
