@@ -88,7 +88,7 @@ async def loaded_cluster(directory: Path, seconds: float) -> AsyncIterator[Loade
         store_port=0,
         http_port=0,
         worker_flags=_WORKER_FLAGS,
-        router_flags=("--plans", str(directory / "plans.toml")),
+        store_flags=("--plans", str(directory / "plans.toml")),
     )
     async with serving_cluster(settings) as cluster:
         for adapter in find_adapters(_EXAMPLES / "adapters").adapters:

@@ -193,8 +193,15 @@ def _events(directory: Path) -> int:
 async def _cluster(directory: Path, setup: Setup) -> AsyncIterator[LocalCluster]:
     prompts = len(PROMPT) * setup.quota // setup.answer if setup.limit == "tokens_per_day" else 0
     (directory / "plans.toml").write_text(f"[tenants.loud]\n{setup.limit} = {setup.quota + prompts}\n")
-    flags = ("--plans", str(directory / "plans.toml"), "--usage-file", str(directory / "usage.jsonl"))
-    settings = ClusterSettings(MODEL, workers=2, routers=3, port=0, store_port=0, router_flags=flags)
+    settings = ClusterSettings(
+        MODEL,
+        workers=2,
+        routers=3,
+        port=0,
+        store_port=0,
+        router_flags=("--usage-file", str(directory / "usage.jsonl")),
+        store_flags=("--plans", str(directory / "plans.toml")),
+    )
     async with serving_cluster(settings) as cluster:
         await asyncio.sleep(3.0)  # accounts are new until then
         yield cluster

@@ -172,9 +172,9 @@ class QueueLimits:
 
     jobs: int = 10_000
     bytes: int = 1 << 30
-    tenant_jobs: int = 5_000
-    tenant_bytes: int = 1 << 28
-    # Maximum waiting newcomers of one API key, and of their bytes, where the key's plan has a queue share.
+    # Maximum waiting newcomers of one tenant, their maximum bytes, and the same of one API key: by their queue shares.
+    tenant_jobs: int = 1 << 50
+    tenant_bytes: int = 1 << 50
     key_jobs: int = 1 << 50
     key_bytes: int = 1 << 50
 
@@ -228,7 +228,7 @@ class Placement:
     prefer: tuple[str, ...] = ()
     # Tokens charged for loading the adapter.
     load_tokens: float = 0.0
-    # Maximum share of the queue that waiting jobs of the tenant may take, beside the limits of every tenant.
+    # Maximum share of the queue that waiting jobs of the tenant may take.
     queue_share: float = 1.0
     key: KeyTerms = NO_KEY
     # True if a worker has had an earlier attempt of the job.

@@ -18,7 +18,6 @@ from rpc.settings import SettingsError, read_settings
 from telemetry.logging import set_up_logging
 from telemetry.metrics import MetricsPortError
 from tenancy.audit_log import AuditFileError
-from tenancy.plans import PlansError
 
 # Number of new objects after which Python looks for garbage among them, and of such looks until one among older ones.
 # A call makes hundreds of objects that live as long as it does: by default the looks took an eighth of a burst's time.
@@ -29,7 +28,6 @@ _SWITCH_S = 2e-4
 # Errors that waiting cannot fix: the message says in one line what to do.
 STOPPING = (
     SettingsError,
-    PlansError,
     AuditFileError,
     PortInUse,
     MetricsPortError,

@@ -44,7 +44,7 @@ from router.purge import CellPurge, RouterData, TenantDataService
 from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.quotas.usage import UsageLog
-from router.settings import Settings, read_weights
+from router.settings import Settings
 from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import CallError, PermissionDenied
 from rpc.interceptors import CallMeter, Context, Handler, Interceptor, Method, wrapped
@@ -245,10 +245,10 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
 
     A supervised router shares the ports of tenants with others, and drains to its end, however many signals come: the
     supervisor sends one, and whoever stops the whole group another.
-    Raises PlansError, AuditFileError, PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
+    Raises AuditFileError, PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
     """
     stop, store = stop_signal(second_ends=not supervised), StoreClient(settings.store, tls := settings.tls_files())
-    plans = Plans(Path(settings.plans) if settings.plans else None, store)
+    plans = Plans(store)
     metrics, spans = RouterMetrics(), set_up_tracing("router", os.environ)
     metrics_server = serve_metrics(metrics, settings.host_of_operators(settings.host), settings.metrics_port)
     redis = await unless_stopped(stop, connect_once_up(settings.redis_url))
@@ -265,7 +265,6 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
     dispatcher = _dispatcher(settings, models, reach := RelayReach(metrics), plans, metrics)
     telemetry = RequestTelemetry(metrics, spans, models)
     auditor = Auditor(AuditLog(settings.audit, "router", metrics.audit))
-    plans.record = auditor.record
     prompts, proofs, configs = PromptTokenizer(), GrammarProofs(), AdapterConfigs(store)
     quotas = _quotas(settings, redis, plans, metrics, store)
     public, relay = make_servers(settings, tls, telemetry, store, auditor, seals, supervised)
@@ -340,7 +339,7 @@ def _dispatcher(
 ) -> Dispatcher:
     placer = Placer(
         lambda name, digest: reach.linked(models.serving(name, digest)),
-        plans.weights_over(read_weights(settings.tenant_weights)),
+        plans.weight_of,
         settings.adapter_mib_tokens,
         plans.queue_share_of,
         lambda: plans.key_terms(calling_key()),

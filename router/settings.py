@@ -20,7 +20,6 @@ from telemetry.metrics import PORT_HELP
 from tenancy.access import AccessSettings
 from tenancy.audit_log import FILE_HELP
 from tenancy.guard import is_loopback, is_tenant
-from tenancy.plans import WEIGHTS, is_weight
 
 # The engine protocol that is served, and the tenant of its calls that name none: that of the command.
 SGLANG, DEFAULT_TENANT = "sglang", "default"
@@ -44,12 +43,8 @@ class Settings(AccessSettings):
     cell: str = setting("the cell of the queue", "main")
     waiting_limit: int = setting("maximum of jobs that wait in a model's queue", 10_000, least=1)
     waiting_bytes: int = setting("maximum of bytes of these jobs", 1 << 30, least=1)
-    tenant_waiting_limit: int = setting("maximum of one tenant's jobs that wait in a model's queue", 5_000, least=1)
-    tenant_waiting_bytes: int = setting("maximum of bytes of these jobs", 1 << 28, least=1)
     open_calls_limit: int = setting("maximum of clients' open calls; a tenant gets a share of them", 8_192, least=1)
     open_bytes_limit: int = setting("maximum of bytes of their messages", 1 << 28, least=2 * MESSAGE_BYTES)
-    tenant_weights: str = setting("shares of tenants beside the others' 1, such as acme=3,globex=0.5", "")
-    plans: str = setting("a TOML file with the plans (docs/guides/quotas.md), instead of those that the store has", "")
     usage_file: str = setting("a file that usage events are appended to (docs/guides/quotas.md); empty: none", "")
     usage_url: str = setting("an HTTP collector that the events of --usage-file are sent to; empty: none", "")
     adapter_mib_tokens: float = setting("prompt tokens that a MiB of an adapter's load is charged as", 10.0)
@@ -102,7 +97,6 @@ class Settings(AccessSettings):
             raise ValueError(f"--processes {self.processes}: only Linux spreads the connections to a shared port")
         if not 0 <= self.adapter_mib_tokens < math.inf:
             raise ValueError(f"--adapter-mib-tokens {self.adapter_mib_tokens}: 0 or more")
-        read_weights(self.tenant_weights)
         _check_keys("--resume-key", [self.resume_key] if self.resume_key else [])
         _check_keys("--accepted-resume-keys", self.former_keys)
         _check_relay(self.relay_host, self.relay_advertise)
@@ -145,7 +139,7 @@ class Settings(AccessSettings):
     @property
     def queue_limits(self) -> QueueLimits:
         """Return the limits of a model's queue."""
-        return QueueLimits(self.waiting_limit, self.waiting_bytes, self.tenant_waiting_limit, self.tenant_waiting_bytes)
+        return QueueLimits(self.waiting_limit, self.waiting_bytes)
 
 
 def _check_relay(host: str, advertised: str) -> None:
@@ -168,18 +162,3 @@ def _check_keys(flag: str, keys: list[str]) -> None:
     for key in keys:  # the message must not show it
         if len(key) < KEY_CHARACTERS:
             raise ValueError(f"{flag}: a key of {len(key)} characters; at least {KEY_CHARACTERS}")
-
-
-def read_weights(text: str) -> dict[str, float]:
-    """Parse the tenants' weights. Raises ValueError."""
-    weights: dict[str, float] = {}
-    for pair in filter(None, text.split(",")):
-        tenant, _, weight = pair.partition("=")
-        try:
-            weights[tenant] = float(weight)
-        except ValueError:
-            weights[tenant] = math.nan
-        if not tenant or not is_weight(weights[tenant]):
-            least, most = WEIGHTS
-            raise ValueError(f"--tenant-weights {pair!r}: write TENANT=WEIGHT, the weight from {least:g} to {most:g}")
-    return weights

@@ -49,7 +49,7 @@ class PlanFieldError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The quotas of a tenant or an API key. None: no limit, and for the weight what --tenant-weights says."""
+    """The quotas of a tenant or an API key. None: no limit, a weight of 1, and QUEUE_SHARE."""
 
     concurrent_streams: int | None = None
     requests_per_minute: int | None = None
@@ -74,6 +74,8 @@ class Plan:
 
 
 UNLIMITED = Plan()
+# Queue share of a tenant whose plan has none: it leaves half of the queue to others.
+QUEUE_SHARE = 0.5
 FIELDS = tuple(field.name for field in fields(Plan))
 # Fields that are shares or weights: numbers that need not be whole.
 REAL_FIELDS = frozenset({"queue_share", "weight"})
@@ -87,11 +89,6 @@ def plan_name(tenant: str = "", key_id: str = "") -> str:
     return f"keys/{key_id}" if key_id else f"tenants/{tenant}"
 
 
-def is_weight(weight: float) -> bool:
-    """Return whether a tenant or a key may have this weight."""
-    return WEIGHTS[0] <= weight <= WEIGHTS[1]
-
-
 def make_plan(values: Mapping[str, Any]) -> Plan:
     """Return the plan with these values. Raises PlanFieldError."""
     for field, value in values.items():
@@ -103,7 +100,7 @@ def make_plan(values: Mapping[str, Any]) -> Plan:
             if not 0 < value <= 1:
                 raise PlanFieldError(field, f"{value} is not a share above 0, up to 1")
         elif field == "weight":
-            if not is_weight(value):
+            if not WEIGHTS[0] <= value <= WEIGHTS[1]:
                 raise PlanFieldError(field, f"{value} is not from {WEIGHTS[0]:g} to {WEIGHTS[1]:g}")
         else:
             least = _LEAST_PRIORITY if field == "priority_ceiling" else 0

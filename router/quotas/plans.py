@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from loraplex.admin.v1 import plans_pb2 as pb
 
@@ -15,20 +13,7 @@ from broker.ledger import COUNTS
 from broker.terms import NO_KEY, KeyTerms
 from router.catalog.store_client import StoreChanges, StoreClient
 from rpc.errors import Unavailable
-from tenancy.plans import (
-    DEFAULT,
-    FIELDS,
-    LOOK_S,
-    PLANS_NAMED,
-    UNLIMITED,
-    WEIGHTS,
-    Plan,
-    PlansFile,
-    is_weight,
-    plan_name,
-)
-
-log = logging.getLogger(__name__)
+from tenancy.plans import DEFAULT, FIELDS, LOOK_S, QUEUE_SHARE, UNLIMITED, Plan, plan_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +36,16 @@ class Owner:
 
 
 class Plans:
-    """The plans of all tenants and keys: of a file, else of the store; without either nobody has a limit."""
+    """The plans of all tenants and keys: a copy of the store's; without a store nobody has a limit."""
 
-    def __init__(self, path: Path | None = None, store: StoreClient | None = None) -> None:
-        """Read the file. Raises PlansError."""
+    def __init__(self, store: StoreClient | None = None) -> None:
         self._plans: Mapping[str, Plan] = {}
         self._default = UNLIMITED
         # The limits by account, since they are asked for with every request.
         self._default_limits: Mapping[str, int] = {}
         self._limits = dict[str, Mapping[str, int]]()
-        self._path, self._file = path, None if path is None else PlansFile(path)
-        # Keeps an event of the audit log.
-        self.record: Callable[..., None] = lambda event, **values: None
-        self._changes = StoreChanges("plans", store.plan_changes) if store is not None and path is None else None
+        self._changes = None if store is None else StoreChanges("plans", store.plan_changes)
         self._missing = self._changes is not None
-        if self._file is not None:
-            self.put(self._file.plans)
 
     def put(self, plans: Mapping[str, Plan]) -> None:
         """Replace all plans, which are given by name."""
@@ -105,13 +84,13 @@ class Plans:
         """Return the limits that the ledger keeps in an account, by their fields of a plan."""
         return self._limits.get(account, {} if is_key_account(account) else self._default_limits)
 
-    def weights_over(self, weights: Mapping[str, float]) -> Callable[[str], float]:
-        """Return a function that gives a tenant's weight: its plan's, else one of these, else 1."""
-        return lambda tenant: self.of(tenant).weight or weights.get(tenant, 1.0)
+    def weight_of(self, tenant: str) -> float:
+        """Return a tenant's weight."""
+        return self.of(tenant).weight or 1.0
 
     def queue_share_of(self, tenant: str) -> float:
         """Return the share of a queue that a tenant's waiting jobs may take."""
-        return self.of(tenant).queue_share or 1.0
+        return self.of(tenant).queue_share or QUEUE_SHARE
 
     def key_terms(self, key_id: str) -> KeyTerms:
         """Return what the plan of an API key says of the queue."""
@@ -127,11 +106,7 @@ class Plans:
             await self.look()
 
     async def look(self) -> None:
-        """Read the file again if it has changed, or ask the store; a fault changes nothing."""
-        if self._file is not None and self._file.look():
-            self.put(self._file.plans)
-            if changed := self._file.changed:
-                self.record("plans file", file=str(self._path), plans=changed[:PLANS_NAMED])
+        """Ask the store what has changed; one that does not answer changes nothing."""
         if self._changes is not None and (found := await self._changes.look()) is not None:
             pages, anew = found
             plans = {} if anew else dict(self._plans)
@@ -144,13 +119,8 @@ class Plans:
 
 
 def _plan(message: pb.Plan) -> Plan:
-    """Return a plan of the store. Older stores took any weight above 0."""
-    plan = Plan(**{field.name: value for field, value in message.ListFields() if field.name in FIELDS})
-    if plan.weight is None or is_weight(plan.weight):
-        return plan
-    nearest = min(max(plan.weight, WEIGHTS[0]), WEIGHTS[1])
-    log.warning("the plan %s has the weight %g; %g is taken instead", message.name, plan.weight, nearest)
-    return replace(plan, weight=nearest)
+    """Return a plan of the store."""
+    return Plan(**{field.name: value for field, value in message.ListFields() if field.name in FIELDS})
 
 
 def _accounts(names: Iterable[str]) -> Iterable[tuple[str, str]]:

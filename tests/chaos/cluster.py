@@ -36,11 +36,8 @@ LISTED_S = 60.0
 # Few rows: every worker has work. The bytes of an adapter have to come while a store fault lasts.
 _WORKER_FLAGS = ("--rows", "12", "--fetch-silent-s", "5", "--drain-s", "0.5")
 # A queue that a crowd fills in a moment, and a router that soon drops a client that does not read.
-WAITING, TENANT_WAITING, CLIENT_STALL_S = 80, 40, 5.0
-_ROUTER_FLAGS = (
-    *("--waiting-limit", str(WAITING), "--tenant-waiting-limit", str(TENANT_WAITING)),
-    *("--client-stall-s", str(CLIENT_STALL_S), "--drain-s", "0.5"),
-)
+WAITING, CLIENT_STALL_S = 80, 5.0
+_ROUTER_FLAGS = (*("--waiting-limit", str(WAITING), "--client-stall-s", str(CLIENT_STALL_S), "--drain-s", "0.5"),)
 # Keys of a cell that are there without any job, by the word after the tag; the others must go, or expire.
 _OF_QUEUE = {"arrivals", "news", "floor", "idle", "totals", "rooms", "wake", "dead", "commands"}
 _LASTING = {"born", "routers", "workers", "worker", *_OF_QUEUE} | {

@@ -11,14 +11,14 @@ from loraplex_client import AsyncClient
 
 from broker.keys import Keys
 from tests.chaos.arena import Arena, Strike
-from tests.chaos.cluster import CLIENT_STALL_S, TENANT_WAITING, WAITING, register_model
+from tests.chaos.cluster import CLIENT_STALL_S, WAITING, register_model
 from tests.chaos.crowd import Crowd, Sort
 from tests.chaos.history import CrowdCall
 from tests.chaos.plan import IN_FLIGHT, MODEL_NAME, TENANTS, PlannedFault
 
 # Callers that keep a tenant's share of the queue full: it, all rows, as many jobs that workers claimed ahead, and some
 # that are refused.
-_CALLERS = TENANT_WAITING + 120
+_CALLERS = WAITING // 2 + 120
 # Tenants that fill the cell's queue: so many that the share of each tenant holds all requests that the driver has in
 # flight at once, which may all be one tenant's.
 _FILLERS = WAITING // IN_FLIGHT - len(TENANTS)

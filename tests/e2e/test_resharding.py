@@ -28,7 +28,8 @@ async def test_every_call_is_answered_while_slots_move(start_cluster: StartClust
                 MODEL,
                 {},
                 redis_url=valkeys.url,
-                router_flags=("--plans", str(plans), "--usage-file", str(tmp_path / "usage")),
+                router_flags=("--usage-file", str(tmp_path / "usage")),
+                store_flags=("--plans", str(plans)),
             ) as cluster,
         ):
             answers, more = 0, asyncio.Condition()

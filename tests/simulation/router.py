@@ -28,13 +28,13 @@ from router.generation.generation import Generation
 from router.generation.resume import GivenKeys, ResumeEpochs, ResumeTokens
 from router.generation.unary_calls import ContinuationScore, UnaryCalls
 from router.purge import RouterData
-from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from router.request import EncodeRequest, Message, Received, Request, Summary
 from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import NotFound, Unavailable
 from rpc.principal import Role, calling_key
 from tenancy.api_keys import HashedKey, KeyDirectory
+from tests.plans_file import plans_in
 from tests.simulation.channels import Registrar
 from tests.simulation.loop import Node
 from tests.simulation.network import Network
@@ -202,7 +202,7 @@ class SimulatedRouter:
         encoder, proofs = PromptTokenizer(), GrammarProofs()
         configs = AdapterConfigs(self._store)
         admission = Admission(self.models, self._store, configs, self.name, self.reach, encoder, proofs)
-        self.plans = Plans(self._quotas)
+        self.plans = plans_in(self._quotas)
         accounts: Any = self._store
         usage: Any = SimulatedUsage(self._redis) if self.plans.has_limits else None
         quotas = self.quotas = Quotas(SimulatedLedger(self._redis.client), self.plans, usage=usage, store=accounts)

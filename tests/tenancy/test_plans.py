@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from pathlib import Path
@@ -49,3 +50,22 @@ def test_a_fault_is_named(path: Path, text: str, message: str) -> None:
     path.write_text(text)
     with pytest.raises(PlansError, match=message.replace("[", r"\[").replace("]", r"\]")):
         PlansFile(path)
+
+
+def test_a_change_is_read_and_a_faulty_one_is_not(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.write_text("[tenants.acme]\nconcurrent_streams = 1\n")
+    file, write = PlansFile(path), path.write_text
+    write("[tenants.acme]\nconcurrent_streams = 3\n")
+    assert file.look()
+    assert file.changed == ["tenants/acme"]
+    write("[tenants.acme]\nconcurrent_streams = many\n")
+    assert not file.look()
+    os.unlink(path)
+    assert not file.look()
+    assert not file.look()
+    assert file.plans["tenants/acme"].concurrent_streams == 3
+    assert len([record for record in caplog.records if "former plans" in record.message]) == 2
+    write("[tenants.acme]\nconcurrent_streams = 3\n# nothing else\n")
+    os.utime(path)
+    assert file.look()
+    assert file.changed == []

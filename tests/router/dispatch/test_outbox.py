@@ -27,10 +27,11 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import DispatchTiming, RelayReach
 from router.dispatch.outbox import AT_ONCE, FAULTS_LIMIT, MIB, Placer
 from router.metrics import RouterMetrics
-from router.quotas.plans import Plans
 from router.settings import Settings
 from rpc.errors import Internal
 from rpc.principal import CredentialKind, Principal, Role, set_caller
+from tenancy.plans import QUEUE_SHARE
+from tests.plans_file import plans_in
 from tests.router.recording_link import KEYS, RecordingLink, claim, dispatched, frame, job, read
 
 
@@ -257,13 +258,14 @@ def test_the_router_places_jobs_by_the_plan_of_the_calling_key(tmp_path: Path) -
     (tmp_path / "plans.toml").write_text("[keys.k1]\nweight = 3\nqueue_share = 0.5\n[keys.k2]\ntokens_per_day = 1\n")
     models: Any = SimpleNamespace(queue_of=None, serving=None, why_unservable=None)  # asked for jobs with an adapter
     settings, metrics = Settings(store="s", redis_url="r"), RouterMetrics()
-    dispatcher = _dispatcher(settings, models, RelayReach(metrics), Plans(tmp_path / "plans.toml"), metrics)
+    dispatcher = _dispatcher(settings, models, RelayReach(metrics), plans_in(tmp_path / "plans.toml"), metrics)
 
     def placed(key: str) -> Placement:
         roles = frozenset({Role.TENANT_USER})
         set_caller(Principal("someone", roles, CredentialKind.API_KEY, "acme", key_id=key))
         return dispatcher._place(JOB)
 
-    assert copy_context().run(placed, "k1") == Placement(key=KeyTerms("k1", 3.0, 0.5))
-    assert copy_context().run(placed, "k2") == Placement()
-    assert dispatcher._place(JOB) == Placement()
+    placement = Placement(queue_share=QUEUE_SHARE)
+    assert copy_context().run(placed, "k1") == replace(placement, key=KeyTerms("k1", 3.0, 0.5))
+    assert copy_context().run(placed, "k2") == placement
+    assert dispatcher._place(JOB) == placement

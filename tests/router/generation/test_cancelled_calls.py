@@ -24,11 +24,11 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import DispatchTiming
 from router.generation import generation as generation_module
 from router.generation.generation import Generation
-from router.quotas.plans import Plans
 from router.quotas.quotas import Quotas
 from rpc.errors import CallError, Exhausted
 from tests.accounts import account_of
 from tests.credentials_files import router_seals
+from tests.plans_file import plans_in
 from tests.router.generation.test_generation import REQUEST, TOKENS, Admission, call
 from tests.router.recording_link import KEYS
 
@@ -60,7 +60,7 @@ class Router:
         self.dispatcher = Dispatcher(
             lambda model: self.queue, lambda job: Placement(), timing=DispatchTiming(late_enqueue_s=0.4)
         )
-        self.quotas = Quotas(Ledger(redis), Plans(directory / "plans.toml"))
+        self.quotas = Quotas(Ledger(redis), plans_in(directory / "plans.toml"))
         admission: Any = Admission()
         self.generation = Generation(admission, self.dispatcher, TOKENS, self.quotas, admission)
 

@@ -17,10 +17,10 @@ from broker.keys import LEDGER
 from broker.ledger import Ledger
 from broker.scripts import Scripts
 from router.dispatch.routed_job import RoutedJob
-from router.quotas.plans import Plans
 from router.quotas.quotas import Grant, Quotas
 from rpc.errors import Aborted, Exhausted, Unavailable
 from tests.accounts import account_of
+from tests.plans_file import plans_in
 from tests.router.recording_link import RecordingLink, frame, job
 
 # A ledger that has lost data is closed for a moment, not for seconds.
@@ -61,7 +61,7 @@ def new(redis: Redis, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPa
         path = tmp_path / "plans.toml"
         path.write_text(f"[{table}]\n" + "".join(f"{name} = {most}\n" for name, most in limits.items()))
         accounts: Any = store
-        return Quotas(Ledger(redis, SCRIPTS), Plans(path), store=accounts)
+        return Quotas(Ledger(redis, SCRIPTS), plans_in(path), store=accounts)
 
     return make
 
@@ -324,7 +324,7 @@ def with_key(redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Q
     path = tmp_path / "plans.toml"
     path.write_text(KEY_PLANS)
     monkeypatch.setattr("router.quotas.quotas.calling_key", lambda: "k1")
-    return Quotas(Ledger(redis, SCRIPTS), Plans(path))
+    return Quotas(Ledger(redis, SCRIPTS), plans_in(path))
 
 
 async def test_a_call_is_reserved_and_settled_in_both_accounts(with_key: Quotas, redis: Redis) -> None:

@@ -26,7 +26,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 async def test_the_copy_follows_the_store(store: Store) -> None:
     client = StoreClient(f"127.0.0.1:{store.port}")
-    plans = Plans(None, client)
+    plans = Plans(client)
     with pytest.raises(Unavailable):
         plans.owners("acme", "")
     await plans.look()
@@ -34,14 +34,13 @@ async def test_the_copy_follows_the_store(store: Store) -> None:
     set_plan = store._plans.set
     set_plan("tenants/acme", Plan(tokens_per_day=0, weight=2.0), "")
     set_plan("keys/0123456789abcdef", Plan(requests_per_minute=1), "")
-    set_plan("tenants/old", Plan(weight=1e-300), "")  # as older stores let anybody
     await plans.look()
-    assert [plans.of(tenant).weight for tenant in ("acme", "old")] == [2.0, 0.001]
+    assert [plans.weight_of(tenant) for tenant in ("acme", "old")] == [2.0, 1.0]
     assert plans.limits_of("acme") == {"tokens_per_day": 0}
     assert plans.owners("acme", "0123456789abcdef")[0].name == "keys/0123456789abcdef"
     store._plans.delete("tenants/acme", "")
     await plans.look()
-    assert (plans.limits_of("acme"), list(plans.accounts)) == ({}, ["keys/0123456789abcdef", "old"])
+    assert (plans.limits_of("acme"), list(plans.accounts)) == ({}, ["keys/0123456789abcdef"])
     store._plans.epoch = "another store, without plans"
     store._plans._plans = {}
     await plans.look()
@@ -53,7 +52,7 @@ async def test_a_purge_during_an_answer_leaves_the_plans_of_others(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = StoreClient(f"127.0.0.1:{store.port}")
-    plans, stored = Plans(None, client), store._plans
+    plans, stored = Plans(client), store._plans
     for tenant in ("globex", "acme"):
         stored.set(f"tenants/{tenant}", Plan(tokens_per_day=5), "")
     await plans.look()
@@ -74,7 +73,7 @@ async def test_a_purge_during_an_answer_leaves_the_plans_of_others(
 
 async def test_a_store_that_does_not_answer_leaves_the_plans(store: Store) -> None:
     client = StoreClient(f"127.0.0.1:{store.port}")
-    plans = Plans(None, client)
+    plans = Plans(client)
     store._plans.set("default", Plan(tokens_per_day=5), "")
     await plans.look()
     await store.stop(drain_s=0)

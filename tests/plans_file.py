@@ -1,0 +1,15 @@
+"""A router's plans out of a file, without a store that reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from router.quotas.plans import Plans
+from tenancy.plans import PlansFile
+
+
+def plans_in(path: Path) -> Plans:
+    """Return the plans of a file."""
+    plans = Plans()
+    plans.put(PlansFile(path).plans)
+    return plans
