@@ -80,7 +80,7 @@ class StoredPlans:
         self._file = None if path is None else PlansFile(path)
         self._plans: dict[str, NamedPlan] = {}
         if self._file is not None:
-            self._take_file(self._file.plans)
+            self._take_file(self._file.content)
             return
         self.epoch = secrets.token_hex(8)
         with database.reading() as rows:
@@ -88,10 +88,12 @@ class StoredPlans:
 
     def look(self) -> list[str]:
         """Read the file again if it has changed; return the names of the plans that are others now."""
+        former = {} if self._file is None else self._file.content
         if self._file is None or not self._file.look():
             return []
-        self._take_file(self._file.plans)
-        return self._file.changed
+        plans = self._file.content
+        self._take_file(plans)
+        return sorted(name for name in former.keys() | plans.keys() if former.get(name) != plans.get(name))
 
     def of(self, tenant: str) -> Plan:
         """Return a tenant's plan. The shared adapters are the operators': the default plan does not limit them."""

@@ -17,7 +17,6 @@ import re
 import ssl
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit, urlunsplit
@@ -43,7 +42,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.maint_notifications import MaintNotificationsConfig
 
-from files import WatchedFiles
+from files import FollowedFiles
 
 log = logging.getLogger(__name__)
 
@@ -177,33 +176,22 @@ class _TLSConnection(SSLConnection):
     def _connection_arguments(self) -> Mapping[str, Any]:
         options = self.ssl_context
         arguments = dict(Connection._connection_arguments(self))
-        arguments["ssl"] = _files(options.ca_certs, options.certfile, options.keyfile).context(options)
+        arguments["ssl"] = _context(options)
         return arguments
 
 
-class _Files:
-    """The certificate files of all connections with the same options."""
-
-    def __init__(self, *names: str | None) -> None:
-        self._watched = WatchedFiles(*(name for name in names if name))
-        self._context: ssl.SSLContext | None = None
-
-    def context(self, options: RedisSSLContext) -> ssl.SSLContext:
-        """Return the context of a new connection. Raises OSError where the files were never good."""
-        try:
-            if self._watched.changed() or self._context is None:
-                self._context = _make_context(options)
-        except OSError as error:  # ssl.SSLError too: one of the files has been replaced, the other follows
-            self._watched.failed()
-            if self._context is None:
-                raise
-            log.warning("keeps the former certificates of Redis: %s", error)
-        return self._context
+# Contexts of connections, by the files that they are made of.
+_CONTEXTS: dict[tuple[str | None, ...], FollowedFiles[ssl.SSLContext]] = {}
 
 
-@cache
-def _files(ca: str | None, cert: str | None, key: str | None) -> _Files:
-    return _Files(ca, cert, key)
+def _context(options: RedisSSLContext) -> ssl.SSLContext:
+    """Return the context of a new connection. Raises OSError where the files were never good."""
+    names = options.ca_certs, options.certfile, options.keyfile
+    if (files := _CONTEXTS.get(names)) is None:
+        paths = [Path(name) for name in names if name]
+        files = _CONTEXTS[names] = FollowedFiles("--redis-url", paths, lambda: _make_context(options), OSError)
+    files.look()
+    return files.content
 
 
 def _make_context(options: RedisSSLContext) -> ssl.SSLContext:

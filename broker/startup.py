@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, ResponseError
 
 from broker.connection import REDIS_DOWN, RedisUnreachableError, connect, shown_url
+from telemetry.logging import LogOnce
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ LOOK_S = 5.0
 
 async def connect_once_up(url: str) -> Redis:
     """Wait for the server and log that once. Raises RedisUnreachableError for errors that waiting cannot fix."""
-    logged = False
+    once = LogOnce(log)
     while True:
         try:
             return await _connect_and_check(url)
@@ -36,9 +37,7 @@ async def connect_once_up(url: str) -> Redis:
             # A bad URL has a ValueError as its cause; a version that is too old, or a server that evicts, has no cause.
             if not isinstance(cause, REDIS_DOWN) or _is_refused(cause):
                 raise
-            if not logged:
-                log.warning("waits for Redis: %s", error)
-                logged = True
+            once(f"waits for Redis: {error}")
         await asyncio.sleep(RETRY_S)
 
 

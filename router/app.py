@@ -51,6 +51,7 @@ from rpc.interceptors import CallMeter, Context, Handler, Interceptor, Method, w
 from rpc.principal import CredentialKind, Principal, Role, caller, calling_key, set_caller
 from rpc.server import Server, channel_options, every, relay_options, stop_signal, unless_stopped
 from rpc.tls import TlsFiles
+from telemetry.logging import LogOnce
 from telemetry.metrics import serve_metrics
 from telemetry.tracing import set_up_tracing
 from tenancy.access import GuardedServers
@@ -379,13 +380,11 @@ async def _follow(*works: Coroutine[None, None, None]) -> None:
 
 async def _follow_workers(public: GuardedServers, models: Models, dispatcher: Dispatcher, reach: RelayReach) -> None:
     """Follow which workers are alive and reach this router, and set the router's health; never returns."""
-    health, last_logged = False, ""
+    health, once = False, LogOnce(log, logging.INFO)
     while True:
         await look_at_workers(models, dispatcher, reach)
         waits_for = models.waits_for() or reach.waits_for()
-        if waits_for != last_logged:
-            log.info("waits for %s", waits_for) if waits_for else log.info("serves")
-            last_logged = waits_for
+        once(f"waits for {waits_for}" if waits_for else "serves")
         if health != (not waits_for):
             health = not waits_for
             await public.set_serving(health)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from files import WatchedFiles
+from files import FollowedFiles, is_private
 
 log = logging.getLogger(__name__)
 
@@ -35,49 +34,29 @@ class Pems:
     ca: bytes
 
 
-class TlsFiles:
+class TlsFiles(FollowedFiles[Pems]):
     """The three files of a process. Raises ValueError where they cannot be used."""
 
     def __init__(self, cert: Path, key: Path, ca: Path) -> None:
-        self._cert, self._key, self._ca = cert, key, ca
         if key.is_file() and not is_private(key):
             log.warning("others than the owner may read %s; `chmod 600` it", key)
-        self._files = WatchedFiles(cert, key, ca)
-        self._changed()
-        self._last_logged = ""
-        self._pems = self._read()
-        # Grows when the files have changed.
-        self.version = 0
 
-    @property
-    def pems(self) -> Pems:
-        """Return the contents that were read last."""
-        return self._pems
+        def read() -> Pems:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(cert, key, password="")  # an encrypted key must not ask at a terminal
+            context.load_verify_locations(ca)
+            return Pems(cert.read_bytes(), key.read_bytes(), ca.read_bytes())
 
-    def look(self, *, recent: bool = False) -> int:
-        """Read the files again if they have changed; return the version. What cannot be used yet is not taken.
-
-        With `recent` a look of a moment ago is enough.
-        """
-        try:
-            if self._changed(recent=recent):
-                self._pems = self._read()
-                self._last_logged = ""
-                self.version += 1
-                log.info("read %s, %s and %s again", self._cert, self._key, self._ca)
-        except ValueError as error:  # one of the files has been replaced, the other follows
-            if str(error) != self._last_logged:
-                log.warning("keeps the former certificate: %s", error)
-            self._last_logged = str(error)
-        return self.version
+        super().__init__(f"--tls-cert {cert}, --tls-key {key}, --tls-ca {ca}", (cert, key, ca), read)
 
     def server_credentials(self, *, client_certificates: bool) -> grpc.ServerCredentials:
         """Return the credentials of a port, which requires a certificate of its clients or asks for none."""
-        version = self.look()
+        version = self.version
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
             nonlocal version
-            if self.look() == version:
+            self.look()
+            if self.version == version:
                 return None
             version = self.version
             return self._configuration()
@@ -89,27 +68,11 @@ class TlsFiles:
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return the credentials of a channel to another process of the cluster."""
-        return grpc.ssl_channel_credentials(self._pems.ca, self._pems.key, self._pems.cert)
+        return grpc.ssl_channel_credentials(self.content.ca, self.content.key, self.content.cert)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
-        pems = self._pems
+        pems = self.content
         return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
-
-    def _changed(self, *, recent: bool = False) -> bool:
-        try:
-            return self._files.changed(recent=recent)
-        except OSError as error:
-            raise ValueError(f"--tls-cert, --tls-key, --tls-ca: {error.filename}: {error.strerror}") from error
-
-    def _read(self) -> Pems:
-        try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(self._cert, self._key, password="")  # an encrypted key must not ask at a terminal
-            context.load_verify_locations(self._ca)
-            return Pems(self._cert.read_bytes(), self._key.read_bytes(), self._ca.read_bytes())
-        except (OSError, ssl.SSLError) as error:
-            self._files.failed()
-            raise ValueError(f"--tls-cert {self._cert}, --tls-key {self._key}, --tls-ca {self._ca}: {error}") from error
 
 
 def tls_of(cert: str, key: str, ca: str) -> TlsFiles | None:
@@ -133,7 +96,9 @@ class LiveChannel:
 
     def stub(self, make: Callable[[grpc.aio.Channel], S]) -> S:
         """Return a service's stub at the present channel."""
-        if self._tls is not None and self._tls.look(recent=True) != self._version:
+        if self._tls is not None:
+            self._tls.look(recent=True)
+        if self._tls is not None and self._tls.version != self._version:
             closing = asyncio.create_task(self._channel.close(CLOSE_S))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
@@ -148,7 +113,8 @@ class LiveChannel:
         if self._tls is None:
             self._channel = grpc.aio.insecure_channel(self._address, options=self._options)
             return
-        self._version = self._tls.look()
+        self._tls.look()
+        self._version = self._tls.version
         credentials = self._tls.channel_credentials()
         self._channel = grpc.aio.secure_channel(self._address, credentials, options=self._options)
 
@@ -165,8 +131,3 @@ class LiveChannel:
         for closing in self._closing:
             closing.cancel()
         await self._channel.close()
-
-
-def is_private(path: Path) -> bool:
-    """Tell whether only a file's owner may read it."""
-    return not os.stat(path).st_mode & 0o077

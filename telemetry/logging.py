@@ -60,6 +60,24 @@ def environment_of(log_format: str, log_level: str) -> Mapping[str, str]:
     return {FORMAT_VARIABLE: log_format, LEVEL_VARIABLE: log_level}
 
 
+class LogOnce:
+    """Logs what a process meets again and again when it begins and when it changes."""
+
+    def __init__(self, log: logging.Logger, level: int = logging.WARNING) -> None:
+        self._log, self._level, self._last = log, level, ""
+
+    def __call__(self, message: str) -> None:
+        """Log a message, unless it is the last one."""
+        if message != self._last:
+            self._log.log(self._level, "%s", message)
+        self._last = message
+
+    def reset(self) -> bool:
+        """Forget the last message, since its cause has passed; return whether there was one."""
+        passed, self._last = bool(self._last), ""
+        return passed
+
+
 def _encodable(text: str) -> str:
     """Escape halves of surrogate pairs, which cannot be written."""
     return text.encode(errors="backslashreplace").decode()

@@ -30,6 +30,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
+from telemetry.logging import LogOnce
 from telemetry.metrics import Meters
 
 log = logging.getLogger(__name__)
@@ -307,7 +308,7 @@ class AuditLog:
 
     def _write_on(self) -> None:
         """Write what waits again and again, until the log is closed."""
-        last_logged = ""
+        once = LogOnce(log, logging.ERROR)
         while True:
             with self._came:
                 while not self._waiting and not self._closing.is_set():
@@ -318,11 +319,9 @@ class AuditLog:
             batch = self._take()
             try:
                 self._append(batch)
-                last_logged = ""
+                once.reset()
             except OSError as error:
-                if str(error.strerror) != last_logged:
-                    log.error("audit records wait: --audit %s: %s", self._path, error.strerror)
-                last_logged = str(error.strerror)
+                once(f"audit records wait: --audit {self._path}: {error.strerror}")
                 if self._closing.is_set():
                     log.error("%d audit records are lost", len(batch))
                     return

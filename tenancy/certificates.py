@@ -85,7 +85,7 @@ def principal_in(certificate: x509.Certificate) -> Principal | None:
 
 def own_name(tls: TlsFiles, role: Role) -> str:
     """Return the NAME of a process's own certificate. Raises ValueError where that names another role."""
-    principal = principal_of(tls.pems.cert)
+    principal = principal_of(tls.content.cert)
     if principal is None or role not in principal.roles:
         who = "nobody" if principal is None else principal.name
         raise ValueError(f"--tls-cert: the certificate names {who}; it needs the URI {SCHEME}{role.value}/NAME")

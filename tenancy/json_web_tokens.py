@@ -22,10 +22,11 @@ from typing import Any
 
 import jwt
 
-from files import WatchedFiles
+from files import FollowedFiles
 from rpc.errors import Unavailable
 from rpc.principal import TENANT_ROLES, CredentialKind, Principal, Role
 from rpc.timed_http import TimedConnections, timed_connections
+from telemetry.logging import LogOnce
 from tenancy.api_keys import KEY_ROLES, PREFIX, bad_credential, bearer
 from tenancy.certificates import RESERVED_TENANTS
 from tenancy.guard import AuthContext, Metadata, is_loopback, is_tenant
@@ -64,11 +65,10 @@ class SigningKeys:
 
     def __init__(self, source: str) -> None:
         self._url = source if "://" in source else ""
-        self._path = None if self._url else Path(source)
-        self._files = WatchedFiles(*([] if self._path is None else [self._path]))
+        self._file: FollowedFiles[dict[str, _Key]] | None = None
         self._keys: dict[str, _Key] = {}
         self._wanted = asyncio.Event()
-        self._last_logged = ""
+        self._once = LogOnce(log)
         self.loaded = False
         # Grows with every change, so that checks of before it are forgotten.
         self.version = 0
@@ -77,7 +77,9 @@ class SigningKeys:
             if parts.scheme != "https" and not (parts.scheme == "http" and is_loopback(parts.hostname or "")):
                 raise ValueError(f"--jwt-jwks {source}: write https://..., or a file")
         else:
-            self._read_file()
+            path = Path(source)
+            self._file = FollowedFiles(f"--jwt-jwks {path}", [path], lambda: _read_keys(path.read_bytes(), source))
+            self._take(self._file.content)
 
     def find(self, key_id: str | None) -> _Key | None:
         """Return a key; without an id the only one. Raises Unavailable before the first answer of the URL."""
@@ -107,32 +109,21 @@ class SigningKeys:
 
     async def look(self) -> None:
         """Read the keys; where that fails, keep the former ones."""
+        if self._file is not None:
+            if self._file.look():
+                self._take(self._file.content)
+            return
         try:
-            if self._url:
-                self._take(await asyncio.to_thread(_fetch, self._url))
-            else:
-                self._read_file()
+            self._take(_read_keys(await asyncio.to_thread(_fetch, self._url), self._url))
+            self._once.reset()
         except (ValueError, OSError, http.client.HTTPException) as error:
-            if str(error) != self._last_logged:
-                log.warning("keeps the former keys: %s", error)
-            self._last_logged = str(error)
+            self._once(f"keeps the former keys: {error}")
 
-    def _read_file(self) -> None:
-        assert self._path is not None
-        try:
-            if self._files.changed():
-                self._take(self._path.read_bytes())
-        except OSError as error:
-            self._files.failed()
-            raise ValueError(f"--jwt-jwks {self._path}: {error.strerror}") from error
-
-    def _take(self, content: bytes) -> None:
-        keys = _read_keys(content, self._url or str(self._path))
+    def _take(self, keys: dict[str, _Key]) -> None:
         if set(keys) != set(self._keys) or not self.loaded:
-            log.info("has %d keys of %s", len(keys), self._url or self._path)
+            log.info("has %d keys of %s", len(keys), self._url or "the file")
         self._keys = keys
         self.loaded = True
-        self._last_logged = ""
         self.version += 1
 
 

@@ -12,16 +12,13 @@ A plan's name is `default`, `tenants/acme` or `keys/0123456789abcdef`.
 
 from __future__ import annotations
 
-import logging
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from files import WatchedFiles
-
-log = logging.getLogger(__name__)
+from files import FollowedFiles
 
 # Interval in seconds between looks at the file: a change holds within a second.
 LOOK_S = 0.5
@@ -109,69 +106,38 @@ def make_plan(values: Mapping[str, Any]) -> Plan:
     return Plan(**values)
 
 
-class PlansFile:
-    """A file with plans, which is read again when it changes."""
+class PlansFile(FollowedFiles[Plans]):
+    """A file with plans. Raises PlansError."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file. Raises PlansError."""
-        self._path = path
-        self._last_logged = ""
-        self._files = WatchedFiles(path)
-        self._changed()
-        self.plans: Plans = self._read()
-        self.changed: list[str] = []
+        super().__init__(f"--plans {path}", [path], lambda: _read(path), PlansError)
 
-    def look(self) -> bool:
-        """Read the file again if it has changed; return whether it was read. A fault changes nothing.
 
-        `changed` then has the names of the plans that are others now.
-        """
-        try:
-            if not self._changed():
-                return False
-            former, self.plans = self.plans, self._read()
-        except PlansError as error:
-            self._files.failed()
-            if str(error) != self._last_logged:
-                log.warning("the former plans stay: %s", error)
-            self._last_logged = str(error)
-            return False
-        self._last_logged = ""
-        names = former.keys() | self.plans.keys()
-        self.changed = sorted(name for name in names if former.get(name) != self.plans.get(name))
-        log.info("read %d plans again", len(self.plans))
-        return True
+def _read(path: Path) -> Plans:
+    try:
+        return _plans_of(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PlansError(f"--plans {path}: no TOML: {error}") from error
+    except PlansError as error:
+        raise PlansError(f"--plans {path}: {error}") from error
 
-    def _changed(self) -> bool:
-        try:
-            return self._files.changed()
-        except OSError as error:
-            raise self._error(error.strerror or "cannot be read") from error
 
-    def _read(self) -> Plans:
-        try:
-            tables = tomllib.loads(self._path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise self._error(error.strerror or "cannot be read") from error
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise self._error(f"no TOML: {error}") from error
-        if unknown := sorted(set(tables) - {DEFAULT, "tenants", "keys"}):
-            raise self._error(f"{unknown[0]}: write [default], [tenants.NAME] or [keys.KEYID]")
-        plans = {DEFAULT: self._plan(DEFAULT, tables.get(DEFAULT, {}))}
-        for kind, what in (("tenants", "NAME"), ("keys", "KEYID")):
-            named = tables.get(kind, {})
-            if not isinstance(named, dict):
-                raise self._error(f"{kind}: write [{kind}.{what}]")
-            plans |= {f"{kind}/{one}": self._plan(f"{kind}.{one}", named[one]) for one in named}
-        return plans
+def _plans_of(tables: Mapping[str, Any]) -> Plans:
+    if unknown := sorted(set(tables) - {DEFAULT, "tenants", "keys"}):
+        raise PlansError(f"{unknown[0]}: write [default], [tenants.NAME] or [keys.KEYID]")
+    plans = {DEFAULT: _plan(DEFAULT, tables.get(DEFAULT, {}))}
+    for kind, what in (("tenants", "NAME"), ("keys", "KEYID")):
+        named = tables.get(kind, {})
+        if not isinstance(named, dict):
+            raise PlansError(f"{kind}: write [{kind}.{what}]")
+        plans |= {f"{kind}/{one}": _plan(f"{kind}.{one}", named[one]) for one in named}
+    return plans
 
-    def _plan(self, where: str, table: Any) -> Plan:
-        if not isinstance(table, dict):
-            raise self._error(f"{where}: write [{where}]")
-        try:
-            return make_plan(table)
-        except PlanFieldError as error:
-            raise self._error(f"{where}.{error}") from error
 
-    def _error(self, message: str) -> PlansError:
-        return PlansError(f"--plans {self._path}: {message}")
+def _plan(where: str, table: Any) -> Plan:
+    if not isinstance(table, dict):
+        raise PlansError(f"{where}: write [{where}]")
+    try:
+        return make_plan(table)
+    except PlanFieldError as error:
+        raise PlansError(f"{where}.{error}") from error

@@ -47,7 +47,7 @@ class Signer:
 
     def __init__(self, tls: TlsFiles, role: Role) -> None:
         self._tls, self._role = tls, role
-        self._version = tls.look()
+        self._version = tls.version
         self._read()
 
     def look(self, *, recent: bool = False) -> int:
@@ -55,8 +55,9 @@ class Signer:
 
         With `recent` a look of a moment ago is enough.
         """
-        if (version := self._tls.look(recent=recent)) != self._version:
-            self._version = version
+        self._tls.look(recent=recent)
+        if self._tls.version != self._version:
+            self._version = self._tls.version
             try:
                 self._read()
             except ValueError as error:
@@ -70,7 +71,7 @@ class Signer:
 
     def _read(self) -> None:
         own_name(self._tls, self._role)
-        pems = self._tls.pems
+        pems = self._tls.content
         key = load_pem_private_key(pems.key, None)
         if not isinstance(key, (ec.EllipticCurvePrivateKey, ed25519.Ed25519PrivateKey, rsa.RSAPrivateKey)):
             raise ValueError("--tls-key: not an elliptic curve, Ed25519 or RSA key")
@@ -88,12 +89,8 @@ class Verifier:
         self._known: dict[tuple[bytes, ...], tuple[x509.Certificate, Principal]] = {}
 
     def look(self, *, recent: bool = False) -> bool:
-        """Read the authorities again if their file has changed; return whether that or the certificate's has.
-
-        With `recent` a look of a moment ago is enough.
-        """
-        former = self._tls.version
-        return self._tls.look(recent=recent) != former
+        """Read the authorities again if their file has changed; return whether that or the certificate's has."""
+        return self._tls.look(recent=recent)
 
     def verify(self, signature: Signature, *parts: bytes) -> Principal:
         """Return who has signed the parts, by the authorities of the last look. Raises SignatureError."""
@@ -122,7 +119,7 @@ class Verifier:
             raise SignatureError(f"{len(certificates)} certificates of the signer")
         try:
             certificate, *between = map(x509.load_der_x509_certificate, certificates)
-            store = Store(x509.load_pem_x509_certificates(self._tls.pems.ca))
+            store = Store(x509.load_pem_x509_certificates(self._tls.content.ca))
             chain = PolicyBuilder().store(store).build_client_verifier().verify(certificate, between).chain
         except Exception as error:  # of a stranger's bytes: versions, extensions, algorithms have errors of their own
             raise SignatureError("no authority of --tls-ca has signed the signer's certificate") from error

@@ -11,5 +11,5 @@ from tenancy.plans import PlansFile
 def plans_in(path: Path) -> Plans:
     """Return the plans of a file."""
     plans = Plans()
-    plans.put(PlansFile(path).plans)
+    plans.put(PlansFile(path).content)
     return plans

@@ -23,6 +23,7 @@ from router.catalog.store_client import Manifest, RegisteredModel, StoreClient
 from router.text.tokenizer import ModelTokenizer, panics_as_errors, tokenizer_of
 from rpc.children.pool import ChildDiedError, ChildPool
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
+from telemetry.logging import LogOnce
 
 if TYPE_CHECKING:
     from broker.seals import Seals
@@ -249,8 +250,7 @@ class Models:
         self._live = LiveWorkers(clock, answer_s, set_aside)
         # Address of this router's relay; empty until it listens.
         self._reply_to = ""
-        # Error of the store that was logged last.
-        self._last_logged = ""
+        self._log_once = LogOnce(log)
 
     def get(self, name: str) -> ServedModel:
         """Return the model of that name, or the only one. Raises NotFound, InvalidField or Unavailable."""
@@ -377,8 +377,3 @@ class Models:
         queue = JobQueue(self._redis, keys, limits=self._limits, seals=self._seals)
         self._served[name] = ServedModel(manifest, tokenizer, queue, Liveness(self._redis, keys))
         log.info("serves base model %s (%s)", name, manifest.digest)
-
-    def _log_once(self, message: str) -> None:
-        if message != self._last_logged:
-            log.warning("%s", message)
-        self._last_logged = message

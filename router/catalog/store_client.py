@@ -24,6 +24,7 @@ from rpc.principal import TENANT_KEY, Role
 from rpc.server import channel_options
 from rpc.shares import FairTurns
 from rpc.tls import LiveChannel, TlsFiles
+from telemetry.logging import LogOnce
 from tenancy.api_keys import STALE_S, HashedKey, HashedSecret, KeyDirectory
 
 T = TypeVar("T")
@@ -387,7 +388,7 @@ class StoreChanges(Generic[PageT]):
         self._name = name
         self._ask = ask
         self._epoch, self._latest = "", 0
-        self._last_logged = ""
+        self._once = LogOnce(log)
 
     async def look(self) -> tuple[list[PageT], bool] | None:
         """Return the pages of changes, and whether the list begins anew with them; None: the store does not answer.
@@ -401,12 +402,11 @@ class StoreChanges(Generic[PageT]):
                 pages = [*pages, page] if page.epoch == epoch else [page]
                 epoch, latest = page.epoch, page.latest
         except CallError as error:
-            if error.message != self._last_logged:
-                log.warning("%s: %s", self._name, error.message)
-            self._last_logged = error.message
+            self._once(f"{self._name}: {error.message}")
             return None
         anew = epoch != self._epoch
-        self._epoch, self._latest, self._last_logged = epoch, latest, ""
+        self._epoch, self._latest = epoch, latest
+        self._once.reset()
         return pages, anew
 
 

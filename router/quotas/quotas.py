@@ -39,6 +39,7 @@ from router.quotas.plans import Owner, Plans
 from router.quotas.usage import NO_FACTS, Facts, UsageLog
 from rpc.errors import Aborted, CallError, Exhausted, Unavailable
 from rpc.principal import calling_key
+from telemetry.logging import LogOnce
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ class Quotas:
         # The round that has not begun yet, and whether it renews.
         self._next_round: asyncio.Task[Exception | None] | None = None
         self._renews = False
-        self._last_logged = ""
+        self._log_once = LogOnce(log)
 
     def apply_plan(self, job: Job) -> Job:
         """Return a new job within the plans of its tenant and the calling key. Raises Exhausted where it can't be."""
@@ -294,12 +295,7 @@ class Quotas:
         """Renew the reservations, with what is used of them by now, and end calls whose request another router has."""
         self._renews = True
         if error := await asyncio.shield(self._round()):
-            self._log(f"the ledger of quotas waits: {error!r}")
-
-    def _log(self, message: str) -> None:
-        if message != self._last_logged:
-            log.warning(message)
-        self._last_logged = message
+            self._log_once(f"the ledger of quotas waits: {error!r}")
 
     async def save(self) -> None:
         """Save the accounts that calls of this router have changed; a store that does not answer gets them later."""
@@ -309,7 +305,7 @@ class Quotas:
         try:
             await self._store.save_accounts([pb.Account(**msgspec.structs.asdict(one)) for one in unsaved.values()])
         except CallError as error:
-            self._log(f"accounts of quotas wait to be saved: {error.message}")
+            self._log_once(f"accounts of quotas wait to be saved: {error.message}")
             return
         for name, counts in unsaved.items():
             if self.ledger.unsaved.get(name) is counts:

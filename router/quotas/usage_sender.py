@@ -24,6 +24,7 @@ from urllib.parse import SplitResult, urlsplit
 from broker.connection import shown_url
 from router.metrics import RouterMetrics
 from rpc.timed_http import timed_connections
+from telemetry.logging import LogOnce
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class UsageSender:
 
     def _send_on(self) -> None:
         """Send what is in the file, until the sender is closed and the rest is sent or does not go."""
-        failures, last_logged = 0, ""
+        failures, once = 0, LogOnce(log, logging.ERROR)
         while True:
             stopping = self._stop.is_set()
             why, sent = "", 0
@@ -86,13 +87,12 @@ class UsageSender:
                 sent = self._send_batch()
             except (OSError, http.client.HTTPException, CollectorError) as error:
                 why = str(error) or type(error).__name__
-            if why and why != last_logged:
-                log.error("usage events wait: --usage-url: %s: %s", self._url.hostname, why)  # the rest may be secret
-            elif last_logged and not why:
-                log.info("usage events are sent again")
-            last_logged, failures = why, failures + 1 if why else 0
             if why:
+                once(f"usage events wait: --usage-url: {self._url.hostname}: {why}")  # the rest may be secret
                 self._metrics.usage_send_failures.inc()
+            elif once.reset():
+                log.info("usage events are sent again")
+            failures = failures + 1 if why else 0
             if stopping and not sent:
                 return
             if why:

@@ -26,6 +26,7 @@ from broker.liveness import BEAT_MS, Liveness
 from broker.messages import AdapterTiers, WorkerPhase, WorkerState
 from broker.terms import WORKER_TTL_MS
 from rpc.server import Server
+from telemetry.logging import LogOnce
 from worker.engine_api import EngineLimits, EngineStats
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,8 @@ CALL_S = 5.0
 
 async def wait_until_registered(store: adapters_pb2_grpc.AdapterServiceAsyncStub, base: BaseModel) -> None:
     """Return once the store has the model. Raises MismatchError where it has another one under the name."""
-    last_logged = ""
+    once = LogOnce(log, logging.INFO)
     while True:
-        waits_for = ""
         try:
             answer = await store.GetBaseModel(pb.GetBaseModelRequest(name=base.name), timeout=CALL_S)
         except grpc.aio.AioRpcError as error:
@@ -53,9 +53,7 @@ async def wait_until_registered(store: adapters_pb2_grpc.AdapterServiceAsyncStub
             if answer.model.digest == base.digest:
                 return
             raise MismatchError(f"base model {base.name}", _what_differs(answer.model, base))
-        if waits_for != last_logged:
-            log.info("waits for %s", waits_for)
-            last_logged = waits_for
+        once(f"waits for {waits_for}")
         await asyncio.sleep(ASK_S)
 
 

@@ -97,14 +97,14 @@ def test_files_that_do_not_go_together_are_read_and_reported_once(
     own = OwnCertificate(*write(tmp_path, ca))
     read = MagicMock(wraps=own._read)
     monkeypatch.setattr(own, "_read", read)
-    former, pair = own._newest, ca.issue("loraplex://tenant/none", ["127.0.0.1"])
+    former, pair = own.content, ca.issue("loraplex://tenant/none", ["127.0.0.1"])
     write_private(tmp_path / "gateway-key.pem", pair[1])
     for _ in range(3):
-        own._look()
-    assert (read.call_count, len(caplog.records), own._newest) == (1, 1, former)
+        own.look()
+    assert (read.call_count, len(caplog.records), own.content) == (1, 1, former)
     ca.write(tmp_path, "gateway", pair)
-    own._look()
-    assert own._newest is not former
+    own.look()
+    assert own.content is not former
 
 
 def test_files_that_are_no_certificate_are_refused(tmp_path: Path) -> None:
