@@ -1,65 +1,51 @@
-"""HTTP connections of which a whole call ends in time: timeouts of their own are for each step, and bytes may drip."""
+"""HTTP calls that end in time: the timeouts of http.client are for each step, and bytes may drip."""
 
 from __future__ import annotations
 
 import http.client
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
+from urllib.parse import SplitResult
 
 
 class _Plain(http.client.HTTPConnection):
-    """A connection that notes its socket, before the TLS handshake if there is one."""
+    """A connection that keeps a copy of its socket, made before the TLS handshake if there is one."""
 
-    opened: list[socket.socket]
+    opened: socket.socket | None = None
 
     def connect(self) -> None:
         """See http.client."""
         super().connect()
-        self.opened.append(self.sock.dup())
+        self.opened = self.sock.dup()
+
+    def cut(self) -> None:
+        """End the connection, whatever it is doing."""
+        if self.opened is not None:
+            with suppress(OSError):
+                self.opened.shutdown(socket.SHUT_RDWR)
 
 
 class _Tls(http.client.HTTPSConnection, _Plain):
     """A connection over TLS, whose `connect` calls that of _Plain."""
 
 
-class TimedConnections:
-    """Makes the connections of one call, with the arguments of http.client's classes."""
+def timed_call(limit_s: float, method: str, url: SplitResult, *request: Any, most_bytes: int = 0) -> tuple[int, bytes]:
+    """Return the status and the first bytes of the answer; redirects are not followed. Blocks.
 
-    def __init__(self) -> None:
-        self.opened: list[socket.socket] = []
-
-    def plain(self, *arguments: Any, **options: Any) -> http.client.HTTPConnection:
-        """Return a connection without TLS."""
-        return self._noted(_Plain(*arguments, **options))
-
-    def tls(self, *arguments: Any, **options: Any) -> http.client.HTTPConnection:
-        """Return a connection over TLS."""
-        return self._noted(_Tls(*arguments, **options))
-
-    def _noted(self, connection: _Plain) -> _Plain:
-        connection.opened = self.opened
-        return connection
-
-    def cut(self) -> None:
-        """End the connections, whatever they are doing."""
-        for one in self.opened:
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-
-
-@contextmanager
-def timed_connections(limit_s: float) -> Iterator[TimedConnections]:
-    """Yield what makes connections that are cut after a time; then who reads from one gets an error or its end."""
-    connections = TimedConnections()
-    timer = threading.Timer(limit_s, connections.cut)
+    `request`: the arguments of http.client's `request` behind the URL. Raises OSError or HTTPException.
+    """
+    connection = (_Tls if url.scheme == "https" else _Plain)(url.hostname or "", url.port, timeout=limit_s)
+    timer = threading.Timer(limit_s, connection.cut)
     timer.daemon = True
     timer.start()
     try:
-        yield connections
+        connection.request(method, (url.path or "/") + (f"?{url.query}" if url.query else ""), *request)
+        answer = connection.getresponse()
+        return answer.status, answer.read(most_bytes) if most_bytes else b""
     finally:
         timer.cancel()
-        for one in connections.opened:
-            one.close()
+        connection.close()
+        if connection.opened is not None:
+            connection.opened.close()

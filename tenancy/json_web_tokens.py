@@ -14,7 +14,6 @@ import json
 import logging
 import time
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ import jwt
 from files import FollowedFiles
 from rpc.errors import Unavailable
 from rpc.principal import TENANT_ROLES, CredentialKind, Principal, Role
-from rpc.timed_http import TimedConnections, timed_connections
+from rpc.timed_http import timed_call
 from telemetry.logging import LogOnce
 from tenancy.api_keys import KEY_ROLES, PREFIX, bad_credential, bearer
 from tenancy.certificates import RESERVED_TENANTS
@@ -162,35 +161,11 @@ def _read_key(listed: Mapping[str, Any], algorithm: str, source: str) -> Any:
     return key
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the settings name the one place that keys come from."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """Refuse."""
-
-
-class _Timed(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
-    """Opens URLs with connections that are cut in time."""
-
-    def __init__(self, connections: TimedConnections) -> None:
-        super().__init__()
-        self._connections = connections
-
-    def http_open(self, request: urllib.request.Request) -> Any:
-        """See urllib."""
-        return self.do_open(self._connections.plain, request)
-
-    def https_open(self, request: urllib.request.Request) -> Any:
-        """See urllib."""
-        return self.do_open(self._connections.tls, request)
-
-
 def _fetch(url: str) -> bytes:
     """Download a JWKS; blocks. Raises OSError, HTTPException or ValueError."""
-    with timed_connections(FETCH_S) as connections:
-        opener = urllib.request.build_opener(_NoRedirect, _Timed(connections))
-        with opener.open(url, timeout=FETCH_S) as answer:
-            content: bytes = answer.read(_JWKS_BYTES + 1)
+    status, content = timed_call(FETCH_S, "GET", urllib.parse.urlsplit(url), most_bytes=_JWKS_BYTES + 1)
+    if status != http.client.OK:  # a redirect too: the settings name the one place that keys come from
+        raise ValueError(f"--jwt-jwks {url}: it answers {status}")
     if len(content) > _JWKS_BYTES:
         raise ValueError(f"--jwt-jwks {url}: more than {_JWKS_BYTES} bytes")
     return content

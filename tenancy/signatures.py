@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import msgspec
 from cryptography import x509
@@ -85,8 +86,8 @@ class Verifier:
 
     def __init__(self, tls: TlsFiles, role: Role, now: Callable[[], float] = time.time) -> None:
         self._tls, self._role, self._now = tls, role, now
-        self._version = -1
-        self._known: dict[tuple[bytes, ...], tuple[x509.Certificate, Principal]] = {}
+        self._version = tls.version
+        self._signer = lru_cache(_KNOWN_CHAINS)(self._check_chain)
 
     def look(self, *, recent: bool = False) -> bool:
         """Read the authorities again if their file has changed; return whether that or the certificate's has."""
@@ -94,6 +95,9 @@ class Verifier:
 
     def verify(self, signature: Signature, *parts: bytes) -> Principal:
         """Return who has signed the parts, by the authorities of the last look. Raises SignatureError."""
+        if self._tls.version != self._version:
+            self._version = self._tls.version
+            self._signer.cache_clear()
         certificate, principal = self._signer(signature.certificates)
         if principal.expires_at is not None and self._now() >= principal.expires_at:
             raise SignatureError(f"the certificate of {principal.name} has expired")
@@ -103,18 +107,7 @@ class Verifier:
             raise SignatureError(f"not what {principal.name} has signed") from error
         return principal
 
-    def _signer(self, certificates: tuple[bytes, ...]) -> tuple[x509.Certificate, Principal]:
-        if self._tls.version != self._version:
-            self._known, self._version = {}, self._tls.version
-        found = self._known.get(certificates)
-        if found is None:
-            found = self._check_chain(certificates)
-            if len(self._known) >= _KNOWN_CHAINS:
-                self._known.clear()
-            self._known[certificates] = found
-        return found
-
-    def _check_chain(self, certificates: Sequence[bytes]) -> tuple[x509.Certificate, Principal]:
+    def _check_chain(self, certificates: tuple[bytes, ...]) -> tuple[x509.Certificate, Principal]:
         if not 0 < len(certificates) <= _CHAIN:
             raise SignatureError(f"{len(certificates)} certificates of the signer")
         try:
@@ -199,25 +192,15 @@ class RevisionGrantIssuer:
 
     def __init__(self, signer: Signer, now: Callable[[], float] = time.time) -> None:
         self._signer, self._now = signer, now
-        self._kept: dict[tuple[str, tuple[str, ...]], tuple[float, bytes]] = {}
-        # Number of the signer's certificate that they were made with.
-        self._version = signer.look()
+        self._signed = lru_cache(_KEPT)(self._sign)
 
     def issue(self, tenant: str, revisions: tuple[str, ...]) -> bytes:
-        """Return a grant as it is sent."""
-        now, key = self._now(), (tenant, revisions)
-        if (version := self._signer.look(recent=True)) != self._version:  # the former one may end before they do
-            self._kept, self._version = {}, version
-        expires_at, packed = self._kept.get(key, (0.0, b""))
-        if expires_at - now < GRANT_S / 2:
-            if len(self._kept) >= _KEPT:
-                self._kept.clear()
-            packed = self._sign(RevisionGrant(tenant, revisions, now + GRANT_S))
-            self._kept[key] = now + GRANT_S, packed
-        return packed
+        """Return a grant as it is sent, which is valid for GRANT_S at most and half of that at least."""
+        # With another certificate another one is made: the former one may end before they do.
+        return self._signed(tenant, revisions, int(self._now() / (GRANT_S / 2)), self._signer.look(recent=True))
 
-    def _sign(self, grant: RevisionGrant) -> bytes:
-        content = msgspec.msgpack.encode(grant)
+    def _sign(self, tenant: str, revisions: tuple[str, ...], half: int, certificate: int) -> bytes:
+        content = msgspec.msgpack.encode(RevisionGrant(tenant, revisions, (half + 2) * GRANT_S / 2))
         signature = self._signer.sign(_LABEL, content)
         return msgspec.msgpack.encode(_SignedGrant(content, signature.certificates, signature.value))
 

@@ -22,6 +22,7 @@ from router.dispatch.links import DispatchTiming
 from router.dispatch.routed_job import JobState, RoutedJob
 from router.metrics import RouterMetrics
 from rpc.errors import CallError, Exhausted, Internal
+from rpc.shares import spread
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def refusal(error: QueueFullError | DeadlineUnattainableError | QuarantinedError
 def queue_full(tenant: str, why: str, key: str = "") -> Exhausted:
     """Return the error of a job that has no place in the queue; without tenant and key: it is not a limit of theirs."""
     subject = f"tenants/{tenant}/queue" if tenant else f"keys/{key}/quotas/queue_share" if key else "queue"
-    after_s = random.uniform(0.5, 1.5) * FULL_RETRY_S
+    after_s = spread(FULL_RETRY_S)
     return Exhausted(subject, f"the queue is full: {why}", retry_after_s=after_s, reason="QUEUE_FULL")
 
 

@@ -23,7 +23,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from broker.connection import shown_url
 from router.metrics import RouterMetrics
-from rpc.timed_http import timed_connections
+from rpc.timed_http import timed_call
 from telemetry.logging import LogOnce
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,8 @@ class UsageSender:
         """Send the next events and move the cursor; returns how many. Raises OSError, HTTPException, CollectorError."""
         events, past = self._cursor.read(self._batch_events)
         if events:
-            status = self._post(b"[" + b",".join(events) + b"]")
+            body = b"[" + b",".join(events) + b"]"
+            status, _ = timed_call(self._call_s, "POST", self._url, body, {"Content-Type": CONTENT_TYPE})
             if status == _TOO_LARGE and self._batch_events > 1:
                 self._batch_events = max(1, min(self._batch_events, len(events)) // 2)
                 return self._send_batch()
@@ -114,18 +115,6 @@ class UsageSender:
             self._metrics.usage_sent.inc(len(events))
         self._cursor.move(past)
         return len(events)
-
-    def _post(self, body: bytes) -> int:
-        """Return the status of the collector's answer; redirects are not followed."""
-        target = (self._url.path or "/") + (f"?{self._url.query}" if self._url.query else "")
-        with timed_connections(self._call_s) as connections:
-            make = connections.tls if self._url.scheme == "https" else connections.plain
-            connection = make(self._url.hostname or "", self._url.port, timeout=self._call_s)
-            try:
-                connection.request("POST", target, body, {"Content-Type": CONTENT_TYPE})
-                return connection.getresponse().status
-            finally:
-                connection.close()
 
 
 class Cursor:

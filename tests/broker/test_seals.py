@@ -320,7 +320,7 @@ async def test_pins_are_taken_from_routers_alone_and_their_grants_are_renewed(ce
     cell.now += GRANT_S
     await cell.router.pins.renew_grants(lambda: cell.now)
     (renewed,) = await cell.worker.pins.list()
-    assert left_s(renewed.adapter.grant, cell.now) == pytest.approx(GRANT_S)
+    assert GRANT_S / 2 <= left_s(renewed.adapter.grant, cell.now) <= GRANT_S
     await cell.router.pins.unpin(ADAPTER)
     assert await cell.worker.pins.list() == []
     assert cell.refused.reasons == ["SIGNATURE_INVALID"]
