@@ -35,12 +35,13 @@ from rpc.interceptors import CallMeter
 from rpc.principal import Principal
 from rpc.server import Server, stop_signal
 from rpc.settings import check_bounds, setting
+from rpc.tasks import every
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP, serve_metrics
 from tenancy.access import AccessSettings, GuardedServers
 from tenancy.api_keys import KeyDirectory
 from tenancy.audit_log import FILE_HELP, AuditLog
-from tenancy.auditor import Auditor
+from tenancy.auditor import WINDOW_S, Auditor
 from tenancy.permissions import Port
 from tenancy.plans import LOOK_S as PLANS_LOOK_S
 from tenancy.plans import PLANS_NAMED
@@ -138,7 +139,7 @@ class Store:
             self.port = int(self.addresses[0].rpartition(":")[2])
             await self._server.start()
             await self._server.set_serving(True)
-            self._purging = asyncio.create_task(_purge_deleted(deleted))
+            self._purging = asyncio.create_task(every(PURGE_S, partial(_purge_deleted, deleted)))
             self._following = asyncio.create_task(self._follow())
         except BaseException:
             await asyncio.to_thread(self._close)
@@ -196,14 +197,13 @@ class Store:
         self._auditor.refused(method, caller, error, peer)
 
     async def _follow(self) -> None:
-        await asyncio.gather(self._server.follow(), self._auditor.follow(), self._follow_plans())
+        looks = every(WINDOW_S, self._auditor.flush), every(PLANS_LOOK_S, self._look_at_plans)
+        await asyncio.gather(self._server.follow(), *looks)
 
-    async def _follow_plans(self) -> None:
-        """Read the plans file again whenever it changes; never returns."""
-        while True:
-            await asyncio.sleep(PLANS_LOOK_S)
-            if changed := self._plans.look():
-                self._auditor.record("plans file", file=self._settings.plans, plans=changed[:PLANS_NAMED])
+    def _look_at_plans(self) -> None:
+        """Read the plans file again if it has changed."""
+        if changed := self._plans.look():
+            self._auditor.record("plans file", file=self._settings.plans, plans=changed[:PLANS_NAMED])
 
     def _fitness_policy(self) -> FitnessPolicy:
         settings = self._settings
@@ -241,16 +241,12 @@ class Store:
 
 
 async def _purge_deleted(deleted: DeletedRevisions) -> None:
-    """Remove deleted revisions whose time has passed; never returns."""
-    while True:
-        try:
-            removed = await asyncio.to_thread(deleted.purge)
-        except CallError as error:  # the disk is full
-            log.warning("deleted revisions are not removed: %s", error)
-            removed = 0
-        if removed:
+    """Remove deleted revisions whose time has passed."""
+    try:
+        if removed := await asyncio.to_thread(deleted.purge):
             log.info("removed %d revisions of deleted adapters", removed)
-        await asyncio.sleep(PURGE_S)
+    except CallError as error:  # the disk is full
+        log.warning("deleted revisions are not removed: %s", error)
 
 
 async def serve(settings: StoreSettings) -> None:

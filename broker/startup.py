@@ -7,7 +7,6 @@ An evicted key is a job that has to be found missing and dispatched again, or a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 _SAFE = "noeviction"
 # Interval in seconds between looks at a server's policy.
-LOOK_S = 5.0
+POLICY_LOOK_S = 5.0
 
 
 async def connect_once_up(url: str) -> Redis:
@@ -100,13 +99,6 @@ class EvictionWatch:
         # Of the last look; None before the first.
         self._policy: str | None = None
         self._count: int | None = None
-
-    async def follow(self) -> None:
-        """Look every LOOK_S; never returns."""
-        while True:
-            with contextlib.suppress(*REDIS_DOWN):  # others log that
-                await self.look()
-            await asyncio.sleep(LOOK_S)
 
     async def look(self) -> None:
         """Log a policy that has become unsafe, and keys that were evicted since the last look."""

@@ -24,7 +24,7 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -32,6 +32,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from deploy import valkey
 from rpc.children.process import READY, LaunchError, Process
 from rpc.server import channel_options
+from rpc.tasks import unless_ended
 
 log = logging.getLogger(__name__)
 
@@ -265,17 +266,11 @@ class LocalCluster:
 
     async def unless_failed(self, work: Coroutine[None, None, T]) -> T:
         """Return the result of `work`. Raises LaunchError as soon as a process has failed."""
-        working = asyncio.create_task(work)
-        failing = asyncio.create_task(self.wait_failed())
         try:
-            await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
-            if failing.done():
-                raise failing.result()
-            return working.result()
-        finally:
-            working.cancel()
-            failing.cancel()
-            await asyncio.gather(working, failing, return_exceptions=True)
+            return cast(T, await unless_ended(self.wait_failed(), work))
+        finally:  # an exit explains more than the error of what had asked the process
+            if self._failed.done():
+                raise self._failed.result()
 
     def _workers(self) -> list[Process]:
         running = (process for name, process in self.processes.items() if name not in self._expected_to_end)

@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from artifacts.names import parse_revision_name
 from broker.connection import REDIS_DOWN
 from broker.ledger import Ledger
 from broker.messages import WorkerPhase, WorkerState
-from broker.startup import EvictionWatch, connect_once_up
+from broker.startup import POLICY_LOOK_S, EvictionWatch, connect_once_up
 from router.api.cluster import AdapterCommands, ClusterService
 from router.api.open_calls import OpenCalls
 from router.api.request_telemetry import COUNTED_METHODS, RequestTelemetry
@@ -36,7 +37,7 @@ from router.dispatch.outbox import Placer
 from router.dispatch.relay import RelayService, check_advertised
 from router.dispatch.routed_job import RoutedJob
 from router.generation.admission import Admission, GrammarProofs
-from router.generation.generation import Generation
+from router.generation.generation import STALLED_LOOK_S, Generation
 from router.generation.resume import LOOK_S as KEYS_S
 from router.generation.resume import DerivedKeys, GivenKeys, ResumeEpochs, ResumeTokens, SharedKeys
 from router.metrics import RouterMetrics
@@ -49,7 +50,8 @@ from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import CallError, PermissionDenied
 from rpc.interceptors import CallMeter, Context, Handler, Interceptor, Method, wrapped
 from rpc.principal import CredentialKind, Principal, Role, caller, calling_key, set_caller
-from rpc.server import Server, channel_options, every, relay_options, stop_signal, unless_stopped
+from rpc.server import Server, channel_options, relay_options, stop_signal
+from rpc.tasks import every, unless_stopped
 from rpc.tls import TlsFiles
 from telemetry.logging import LogOnce
 from telemetry.metrics import serve_metrics
@@ -57,7 +59,7 @@ from telemetry.tracing import set_up_tracing
 from tenancy.access import GuardedServers
 from tenancy.api_keys import KeyDirectory
 from tenancy.audit_log import AuditLog
-from tenancy.auditor import Auditor
+from tenancy.auditor import WINDOW_S, Auditor
 from tenancy.guard import Guard, Refused, open_guard
 from tenancy.permissions import SGLANG_SERVICE, Port
 
@@ -204,14 +206,12 @@ def resume_keys_of(settings: Settings, redis: Redis, seals: Seals | None) -> Giv
 
 
 async def renew_pins(models: Models) -> None:
-    """Give pinned adapters new grants before theirs end; never returns."""
-    while True:
-        await asyncio.sleep(PINS_S)
-        for model in models.served:
-            try:
-                await model.queue.pins.renew_grants()
-            except REDIS_DOWN as error:
-                log.warning("the grants of pinned adapters are not renewed: %s", error)
+    """Give pinned adapters new grants before theirs end."""
+    for model in models.served:
+        try:
+            await model.queue.pins.renew_grants()
+        except REDIS_DOWN as error:
+            log.warning("the grants of pinned adapters are not renewed: %s", error)
 
 
 class UnnamedCallers(Interceptor):
@@ -305,16 +305,16 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         following = asyncio.create_task(
             _follow(
                 dispatcher.redispatch_missing(),
-                models.follow_store(),
+                every(LOOK_S, models.look_at_store),
                 every(KEYS_S, resume_keys.look),
                 public.follow(),
-                generation.slow_clients.drop_stalled(),
-                EvictionWatch(redis, metrics.evicted_keys.inc).follow(),
+                every(STALLED_LOOK_S, generation.slow_clients.drop_stalled),
+                every(POLICY_LOOK_S, EvictionWatch(redis, metrics.evicted_keys.inc).look, passing=REDIS_DOWN),
                 quotas.follow(),
-                auditor.follow(),
-                renew_pins(models),
+                every(WINDOW_S, auditor.flush),
+                every(PINS_S, partial(renew_pins, models)),
                 _follow_workers(public, models, dispatcher, reach),
-                follow_gauges(metrics, models, dispatcher),
+                every(REFRESH_S, partial(refresh_gauges, metrics, models, dispatcher)),
             )
         )
         await _run_until(stop, following)
@@ -409,18 +409,14 @@ REFRESH_S = 1.0
 ADAPTERS_NAMED = 1_000
 
 
-async def follow_gauges(metrics: RouterMetrics, models: Models, dispatcher: Dispatcher) -> None:
-    """Refresh the gauges every second; never returns."""
-    while True:
-        count_jobs(metrics, tuple(dispatcher.jobs), _slots(models))
-        for model in models.served:
-            name = model.manifest.name
-            count_workers(metrics, name, models.workers(name))
-            try:
-                metrics.waiting.labels(name).set(await model.queue.count_waiting())
-            except REDIS_DOWN:
-                continue  # keep the last count; other metrics show the outage
-        await asyncio.sleep(REFRESH_S)
+async def refresh_gauges(metrics: RouterMetrics, models: Models, dispatcher: Dispatcher) -> None:
+    """Set the gauges to what they are now."""
+    count_jobs(metrics, tuple(dispatcher.jobs), _slots(models))
+    for model in models.served:
+        name = model.manifest.name
+        count_workers(metrics, name, models.workers(name))
+        with suppress(*REDIS_DOWN):  # keep the last count; other metrics show the outage
+            metrics.waiting.labels(name).set(await model.queue.count_waiting())
 
 
 def count_jobs(metrics: RouterMetrics, jobs: Sequence[RoutedJob], slots: int) -> None:

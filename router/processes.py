@@ -20,7 +20,8 @@ from contextlib import ExitStack
 
 from router.settings import Settings
 from rpc.children.process import LaunchError, Process
-from rpc.server import PortInUse, stop_signal, unless_stopped
+from rpc.server import PortInUse, stop_signal
+from rpc.tasks import unless_stopped
 
 log = logging.getLogger(__name__)
 

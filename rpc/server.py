@@ -9,8 +9,8 @@ import asyncio
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -20,8 +20,6 @@ from rpc.receiving import OneMessage, Receiving
 from rpc.shares import Shares
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-T = TypeVar("T")
 
 # Maximum number of connections, where the process may open as many files; and maximum of files that it asks for.
 _CONNECTIONS = 10_000
@@ -310,22 +308,3 @@ def stop_signal(*, second_ends: bool = True) -> asyncio.Event:
     for number in numbers:
         loop.add_signal_handler(number, stop)
     return event
-
-
-async def every(interval_s: float, look: Callable[[], Awaitable[None]]) -> None:
-    """Look, and again after each interval; never returns."""
-    while True:
-        await look()
-        await asyncio.sleep(interval_s)
-
-
-async def unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of `work`; cancel it and return None when `stop` is set before."""
-    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)

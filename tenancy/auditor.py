@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -128,12 +127,6 @@ class RefusedCallers:
             who = OTHERS
         self._counted.setdefault(who, Counter())[reason] += 1
 
-    async def follow(self) -> None:
-        """Record counts while no further refusals come; never returns."""
-        while True:
-            await asyncio.sleep(WINDOW_S)
-            self.flush()
-
     def flush(self) -> None:
         """Record the counts, and begin another window."""
         for who, reasons in self._counted.items():
@@ -157,7 +150,8 @@ class Auditor(Interceptor):
         self._log = log
         self.record = log.record
         self._refused = RefusedCallers(log)
-        self.follow = self._refused.follow
+        # Records counts while no further refusals come; called every WINDOW_S.
+        self.flush = self._refused.flush
 
     def refused(self, method: str, principal: Principal | None, error: CallError, peer: str) -> None:
         """Record a call that was refused."""
@@ -167,7 +161,7 @@ class Auditor(Interceptor):
 
     def close(self) -> None:
         """Record the last counts of refusals, and close the log."""
-        self._refused.flush()
+        self.flush()
         self._log.close()
 
     def wrap(self, handler: Handler, method: str) -> Handler:

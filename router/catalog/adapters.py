@@ -16,9 +16,10 @@ from artifacts.names import weighted_digest
 from artifacts.peft_config import CHAT_FIELD, CONFIG_FILE, LABELS_FIELD, ChatSettings, parse_chat_settings
 from broker.commands import is_of_tenant
 from broker.messages import AdapterRef, WeightedRef
-from router.catalog.store_client import Manifest, ResolvedAdapter, SharedCalls, StoreClient
+from router.catalog.store_client import Manifest, ResolvedAdapter, StoreClient
 from router.request import EncodeRequest, Request, WeightedAdapter
 from rpc.errors import InvalidField, Mismatch
+from rpc.tasks import SharedCalls
 
 log = logging.getLogger(__name__)
 

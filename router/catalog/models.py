@@ -347,17 +347,15 @@ class Models:
         workers = self._live.of(model.manifest.name)
         return workers is None or any(state.base_digest == digest for state in workers)
 
-    async def follow_store(self) -> None:
-        """Serve the models that are registered with the store; never returns."""
-        while True:
-            try:
-                for name, listed in (await self._store.models()).items():
-                    if not self._tokenizers.is_refused(listed.digest) and not self._has(name, listed):
-                        await self._serve(name)
-                self.listed = True
-            except CallError as error:
-                self._log_once(error.message)
-            await asyncio.sleep(LOOK_S)
+    async def look_at_store(self) -> None:
+        """Serve the models that are registered with the store."""
+        try:
+            for name, listed in (await self._store.models()).items():
+                if not self._tokenizers.is_refused(listed.digest) and not self._has(name, listed):
+                    await self._serve(name)
+            self.listed = True
+        except CallError as error:
+            self._log_once(error.message)
 
     def _has(self, name: str, listed: RegisteredModel) -> bool:
         served = self._served.get(name)

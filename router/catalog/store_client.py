@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
@@ -23,6 +23,7 @@ from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.principal import TENANT_KEY, Role
 from rpc.server import channel_options
 from rpc.shares import FairTurns
+from rpc.tasks import SharedCalls
 from rpc.tls import LiveChannel, TlsFiles
 from telemetry.logging import LogOnce
 from tenancy.api_keys import STALE_S, HashedKey, HashedSecret, KeyDirectory
@@ -97,26 +98,6 @@ def _problem_type(config: bytes) -> str:
         return str(parse_object(config, _CONFIG).get("problem_type") or "")
     except ArtifactError:  # anybody may have written it
         return ""
-
-
-class SharedCalls(Generic[T]):
-    """The calls under way, by key. A caller that leaves does not cancel its call for the others."""
-
-    def __init__(self) -> None:
-        self._tasks: dict[Hashable, asyncio.Task[T]] = {}
-
-    async def run(self, key: Hashable, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return what the call under way with a key returns; without one, begin it."""
-        task = self._tasks.get(key)
-        if task is None:
-            task = self._tasks[key] = asyncio.create_task(call())
-            task.add_done_callback(lambda ended: self._ended(key, ended))
-        return await asyncio.shield(task)
-
-    def _ended(self, key: Hashable, task: asyncio.Task[T]) -> None:
-        del self._tasks[key]
-        if not task.cancelled():
-            task.exception()  # callers that have left do not look at it
 
 
 # Maximum age in seconds of a cached name: a new upload is served this much later at most. While the store does not

@@ -200,7 +200,7 @@ class Runs:
 
 
 # Interval in seconds between looks at the streams.
-LOOK_S = 0.25
+STALLED_LOOK_S = 0.25
 # Time in seconds after which a client that was too slow may call again.
 RETRY_S = 1.0
 
@@ -237,17 +237,15 @@ class SlowClients:
         finally:
             self._streams.discard(stream)
 
-    async def drop_stalled(self) -> None:
-        """Drop clients that have not read for too long; never returns."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            now = time.monotonic()
-            for stream in tuple(self._streams):
-                waited_s = 0.0 if stream.waits_since is None else now - stream.waits_since
-                if waited_s > self._limit_s and not stream.dropped:
-                    stream.dropped = True
-                    log.info("a client has not read for %.1f s and is dropped", waited_s)
-                    stream.drop(self._too_slow())
+    def drop_stalled(self) -> None:
+        """Drop clients that have not read for too long; called every STALLED_LOOK_S."""
+        now = time.monotonic()
+        for stream in tuple(self._streams):
+            waited_s = 0.0 if stream.waits_since is None else now - stream.waits_since
+            if waited_s > self._limit_s and not stream.dropped:
+                stream.dropped = True
+                log.info("a client has not read for %.1f s and is dropped", waited_s)
+                stream.drop(self._too_slow())
 
     def _too_slow(self) -> Exhausted:
         message = f"the client left its stream unread for {self._limit_s:g} s"

@@ -27,10 +27,11 @@ from redis.asyncio import Redis
 from broker.connection import REDIS_DOWN
 from broker.keys import merge_resume_keys
 from broker.messages import AdapterRef
-from router.catalog.store_client import SharedCalls, StoreClient
+from router.catalog.store_client import StoreClient
 from router.request import Received, Request
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.principal import calling_key
+from rpc.tasks import SharedCalls
 from tenancy.api_keys import KeyDirectory
 
 log = logging.getLogger(__name__)

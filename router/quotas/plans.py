@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from broker.ledger import COUNTS
 from broker.terms import NO_KEY, KeyTerms
 from router.catalog.store_client import StoreChanges, StoreClient
 from rpc.errors import Unavailable
-from tenancy.plans import DEFAULT, FIELDS, LOOK_S, QUEUE_SHARE, UNLIMITED, Plan, plan_name
+from tenancy.plans import DEFAULT, FIELDS, QUEUE_SHARE, UNLIMITED, Plan, plan_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +97,6 @@ class Plans:
         if plan is None or (plan.weight is None and plan.queue_share is None):
             return NO_KEY
         return KeyTerms(key_id, plan.weight or 0.0, plan.queue_share or 1.0)
-
-    async def follow(self) -> None:
-        """Look again and again; never returns."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            await self.look()
 
     async def look(self) -> None:
         """Ask the store what has changed; one that does not answer changes nothing."""

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 from loraplex.admin.v1 import accounts_pb2 as pb
@@ -39,7 +40,9 @@ from router.quotas.plans import Owner, Plans
 from router.quotas.usage import NO_FACTS, Facts, UsageLog
 from rpc.errors import Aborted, CallError, Exhausted, Unavailable
 from rpc.principal import calling_key
+from rpc.tasks import every
 from telemetry.logging import LogOnce
+from tenancy.plans import LOOK_S as PLANS_LOOK_S
 
 log = logging.getLogger(__name__)
 
@@ -319,16 +322,13 @@ class Quotas:
     async def follow(self) -> None:
         """Renew and save every second, while quotas or usage are kept, and follow plans and usage; never returns."""
 
-        async def every_second(work: Callable[[], Awaitable[None]]) -> None:
-            while True:
-                if self._plans.has_limits or self._usage is not None:
-                    await work()
-                await asyncio.sleep(RENEW_S)
+        def kept(work: Callable[[], Awaitable[None]]) -> Awaitable[None] | None:
+            return work() if self._plans.has_limits or self._usage is not None else None
 
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._plans.follow())
-            tasks.create_task(every_second(self.renew))
-            tasks.create_task(every_second(self.save))
+            tasks.create_task(every(PLANS_LOOK_S, self._plans.look))
+            tasks.create_task(every(RENEW_S, partial(kept, self.renew)))
+            tasks.create_task(every(RENEW_S, partial(kept, self.save)))
             if self._usage is not None:
                 tasks.create_task(self._usage.follow())
 

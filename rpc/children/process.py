@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rpc.tasks import unless_ended
+
 READY = re.compile(r"^ready ")
 _TAIL_BYTES = 64 * 1024
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
@@ -77,14 +79,10 @@ class Process:
 
     async def started(self) -> dict[str, str]:
         """Wait as wait_ready does. Raises LaunchError if the process exits first."""
-        waiting = asyncio.create_task(self.wait_ready())
-        try:
-            await asyncio.wait({waiting, self.exited}, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                raise self.failure()
-            return waiting.result()
-        finally:
-            waiting.cancel()
+        words = await unless_ended(asyncio.shield(self.exited), self.wait_ready())
+        if words is None:
+            raise self.failure()
+        return words
 
     @property
     def is_ready(self) -> bool:

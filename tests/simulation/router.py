@@ -24,7 +24,7 @@ from router.dispatch.outbox import Placer
 from router.dispatch.relay import RelayService
 from router.dispatch.routed_job import RoutedJob
 from router.generation.admission import Admission, GrammarProofs
-from router.generation.generation import Generation
+from router.generation.generation import STALLED_LOOK_S, Generation
 from router.generation.resume import GivenKeys, ResumeEpochs, ResumeTokens
 from router.generation.unary_calls import ContinuationScore, UnaryCalls
 from router.purge import RouterData
@@ -33,6 +33,7 @@ from router.request import EncodeRequest, Message, Received, Request, Summary
 from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import NotFound, Unavailable
 from rpc.principal import Role, calling_key
+from rpc.tasks import every
 from tenancy.api_keys import HashedKey, KeyDirectory
 from tests.plans_file import plans_in
 from tests.simulation.channels import Registrar
@@ -210,10 +211,10 @@ class SimulatedRouter:
         self.generation = Generation(admission, self.dispatcher, tokens, quotas, encoder)
         self._unary_calls = UnaryCalls(self.generation, admission)
         for_ever = (
-            self.models.follow_store(),
+            every(LOOK_S, self.models.look_at_store),
             self._follow_workers(),
             self.dispatcher.redispatch_missing(),
-            self.generation.slow_clients.drop_stalled(),
+            every(STALLED_LOOK_S, self.generation.slow_clients.drop_stalled),
             quotas.follow(),
         )
         self._following = [self.node.start(work) for work in for_ever]

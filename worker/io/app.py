@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from artifacts.base_model import read_base_model
 from broker.startup import connect_once_up
-from rpc.server import Server, stop_signal, unless_stopped
+from rpc.server import Server, stop_signal
+from rpc.tasks import every, unless_stopped
 from telemetry.metrics import serve_metrics
 from telemetry.tracing import set_up_tracing
 from tenancy.audit_log import AuditLog
-from tenancy.auditor import RefusedCallers
+from tenancy.auditor import WINDOW_S, RefusedCallers
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts
 from worker.io.engine_client import EngineBreaker, EngineLostError, EngineUnusableError
@@ -60,7 +61,7 @@ async def run(settings: Settings) -> None:
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(audit.close)
         stack.callback(refusals.flush)
-        flushing = asyncio.create_task(refusals.follow())
+        flushing = asyncio.create_task(every(WINDOW_S, refusals.flush))
         stack.callback(flushing.cancel)
         stack.push_async_callback(asyncio.to_thread, spans.close)
         metrics_server = serve_metrics(metrics, settings.health_host, settings.metrics_port)

@@ -23,7 +23,8 @@ from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import WorkerPhase, WorkerState
 from broker.queue import JobQueue
-from rpc.server import Server, unless_stopped
+from rpc.server import Server
+from rpc.tasks import every, unless_stopped
 from worker.engine_api import EngineConfig
 from worker.io.adapters.fetch import AdapterFetcher
 from worker.io.commands import OperatorCommands, TenantData, drop_gone_revisions
@@ -32,7 +33,7 @@ from worker.io.intake import Intake
 from worker.io.local_jobs import LocalJob, LocalJobs
 from worker.io.membership import Presence, wait_until_registered, worker_state
 from worker.io.relay.links import LinkSettings
-from worker.io.results import JobTelemetry, Results, UsageLog
+from worker.io.results import REPORT_S, JobTelemetry, Results, UsageLog
 from worker.io.settings import Settings
 from worker.ipc import Begun, Configure, PinRefused, PromptLogprobs, Ready, Refused, Stepped, TenantForgotten
 
@@ -136,8 +137,8 @@ class EngineSession:
             await presence.announce()
             claiming = asyncio.create_task(intake.run())
             others.append(asyncio.create_task(presence.beat()))
-            others.append(asyncio.create_task(usage.follow()))
-            others.append(asyncio.create_task(results.links.keep_alive()))
+            others.append(asyncio.create_task(every(REPORT_S, usage.report, passing=REDIS_DOWN)))
+            others.append(asyncio.create_task(every(link_settings.beat_s, results.links.keep_alive)))
             others.append(asyncio.create_task(commands.run(self._incarnation, stop)))
             self.served = True
             print(f"ready worker={self._worker_id}{metrics.ready_word}", flush=True)

@@ -10,11 +10,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from broker.connection import REDIS_DOWN
 from broker.queue import JobQueue
 from broker.terms import UsageReport
 from options import Encode, StoppingParams
@@ -65,15 +64,11 @@ class UsageLog:
             self._ended = ended + self._ended
             raise
 
-    async def follow(self) -> None:
-        """Report every REPORT_S; never returns. The next report makes up for one that Redis did not get."""
-        while True:
-            with suppress(*REDIS_DOWN):  # the worker's beats log it
-                await self.report()
-            await asyncio.sleep(REPORT_S)
-
     async def report(self) -> None:
-        """Send the last reports, and one for each job that is here. Raises what a Redis that is down raises."""
+        """Send the last reports, and one for each job that is here. Raises what a Redis that is down raises.
+
+        The next report makes up for one that Redis did not get.
+        """
         with self.last_reports() as ended:
             await self._queue.charge([*ended, *(_usage(local, ended=False) for local in self._jobs.all())])
 

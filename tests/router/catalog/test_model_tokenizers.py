@@ -10,12 +10,13 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.terms import QueueLimits
-from router.catalog.models import LOOK_AGAIN_S, Models, ModelTokenizers
+from router.catalog.models import LOOK_AGAIN_S, LOOK_S, Models, ModelTokenizers
 from router.catalog.store_client import Manifest, RegisteredModel
 from router.request import PromptOptions
 from router.text.file_tokenizer import FileTokenizer
 from router.text.prompt_tokenizer import PromptTokenizer
 from rpc.errors import InvalidField
+from rpc.tasks import every
 from tests.router.small_tokenizers import files_of
 
 
@@ -80,7 +81,7 @@ class Registered:
 async def test_a_router_goes_on_beside_a_model_that_panics() -> None:
     store: Any = Registered()
     models = Models(store, Redis(), "main", QueueLimits())  # Redis is not asked
-    following = asyncio.create_task(models.follow_store())
+    following = asyncio.create_task(every(LOOK_S, models.look_at_store))
     while not models.listed:  # noqa: ASYNC110  # nothing reports it
         await asyncio.sleep(0.01)
     assert not following.done()

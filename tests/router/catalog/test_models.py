@@ -17,9 +17,10 @@ from broker.liveness import Census, Liveness
 from broker.messages import AdapterRef, Job, WorkerPhase
 from broker.terms import ASIDE_MS, QueueLimits
 from options import StoppingParams
-from router.catalog.models import LiveWorkers, Models
+from router.catalog.models import LOOK_S, LiveWorkers, Models
 from router.catalog.store_client import Manifest, RegisteredModel
 from rpc.errors import Mismatch, NotFound, Unavailable
+from rpc.tasks import every
 from tests.broker.clocked_queue import make_job
 from tests.broker.test_liveness import worker
 from tests.valkey_server import ValkeyServer
@@ -77,7 +78,7 @@ async def following(redis: Redis, answer_s: float = 1.0) -> Router:
 
 async def serves_registered(router: Router) -> None:
     """Follow the store until the router serves what is registered there."""
-    serving = asyncio.create_task(router.models.follow_store())
+    serving = asyncio.create_task(every(LOOK_S, router.models.look_at_store))
     while not router.models.listed or not any(  # noqa: ASYNC110 — nothing reports it
         m.manifest.digest == router.store.digest for m in router.models.served
     ):
@@ -239,7 +240,6 @@ async def test_a_manifest_that_is_registered_again_with_its_tasks_is_read_again(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The digest stays: a version without tasks had registered the model."""
-    monkeypatch.setattr("router.catalog.models.LOOK_S", 0.001)
     router, read = Router(redis, 1.0), asyncio.Queue[str]()
     serve = router.models._serve
 
@@ -248,7 +248,7 @@ async def test_a_manifest_that_is_registered_again_with_its_tasks_is_read_again(
         read.put_nowait(name)
 
     monkeypatch.setattr(router.models, "_serve", note)
-    following = asyncio.create_task(router.models.follow_store())
+    following = asyncio.create_task(every(0.001, router.models.look_at_store))
     for tasks in (("generate",), ("generate", "embed")):
         router.store.tasks = tasks
         async with asyncio.timeout(20):

@@ -440,17 +440,15 @@ class RouterLinks:
         if self._links.get(address) is link:
             del self._links[address]
 
-    async def keep_alive(self) -> None:
-        """Tell the routers of local jobs twice a second that this worker lives, where nothing else does; never returns.
+    def keep_alive(self) -> None:
+        """Tell the routers of local jobs that this worker lives, where nothing else does; called twice a second.
 
         A router that does not find this worker in Redis any more so knows that its jobs go on.
         """
-        while True:
-            await asyncio.sleep(self._settings.beat_s)
-            for address in dict.fromkeys(local.job.reply_to for local in self._jobs.all()):
-                link = self._links.get(address)
-                if link is not None:
-                    link.beat()
+        for address in dict.fromkeys(local.job.reply_to for local in self._jobs.all()):
+            link = self._links.get(address)
+            if link is not None:
+                link.beat()
 
     async def close(self, flush_s: float) -> None:
         """End every link; what is still to be sent has `flush_s`."""

@@ -13,6 +13,7 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from broker.messages import Job
 from options import SamplingParams, StoppingParams
 from rpc.server import Server, relay_options
+from rpc.tasks import every
 from tenancy.guard import open_guard
 from tests.worker.io.relay.handlers import NoRequests
 from worker.io.local_jobs import LocalJobs
@@ -104,7 +105,7 @@ async def test_routers_with_jobs_here_hear_that_the_worker_lives_and_others_do_n
         links.follow([one, two])
         await until(links, lambda: set(links.live) == {one, two})
         jobs.add(Job("a", "acme", "tiny", "sha256:0", one, (1,), StoppingParams(100), sampling=SamplingParams(seed=1)))
-        beating = asyncio.create_task(links.keep_alive())
+        beating = asyncio.create_task(every(0.01, links.keep_alive))
         async with asyncio.timeout(30), busy.heard:
             await busy.heard.wait_for(lambda: busy.beats >= 2)
         beating.cancel()
