@@ -66,6 +66,7 @@ async def running_cluster(
     http: bool = False,
     kv_cache_dtype: str = "",
     router_flags: tuple[str, ...] = (),
+    store_flags: tuple[str, ...] = (),
     launch: Callable[[ClusterSettings], LocalCluster] = LocalCluster,
 ) -> AsyncIterator[Cluster]:
     """A cluster in `directory`, whose client calls the first router. With `faulty` its workers see the store so.
@@ -87,6 +88,7 @@ async def running_cluster(
         data_dir=directory,
         worker_flags=worker_flags,
         router_flags=router_flags,
+        store_flags=store_flags,
     )
     async with launch(settings) as local:
         if faulty is not None:
