@@ -1,7 +1,6 @@
 """The users of Redis: one for routers, one for workers, one for operators, each with what it needs and no more.
 
-Redis checks what a function does against the user who calls it: so a user has the commands of its functions too, which
-are read from the Lua files. A list of its own are the keys.
+Redis checks what a function does against the user who calls it: so a user has the commands of its functions too.
 
 Passwords are in files that only their owner may read: NAME/password, the former password below it. Each file has a
 folder of its own, because a container that mounts a file does not see the one that replaces it.
@@ -10,7 +9,6 @@ folder of its own, because a container that mounts a file does not see the one t
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,14 +19,12 @@ from typing import Any
 from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import ResponseError
 
-from broker.functions import load
-from broker.scripts import SCRIPTS
+from broker.functions import LIBRARY, load
 
 Passwords = Mapping[str, Sequence[str]]
 
 # Random bytes of a password: nobody can guess it, so that the server may keep it as a plain hash.
 _PASSWORD_BYTES = 32
-_CALL = re.compile(r"redis\.p?call\('([A-Z]+)'")
 _CELL, _MODEL = "CELL", "MODEL"
 # Commands that the client library sends when it connects, or to find the nodes of a Redis Cluster.
 _CONNECTING = ("ping", "select", "info", "cluster|slots", "cluster|shards", "command")
@@ -36,9 +32,8 @@ _CONNECTING = ("ping", "select", "info", "cluster|slots", "cluster|shards", "com
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A user: scripts and commands that it calls; patterns of the keys that it writes, and of others that it reads."""
+    """A user: its commands and those of its functions, patterns of the keys that it writes, and of those it reads."""
 
-    scripts: tuple[str, ...]
     commands: tuple[str, ...]
     keys: tuple[str, ...] = ()
     read_keys: tuple[str, ...] = ()
@@ -50,33 +45,25 @@ def _of_model(*names: str) -> tuple[str, ...]:
 
 ROLES: Mapping[str, Role] = {
     "router": Role(
-        scripts=(
-            "enqueue",
-            "finish",
-            "look_up",
-            "renew_job",
-            "census",
-            "live_routers",
-            "forget_tenant",
-            "send_command",
-            "record_death",
-            "dead_push",
-            "resume_keys",
-            "set_aside",
-            "renew_pin",
-            *("ledger_reserve", "ledger_tell"),
-        ),
-        # Commands of no script: for waiting jobs, dead letters, pins, usage events and the removal of a tenant's data.
         commands=(
-            *("zcard", "lrange", "hset", "hgetall", "hdel", "function|load"),
-            *("xgroup|create", "xreadgroup", "xautoclaim", "xack", "xdel"),
+            *("fcall", "function|load", "time", "type", "rename", "exists", "del", "pexpire"),
+            *("get", "set", "incr"),
+            *("hget", "hmget", "hgetall", "hkeys", "hexists", "hrandfield", "hset", "hdel"),
+            *("lindex", "lrange", "lpush", "lpop", "rpush", "lset", "lrem", "ltrim"),
+            *("sadd", "scard", "srandmember", "srem"),
+            *("zadd", "zcard", "zlexcount", "zmscore", "zrandmember", "zrange", "zrangebyscore", "zrem"),
+            *("zremrangebyscore", "zrevrange", "zscore"),
+            *("xadd", "xgroup|create", "xreadgroup", "xautoclaim", "xack", "xdel"),
         ),
         keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger}:*", "lp:{resume}:*"),
     ),
     "worker": Role(
-        scripts=("claim", "charge", "beat", "declare_dead", "stop_claiming", "stop_waiting"),
-        # Commands of no script: for wake-ups, operators' commands and pins.
-        commands=("blpop", "hgetall"),
+        commands=(
+            *("fcall", "time", "exists", "del", "pexpire", "pttl", "get", "set", "incr"),
+            *("hget", "hmget", "hgetall", "hlen", "hset", "hsetnx", "hdel"),
+            *("blpop", "lrange", "lpush", "lpop"),
+            *("zadd", "zcard", "zmscore", "zrange", "zrangebyscore", "zrem", "zscore"),
+        ),
         keys=_of_model(
             *("job:*", "waiting", "queue:*", "again", "tenants", "idle", "floor", "uses", "totals", "charged"),
             *("wake", "wake:*", "passed_on", "rooms", "suspects", "worker:*", "workers", "commands:*"),
@@ -85,7 +72,6 @@ ROLES: Mapping[str, Role] = {
     ),
     # Can make itself any user by setting users: as strong as the server's own.
     "operator": Role(
-        scripts=(),
         commands=(
             *("acl|setuser", "acl|save", "acl|list", "acl|log", "acl|whoami", "acl|getuser"),
             *("function|load", "function|list", "function|delete", "config|get", "slowlog|get", "client|list"),
@@ -109,8 +95,7 @@ def rules(user: str, models: Sequence[str], cell: str, passwords: Sequence[str])
 
 def commands_of(role: Role) -> list[str]:
     """Return the commands that a role needs, in lower case."""
-    called = {command.lower() for name in role.scripts for command in _CALL.findall(SCRIPTS.assemble(name))}
-    return sorted(called | set(role.commands) | set(_CONNECTING) | ({"fcall"} if role.scripts else set()))
+    return sorted({*role.commands, *_CONNECTING})
 
 
 def acl_file(models: Sequence[str], cell: str, passwords: Passwords) -> list[str]:
@@ -125,7 +110,7 @@ async def set_users(redis: Redis, models: Sequence[str], cell: str, passwords: P
     """
     for user in ROLES:
         await _run(redis, "ACL SETUSER", user, "reset", *rules(user, models, cell, passwords[user]))
-    await load(redis, SCRIPTS.library)
+    await load(redis, LIBRARY)
     await _run(redis, "ACL SETUSER", "default", "off")
     try:
         await _run(redis, "ACL SAVE")

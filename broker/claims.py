@@ -1,4 +1,4 @@
-"""The claims of one worker: a script of bounded cost, called again for as long as it finds no job and may find one.
+"""The claims of one worker: a function of bounded cost, called again for as long as it finds no job and may find one.
 
 A claim that looked at many jobs in vain would look at the same ones again. Until it may find something else, the worker
 rests: its claims look at newer arrivals alone, which cost Redis next to nothing.
@@ -19,10 +19,9 @@ from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import ResponseError
 
 from broker.codec import decode_adapter_request, decode_job
-from broker.functions import is_missing
+from broker.functions import Library, is_missing
 from broker.keys import Keys
 from broker.messages import SUSPECT_STRIKES, Capacity, Job, RowToShare
-from broker.scripts import Scripts
 from broker.terms import ADAPTER_DIGITS, SCANS_PER_CLAIM, Claimed, UsageReport
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ class _ScanAnswer(NamedTuple):
     live_workers: int
     # 1: the last of the jobs is of a suspect tenant and adapter.
     last_apart: int
-    # Of each job, what the queue has noted of it (broker/lua/include/waiting_jobs.lua).
+    # Of each job, what the queue has noted of it (broker/lua/jobs.lua).
     facts: list[bytes]
 
 
@@ -130,7 +129,7 @@ class Claims:
         redis: Redis,
         keys: Keys,
         worker_id: str,
-        scripts: Scripts,
+        library: Library,
         memory: ClaimMemory,
         seals: Seals | None = None,
     ) -> None:
@@ -142,7 +141,7 @@ class Claims:
         # Scans so far, and the tenants that the last claim has passed over without finding a job.
         self._scan_number, self._skipped_tenants = 0, 0
         self._wake_lists = [keys.wake_of(worker_id), keys.wake]
-        self._claim = scripts.register(redis, "claim")
+        self._claim = library.function(redis, "claim")
 
     async def claim(
         self, base_digest: str, capacity: Capacity, reports: Sequence[UsageReport], *, wait_s: float, freed: bool
@@ -203,7 +202,7 @@ class Claims:
 
     async def _scan_once_woken(self, arguments: Sequence[str | bytes | int], wait_s: float) -> _ScanAnswer:
         """Send the wait and the scan together: the server scans as soon as it wakes, without another round trip."""
-        if isinstance(self._redis, RedisCluster):  # its pipelines take no scripts
+        if isinstance(self._redis, RedisCluster):  # its pipelines take no functions
             await self.wait_for_work(wait_s)
             return await self._scan(arguments)
         async with self._redis.pipeline(transaction=False) as pipe:
@@ -251,7 +250,7 @@ def _claimant(worker_id: str, base_digest: str, capacity: Capacity) -> tuple[byt
 
 
 def packed_reports(reports: Sequence[UsageReport]) -> bytes:
-    """Return the fields of reports, one after the other, as broker/lua/include/charges.lua reads them."""
+    """Return the fields of reports, one after the other, as broker/lua/charges.lua reads them."""
     fields: list[str | int | bool] = []
     for report in reports:
         fields += [report.job_id, report.attempt, report.tokens, report.ended, report.ran]

@@ -18,9 +18,9 @@ from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 
 from broker.codec import decode_adapter_request, encode_adapter_request
+from broker.functions import LIBRARY
 from broker.keys import Keys
 from broker.messages import AdapterRef, AdapterRequest, SealKind
-from broker.scripts import SCRIPTS
 
 if TYPE_CHECKING:  # seals load cryptography
     from broker.seals import Seals
@@ -80,7 +80,7 @@ class CommandQueue:
         self._redis = redis
         self._keys = keys
         self._seals = seals
-        self._send = SCRIPTS.register(redis, "send_command")
+        self._send = LIBRARY.function(redis, "send_command")
 
     async def send(self, incarnation: str, command: Command) -> None:
         """Send a command; a live worker receives it at once. Of more than COMMANDS_LIMIT the oldest are dropped."""
@@ -141,7 +141,7 @@ class PinnedAdapters:
         self._seals = seals
         # Certificate and job key with which this process has renewed all pins; None: not yet.
         self._made_with: tuple[int, str] | None = None
-        self._renew = SCRIPTS.register(redis, "renew_pin")
+        self._renew = LIBRARY.function(redis, "renew_pin")
 
     async def pin(self, request: AdapterRequest) -> None:
         """Pin an adapter for a tenant."""

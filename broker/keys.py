@@ -1,10 +1,10 @@
-"""All Redis keys. The keys of a cell share a hash tag, so that scripts run on one shard.
+"""All Redis keys. The keys of a cell share a hash tag, so that functions run on one shard.
 
 key                          type    content
 lp:{MODEL/CELL}:waiting      zset    ids of the waiting jobs, by deadline
 lp:{MODEL/CELL}:again        zset    jobs that have begun among them, redispatched or resumed, by arrival
 lp:{MODEL/CELL}:queue:TENANT zset    the other jobs of a tenant, in the order of claims: priority, deadline, arrival;
-                                     or priority, turn, arrival (broker/lua/include/key_turns.lua)
+                                     or priority, turn, arrival (broker/lua/jobs.lua)
 lp:{MODEL/CELL}:queue:TENANT/keys
                              hash    jobs and bytes that wait of the tenant's API keys, and their turns
 lp:{MODEL/CELL}:uses         zset    where the queue was full and is not half empty yet: tenants by their use of it at
@@ -57,7 +57,7 @@ from typing import TypeVar
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from broker.scripts import SCRIPTS
+from broker.functions import LIBRARY
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ async def retried(redis: Redis, key: str, kind: str, call: Callable[[], Awaitabl
 async def set_aside(redis: Redis, key: str, kind: str) -> None:
     """Rename a key that is not of the type `kind`: a census does so with the keys of its cell."""
     aside = f"{key}:aside"
-    if former := await SCRIPTS.register(redis, "set_aside")(key, [kind, aside]):
+    if former := await LIBRARY.function(redis, "set_aside")(key, [kind, aside]):
         log.error("the Redis key %s was a %s; it is %s now, for a day", key, former.decode(), aside)
 
 
@@ -160,6 +160,6 @@ async def merge_resume_keys(redis: Redis, new: str, used: Sequence[str]) -> list
     If there are none, the `used` ones of this router are stored, or else the `new` one. Where the stored keys have none
     of the used ones, Redis lost its data: the used ones are stored behind them.
     """
-    merge = SCRIPTS.register(redis, "resume_keys")
+    merge = LIBRARY.function(redis, "resume_keys")
     stored = await retried(redis, RESUME_KEYS, "list", lambda: merge(RESUME_KEYS, [new, *used]))
     return [key.decode(errors="replace") for key in stored]

@@ -25,14 +25,12 @@ from typing import Any, TypeVar
 import msgspec
 from redis.asyncio import Redis, RedisCluster
 
-from broker.batched_script import BatchedScript
-from broker.functions import PreparedCall
+from broker.functions import LIBRARY, BatchedFunction, Library, PreparedCall
 from broker.keys import LEDGER
-from broker.scripts import SCRIPTS, Scripts
 
 _T = TypeVar("_T")
 
-# Maximum reservations, accounts or events in one call: a script stops the whole server while it runs.
+# Maximum reservations, accounts or events in one call: a function stops the whole server while it runs.
 _AT_ONCE = 128
 # Time in seconds for which events of charges are kept, to add them again to a Redis that has lost them; routers write
 # them to their files within a second.
@@ -69,7 +67,7 @@ class Reservation(msgspec.Struct):
     """A request's reservation at its router, in one account or more, separated by spaces.
 
     `input` and `output` tokens are asked for, and held once it is granted. `facts` are those of its usage event, for
-    whoever ends it; empty: no event is written. broker/lua/include/ledger.lua explains the numbers. Tokens that are
+    whoever ends it; empty: no event is written. broker/lua/ledger.lua explains the numbers. Tokens that are
     used count from the request's beginning.
     """
 
@@ -124,7 +122,7 @@ class LedgerUnreadyError(Exception):
 
 
 class _Answer(msgspec.Struct):
-    """The answer of each script."""
+    """The answer of each function."""
 
     behind: bool = False
     closed_ms: float = 0
@@ -154,10 +152,12 @@ SendReserve = Callable[[ReserveCall], Awaitable[None]]
 class Ledger:
     """The ledger as one router uses it. Errors of broker.connection.REDIS_DOWN pass through."""
 
-    def __init__(self, redis: Redis, scripts: Scripts = SCRIPTS, router: str = "") -> None:
+    def __init__(self, redis: Redis, library: Library = LIBRARY, router: str = "") -> None:
         self._redis = redis
         names = ("ledger_reserve", "ledger_reserve_when_full", "ledger_tell")
-        self._scripts = {name: BatchedScript(redis, scripts.register(redis, name), LEDGER + "state") for name in names}
+        self._functions = {
+            name: BatchedFunction(redis, library.function(redis, name), LEDGER + "state") for name in names
+        }
         self.router = router or secrets.token_hex(6)
         # Number of the last call in which this router told something; 0: it has never used the ledger.
         self.number = 0
@@ -246,12 +246,12 @@ class Ledger:
         return answer
 
     async def _call(self, name: str, message: Mapping[str, Any], send: SendReserve | None) -> Any:
-        """Return a script's answer; `send` sends the call with another, where Redis is no cluster."""
-        script, packed = self._scripts[name], msgspec.msgpack.encode(message)
+        """Return a function's answer; `send` sends the call with another, where Redis is no cluster."""
+        function, packed = self._functions[name], msgspec.msgpack.encode(message)
         if send is None or isinstance(self._redis, RedisCluster):
-            return await script([packed])
+            return await function([packed])
         key = f"{LEDGER}of:{message['reservation'].id}"
-        call = ReserveCall(script.prepare((key,), [packed]), key)
+        call = ReserveCall(function.prepare((key,), [packed]), key)
         await send(call)
         if isinstance(call.answer, Exception):
             raise call.answer

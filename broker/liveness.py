@@ -11,9 +11,9 @@ from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 
 from broker.codec import decode_worker, encode_worker
+from broker.functions import LIBRARY, Library
 from broker.keys import Keys
 from broker.messages import WorkerState
-from broker.scripts import SCRIPTS, Scripts
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +34,12 @@ class Census:
 class Liveness:
     """The workers and routers of one cell."""
 
-    def __init__(self, redis: Redis, keys: Keys, *, scripts: Scripts = SCRIPTS) -> None:
+    def __init__(self, redis: Redis, keys: Keys, *, library: Library = LIBRARY) -> None:
         self._keys = keys
-        self._beat = scripts.register(redis, "beat")
-        self._declare_dead = scripts.register(redis, "declare_dead")
-        self._live_routers = scripts.register(redis, "live_routers")
-        self._census = scripts.register(redis, "census")
+        self._beat = library.function(redis, "beat")
+        self._declare_dead = library.function(redis, "declare_dead")
+        self._live_routers = library.function(redis, "live_routers")
+        self._census = library.function(redis, "census")
 
     async def beat(self, state: WorkerState) -> list[str]:
         """Record that a worker lives, for the next WORKER_TTL_MS; return the relay addresses of the live routers."""

@@ -1,6 +1,6 @@
 """The queue of one cell: enqueue, claim, charge, finish, and the wake-up that spares workers from polling.
 
-Each operation is one atomic script of broker/lua; the arguments are listed here as the script reads them.
+Each operation is one atomic function of broker/lua; the arguments are listed here as the function reads them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
-from broker.batched_script import BatchedScript
 from broker.claims import ClaimMemory, Claims, packed_reports
 from broker.codec import decode_dead_job, encode_dead_job
 from broker.commands import CommandQueue, PinnedAdapters
+from broker.functions import LIBRARY, BatchedFunction, Library
 from broker.keys import Keys
 from broker.ledger import ReserveCall
 from broker.messages import Capacity, DeadJob, Job
 from broker.queue_entry import Entry, is_short
-from broker.scripts import SCRIPTS, Scripts
 from broker.terms import Claimed, Placement, QueueLimits, QueueState, UsageReport
 from rpc.shares import FairTurns
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Maximum usage reports, and maximum jobs or dead letters, of one script: it stops the whole server while it runs.
+# Maximum usage reports, and maximum jobs or dead letters, of one function: it stops the whole server while it runs.
 CHARGES_AT_ONCE = 64
 LOOKS_AT_ONCE = 256
 # Maximum bytes of the jobs that have begun, redispatched or resumed, in a Redis that is out of memory.
@@ -84,7 +83,7 @@ class DeadLetters:
         self._redis = redis
         self._key = keys.dead
         self._limits = (limit, bytes_limit)
-        self._push = SCRIPTS.register(redis, "dead_push")
+        self._push = LIBRARY.function(redis, "dead_push")
 
     async def push(self, dead: DeadJob) -> None:
         """Keep a dead letter; a repeated call keeps it once."""
@@ -124,7 +123,7 @@ class JobQueue:
         *,
         limits: QueueLimits | None = None,
         worker_id: str = "",
-        scripts: Scripts = SCRIPTS,
+        library: Library = LIBRARY,
         memory: ClaimMemory | None = None,
         seals: Seals | None = None,
     ) -> None:
@@ -136,19 +135,19 @@ class JobQueue:
         self._seals = seals
         self._limits = limits or QueueLimits()
         self._worker_id = worker_id
-        self._claims = Claims(redis, keys, worker_id, scripts, memory or ClaimMemory(), seals)
+        self._claims = Claims(redis, keys, worker_id, library, memory or ClaimMemory(), seals)
         self._turns = FairTurns(1)
         self._looks = 0
-        self._enqueue = BatchedScript(redis, scripts.register(redis, "enqueue"), keys.waiting)
-        self._enqueue_when_full = scripts.register(redis, "enqueue", when_full=True)
-        self._charge = scripts.register(redis, "charge")
-        self._finish = BatchedScript(redis, scripts.register(redis, "finish"), keys.waiting)
-        self._renew = BatchedScript(redis, scripts.register(redis, "renew_job"))
-        self._look_up = scripts.register(redis, "look_up")
-        self._stop_claiming = scripts.register(redis, "stop_claiming")
-        self._stop_waiting = scripts.register(redis, "stop_waiting")
-        self._record_death = scripts.register(redis, "record_death")
-        self._forget_tenant = scripts.register(redis, "forget_tenant")
+        self._enqueue = BatchedFunction(redis, library.function(redis, "enqueue"), keys.waiting)
+        self._enqueue_when_full = library.function(redis, "enqueue_when_full")
+        self._charge = library.function(redis, "charge")
+        self._finish = BatchedFunction(redis, library.function(redis, "finish"), keys.waiting)
+        self._renew = BatchedFunction(redis, library.function(redis, "renew_job"))
+        self._look_up = library.function(redis, "look_up")
+        self._stop_claiming = library.function(redis, "stop_claiming")
+        self._stop_waiting = library.function(redis, "stop_waiting")
+        self._record_death = library.function(redis, "record_death")
+        self._forget_tenant = library.function(redis, "forget_tenant")
 
     async def enqueue(
         self,

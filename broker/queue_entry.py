@@ -1,4 +1,4 @@
-"""The fields of a waiting job that the scripts read, beside its body."""
+"""The fields of a waiting job that the Lua functions read, beside its body."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 
 Who can read Redis learns nothing of the content, and who can write there, even with the job key, makes nothing that a
 worker takes. A seal is for one kind and one place (the queue, or the list of one worker's commands), for a limited
-time, and is opened once. The queue's scripts decide by facts that stand beside a sealed job: a worker takes it only if
-they are its own.
+time, and is opened once. The queue's functions decide by facts that stand beside a sealed job: a worker takes it only
+if they are its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMAND_S = 120.0
 OPENED_LIMIT = 1 << 17
 _NONCE_BYTES = 12
 _LABEL = b"loraplex seal 1"
-# What the queue has noted of a job (broker/lua/include/waiting_jobs.lua): the facts of its entry, and its own.
+# What the queue has noted of a job (broker/lua/jobs.lua): the facts of its entry, and its own.
 _NOTED = (*FACTS, "place", "size", "work", "queued", "deadline")
 # The facts are packed one after the other; with this before them they are an array in MessagePack.
 _ARRAY = b"\xdc" + len(_NOTED).to_bytes(2, "big")

@@ -1,4 +1,4 @@
-"""The terms on which jobs wait and are claimed, for the scripts (broker.scripts).
+"""The terms on which jobs wait and are claimed, for the Lua functions (broker/functions.py).
 
 Each tenant has a virtual counter of service, as in Sheng et al., Fairness in Serving Large Language Models, 2024 (VTC):
 the tokens that it was charged, over its weight. Of the tenants with waiting jobs the one with the lowest counter is
@@ -16,7 +16,7 @@ from broker.messages import STRIKES_LIMIT, AdapterRequest, Job
 PROMPT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
 
-# A script stops the whole server while it runs, so one scan over the waiting jobs is bounded by these four numbers:
+# A function stops the whole server while it runs, so one scan over the waiting jobs is bounded by these four numbers:
 # tenants that it looks at, jobs that it may pass over in all and of one tenant, redispatched jobs that it looks at.
 TENANTS_PER_SCAN = 32
 PASSES_PER_SCAN = 64
@@ -150,7 +150,7 @@ WHOLE_WORKERS_FIRST = 1 << 50
 HELD_MS = 10_000
 # Time in ms for which a reservation that has ended stays in Redis, so that a resumed request finds what it was charged.
 ENDED_RECORD_MS = 120_000
-# Maximum reservations of dead routers that one renewal ends: a script stops the whole server while it runs.
+# Maximum reservations of dead routers that one renewal ends: a function stops the whole server while it runs.
 EXPIRED_AT_ONCE = 256
 # Time in ms in which routers tell a ledger that has lost data what they know, before it grants anything.
 RECOVERY_MS = 2_000
@@ -194,7 +194,7 @@ class QueueLimits:
 
 
 class QueueState(IntEnum):
-    """The state of an attempt in the queue, as broker/lua/look_up.lua answers it."""
+    """The state of an attempt in the queue, as `look_up` of broker/lua/upkeep.lua answers it."""
 
     # Claimed, lost, dropped at its deadline, or only an older attempt is in Redis.
     ABSENT = 0

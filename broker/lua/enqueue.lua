@@ -1,192 +1,284 @@
-#!lua
--- Put a job into the queue. Answers {'queued'}, {'known'} for an attempt that is not newer than the one that waits, or
--- for a refused first attempt {'full', limit, tenant or API key} or {'late', wait in ms}. A later attempt, and a job that has
--- begun, is refused by a full Redis alone. For a newcomer or a suspect of a tenant or adapter in quarantine {'quarantined',
--- ms left}. KEYS[2], where it is given, is the reservation of the job's tokens; without one in the ledger {'unreserved'}.
---- @include "quarantine"
---- @include "suspects"
---- @include "routers"
---- @include "waiting_jobs"
---- @include "arrivals"
---- @include "workers"
---- @include "queue_shares"
---- @include "claim_rate"
---- @include "wrong_types"
+-- The way of a job into the queue: limits, its place, and room in a full queue.
+local enqueue, uses = {}, {}
+
+-- Shares of a full queue. A tenant's use is the larger of its shares of jobs and bytes, over its weight, as in Ghodsi
+-- et al., Dominant Resource Fairness, 2011. A job whose tenant would have a lower use than another displaces the last
+-- job of the tenant with the highest. So a tenant is refused only where no tenant uses more of the queue than it would
+-- itself: below its share it is always admitted, whatever the number of tenants. Jobs that have begun take no place of
+-- a newcomer: they come on top of the limits.
+
+function uses.of(waiting, bytes, weight, max) return math.max(waiting / max.jobs, bytes / max.bytes) / weight end
+
+-- Return the limit that a further newcomer of `size` bytes would exceed; nil: it fits.
+function uses.exceeded_limit(call, size, max)
+  local waiting = redis.call('ZCARD', call.keys.waiting)
+  if waiting >= max.jobs and waiting - redis.call('ZCARD', call.keys.again) >= max.jobs then return 'jobs' end
+  if call.cell.bytes + size > max.bytes then return 'bytes' end
+end
+
+-- Begin to keep the uses of all tenants, for as long as the queue is more than half full.
+function uses.keep(call, max)
+  local key = call.keys.uses
+  if call.cell.uses == 1 and redis.call('EXISTS', key) == 1 then return end
+  redis.call('DEL', key)
+  call.cell.uses = 1
+  for _, tenant in ipairs(redis.call('ZRANGE', call.keys.tenants, 0, -1)) do
+    local waiting = redis.pcall('ZCARD', call.prefix .. 'queue:' .. tenant)
+    if type(waiting) == 'number' then
+      tenants.read(call, tenant)
+      local of = call.totals[tenant]
+      redis.call('ZADD', key, uses.of(waiting, of.bytes, of.weight, max), tenant)
+    end
+  end
+end
+
+-- Note the use of a tenant with another job.
+function uses.note(call, tenant, use, max)
+  local cell = call.cell
+  if cell.uses == 0 then return end
+  if 2 * redis.call('ZCARD', call.keys.waiting) < max.jobs and 2 * cell.bytes < max.bytes then
+    redis.call('DEL', call.keys.uses)
+    cell.uses = 0
+  else
+    redis.call('ZADD', call.keys.uses, use, tenant)
+  end
+end
+
+-- Return a tenant's use of the queue now and its last job; nil without a job that has not begun, or for a queue of
+-- another type, which a census sets aside.
+function uses.now(call, tenant, max)
+  local queue = call.prefix .. 'queue:' .. tenant
+  local place = redis.pcall('ZREVRANGE', queue, 0, 0)[1]
+  if not place then return end
+  local id = string.sub(place, PLACE_BYTES + 1)
+  local facts = hash_fields(call.prefix .. 'job:' .. id, 'facts')[1]
+  local is_readable, _, _, _, _, _, _, weight = read_packed(jobs.checked, facts)
+  if not is_readable then return end
+  tenants.read(call, tenant)
+  return uses.of(redis.call('ZCARD', queue), call.totals[tenant].bytes, weight, max), id
+end
+
+-- Return the last job of the tenant with the highest use, if that is above `use`. Jobs that were claimed have not been
+-- taken off the uses that were noted: those that turn out too high are corrected.
+function uses.last_of_highest(call, use, max)
+  local key = call.keys.uses
+  for _ = 1, USES_PER_ENQUEUE do
+    local top = redis.call('ZREVRANGE', key, 0, 0, 'WITHSCORES')
+    if not top[1] or tonumber(top[2]) <= use then return end
+    local now, id = uses.now(call, top[1], max)
+    if not now then
+      redis.call('ZREM', key, top[1])
+    elseif now < tonumber(top[2]) then
+      redis.call('ZADD', key, now, top[1])
+    else
+      return id
+    end
+  end
+end
+
+-- Displace other tenants' jobs until one of `size` bytes fits, whose tenant's use is then `use`. Their routers find the
+-- mark that a displaced job leaves. Returns the limit that is still exceeded.
+function uses.make_room(call, size, use, max)
+  local limit = uses.exceeded_limit(call, size, max)
+  if not limit then return end
+  uses.keep(call, max)
+  for _ = 1, DISPLACED_PER_ENQUEUE do
+    local id = uses.last_of_highest(call, use, max)
+    if not id then return limit end
+    jobs.forget(call, id)
+    tenants.flush(call)
+    redis.call('HSET', call.prefix .. 'job:' .. id, 'displaced', 1)
+    redis.call('PEXPIRE', call.prefix .. 'job:' .. id, DISPLACED_MS)
+    limit = uses.exceeded_limit(call, size, max)
+    if not limit then return end
+  end
+  return limit
+end
 
 -- Return what is not among a job's facts, and the limits, in the order of broker/terms.py.
-local function terms_of(deadline_ms, begun, priority, strikes, jobs, bytes, tenant_jobs, tenant_bytes, key_jobs, key_bytes)
-  return deadline_ms, begun, priority, strikes, {jobs = jobs, bytes = bytes, tenant_jobs = tenant_jobs,
+function enqueue.terms_of(deadline_ms, begun, priority, strikes, max_jobs, bytes, tenant_jobs, tenant_bytes, key_jobs,
+    key_bytes)
+  return deadline_ms, begun, priority, strikes, {jobs = max_jobs, bytes = bytes, tenant_jobs = tenant_jobs,
     tenant_bytes = tenant_bytes, key_jobs = key_jobs, key_bytes = key_bytes}
 end
 
 -- Return the fields of broker/queue_entry.py that are used here, of the packed facts.
-local function facts_of(tenant, _, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, _, rows, _, key,
+function enqueue.facts_of(tenant, _, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, _, rows, _, key,
     key_weight)
   return {tenant = tenant, adapter = adapter, prefer = prefer, router = router, attempt = attempt, weight = weight,
     tokens = tokens, prefill = prefill, prompt = prompt, rows = rows, key = key, key_weight = key_weight}
 end
 
-local id, begun_bytes_when_full = ARGV[2], tonumber(ARGV[4])
-local deadline_ms, begun, priority, strikes, max = terms_of(cmsgpack.unpack(ARGV[3]))
-local job = facts_of(cmsgpack.unpack(ARGV[5]))
-job.size, job.queued, job.deadline = #ARGV[7], now, deadline_ms > 0 and now + deadline_ms or 0
-job.work = PROMPT_WEIGHT * job.prompt + OUTPUT_WEIGHT * math.max(0, job.tokens - job.prompt)
-local key, queue = PREFIX .. 'job:' .. id, PREFIX .. 'queue:' .. job.tenant
-local of_tenant
-
 -- Return whether an answer that had begun at another router goes before newcomers. A tenant must not gain by resuming
 -- again and again: its lead, with what it has resumed and not been given yet, is limited.
-local function may_lead()
-  local begun_work = of_tenant.begun_work
-  if begun_work > 0 and redis.call('EXISTS', REDISPATCHED) == 0 then begun_work = 0 end -- their key was lost
-  local lowest = lowest_counter()
-  local lead = math.max(0, counter_of(job.tenant) - lowest) * job.weight + begun_work
-  return lead <= math.max(RESUME_LEAD_WORK, RESUME_LEAD_MS * claim_rate())
+function enqueue.may_lead(call, job)
+  local begun_work = call.totals[job.tenant].begun_work
+  if begun_work > 0 and redis.call('EXISTS', call.keys.again) == 0 then begun_work = 0 end -- their key was lost
+  local lowest = tenants.lowest_counter(call)
+  local lead = math.max(0, tenants.counter_of(call, job.tenant) - lowest) * job.weight + begun_work
+  return lead <= math.max(RESUME_LEAD_WORK, RESUME_LEAD_MS * tenants.claim_rate(call))
 end
 
 -- Return the answer that refuses the job where a limit of its tenant or of its API key is reached.
-local function reached_limit(tenant_jobs)
+function enqueue.reached_limit(call, job, max, tenant_jobs)
   if tenant_jobs >= max.tenant_jobs then return {'full', 'tenant_jobs', job.tenant} end
-  local tenant_bytes = of_tenant.bytes + of_tenant.begun_bytes
-  if tenant_bytes + job.size > max.tenant_bytes then return {'full', 'tenant_bytes', job.tenant} end
+  local of_tenant = call.totals[job.tenant]
+  if of_tenant.bytes + of_tenant.begun_bytes + job.size > max.tenant_bytes then
+    return {'full', 'tenant_bytes', job.tenant}
+  end
   if job.key == '' then return end
-  local kept = hash_fields(keys_of(job.tenant), 'jobs:' .. job.key, 'bytes:' .. job.key)
-  if number_of(kept[1]) >= max.key_jobs then return {'full', 'key_jobs', job.key} end
-  if number_of(kept[2]) + job.size > max.key_bytes then return {'full', 'key_bytes', job.key} end
+  local of_key = hash_fields(turns.hash_of(call, job.tenant), 'jobs:' .. job.key, 'bytes:' .. job.key)
+  if number_of(of_key[1]) >= max.key_jobs then return {'full', 'key_jobs', job.key} end
+  if number_of(of_key[2]) + job.size > max.key_bytes then return {'full', 'key_bytes', job.key} end
 end
 
--- Return the job's turn (see key_turns.lua) in the priority of `begin`, where its place begins, and what is to be kept of
+-- Return the job's turn (see jobs.lua) in the priority of `begin`, where its place begins, and what is to be kept of
 -- it. Without the highest claimed turn, which was lost, the lowest that waits counts.
-local function next_turn(begin, tenant_jobs)
-  local turn_field, finish_field = turn_fields(begin, job.key, job.key_weight)
-  local kept, lowest = hash_fields(keys_of(job.tenant), turn_field, finish_field), 0
-  if not kept[1] and tenant_jobs > 0 then
-    local before = redis.call('ZLEXCOUNT', queue, '-', '(' .. begin .. ':')
-    local place = redis.call('ZRANGE', queue, before, before)[1] or ''
-    lowest = string.sub(place, 1, TURN_BYTE - 1) == begin and turn_of(place) or 0
+function enqueue.next_turn(call, job, begin, tenant_jobs)
+  local turn_field, finish_field = turns.fields(begin, job.key, job.key_weight)
+  local known, lowest = hash_fields(turns.hash_of(call, job.tenant), turn_field, finish_field), 0
+  if not known[1] and tenant_jobs > 0 then
+    local before = redis.call('ZLEXCOUNT', job.queue, '-', '(' .. begin .. ':')
+    local place = redis.call('ZRANGE', job.queue, before, before)[1] or ''
+    lowest = string.sub(place, 1, TURN_BYTE - 1) == begin and turns.of(place) or 0
   end
-  local claimed = kept[1] and number_of(kept[1]) or lowest
-  local turn = math.min(math.max(claimed, number_of(kept[2])), TURNS_LIMIT)
-  local finish = turn + turn_length(job.work, job.key_weight)
+  local claimed = known[1] and number_of(known[1]) or lowest
+  local turn = math.min(math.max(claimed, number_of(known[2])), TURNS_LIMIT)
+  local finish = turn + turns.length(job.work, job.key_weight)
   return turn, {turn_field, claimed, finish_field, finish}
 end
 
--- Return a newcomer's place, and what is to be kept of its turn, if it has one. Members of equal score are ordered by their
--- bytes: priority, deadline, arrival, or where a key of the tenant has a weight priority, turn, arrival. Jobs without a
--- turn, which came before the weight, are before those that have one. A later attempt, whose job has waited before, comes
--- with its '-' before the first attempts that are its equals. PLACE_BYTES stand before the id.
-local function place_of(arrival, tenant_jobs)
-  local begin = string.format('%03d', PRIORITY_LIMIT - priority)
-  local rest = (job.attempt > 1 and '-' or '0') .. string.format('%015d:', arrival) .. id
-  local turns_before = of_tenant.turns > 0
+-- Return a newcomer's place, and what is to be kept of its turn, if it has one. Members of equal score are ordered by
+-- their bytes: priority, deadline, arrival, or where a key of the tenant has a weight priority, turn, arrival. Jobs
+-- without a turn, which came before the weight, are before those that have one. A later attempt, whose job has waited
+-- before, comes with its '-' before the first attempts that are its equals. PLACE_BYTES stand before the id.
+function enqueue.place_of(call, job, arrival, tenant_jobs)
+  local begin = string.format('%03d', PRIORITY_LIMIT - job.priority)
+  local rest = (job.attempt > 1 and '-' or '0') .. string.format('%015d:', arrival) .. job.id
+  local turns_before = call.totals[job.tenant].turns > 0
   if tenant_jobs == 0 and (turns_before or job.key ~= '') then
-    redis.call('DEL', keys_of(job.tenant)) -- of a queue that was lost
+    redis.call('DEL', turns.hash_of(call, job.tenant)) -- of a queue that was lost
   end
   local has_turn = job.key_weight > 0 or turns_before and tenant_jobs > 0
-  if has_turn ~= turns_before then set_terms(job.tenant, nil, has_turn and 1 or 0) end
+  if has_turn ~= turns_before then tenants.set_terms(call, job.tenant, nil, has_turn and 1 or 0) end
   if not has_turn then
-    return begin .. string.format('%015d', deadline_ms > 0 and job.deadline or 999999999999999) .. rest
+    return begin .. string.format('%015d', job.deadline > 0 and job.deadline or 999999999999999) .. rest
   end
-  local turn, kept = next_turn(begin, tenant_jobs)
-  return begin .. string.format(':%014d', math.floor(turn)) .. rest, kept
+  local turn, new_turn = enqueue.next_turn(call, job, begin, tenant_jobs)
+  return begin .. string.format(':%014d', math.floor(turn)) .. rest, new_turn
 end
 
 -- Return in how many ms the job's turn comes, at its tenant's share of the claim rate; 0 where nothing tells. Before it
--- come its tenant's own jobs, and meanwhile work of other tenants: of each as much for its weight, but no more than waits.
--- The work is counted for some tenants, and estimated for the others.
-local function wait_before_turn_ms(tenant_jobs, tenant_work)
-  local rate = tenant_jobs > 0 and claim_rate() or 0
+-- come its tenant's own jobs, and meanwhile work of other tenants: of each as much for its weight, but no more than
+-- waits. The work is counted for some tenants, and estimated for the others.
+function enqueue.wait_before_turn_ms(call, job, tenant_jobs, tenant_work)
+  local rate = tenant_jobs > 0 and tenants.claim_rate(call) or 0
   if rate <= 0 then return 0 end
-  local own_work = redis.call('ZLEXCOUNT', queue, '-', '(' .. job.place) * tenant_work / tenant_jobs
+  local own_work = redis.call('ZLEXCOUNT', job.queue, '-', '(' .. job.place) * tenant_work / tenant_jobs
   if own_work == 0 then return 0 end
-  local tenants, others, work = redis.call('ZRANGE', TENANTS, 0, TENANTS_PER_ESTIMATE - 1), 0, 0
-  read_totals(unpack(tenants))
-  for _, other in ipairs(tenants) do
+  local names, others, work = redis.call('ZRANGE', call.keys.tenants, 0, TENANTS_PER_ESTIMATE - 1), 0, 0
+  tenants.read(call, unpack(names))
+  for _, other in ipairs(names) do
     if other ~= job.tenant then
       others = others + 1
-      work = work + math.min(totals[other].work, own_work * totals[other].weight / job.weight)
+      work = work + math.min(call.totals[other].work, own_work * call.totals[other].weight / job.weight)
     end
   end
   if others == 0 then return own_work / rate end
-  return (own_work + work / others * (redis.call('ZCARD', TENANTS) - 1)) / rate
+  return (own_work + work / others * (redis.call('ZCARD', call.keys.tenants) - 1)) / rate
 end
 
 -- Return the answer that refuses a first attempt; nil: it has a place, perhaps that of another job.
-local function refusal(tenant_jobs, use)
-  local answer = reached_limit(tenant_jobs)
+function enqueue.refusal(call, job, max, tenant_jobs, use)
+  local answer = enqueue.reached_limit(call, job, max, tenant_jobs)
   if answer then return answer end
-  local wait_ms = deadline_ms > 0 and wait_before_turn_ms(tenant_jobs, of_tenant.work) or 0
-  if wait_ms > DEADLINE_DOUBT * deadline_ms then return {'late', math.floor(wait_ms)} end
-  local limit = make_room(job.size, use, max)
+  local tenant_work = call.totals[job.tenant].work
+  local wait_ms = job.deadline > 0 and enqueue.wait_before_turn_ms(call, job, tenant_jobs, tenant_work) or 0
+  if wait_ms > DEADLINE_DOUBT * job.deadline_ms then return {'late', math.floor(wait_ms)} end
+  local limit = uses.make_room(call, job.size, use, max)
   return limit and {'full', limit, ''}
 end
 
 -- Wake the first preferred worker with free rows, or else any.
-local function wake_for_job(has_begun)
-  local workers = {}
-  for worker in string.gmatch(has_begun and '' or job.prefer, '[^\n]+') do workers[#workers + 1] = worker end
-  local rooms = #workers > 0 and redis.call('HMGET', ROOMS, unpack(workers)) or {}
+function enqueue.wake(call, prefer)
+  local preferred = {}
+  for worker in string.gmatch(prefer, '[^\n]+') do preferred[#preferred + 1] = worker end
+  local rooms = #preferred > 0 and redis.call('HMGET', call.keys.rooms, unpack(preferred)) or {}
   for number, room in ipairs(rooms) do
-    if free_rows_in(room) > 0 then return wake_worker(workers[number]) end
+    if workers.free_rows_in(call, room) > 0 then return workers.wake(call, preferred[number]) end
   end
-  if redis.call('LPUSH', WAKE, 1) > WAKE_LIMIT then redis.call('LPOP', WAKE) end
+  if redis.call('LPUSH', call.keys.wake, 1) > WAKE_LIMIT then redis.call('LPOP', call.keys.wake) end
 end
 
-if KEYS[2] and redis.call('EXISTS', KEYS[2]) == 0 then return {'unreserved'} end
-beat_router(job.router)
-local left = hash_fields(key, 'attempt', 'displaced')
-if left[1] and number_of(left[1]) >= job.attempt then return {'known'} end
-if left[1] or left[2] then
-  forget_job(id)
-  flush_counts()
-end
-if strikes > 0 then
-  write_suspect(id, job.tenant, job.adapter, job.attempt, strikes, now + SUSPECT_MS, 0)
-end
-local ms_left = quarantined_ms(job.tenant, job.adapter)
-if ms_left > 0 and not goes_on_in_quarantine(job.attempt, job.prompt, job.prefill, job.rows) then
-  return {'quarantined', ms_left}
-end
-read_totals(job.tenant)
-of_tenant = totals[job.tenant]
-local has_begun = begun == 1 and (job.attempt > 1 or may_lead())
-if begun_bytes_when_full and (not has_begun or cell.begun_bytes + job.size > begun_bytes_when_full) then
-  return {'full', 'begun_bytes_when_full', ''}
-end
-local arrival = record_arrival(id)
-local tenant_jobs, kept_of_turn = 0, nil
-if has_begun then
-  job.place, job.key = id, ''
-else
-  tenant_jobs = redis.pcall('ZCARD', queue)
-  if type(tenant_jobs) ~= 'number' then
-    set_aside_unless('zset', 'queue:' .. job.tenant)
-    tenant_jobs = 0
+-- Put a job into the queue. Answers {'queued'}, {'known'} for an attempt that is not newer than the one that waits, or
+-- for a refused first attempt {'full', limit, tenant or API key} or {'late', wait in ms}. A later attempt, and a job
+-- that has begun, is refused by a full Redis alone. For a newcomer or a suspect of a tenant or adapter in quarantine
+-- {'quarantined', ms left}. The second key, where there is one, is the reservation of the job's tokens; without one in
+-- the ledger {'unreserved'}.
+register_admission('enqueue', function(keys, arguments)
+  if keys[2] and redis.call('EXISTS', keys[2]) == 0 then return {'unreserved'} end
+  local call, id, begun_bytes_when_full, body = new_call(arguments), arguments[2], tonumber(arguments[4]), arguments[7]
+  local job = enqueue.facts_of(cmsgpack.unpack(arguments[5]))
+  local deadline_ms, begun, priority, strikes, max = enqueue.terms_of(cmsgpack.unpack(arguments[3]))
+  job.id, job.deadline_ms, job.priority, job.size, job.queued = id, deadline_ms, priority, #body, call.now
+  job.deadline = deadline_ms > 0 and call.now + deadline_ms or 0
+  job.work = PROMPT_WEIGHT * job.prompt + OUTPUT_WEIGHT * math.max(0, job.tokens - job.prompt)
+  local key = call.prefix .. 'job:' .. id
+  job.queue = call.prefix .. 'queue:' .. job.tenant
+  routers.beat(call, job.router)
+  local former = hash_fields(key, 'attempt', 'displaced')
+  if former[1] and number_of(former[1]) >= job.attempt then return {'known'} end
+  if former[1] or former[2] then
+    jobs.forget(call, id)
+    tenants.flush(call)
   end
-  job.place, kept_of_turn = place_of(arrival, tenant_jobs)
-  local use = use_of(tenant_jobs + 1, of_tenant.bytes + job.size, job.weight, max)
-  local answer = job.attempt == 1 and refusal(tenant_jobs, use)
-  if answer then
-    changes = {}
-    flush_counts() -- whether uses are kept
-    return answer
+  if strikes > 0 then
+    suspects.write(call, id, job.tenant, job.adapter, job.attempt, strikes, call.now + SUSPECT_MS, 0)
   end
-  note_use(job.tenant, use, max)
-end
--- In the order that include/waiting_jobs.lua gives.
-local facts = ARGV[5] .. cmsgpack.pack(job.place, job.size, job.work, job.queued, job.deadline)
-redis.call('HSET', key, 'body', ARGV[7], 'wanted', ARGV[6], 'attempt', job.attempt, 'facts', facts)
-redis.call('ZADD', WAITING, deadline_ms > 0 and job.deadline or '+inf', id)
-count_waiting(job.tenant, job.size, job.work, has_begun)
-if job.key ~= '' then count_of_key(job.tenant, job.key, 1, job.size) end
-if kept_of_turn then redis.call('HSET', keys_of(job.tenant), unpack(kept_of_turn)) end
-if has_begun then
-  -- A job that needs a whole worker is before all others: an empty worker does not stay so for long.
-  redis.call('ZADD', REDISPATCHED, job.rows >= ALL_ROWS and arrival - WHOLE_WORKERS_FIRST or arrival, id)
-else
-  redis.call('ZADD', queue, 0, job.place)
-  if tenant_jobs == 0 then activate_tenant(job.tenant, job.weight) end
-end
-flush_counts()
-wake_for_job(has_begun)
-return {'queued'}
+  local left_ms = quarantine.left_ms(call, job.tenant, job.adapter)
+  if left_ms > 0 and not quarantine.admits(job.attempt, job.prompt, job.prefill, job.rows) then
+    return {'quarantined', left_ms}
+  end
+  tenants.read(call, job.tenant)
+  local has_begun = begun == 1 and (job.attempt > 1 or enqueue.may_lead(call, job))
+  if begun_bytes_when_full and (not has_begun or call.cell.begun_bytes + job.size > begun_bytes_when_full) then
+    return {'full', 'begun_bytes_when_full', ''}
+  end
+  local arrival = jobs.record_arrival(call, id)
+  local tenant_jobs, new_turn = 0, nil
+  if has_begun then
+    job.place, job.key = id, ''
+  else
+    tenant_jobs = redis.pcall('ZCARD', job.queue)
+    if type(tenant_jobs) ~= 'number' then
+      set_aside_unless(call, 'zset', 'queue:' .. job.tenant)
+      tenant_jobs = 0
+    end
+    job.place, new_turn = enqueue.place_of(call, job, arrival, tenant_jobs)
+    local use = uses.of(tenant_jobs + 1, call.totals[job.tenant].bytes + job.size, job.weight, max)
+    local answer = job.attempt == 1 and enqueue.refusal(call, job, max, tenant_jobs, use)
+    if answer then
+      call.changes = {}
+      tenants.flush(call) -- whether uses are kept
+      return answer
+    end
+    uses.note(call, job.tenant, use, max)
+  end
+  -- In the order that jobs.lua gives.
+  local facts = arguments[5] .. cmsgpack.pack(job.place, job.size, job.work, job.queued, job.deadline)
+  redis.call('HSET', key, 'body', body, 'wanted', arguments[6], 'attempt', job.attempt, 'facts', facts)
+  redis.call('ZADD', call.keys.waiting, deadline_ms > 0 and job.deadline or '+inf', id)
+  tenants.count_waiting(call, job.tenant, job.size, job.work, has_begun)
+  if job.key ~= '' then turns.count(call, job.tenant, job.key, 1, job.size) end
+  if new_turn then redis.call('HSET', turns.hash_of(call, job.tenant), unpack(new_turn)) end
+  if has_begun then
+    -- A job that needs a whole worker is before all others: an empty worker does not stay so for long.
+    redis.call('ZADD', call.keys.again, job.rows >= ALL_ROWS and arrival - WHOLE_WORKERS_FIRST or arrival, id)
+  else
+    redis.call('ZADD', job.queue, 0, job.place)
+    if tenant_jobs == 0 then tenants.activate(call, job.tenant, job.weight) end
+  end
+  tenants.flush(call)
+  enqueue.wake(call, has_begun and '' or job.prefer)
+  return {'queued'}
+end)

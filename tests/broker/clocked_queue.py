@@ -1,4 +1,4 @@
-"""A queue at the time of SCRIPTS_ON_TEST_CLOCK, and what its keys in Redis say of the waiting jobs."""
+"""A queue at the time of LIBRARY_ON_TEST_CLOCK, and what its keys in Redis say of the waiting jobs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from redis.asyncio import Redis
 
 from bench.in_process.redis import Client, Server
 from broker.claims import ClaimMemory, ClaimPlan
-from broker.functions import load
+from broker.functions import Library, load
 from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, Capacity, Job
 from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError, RemovedRecords
 from broker.queue_entry import FACTS
-from broker.scripts import Scripts
 from broker.terms import PLACE_BYTES, QUARANTINE_LIMIT_MS, Claimed, Placement, QueueLimits, QueueState, UsageReport
 from options import SamplingParams, StoppingParams
-from tests.broker.scripts_clock import CLOCK, SCRIPTS_ON_TEST_CLOCK, START_MS
+from tests.broker.library_clock import CLOCK, LIBRARY_ON_TEST_CLOCK, START_MS
 
 KEYS = Keys("tiny", "main")
 BASE = "sha256:0"
@@ -62,7 +61,7 @@ def make_job(
 
 
 class WaitingJob(msgspec.Struct, array_like=True):
-    """A waiting job's facts, in their order in Redis (broker/queue_entry.py, broker/lua/include/waiting_jobs.lua)."""
+    """A waiting job's facts, in their order in Redis (broker/queue_entry.py, broker/lua/jobs.lua)."""
 
     tenant: str
     base: str
@@ -111,7 +110,7 @@ class ClockedQueue:
     redis: Redis = field(default_factory=in_process)
     limits: QueueLimits = field(default_factory=QueueLimits)
     now_ms: int = START_MS
-    scripts: Scripts = SCRIPTS_ON_TEST_CLOCK
+    library: Library = LIBRARY_ON_TEST_CLOCK
     # Minimum number of jobs looked at in vain for a rest of the worker; tests of what claims find let nobody rest.
     looks_limit: int = 1 << 30
     # A router's and a worker's clients, where they are not to do all that the server's own user may.
@@ -121,8 +120,8 @@ class ClockedQueue:
         self._queues: dict[str, JobQueue] = {}
         self._memories: dict[str, _Memory] = {}
         self._router, self._worker = self.roles or (self.redis, self.redis)
-        self._charges = JobQueue(self._worker, KEYS, scripts=self.scripts)
-        self._liveness = Liveness(self._router, KEYS, scripts=self.scripts)
+        self._charges = JobQueue(self._worker, KEYS, library=self.library)
+        self._liveness = Liveness(self._router, KEYS, library=self.library)
         # Time by the workers' own clocks, which do not go back.
         self.elapsed_ms = 0
         # Number of jobs that workers which rest have claimed.
@@ -134,14 +133,14 @@ class ClockedQueue:
             self._memories[worker] = memory
             redis = self._worker if worker else self._router
             self._queues[worker] = JobQueue(
-                redis, KEYS, limits=self.limits, worker_id=worker, scripts=self.scripts, memory=memory
+                redis, KEYS, limits=self.limits, worker_id=worker, library=self.library, memory=memory
             )
         return self._queues[worker]
 
     async def start(self) -> None:
         """Empty the database and set its clock."""
         await self.redis.flushall()
-        await load(self.redis, self.scripts.library)
+        await load(self.redis, self.library)
         await self.advance(0)
 
     async def advance(self, ms: int) -> None:
@@ -256,7 +255,7 @@ class ClockedQueue:
         return {key.decode().removeprefix(KEYS.prefix) for key in keys if isinstance(key, bytes)}
 
     async def totals(self) -> dict[str, list[float]]:
-        """Return the records of broker/lua/include/totals.lua, by tenant; that of the cell is called `/cell`."""
+        """Return the records of broker/lua/tenants.lua, by tenant; that of the cell is called `/cell`."""
         return {
             name: msgspec.msgpack.decode(bytes([0x90 + (7 if name == "/cell" else 6)]) + packed, type=list[float])
             for name, packed in (await self.fields("totals")).items()

@@ -8,8 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.broker.clocked_queue import ClockedQueue
+from tests.broker.library_clock import Clock
 from tests.broker.role_clients import role_clients
-from tests.broker.scripts_clock import Clock
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from broker import acl
 from broker.connection import connect
-from tests.broker.scripts_clock import CLOCK
+from tests.broker.library_clock import CLOCK
 
 PASSWORD = "of a test"
 
@@ -34,7 +34,7 @@ async def run(redis: Redis, *command: str) -> Any:
 
 @asynccontextmanager
 async def role_clients(redis: Redis, url: str) -> AsyncIterator[tuple[Redis, Redis]]:
-    """A router's and a worker's client; nothing that they do may be refused. Scripts may read the tests' clock."""
+    """A router's and a worker's client; nothing that they do may be refused. Functions may read the tests' clock."""
     await make_users(redis, "tiny", "main", f"%R~{CLOCK}")
     async with AsyncExitStack() as stack:
         clients = [

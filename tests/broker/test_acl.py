@@ -12,13 +12,12 @@ from redis.exceptions import NoPermissionError
 from broker import acl, functions
 from broker.commands import DRAIN
 from broker.connection import connect
-from broker.functions import FunctionsMissingError
+from broker.functions import LIBRARY, FunctionsMissingError
 from broker.keys import LEDGER, RESUME_KEYS, Keys, merge_resume_keys
 from broker.ledger import Ledger, Reservation
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, AdapterRequest, Capacity
 from broker.queue import JobQueue
-from broker.scripts import SCRIPTS, script_names
 from broker.terms import UsageReport
 from tests.broker.clocked_queue import BASE, KEYS, make_job
 from tests.broker.role_clients import PASSWORD, refused, role_clients, run
@@ -31,19 +30,12 @@ PINNED = AdapterRequest(AdapterRef("r", "sha256:1", 8, 1), "acme")
 STRONG = re.compile(r"eval|script|function\||acl\||config|debug|flush|^keys$|^scan$|monitor|module|migrate|subscribe|@")
 
 
-@pytest.mark.parametrize("name", script_names())
-def test_every_command_of_a_script_is_found(name: str) -> None:
-    text = SCRIPTS.assemble(name)
-    role = acl.Role(scripts=(name,), commands=())
-    assert len(re.findall(r"redis\.p?call|server\.p?call", text)) == len(re.findall(r"redis\.p?call\('[A-Z]+'", text))
-    assert {match.lower() for match in re.findall(r"redis\.p?call\('([A-Z]+)'", text)} < set(acl.commands_of(role))
-
-
-def test_each_script_belongs_to_a_role_and_no_role_may_run_code_of_its_own() -> None:
-    called = [name for role in acl.ROLES.values() for name in role.scripts]
-    assert sorted(called) == script_names()
-    strong = {user: set(filter(STRONG.search, acl.commands_of(role))) for user, role in acl.ROLES.items()}
-    assert (strong["router"], strong["worker"]) == ({"function|load"}, set())
+def test_the_roles_have_the_commands_of_the_functions_and_none_runs_code_of_its_own() -> None:
+    called = re.findall(r"redis\.p?call\('([A-Z]+)'", LIBRARY.text)
+    assert len(called) == len(re.findall(r"redis\.p?call\(", LIBRARY.text))
+    router, worker = (set(acl.commands_of(acl.ROLES[user])) for user in ("router", "worker"))
+    assert {command.lower() for command in called} <= router | worker
+    assert (set(filter(STRONG.search, router)), set(filter(STRONG.search, worker))) == ({"function|load"}, set())
 
 
 async def test_a_router_and_a_worker_do_all_their_work(redis: Redis, valkey_url: str) -> None:
@@ -143,7 +135,7 @@ async def test_what_a_worker_may_not(redis: Redis, valkey_url: str) -> None:
             ("SET", "anything", "x"),
             ("EVAL", "return 1", 0),
             ("SCRIPT", "LOAD", "return 1"),
-            ("FUNCTION", "LOAD", "REPLACE", SCRIPTS.library.text),
+            ("FUNCTION", "LOAD", "REPLACE", LIBRARY.text),
             ("KEYS", "*"),
             ("CONFIG", "SET", "maxmemory", "1"),
             ("ACL", "SETUSER", "worker", "+@all"),

@@ -69,7 +69,7 @@ async def test_what_ended_counts_for_whose_turn_the_next_claim_is(queue: Clocked
         await queue.enqueue(make_job(name, "b", prompt=1_000))
     assert set(await claim(queue, replace(ROOMY, rows=len(names) + 1))) == {*names, "b0"}
     assert await queue.counter("a") < await queue.counter("b")
-    # More than one script takes; without them it were a's turn.
+    # More than one function takes; without them it were a's turn.
     reports = [UsageReport(name, 1, 1_000 if name == "a0" else 1, ended=True) for name in names]
     assert [job.job_id for job in (await queue.claim("w", ONE, *reports)).jobs] == ["b-next"]
     assert await queue.counter("a") == len(names) + OUTPUT_WEIGHT * (1_000 + len(names) - 1)

@@ -11,7 +11,7 @@ from broker.messages import STRIKES_LIMIT, Capacity, DeadJob
 from broker.queue import DeadLetters
 from broker.terms import PATIENCE_MS
 from tests.broker.clocked_queue import ClockedQueue, make_job
-from tests.broker.scripts_clock import Clock
+from tests.broker.library_clock import Clock
 
 KEYS = Keys("tiny", "main")
 IDLE = Capacity(rows=4, rows_limit=4, tokens=1000, max_tokens=1000, max_rank=8)

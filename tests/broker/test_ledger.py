@@ -1,4 +1,4 @@
-"""Test the ledger's scripts on Redis: quotas, charges, ends of dead routers, resumption, lost data and clocks."""
+"""Test the ledger's functions on Redis: quotas, charges, ends of dead routers, resumption, lost data and clocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from broker.ledger import (
     Reservation,
 )
 from tests.accounts import account_of
-from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, Clock
+from tests.broker.library_clock import LIBRARY_ON_TEST_CLOCK, Clock
 
 LIMITS = {"output_tokens_per_minute": 1000}
 
@@ -40,7 +40,7 @@ class Cluster:
     async def router(self, name: str) -> Ledger:
         """Return a router that has joined the ledger."""
         if name not in self.routers:
-            self.routers[name] = Ledger(self.redis, SCRIPTS_ON_TEST_CLOCK, name)
+            self.routers[name] = Ledger(self.redis, LIBRARY_ON_TEST_CLOCK, name)
             await self.routers[name].fill([], [], closes=False)
         return self.routers[name]
 

@@ -14,7 +14,7 @@ from broker.messages import AdapterTiers, Capacity, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import WORKER_TTL_MS, Placement
 from tests.broker.clocked_queue import make_job
-from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, Clock
+from tests.broker.library_clock import LIBRARY_ON_TEST_CLOCK, Clock
 
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
@@ -36,12 +36,12 @@ def worker(worker_id: str) -> WorkerState:
 
 
 def make_queue(redis: Redis, worker_id: str = "") -> JobQueue:
-    return JobQueue(redis, KEYS, worker_id=worker_id, scripts=SCRIPTS_ON_TEST_CLOCK)
+    return JobQueue(redis, KEYS, worker_id=worker_id, library=LIBRARY_ON_TEST_CLOCK)
 
 
 @pytest.fixture
 def liveness(redis: Redis, clock: Clock) -> Liveness:
-    return Liveness(redis, KEYS, scripts=SCRIPTS_ON_TEST_CLOCK)
+    return Liveness(redis, KEYS, library=LIBRARY_ON_TEST_CLOCK)
 
 
 async def test_workers_live_as_long_as_they_beat(redis: Redis, liveness: Liveness) -> None:

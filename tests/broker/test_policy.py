@@ -11,7 +11,7 @@ from broker import terms
 from broker.messages import Capacity
 from broker.terms import Placement, QueueLimits, QueueState, UsageReport
 from tests.broker.clocked_queue import ClockedQueue, make_job
-from tests.broker.scripts_clock import Clock
+from tests.broker.library_clock import Clock
 
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
 ONE = replace(ROOMY, rows=1)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from broker.messages import Capacity, Job, RowToShare
 from broker.terms import ALL_ROWS, NO_KEY, PATIENCE_MS, KeyTerms, Placement, QueueLimits, QueueState, UsageReport
 from tests.broker.clocked_queue import BASE, KEYS, ClockedQueue, WaitingJob, make_job
-from tests.broker.scripts_clock import CLOCK, scripts_on_test_clock
+from tests.broker.library_clock import CLOCK, library_on_test_clock
 
 TENANTS = ("a", "b", "c", "d")
 WORKERS = ("w1", "w2", "w3")
@@ -53,8 +53,7 @@ class Walk:
         # In every other walk workers rest after they have looked at more than one job in vain.
         looks_limit = 1 if seed % 2 else 1 << 30
         self.limits, self.weights = LIMITS[seed % len(LIMITS)], WEIGHTS[seed % len(WEIGHTS)]
-        scripts = scripts_on_test_clock(**LEADS)
-        self.queue = ClockedQueue(limits=self.limits, scripts=scripts, looks_limit=looks_limit)
+        self.queue = ClockedQueue(limits=self.limits, library=library_on_test_clock(**LEADS), looks_limit=looks_limit)
         # Number of events of each kind in all walks together.
         self.happened = happened
         self.count = 0

@@ -28,7 +28,7 @@ async def beaten(queue: ClockedQueue, ms: int) -> None:
 
 
 async def scans(redis: Redis) -> int:
-    """Return the number of scripts that the server has run."""
+    """Return the number of functions that the server has run."""
     stats = await redis.info("commandstats")
     return int(stats["cmdstat_fcall"]["calls"])
 

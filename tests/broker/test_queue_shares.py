@@ -13,7 +13,7 @@ from broker.codec import encode_job
 from broker.messages import Capacity
 from broker.terms import DISPLACED_PER_ENQUEUE, Placement, QueueLimits, QueueState
 from tests.broker.clocked_queue import ClockedQueue, make_job
-from tests.broker.scripts_clock import Clock
+from tests.broker.library_clock import Clock
 
 JOBS = 12
 SIZE = len(encode_job(make_job("a/00", "a")))

@@ -20,7 +20,7 @@ from broker.ledger import (
 from broker.queue import JobQueue, QueueFullError, UnreservedError
 from broker.terms import QueueLimits
 from tests.broker.clocked_queue import KEYS, make_job
-from tests.broker.test_batched_script import round_trips
+from tests.broker.test_functions import round_trips
 
 ROOMY, NARROW = {"tokens_per_day": 1000}, {"tokens_per_day": 10}
 

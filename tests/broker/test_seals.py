@@ -170,7 +170,7 @@ async def test_a_job_without_a_seal_is_refused(cell: Cell, body: bytes) -> None:
     assert cell.refused.reasons == ["UNSEALED"]
 
 
-# The header of an array of as many facts: a script packs them one after the other.
+# The header of an array of as many facts: a function packs them one after the other.
 ARRAY_OF_20 = b"\xdc\x00\x14"
 # Facts of a job beside its body, by their index.
 FACTS = {

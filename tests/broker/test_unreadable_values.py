@@ -1,4 +1,4 @@
-"""Values in Redis that no script has written: one of them stops no other job, and no other request's reservation."""
+"""Values in Redis that no function has written: one of them stops no other job, and no other request's reservation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def _fill(redis: Redis) -> None:
 
 
 async def _others_go_on(redis: Redis, spoilt: str) -> None:
-    """Call every script that reads what others have written; each job but `spoilt` must be claimed."""
+    """Call every function that reads what others have written; each job but `spoilt` must be claimed."""
     queue, liveness = JobQueue(redis, KEYS, worker_id="w", limits=QueueLimits(jobs=99)), Liveness(redis, KEYS)
     await liveness.take_census("127.0.0.1:1")  # sets keys of another type aside
     await liveness.beat(STATE)

@@ -26,7 +26,7 @@ async def parked(redis: Redis, count: int) -> None:
 
 
 async def commands(redis: Redis) -> int:
-    """Return how many commands the server has run, those of scripts included."""
+    """Return how many commands the server has run, those of functions included."""
     stats = await redis.info("commandstats")
     return sum(int(stat["calls"]) for name, stat in stats.items() if name != "cmdstat_info")
 

@@ -21,8 +21,7 @@ from loraplex_client import AsyncClient
 from redis.asyncio import Redis
 
 from broker.acl import ROLES, read_passwords, rules
-from broker.functions import load
-from broker.scripts import SCRIPTS
+from broker.functions import LIBRARY, load
 from deploy.local import ClusterSettings, LocalCluster
 from tests.e2e.test_rolling_restart import CLIENTS, MODEL, Load
 
@@ -100,4 +99,4 @@ async def _apply_users(redis: Redis, directory: Path) -> None:
     for user in ROLES:
         values = rules(user, ["*"], "*", passwords[user])
         await redis.execute_command("ACL SETUSER", user, "reset", *values)  # type: ignore[no-untyped-call]  # theirs
-    await load(redis, SCRIPTS.library)
+    await load(redis, LIBRARY)

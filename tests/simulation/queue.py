@@ -12,13 +12,12 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.claims import ClaimMemory
+from broker.functions import LIBRARY
 from broker.keys import Keys
 from broker.ledger import Ledger, SendReserve
-from broker.lua_library import Library
 from broker.messages import Job
 from broker.queue import JobQueue
 from broker.queue_entry import Entry
-from broker.scripts import SCRIPTS
 from broker.terms import Placement, QueueLimits
 from router.quotas.usage import WRITE_S
 from tests.simulation.loop import NODE
@@ -27,9 +26,8 @@ from tests.simulation.redis import HELD, SimulatedClient, SimulatedRedis
 
 def break_library(monkeypatch: pytest.MonkeyPatch, text: str, broken: str) -> None:
     """Replace a text of the shipped library, so that an invariant does not hold."""
-    library = SCRIPTS.library
-    assert text in library.text
-    monkeypatch.setattr(SCRIPTS, "_library", Library(library.name, library.text.replace(text, broken)))
+    assert text in LIBRARY.text
+    monkeypatch.setattr(LIBRARY, "text", LIBRARY.text.replace(text, broken))
 
 
 class SimulatedQueue(JobQueue):

@@ -18,9 +18,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from bench.in_process.redis import Client, Command, Server
 from broker.claims import begin_apart
+from broker.functions import LIBRARY
 from broker.keys import LEDGER, Keys, key_account
 from broker.messages import Job
-from broker.scripts import SCRIPTS
 from broker.terms import HELD_MS, PRIORITY_LIMIT, SEALED_JOB_S, QueueLimits
 from router.quotas.usage import Facts
 from tests.simulation.loop import NODE, Node
@@ -216,7 +216,7 @@ class SimulatedRedis:
         answer = self.server.answer(command)
         if command[0] != "FCALL" or isinstance(answer, Exception):
             return answer
-        name = command[1].removeprefix(SCRIPTS.library.name + "_").removesuffix("_when_full")
+        name = command[1].removeprefix(LIBRARY.name + "_").removesuffix("_when_full")
         if name != "beat":
             self._waiting_tenants.clear()
         arguments = command[3 + command[2] :]
@@ -288,8 +288,8 @@ class SimulatedRedis:
         """Do nothing: tests note the ledger's calls."""
 
     def _tell_ledger(self, message: Mapping[str, Any]) -> None:
-        self.server.execute("FUNCTION LOAD", SCRIPTS.library.text)
-        self.server.execute("FCALL", f"{SCRIPTS.library.name}_ledger_tell", 0, msgspec.msgpack.encode(message))
+        self.server.execute("FUNCTION LOAD", LIBRARY.text)
+        self.server.execute("FCALL", f"{LIBRARY.name}_ledger_tell", 0, msgspec.msgpack.encode(message))
 
     def have_waiting(self, tenants: Iterable[str]) -> dict[str, bool]:
         """Return which tenants have newcomers that wait."""
@@ -304,7 +304,7 @@ class SimulatedRedis:
         facts = self.server.execute("HGET", self.cell.job(job_id), "facts")
         if facts is None:
             return None
-        # As many as broker/lua/include/waiting_jobs.lua has.
+        # As many as broker/lua/jobs.lua has.
         tenant, *_, key, key_weight, place, _, work, _, _ = msgspec.msgpack.decode(b"\xdc\x00\x14" + facts)
         attempt, has_turn = int(self.server.execute("HGET", self.cell.job(job_id), "attempt")), place[3:4] == ":"
         priority = PRIORITY_LIMIT - int(place[:3]) if place != job_id else 0

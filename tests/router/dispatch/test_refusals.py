@@ -10,10 +10,10 @@ import pytest
 from prometheus_client import generate_latest
 from redis.asyncio import Redis
 
+from broker.functions import LIBRARY, Library
 from broker.keys import Keys
 from broker.messages import Capacity, Job
 from broker.queue import JobQueue
-from broker.scripts import SCRIPTS, Scripts
 from broker.terms import CLAIM_RATE_MIN_MS, KeyTerms, Placement, QueueLimits
 from options import StoppingParams
 from router.dispatch.dispatcher import Dispatcher
@@ -21,7 +21,7 @@ from router.dispatch.links import DispatchTiming
 from router.dispatch.outbox import Placer
 from router.metrics import RouterMetrics
 from rpc.errors import DeadlinePassed, Exhausted
-from tests.broker.scripts_clock import SCRIPTS_ON_TEST_CLOCK, Clock
+from tests.broker.library_clock import LIBRARY_ON_TEST_CLOCK, Clock
 from tests.router.recording_link import dispatched, read
 
 KEYS = Keys("tiny", "main")
@@ -30,9 +30,9 @@ ONE = Capacity(rows=1, rows_limit=1, tokens=1000, max_tokens=1000, max_rank=0)
 
 
 def dispatcher_of(
-    redis: Redis, limits: QueueLimits | None = None, scripts: Scripts = SCRIPTS
+    redis: Redis, limits: QueueLimits | None = None, library: Library = LIBRARY
 ) -> tuple[Dispatcher, JobQueue]:
-    queue = JobQueue(redis, KEYS, limits=limits, scripts=scripts)
+    queue = JobQueue(redis, KEYS, limits=limits, library=library)
     return Dispatcher(lambda _: queue, lambda _: Placement()), queue
 
 
@@ -106,7 +106,7 @@ async def test_another_router_takes_what_had_begun_though_the_tenant_s_queue_is_
 
 async def test_a_deadline_that_can_not_be_met_is_refused_at_once(redis: Redis) -> None:
     clock = Clock(redis)
-    dispatcher, queue = dispatcher_of(redis, scripts=SCRIPTS_ON_TEST_CLOCK)
+    dispatcher, queue = dispatcher_of(redis, library=LIBRARY_ON_TEST_CLOCK)
     await clock.advance(0)
     async with AsyncExitStack() as stack:
         for number in range(30):
@@ -129,7 +129,7 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once(redis: Redis) -
 
 async def test_a_clock_that_was_ahead_for_a_moment_refuses_no_deadline(redis: Redis) -> None:
     clock = Clock(redis)
-    dispatcher, queue = dispatcher_of(redis, scripts=SCRIPTS_ON_TEST_CLOCK)
+    dispatcher, queue = dispatcher_of(redis, library=LIBRARY_ON_TEST_CLOCK)
     await clock.advance(0)
     async with AsyncExitStack() as stack:
         for number in range(30):

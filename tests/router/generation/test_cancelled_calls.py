@@ -14,8 +14,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from broker.batched_script import BatchedScript
-from broker.functions import PreparedCall
+from broker.functions import BatchedFunction, PreparedCall
 from broker.keys import LEDGER
 from broker.ledger import Ledger
 from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError
@@ -38,9 +37,9 @@ class Gate:
 
     def __init__(self, script: str, *, answered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.open = asyncio.Event(), asyncio.Event()
-        run = BatchedScript._run
+        run = BatchedFunction._run
 
-        async def stopped(batched: BatchedScript, calls: Sequence[PreparedCall]) -> list[Any]:
+        async def stopped(batched: BatchedFunction, calls: Sequence[PreparedCall]) -> list[Any]:
             if not any(str(call.command[1]).endswith(script) for call in calls):
                 return await run(batched, calls)
             answers = await run(batched, calls) if answered else None
@@ -48,7 +47,7 @@ class Gate:
             await self.open.wait()
             return await run(batched, calls) if answers is None else answers
 
-        monkeypatch.setattr(BatchedScript, "_run", stopped)
+        monkeypatch.setattr(BatchedFunction, "_run", stopped)
 
 
 class Router:

@@ -13,9 +13,9 @@ from loraplex.admin.v1 import accounts_pb2
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from broker.functions import Library, shipped_functions
 from broker.keys import LEDGER
 from broker.ledger import Ledger
-from broker.scripts import Scripts
 from router.dispatch.routed_job import RoutedJob
 from router.quotas.quotas import Grant, Quotas
 from rpc.errors import Aborted, Exhausted, Unavailable
@@ -24,7 +24,7 @@ from tests.plans_file import plans_in
 from tests.router.recording_link import RecordingLink, frame, job
 
 # A ledger that has lost data is closed for a moment, not for seconds.
-SCRIPTS = Scripts(constants={"RECOVERY_MS": 20})
+LIBRARY = Library(shipped_functions(RECOVERY_MS=20))
 New = Callable[..., Quotas]
 
 
@@ -61,7 +61,7 @@ def new(redis: Redis, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPa
         path = tmp_path / "plans.toml"
         path.write_text(f"[{table}]\n" + "".join(f"{name} = {most}\n" for name, most in limits.items()))
         accounts: Any = store
-        return Quotas(Ledger(redis, SCRIPTS), plans_in(path), store=accounts)
+        return Quotas(Ledger(redis, LIBRARY), plans_in(path), store=accounts)
 
     return make
 
@@ -324,7 +324,7 @@ def with_key(redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Q
     path = tmp_path / "plans.toml"
     path.write_text(KEY_PLANS)
     monkeypatch.setattr("router.quotas.quotas.calling_key", lambda: "k1")
-    return Quotas(Ledger(redis, SCRIPTS), plans_in(path))
+    return Quotas(Ledger(redis, LIBRARY), plans_in(path))
 
 
 async def test_a_call_is_reserved_and_settled_in_both_accounts(with_key: Quotas, redis: Redis) -> None:
@@ -339,7 +339,7 @@ async def test_a_call_is_reserved_and_settled_in_both_accounts(with_key: Quotas,
 
 
 async def test_what_the_tenant_has_no_room_for_leaves_the_keys_account_alone(with_key: Quotas, redis: Redis) -> None:
-    other = Quotas(Ledger(redis, SCRIPTS), with_key._plans)
+    other = Quotas(Ledger(redis, LIBRARY), with_key._plans)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("router.quotas.quotas.calling_key", lambda: "k2")
         await granted(other, 100, 100)

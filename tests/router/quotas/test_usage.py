@@ -14,9 +14,9 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError
 
+from broker.functions import Library, shipped_functions
 from broker.keys import LEDGER
 from broker.ledger import Ledger
-from broker.scripts import Scripts
 from router.metrics import RouterMetrics
 from router.quotas import usage
 from router.quotas.plans import Plans
@@ -26,7 +26,7 @@ from tests.router.quotas.test_quotas import begun, granted
 from tests.router.recording_link import job
 
 # Reservations that nobody renews end at once.
-AT_ONCE = Scripts(constants={"HELD_MS": 0, "RECOVERY_MS": 0})
+AT_ONCE = Library(shipped_functions(HELD_MS=0, RECOVERY_MS=0))
 New = Callable[..., tuple[Quotas, UsageLog]]
 
 

@@ -1,0 +1,369 @@
+-- Accounts and reservations of the ledger; broker/ledger.py says what they mean. Calls, answers and values are packed.
+local ledger = {}
+
+local LEDGER, DAY_MS, MINUTE_MS = 'lp:{ledger}:', 86400000, 60000
+local STATE, ROUTERS, USAGE = LEDGER .. 'state', LEDGER .. 'routers', LEDGER .. 'usage'
+-- What an account counts, each in a window.
+local COUNTS = {streams = 'ever', requests = 'minute', input_tokens = 'minute', output_tokens = 'minute',
+  day_tokens = 'day', month_tokens = 'month'}
+-- Under held_ and the name of a count is what open reservations hold beside it.
+local ACCOUNT = {ever = 0, minute = 0, day = 0, month = 0, streams = 0, requests = 0, input_tokens = 0, output_tokens = 0,
+  day_tokens = 0, month_tokens = 0, held_streams = 0, held_requests = 0, held_input_tokens = 0, held_output_tokens = 0,
+  held_day_tokens = 0, held_month_tokens = 0}
+-- `requests`, `input`, `output` and `streams` are held in the accounts. The others count from the request's beginning:
+-- what is `used` as far as the ledger knows, and what is `paid`, that is charged. The request was charged `charges`
+-- times and resumed `resumes` times; its former holders have sent `sent` output tokens.
+local RESERVATION = {id = '', holder = '', accounts = '', facts = '', at_ms = 0, open = false, requests = 0, input = 0,
+  output = 0, streams = 0, used_input = 0, used_output = 0, paid_input = 0, paid_output = 0, charges = 0, resumes = 0,
+  sent = 0}
+-- A wait in ms that has no end.
+local NEVER_MS = 2 ^ 53
+
+-- Return a command's answer, or false for a key of another type, which is renamed.
+function ledger.of_type(key, answer)
+  if type(answer) ~= 'table' then return answer end
+  if not string.find(answer.err, 'WRONGTYPE', 1, true) then error(answer) end
+  redis.call('RENAME', key, key .. ':aside')
+  redis.call('PEXPIRE', key .. ':aside', ASIDE_MS)
+  return false
+end
+
+-- Return the state of a call, of its packed message. It has accounts that it has read, and those that it has charged,
+-- by name, and the events of its charges.
+function ledger.new_call(packed)
+  local call = {message = cmsgpack.unpack(packed), now = read_clock(), accounts = {}, charged = {}, events = {}}
+  -- The time at which the ledger opens, or nothing if it has lost its data, and the number of the router.
+  local opens_at = tonumber(ledger.of_type(STATE, redis.pcall('GET', STATE)) or '')
+  local row = ledger.of_type(ROUTERS, redis.pcall('HGET', ROUTERS, call.message.router))
+  call.number = tonumber(string.match(row or '', '^(%d+) %d+$') or '0')
+  -- Whether this ledger has lost what the router told it, so that the router has to fill it first.
+  call.is_behind = not opens_at or call.number < call.message.number
+  -- Time in ms for which others may do that. A longer one is of a clock that was ahead.
+  call.closed_ms = math.max(0, (opens_at or 0) - call.now)
+  if call.closed_ms > RECOVERY_MS then call.closed_ms = 0 end
+  return call
+end
+
+-- Return the table that a key has, and whether it has one. Fields that are missing or of another type are those of
+-- `blank`.
+function ledger.read(key, blank)
+  local packed, stored, is_stored = ledger.of_type(key, redis.pcall('GET', key)), {}, false
+  if packed then
+    local is_readable, value = pcall(cmsgpack.unpack, packed)
+    if is_readable and type(value) == 'table' then stored, is_stored = value, true end
+  end
+  for field, default in pairs(blank) do
+    local value = stored[field]
+    local is_odd = type(value) == 'number' and not (value >= 0 and value < 2 ^ 53)
+    if type(value) ~= type(default) or is_odd then stored[field] = default end
+  end
+  return stored, is_stored
+end
+
+-- Return a reservation, and whether the ledger has it.
+function ledger.reservation_of(id)
+  local r, is_known = ledger.read(LEDGER .. 'of:' .. id, RESERVATION)
+  r.id = id
+  return r, is_known
+end
+
+-- Return the windows of a time. Days count from 1970, and months from year 0, by UTC. (Howard Hinnant,
+-- chrono-Compatible Low-Level Date Algorithms: civil_from_days.)
+function ledger.windows_of(ms)
+  local day = math.floor(ms / DAY_MS)
+  local era = math.floor((day + 719468) / 146097)
+  local of_era = day + 719468 - era * 146097
+  local leap_days = math.floor(of_era / 1460) - math.floor(of_era / 36524) + math.floor(of_era / 146096)
+  local year = math.floor((of_era - leap_days) / 365)
+  local of_year = of_era - (365 * year + math.floor(year / 4) - math.floor(year / 100))
+  local month = (year + era * 400) * 12 + math.floor((5 * of_year + 2) / 153) + 2
+  return {ever = 0, minute = math.floor(ms / MINUTE_MS), day = day, month = month}
+end
+
+-- Return the time in ms until a window ends.
+function ledger.left_ms(now, window)
+  if window == 'ever' then return STREAM_RETRY_MS end
+  local size_ms = window == 'minute' and MINUTE_MS or DAY_MS
+  local ms = size_ms - now % size_ms
+  while ledger.windows_of(now + ms)[window] == ledger.windows_of(now)[window] do ms = ms + size_ms end
+  return ms
+end
+
+-- Return an account in its current windows. One later than now was begun by a clock that was ahead, and goes on as the
+-- current one.
+function ledger.account_of(call, name)
+  if call.accounts[name] then return call.accounts[name] end
+  local account, current = ledger.read(LEDGER .. 'account:' .. name, ACCOUNT), ledger.windows_of(call.now)
+  for field, window in pairs(COUNTS) do
+    if account[window] < current[window] then account[field], account['held_' .. field] = 0, 0 end
+  end
+  for window, place in pairs(current) do account[window] = place end
+  account.name, call.accounts[name] = name, account
+  return account
+end
+
+function ledger.amounts_of(requests, input, output, streams)
+  return {streams = streams, requests = requests, input_tokens = input, output_tokens = output,
+    day_tokens = input + output, month_tokens = input + output}
+end
+
+-- Add to counts of a reservation's accounts, to those of its windows that have not passed; `prefix` is held_ or
+-- nothing.
+function ledger.add(call, r, prefix, ...)
+  local amounts, began = ledger.amounts_of(...), ledger.windows_of(r.at_ms)
+  for name in string.gmatch(r.accounts, '%S+') do
+    local account = ledger.account_of(call, name)
+    for field, window in pairs(COUNTS) do
+      if began[window] >= account[window] then
+        account[prefix .. field] = math.max(0, account[prefix .. field] + amounts[field])
+      end
+    end
+    if prefix == '' then call.charged[name] = account end
+  end
+end
+
+function ledger.held_by(holder) return LEDGER .. 'held:' .. string.match(holder, '^[^:]*') end
+
+-- Hold nothing more of a reservation.
+function ledger.release(call, r)
+  ledger.add(call, r, 'held_', -r.requests, -r.input, -r.output, -r.streams)
+  r.open, r.requests, r.input, r.output, r.streams = false, 0, 0, 0, 0
+  redis.call('SREM', ledger.held_by(r.holder), r.id)
+end
+
+-- Charge tokens of a reservation, with the first the request.
+function ledger.charge(call, r, input, output)
+  if input + output <= 0 then return end
+  ledger.add(call, r, '', r.open and r.requests or r.charges == 0 and 1 or 0, input, output, 0)
+  if r.facts ~= '' then
+    call.events[#call.events + 1] = {'id', string.format('%s:%.0f', r.id, r.charges), 'input', string.format('%.0f', input),
+      'output', string.format('%.0f', output), 'at_ms', string.format('%.0f', call.now), 'facts', r.facts}
+  end
+  ledger.add(call, r, 'held_', -r.requests, 0, 0, 0)
+  r.requests, r.charges = 0, r.charges + 1
+end
+
+-- End a reservation, and charge what was used of it and is not paid yet: after an earlier end only what that did not
+-- know of.
+function ledger.settle(call, r)
+  ledger.charge(call, r, math.max(0, r.used_input - r.paid_input), math.max(0, r.used_output - r.paid_output))
+  r.paid_input, r.paid_output = math.max(r.paid_input, r.used_input), math.max(r.paid_output, r.used_output)
+  ledger.release(call, r)
+end
+
+-- Write a reservation: while it is open among those of its router, for which others end it; else for a while.
+function ledger.write(r)
+  local key = LEDGER .. 'of:' .. r.id
+  if r.open then
+    redis.call('SET', key, cmsgpack.pack(r))
+    redis.call('SADD', ledger.held_by(r.holder), r.id)
+  else
+    redis.call('SET', key, cmsgpack.pack(r), 'PX', ENDED_RECORD_MS)
+  end
+end
+
+-- Return the ledger's record of a reservation that a router tells of. A ledger that has lost it, or has that of an
+-- earlier call, takes the router's over, which holds again what it did.
+function ledger.record_of(call, told)
+  local r, is_known = ledger.reservation_of(told.id)
+  if is_known and r.resumes >= told.resumes then return r end
+  if r.open then ledger.release(call, r) end
+  ledger.add(call, told, 'held_', told.requests, told.input, told.output, told.streams)
+  return told
+end
+
+-- Count a call of the router, which has its reservations for HELD_MS more.
+function ledger.count_call(call)
+  call.number = math.max(call.number, call.message.number) + 1
+  redis.call('HSET', ROUTERS, call.message.router, string.format('%.0f %.0f', call.number, call.now + HELD_MS))
+end
+
+-- Return some of a router's open reservations.
+function ledger.open_of(router, count)
+  local found, key = {}, ledger.held_by(router)
+  for _, id in ipairs(redis.call('SRANDMEMBER', key, count)) do
+    local r = ledger.reservation_of(id)
+    if r.open then found[#found + 1] = r else redis.call('SREM', key, id) end
+  end
+  return found
+end
+
+function ledger.add_event(event)
+  local is_added = ledger.of_type(USAGE, redis.pcall('XADD', USAGE, '*', unpack(event)))
+  if not is_added then redis.call('XADD', USAGE, '*', unpack(event)) end
+end
+
+-- Write the accounts and events, and return an answer with those that were charged.
+function ledger.reply(call, answer)
+  answer.number, answer.accounts, answer.events = call.number, {}, call.events
+  for name, account in pairs(call.accounts) do
+    redis.call('SET', LEDGER .. 'account:' .. name, cmsgpack.pack(account), 'PX', ACCOUNT_MS)
+  end
+  for _, account in pairs(call.charged) do table.insert(answer.accounts, account) end
+  for _, event in ipairs(call.events) do ledger.add_event(event) end
+  return cmsgpack.pack(answer)
+end
+
+-- Return the refusal whose room comes last: account, limit, time in ms until there is room; nil: there is room for what
+-- a reservation `needs` beyond what it `holds` already.
+function ledger.refusal(call, r, needs, holds)
+  local refused, latest_ms = nil, 0
+  for _, limit in ipairs(call.message.limits) do
+    local name, limit_name, field, most = unpack(limit)
+    local account, own = ledger.account_of(call, name), 0
+    if string.find(' ' .. r.accounts .. ' ', ' ' .. name .. ' ', 1, true) then own = holds[field] end
+    -- A request that is resumed in time has its former place, or one of as many again.
+    local room = (r.open and field == 'streams' and 2 * most or most) - account[field] - account['held_' .. field]
+    if needs[field] > math.max(0, own) and needs[field] - own > room then
+      local wait_ms = needs[field] > most and NEVER_MS or ledger.left_ms(call.now, COUNTS[field])
+      if wait_ms > latest_ms then refused, latest_ms = {name, limit_name, wait_ms}, wait_ms end
+    end
+  end
+  return refused
+end
+
+-- Reserve tokens for a request in its accounts, or go on with its reservation where it is resumed. Answers with the
+-- reservation; or with what refuses it, and changes nothing.
+register_admission('ledger_reserve', function(_, arguments)
+  local call = ledger.new_call(arguments[1])
+  if call.is_behind or call.closed_ms > 0 then
+    return cmsgpack.pack({behind = call.is_behind, closed_ms = call.closed_ms})
+  end
+  -- `received`: output tokens that the client of a resumed request has; -1: a new request.
+  local asked, received = call.message.reservation, call.message.received
+  local r, is_known = ledger.reservation_of(asked.id)
+  -- The same call again, or one that has ended before this server got to it.
+  if is_known and (received < 0 or r.holder == asked.holder) then return ledger.reply(call, {reservation = r}) end
+
+  if is_known then
+    r.used_output = math.max(r.used_output, received)
+    if r.used_output > 0 then r.used_input = r.paid_input + r.input end -- its prompt was computed
+    if r.open and r.accounts == asked.accounts then r.facts = asked.facts end
+  elseif received >= 0 then -- forgotten; its events have ids that no earlier ones have
+    r.used_output, r.paid_output, r.charges = received, received, call.now
+  end
+  local owed_input, owed_output = math.max(0, r.used_input - r.paid_input), math.max(0, r.used_output - r.paid_output)
+  -- What it needs from now on, and what it holds already. One that counts as another has what its client has as input.
+  local is_another = received >= 0 and (not is_known or r.resumes >= FREE_RESUMES)
+  local is_first = r.charges == 0 and owed_input + owed_output == 0
+  local input = math.max(0, asked.input - r.paid_input - owed_input)
+  local output = math.max(0, asked.output - math.max(0, received))
+  if is_another then input = asked.input > 0 and asked.input + received or 0 end
+  local needs = ledger.amounts_of((is_another or is_first) and 1 or 0, input, output, 1)
+  local holds = ledger.amounts_of(r.requests, r.input - owed_input, r.output - owed_output, r.streams)
+  local refused = ledger.refusal(call, r, needs, holds)
+  if refused then return cmsgpack.pack({refused = refused}) end
+
+  local at_ms = r.open and r.at_ms or call.now
+  if is_known then ledger.settle(call, r) end
+  -- Tokens that its client has not got are made again, and charged again.
+  r.sent = math.max(r.sent, r.used_output)
+  if received >= 0 then r.used_output, r.paid_output, r.resumes = received, received, r.resumes + 1 end
+  r.at_ms, r.holder, r.accounts, r.facts, r.open = at_ms, asked.holder, asked.accounts, asked.facts, true
+  r.requests, r.input, r.output, r.streams = needs.requests, input, output, 1
+  ledger.add(call, r, 'held_', r.requests, input, output, 1)
+  ledger.write(r)
+  if call.number == 0 then ledger.count_call(call) end
+  return ledger.reply(call, {reservation = r})
+end)
+
+-- Take over the counts of accounts, the events and a beginning that a router tells a ledger which has lost data. Of two
+-- counts the higher one holds, because charges only grow in their window.
+function ledger.fill(call)
+  local message = call.message
+  for _, saved in ipairs(message.accounts) do
+    local account = ledger.account_of(call, saved.name)
+    for field, window in pairs(COUNTS) do
+      if saved[field] and saved[window] >= account[window] then
+        account[field] = math.max(account[field], saved[field])
+      end
+    end
+  end
+  for _, event in ipairs(message.events) do ledger.add_event(event) end
+  if not message.begins then return end
+  local of_router = redis.call('SCARD', ledger.held_by(message.router))
+  for _, r in ipairs(ledger.open_of(message.router, of_router)) do -- it tells next of all reservations that it has
+    ledger.release(call, r)
+    redis.call('DEL', LEDGER .. 'of:' .. r.id)
+  end
+  if call.closed_ms == 0 then
+    call.closed_ms = message.closes and RECOVERY_MS or 0
+    redis.call('SET', STATE, call.now + call.closed_ms)
+  end
+end
+
+-- Take over what a router tells of a reservation. Returns its holder where another call has the request by now.
+function ledger.take_over(call, told)
+  local is_open, r = told.open or call.closed_ms > 0, ledger.record_of(call, told)
+  if r == told then
+    r.open = true
+    if told.known_input >= 0 then -- another has ended it, with what it knew, and that is forgotten
+      r.paid_input, r.paid_output, r.charges = told.known_input, told.known_output, call.now
+    end
+  end
+  if r.holder == told.holder then
+    r.used_input, r.used_output = math.max(r.used_input, told.used_input), math.max(r.used_output, told.used_output)
+    if told.facts ~= '' then r.facts = told.facts end
+    if told.streams < r.streams then -- its call has ended; it may be resumed
+      ledger.add(call, r, 'held_', 0, 0, 0, -1)
+      r.streams = 0
+    end
+    if not is_open then ledger.settle(call, r) end
+    ledger.write(r)
+    return
+  end
+  if not is_open and told.used_output > r.sent then -- sent to a client that told less to another router
+    ledger.charge(call, r, 0, told.used_output - r.sent)
+    r.sent = told.used_output
+    ledger.write(r)
+  end
+  return told.holder
+end
+
+-- End some reservations of routers that have not called for HELD_MS; return how many. `rows` are names and calls in
+-- turn.
+function ledger.end_expired(call, rows)
+  local ended, latest, now = 0, 0, call.now
+  for i = 2, #rows, 2 do latest = math.max(latest, tonumber(string.match(rows[i], ' (%d+)$') or 0)) end
+  for i = 1, #rows, 2 do
+    local router, calls, until_ms = rows[i], string.match(rows[i + 1], '^(%d+) (%d+)$')
+    local expires = tonumber(until_ms or 0)
+    -- While nobody has renewed anything, as when Redis was away, nothing ends: all get their full time again. A time
+    -- later than that is of a clock that was ahead.
+    if latest <= now or expires > now + HELD_MS then expires = now + HELD_MS end
+    if router ~= call.message.router then
+      if expires <= now then
+        for _, r in ipairs(ledger.open_of(router, EXPIRED_AT_ONCE - ended)) do
+          ledger.settle(call, r)
+          ledger.write(r)
+          ended = ended + 1
+        end
+        if redis.call('EXISTS', ledger.held_by(router)) == 1 then expires = now end
+      end
+      if not calls or expires < now - DAY_MS then
+        redis.call('HDEL', ROUTERS, router)
+      elseif expires ~= tonumber(until_ms) then
+        redis.call('HSET', ROUTERS, router, string.format('%s %.0f', calls, expires))
+      end
+    end
+  end
+  return ended
+end
+
+-- Take over what a router tells of its reservations: what was used of them, and which have ended. With `renews`,
+-- reservations of routers that have not called for HELD_MS end. With `fills` the router tells a ledger that has lost
+-- data of `accounts` and `events`, and at last `begins` to use it, closed if it `closes`. Answers with how many
+-- reservations were ended, and the holders whose requests others have by now; also with the time for which the ledger
+-- is closed, in which nothing ends.
+register('ledger_tell', function(_, arguments)
+  local call = ledger.new_call(arguments[1])
+  local message, moved = call.message, {}
+  if call.is_behind and not message.fills then return cmsgpack.pack({behind = true}) end
+  ledger.fill(call)
+  -- As they were before this call.
+  local rows = message.renews and call.closed_ms == 0 and redis.call('HGETALL', ROUTERS) or {}
+  if message.begins or not message.fills then ledger.count_call(call) end
+  for _, told in ipairs(message.reservations) do moved[#moved + 1] = ledger.take_over(call, told) end
+  local ended = ledger.end_expired(call, rows)
+  return ledger.reply(call, {ended = ended, moved = moved, closed_ms = call.closed_ms})
+end)

@@ -1,0 +1,235 @@
+-- Repair of a queue that has lost some of its keys, evicted by a server with the wrong policy or deleted; and what
+-- routers keep and remove: dead letters, operators' commands, pins, resume keys, a tenant's data.
+local upkeep = {}
+
+-- Forget how many jobs of each of a tenant's keys wait: its queue was lost.
+function upkeep.forget_counts_of_keys(call, tenant)
+  local key = turns.hash_of(call, tenant)
+  hash_fields(key, 'jobs:')
+  for _, field in ipairs(redis.call('HKEYS', key)) do
+    if string.match(field, '^jobs:') or string.match(field, '^bytes:') then redis.call('HDEL', key, field) end
+  end
+end
+
+-- Put a waiting job that has its own key back where other keys have lost it. Returns whether it was missing; nil for
+-- one that cannot be read, which is forgotten.
+function upkeep.restore_job(call, id, facts)
+  local is_readable, tenant, _, _, _, _, _, weight, _, _, _, _, _, _, key, _, place, size, work, _, deadline =
+    read_packed(jobs.checked, facts)
+  if not is_readable then return jobs.forget(call, id) end
+  redis.call('ZADD', call.keys.waiting, 'NX', deadline > 0 and deadline or '+inf', id)
+  if place == id then
+    if redis.call('ZSCORE', call.keys.again, id) then return false end
+    redis.call('ZADD', call.keys.again, jobs.record_arrival(call, id), id)
+    tenants.count_waiting(call, tenant, size, work, true)
+    return true
+  end
+  local queue = call.prefix .. 'queue:' .. tenant
+  local is_new = redis.pcall('ZADD', queue, 'NX', 0, place) == 1 -- an error for another type, until a census
+  if is_new then
+    if redis.call('ZCARD', queue) == 1 then
+      tenants.clear(call, tenant)
+      tenants.flush(call)
+      upkeep.forget_counts_of_keys(call, tenant)
+    end
+    tenants.count_waiting(call, tenant, size, work, false)
+    if key ~= '' then turns.count(call, tenant, key, 1, size) end
+    if turns.of(place) then tenants.set_terms(call, tenant, nil, 1) end
+    jobs.record_arrival(call, id)
+  end
+  if not redis.call('ZSCORE', call.keys.tenants, tenant) then tenants.activate(call, tenant, weight) end
+  return is_new
+end
+
+-- Drop what lost keys have left behind and nobody would find: totals of jobs that have begun, and ids of waiting jobs,
+-- some of them found by chance. A router dispatches a lost job again, and forgets it in the end; a dead one does not.
+function upkeep.drop_remains(call)
+  if redis.call('EXISTS', call.keys.again) == 0 then
+    tenants.read(call)
+    for _, tenant in ipairs(call.cell.begun_bytes > 0 and redis.call('HKEYS', call.keys.totals) or {}) do
+      if tenant ~= CELL_FIELD then
+        tenants.read(call, tenant)
+        local of = call.totals[tenant]
+        tenants.count_waiting(call, tenant, -of.begun_bytes, -of.begun_work, true)
+        tenants.flush(call) -- one command has no room for thousands of tenants
+      end
+    end
+    call.cell.begun_bytes = 0
+    tenants.flush(call)
+  end
+  for _, id in ipairs(redis.call('ZRANDMEMBER', call.keys.waiting, LOST_IDS_PER_CENSUS)) do
+    if redis.call('EXISTS', call.prefix .. 'job:' .. id) == 0 then redis.call('ZREM', call.keys.waiting, id) end
+  end
+end
+
+-- Return the states of the live workers. Incarnations whose key has expired are taken off the list.
+function upkeep.read_workers(call)
+  local states, living, lapsed = {}, {}, {}
+  local incarnations = redis.call('HGETALL', call.keys.workers)
+  for i = 1, #incarnations, 2 do
+    local incarnation, worker = incarnations[i], incarnations[i + 1]
+    local state = redis.pcall('GET', call.prefix .. 'worker:' .. incarnation)
+    if type(state) == 'string' then
+      states[#states + 1] = state
+      living[worker] = true
+    else
+      redis.call('HDEL', call.keys.workers, incarnation)
+      lapsed[#lapsed + 1] = worker
+    end
+  end
+  for _, worker in ipairs(lapsed) do
+    if not living[worker] then workers.clear_free_rows(call, worker) end
+  end
+  return states
+end
+
+-- Answers {the server's run and the name of its data, the states of all live workers, keys that were set aside and
+-- their types}. A router that asks is recorded as alive.
+register('census', function(_, arguments)
+  local call, router, new_data_name = new_call(arguments), arguments[2], arguments[3]
+  set_aside_unless(call, 'hash', 'aside')
+  for name, wanted in pairs(KEY_TYPES) do set_aside_unless(call, wanted, name) end
+  for _, tenant in ipairs(redis.call('ZRANDMEMBER', call.keys.tenants, QUEUES_PER_CENSUS)) do
+    set_aside_unless(call, 'zset', 'queue:' .. tenant)
+  end
+  if router ~= '' then routers.beat(call, router) end
+  local states = upkeep.read_workers(call)
+  tenants.rebase_counters(call)
+  upkeep.drop_remains(call)
+  charges.drop_old(call)
+  workers.drop_old_rooms(call)
+  redis.call('SET', call.keys.born, new_data_name, 'NX')
+  local run = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+  local aside = redis.call('HGETALL', call.keys.aside)
+  redis.call('DEL', call.keys.aside)
+  return {run .. ' ' .. redis.call('GET', call.keys.born), states, aside}
+end)
+
+-- Answers for each job, given by id and attempt, 1 if that attempt or a newer one waits, 2 if it was displaced, else 0.
+-- A part of the jobs, by the number of this look, is put back where lost keys have taken it out of its queue.
+register('look_up', function(_, arguments)
+  local call, look_number = new_call(arguments), tonumber(arguments[2])
+  local answers, is_restored = {}, false
+  for i = 3, #arguments, 2 do
+    local key, values = call.prefix .. 'job:' .. arguments[i], nil
+    if (#answers + look_number) % LOOKS_PER_CHECK == 0 then
+      values = hash_fields(key, 'attempt', 'displaced', 'facts')
+      if values[3] then
+        local was_missing = upkeep.restore_job(call, arguments[i], values[3])
+        if was_missing == nil then values = {} end
+        is_restored = was_missing or is_restored
+      end
+    else
+      values = hash_fields(key, 'attempt', 'displaced')
+    end
+    local waits = values[1] and number_of(values[1]) >= tonumber(arguments[i + 1])
+    answers[#answers + 1] = waits and 1 or values[2] and 2 or 0
+  end
+  tenants.flush(call)
+  if is_restored then workers.wake_any(call) end
+  return answers
+end)
+
+-- Remove what a cell has of a tenant: at most `most` newcomers that wait; of `most` jobs that have begun, from rank
+-- `first` on, those of the tenant; dead letters, given as they are; and what is kept under its name. Answers how many
+-- jobs and records were removed, and the rank from which to look in the next call, -1 for none.
+register('forget_tenant', function(_, arguments)
+  local call, tenant, first, most = new_call(arguments), arguments[2], tonumber(arguments[3]), tonumber(arguments[4])
+  local keys, queue, jobs_gone, records, others = call.keys, call.prefix .. 'queue:' .. tenant, 0, 0, 0
+  for _, place in ipairs(redis.call('ZRANGE', queue, 0, most - 1)) do
+    jobs.forget(call, string.sub(place, PLACE_BYTES + 1))
+    redis.call('ZREM', queue, place) -- one whose key was lost
+    jobs_gone = jobs_gone + 1
+  end
+  local begun = redis.call('ZRANGE', keys.again, first, first + most - 1)
+  for _, id in ipairs(begun) do
+    local is_readable, of = read_packed(jobs.checked, hash_fields(call.prefix .. 'job:' .. id, 'facts')[1])
+    if is_readable and of == tenant then
+      jobs.forget(call, id)
+      jobs_gone = jobs_gone + 1
+    else
+      others = others + 1
+    end
+  end
+  -- An arrival's place in the list is its number: the id goes, and its place stays.
+  for at, id in ipairs(redis.call('LRANGE', keys.news, 0, -1)) do
+    if string.sub(id, 1, #tenant + 1) == tenant .. '/' then redis.call('LSET', keys.news, at - 1, '') end
+  end
+  for i = 5, #arguments do records = records + redis.call('LREM', keys.dead, 0, arguments[i]) end
+
+  local is_empty = redis.call('EXISTS', queue) == 0
+  if is_empty then
+    for _, key in ipairs({keys.tenants, keys.idle, keys.uses}) do records = records + redis.call('ZREM', key, tenant) end
+    records = records + redis.call('DEL', turns.hash_of(call, tenant))
+    tenants.clear(call, tenant)
+    tenants.set_terms(call, tenant, 1, 0)
+  end
+  local function is_of_tenant(subject) return subject == tenant or string.sub(subject, 1, #tenant + 1) == tenant .. ' ' end
+  for _, subject in ipairs(redis.call('ZRANGE', keys.quarantine, 0, -1)) do
+    if is_of_tenant(subject) then records = records + redis.call('ZREM', keys.quarantine, subject) end
+  end
+  for _, subject in ipairs(redis.call('HKEYS', keys.deaths)) do
+    if is_of_tenant(subject) then records = records + redis.call('HDEL', keys.deaths, subject) end
+  end
+  suspects.read(call)
+  for id, suspect in pairs(call.suspects) do
+    if suspect.tenant == tenant then records = records + redis.call('HDEL', keys.suspects, id) end
+  end
+  tenants.flush(call)
+  return {jobs_gone, records, (not is_empty or #begun == most) and first + others or -1}
+end)
+
+-- Keep a dead letter in a list, the newest first; the oldest are dropped where there are more than `max_records` or
+-- they take more than so many bytes. A record that equals the newest, a repeated call, is not kept again.
+register('dead_push', function(keys, arguments)
+  local record, max_records, bytes_left = arguments[1], tonumber(arguments[2]), tonumber(arguments[3])
+  if redis.call('LINDEX', keys[1], 0) == record then return 0 end
+  redis.call('LPUSH', keys[1], record)
+  for position, letter in ipairs(redis.call('LRANGE', keys[1], 0, max_records)) do
+    bytes_left = bytes_left - #letter
+    if position > 1 and (position > max_records or bytes_left < 0) then
+      redis.call('LTRIM', keys[1], 0, position - 2)
+      break
+    end
+  end
+  return 1
+end)
+
+-- Add an operator's command to a list for so many ms. Of more than `max_commands` the oldest are dropped.
+register('send_command', function(keys, arguments)
+  local command, max_commands, ttl_ms = arguments[1], tonumber(arguments[2]), arguments[3]
+  if redis.call('RPUSH', keys[1], command) > max_commands then redis.call('LTRIM', keys[1], -max_commands, -1) end
+  redis.call('PEXPIRE', keys[1], ttl_ms)
+end)
+
+-- Replace a pin, unless it was unpinned meanwhile.
+register('renew_pin', function(keys, arguments)
+  if redis.call('HEXISTS', keys[1], arguments[1]) == 1 then redis.call('HSET', keys[1], arguments[1], arguments[2]) end
+end)
+
+-- Bring a router's resume keys and the stored ones together; answers all stored keys, newest first. The first argument
+-- is the key that the router made for itself; the keys that it has used follow, newest first.
+register('resume_keys', function(keys, arguments)
+  local stored = redis.call('LRANGE', keys[1], 0, -1)
+  for i = 2, #arguments do
+    for _, key in ipairs(stored) do
+      if key == arguments[i] then return stored end
+    end
+  end
+  -- None is known here. Where others are, another router was first after a loss: its key signs from now on, ours are
+  -- still accepted.
+  if #stored == 0 and #arguments == 1 then redis.call('RPUSH', keys[1], arguments[1]) end
+  for i = 2, #arguments do redis.call('RPUSH', keys[1], arguments[i]) end
+  redis.call('LTRIM', keys[1], 0, RESUME_KEYS_LIMIT - 1)
+  return redis.call('LRANGE', keys[1], 0, -1)
+end)
+
+-- Rename a key that has another type than the first argument, so that it is begun anew; the renamed key, the second
+-- one, expires. Answers the type that was found, '' where nothing is to be done: another router was first.
+register('set_aside', function(keys, arguments)
+  local found = redis.call('TYPE', keys[1]).ok
+  if found == arguments[1] or found == 'none' then return '' end
+  redis.call('RENAME', keys[1], arguments[2])
+  redis.call('PEXPIRE', arguments[2], ASIDE_MS)
+  return found
+end)
