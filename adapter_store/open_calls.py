@@ -46,11 +46,8 @@ class OpenUploads:
         Raises Exhausted.
         """
         what = "uploads that this store receives at once"
-        self._shares.take_or_refuse(tenant, subject=f"tenants/{tenant}/uploads", what=what, reason="UPLOADS_FULL")
-        try:
+        with self._shares.held(tenant, subject=f"tenants/{tenant}/uploads", what=what, reason="UPLOADS_FULL"):
             yield _Paced(parts, self._silent_s)
-        finally:
-            self._shares.give(tenant)
 
 
 class _Paced(Generic[M]):
@@ -127,8 +124,5 @@ def _counted(shares: Shares, what: str, principal: Principal) -> Iterator[bool]:
         yield False
         return
     subject, served = f"tenants/{tenant}/store-{what}", f"{what} that this store serves at once"
-    shares.take_or_refuse(tenant, subject=subject, what=served, reason="STORE_FULL")
-    try:
+    with shares.held(tenant, subject=subject, what=served, reason="STORE_FULL"):
         yield True
-    finally:
-        shares.give(tenant)

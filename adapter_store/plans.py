@@ -28,7 +28,7 @@ from adapter_store.metrics import StoreMetrics
 from artifacts.names import SHARED, check_tenant
 from rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
 from rpc.principal import caller
-from tenancy.plans import DEFAULT, FIELDS, UNLIMITED, Plan, PlanFieldError, Plans, PlansFile, make_plan, plan_name
+from tenancy.plans import DEFAULT, FIELDS, UNLIMITED, Plan, Plans, PlansFile, make_plan, plan_name
 
 log = logging.getLogger(__name__)
 
@@ -238,11 +238,7 @@ def _named(name: str) -> str:
 
 
 def _from_pb(message: pb.Plan) -> Plan:
-    try:
-        fields = {field.name: value for field, value in message.ListFields() if field.name in FIELDS}
-        return make_plan(fields)
-    except PlanFieldError as error:
-        raise InvalidField(f"plan.{error.field}", error.message) from error
+    return make_plan("plan", {field.name: value for field, value in message.ListFields() if field.name in FIELDS})
 
 
 def _to_pb(named: NamedPlan) -> pb.Plan:

@@ -68,17 +68,14 @@ class Receiving:
 
     async def read(self, who: str, context: Context) -> bytes:
         """Return the bytes of a call's message. Raises InvalidField or DeadlinePassed."""
-        await self._turns.take(who, self._message_bytes)
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with self._turns.turn(who, self._message_bytes), asyncio.timeout(self._limit_s):
                 data = await context.read()
         except TimeoutError:
             message = f"the call's message did not come within {self._limit_s:g} s"
             raise DeadlinePassed(message, reason="MESSAGE_LATE") from None
         except grpc.aio.BaseError:  # the server has stopped while the call waited
             raise asyncio.CancelledError from None
-        finally:
-            self._turns.give(who, self._message_bytes)
         if data is grpc.aio.EOF:
             raise InvalidField("request", "the call has no message")
         assert isinstance(data, bytes), "the handler has no deserializer"
@@ -114,8 +111,5 @@ class OneMessage(Interceptor):
         if principal is not None and principal.roles & NAMING_ROLES:
             return await receiving.read(who, context)
         what = "calls whose messages this process waits for"
-        waiting.take_or_refuse(who, subject=f"callers/{who}/messages", what=what, reason="MESSAGES_FULL")
-        try:
+        with waiting.held(who, subject=f"callers/{who}/messages", what=what, reason="MESSAGES_FULL"):
             return await receiving.read(who, context)
-        finally:
-            waiting.give(who)

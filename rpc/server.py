@@ -112,10 +112,9 @@ class BoundedHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it
         """Yield the health of a service whenever it changes. Raises Exhausted."""
         host = context.peer().rpartition(":")[0]
         what = "Watch calls of this process; call Check instead"
-        self._watches.take_or_refuse(
+        with self._watches.held(
             host, subject="health/watches", what=what, reason="HEALTH_WATCHED", retry_after_s=_RETRY_S
-        )
-        try:
+        ):
             sent = None
             while True:
                 status = self._status(request.service)
@@ -124,8 +123,6 @@ class BoundedHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it
                 else:
                     yield health_pb2.HealthCheckResponse(status=status)
                     sent = status
-        finally:
-            self._watches.give(host)
 
     def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
         statuses = health_pb2.HealthCheckResponse

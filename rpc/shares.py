@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from rpc.errors import Exhausted
@@ -51,6 +52,17 @@ class Shares:
             message = f"{tenant} has its share of the {self.limit} {what}"
             raise Exhausted(subject, message, retry_after_s=spread(retry_after_s), reason=reason)
 
+    @contextmanager
+    def held(
+        self, tenant: str, *, subject: str, what: str, reason: str, retry_after_s: float = RETRY_S
+    ) -> Iterator[None]:
+        """Take one for a tenant while the context is open. Raises Exhausted, as `take_or_refuse`."""
+        self.take_or_refuse(tenant, subject=subject, what=what, reason=reason, retry_after_s=retry_after_s)
+        try:
+            yield
+        finally:
+            self.give(tenant)
+
     def give(self, tenant: str, amount: int = 1) -> None:
         """Give back what `take` took."""
         self._taken -= amount
@@ -87,6 +99,15 @@ class FairTurns:
         """Give back what `take` took; who waits may take it."""
         self._shares.give(tenant, amount)
         self._grant()
+
+    @asynccontextmanager
+    async def turn(self, tenant: str, amount: int = 1) -> AsyncIterator[None]:
+        """Wait for a turn, which lasts while the context is open."""
+        await self.take(tenant, amount)
+        try:
+            yield
+        finally:
+            self.give(tenant, amount)
 
     async def run(self, tenant: str, start: Callable[[], asyncio.Future[T]]) -> T:
         """Start work at the tenant's turn, which lasts to the work's end: a caller that leaves does not free it."""

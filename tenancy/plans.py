@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from files import FollowedFiles
+from rpc.errors import InvalidField
 
 # Interval in seconds between looks at the file: a change holds within a second.
 LOOK_S = 0.5
@@ -33,15 +34,6 @@ _MOST = (1 << 50) - 1
 
 class PlansError(Exception):
     """A plans file that cannot be read; the message is one line that names the table and the field."""
-
-
-class PlanFieldError(Exception):
-    """A plan's field that has no meaning; `field` and `message` name it and say what to write."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
-        self.message = message
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +78,24 @@ def plan_name(tenant: str = "", key_id: str = "") -> str:
     return f"keys/{key_id}" if key_id else f"tenants/{tenant}"
 
 
-def make_plan(values: Mapping[str, Any]) -> Plan:
-    """Return the plan with these values. Raises PlanFieldError."""
+def make_plan(name: str, values: Mapping[str, Any]) -> Plan:
+    """Return the plan with these values. Raises InvalidField; `name` is what the field's path begins with."""
     for field, value in values.items():
+        path = f"{name}.{field}"
         if field not in FIELDS:
-            raise PlanFieldError(field, f"not a field of a plan ({', '.join(sorted(FIELDS))})")
+            raise InvalidField(path, f"not a field of a plan ({', '.join(sorted(FIELDS))})")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise PlanFieldError(field, f"{value!r} is not a number")
+            raise InvalidField(path, f"{value!r} is not a number")
         if field == "queue_share":
             if not 0 < value <= 1:
-                raise PlanFieldError(field, f"{value} is not a share above 0, up to 1")
+                raise InvalidField(path, f"{value} is not a share above 0, up to 1")
         elif field == "weight":
             if not WEIGHTS[0] <= value <= WEIGHTS[1]:
-                raise PlanFieldError(field, f"{value} is not from {WEIGHTS[0]:g} to {WEIGHTS[1]:g}")
+                raise InvalidField(path, f"{value} is not from {WEIGHTS[0]:g} to {WEIGHTS[1]:g}")
         else:
             least = _LEAST_PRIORITY if field == "priority_ceiling" else 0
             if not isinstance(value, int) or not least <= value <= _MOST:
-                raise PlanFieldError(field, f"{value} is not a whole number from {least} to {_MOST}")
+                raise InvalidField(path, f"{value} is not a whole number from {least} to {_MOST}")
     return Plan(**values)
 
 
@@ -138,6 +131,6 @@ def _plan(where: str, table: Any) -> Plan:
     if not isinstance(table, dict):
         raise PlansError(f"{where}: write [{where}]")
     try:
-        return make_plan(table)
-    except PlanFieldError as error:
-        raise PlansError(f"{where}.{error}") from error
+        return make_plan(where, table)
+    except InvalidField as error:
+        raise PlansError(error.message) from error

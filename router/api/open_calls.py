@@ -214,13 +214,10 @@ class OpenCalls(Interceptor):
         """Return the request in a message's bytes; of large ones the loop reads one in a pass. Raises InvalidField."""
         if len(data) <= LARGE_BYTES:
             return method.read(data)
-        await self._turns.take(tenant)
-        try:
+        async with self._turns.turn(tenant):
             request = method.read(data)
             await asyncio.sleep(0)
             return request
-        finally:
-            self._turns.give(tenant)
 
     def _take(self, shares: Shares, tenant: str, amount: int, what: str) -> None:
         what += " that this router holds open"
