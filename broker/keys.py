@@ -7,8 +7,8 @@ lp:{MODEL/CELL}:queue:TENANT zset    the other jobs of a tenant, in the order of
                                      or priority, turn, arrival (broker/lua/jobs.lua)
 lp:{MODEL/CELL}:queue:TENANT/keys
                              hash    jobs and bytes that wait of the tenant's API keys, and their turns
-lp:{MODEL/CELL}:uses         zset    where the queue was full and is not half empty yet: tenants by their use of it at
-                                     their last enqueue; it may have become less
+lp:{MODEL/CELL}:uses         zset    tenants with a queue, by their use of the whole queue at their last enqueue; it may
+                                     have become less
 lp:{MODEL/CELL}:job:ID       hash    a waiting job: body, attempt, and the facts that a claim needs; a displaced one
                                      has a mark instead, and expires
 lp:{MODEL/CELL}:arrivals     string  counter that numbers arrivals

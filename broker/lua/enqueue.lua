@@ -16,34 +16,6 @@ function uses.exceeded_limit(call, size, max)
   if call.cell.bytes + size > max.bytes then return 'bytes' end
 end
 
--- Begin to keep the uses of all tenants, for as long as the queue is more than half full.
-function uses.keep(call, max)
-  local key = call.keys.uses
-  if call.cell.uses == 1 and redis.call('EXISTS', key) == 1 then return end
-  redis.call('DEL', key)
-  call.cell.uses = 1
-  for _, tenant in ipairs(redis.call('ZRANGE', call.keys.tenants, 0, -1)) do
-    local waiting = redis.pcall('ZCARD', call.prefix .. 'queue:' .. tenant)
-    if type(waiting) == 'number' then
-      tenants.read(call, tenant)
-      local of = call.totals[tenant]
-      redis.call('ZADD', key, uses.of(waiting, of.bytes, of.weight, max), tenant)
-    end
-  end
-end
-
--- Note the use of a tenant with another job.
-function uses.note(call, tenant, use, max)
-  local cell = call.cell
-  if cell.uses == 0 then return end
-  if 2 * redis.call('ZCARD', call.keys.waiting) < max.jobs and 2 * cell.bytes < max.bytes then
-    redis.call('DEL', call.keys.uses)
-    cell.uses = 0
-  else
-    redis.call('ZADD', call.keys.uses, use, tenant)
-  end
-end
-
 -- Return a tenant's use of the queue now and its last job; nil without a job that has not begun, or for a queue of
 -- another type, which a census sets aside.
 function uses.now(call, tenant, max)
@@ -58,8 +30,8 @@ function uses.now(call, tenant, max)
   return uses.of(redis.call('ZCARD', queue), call.totals[tenant].bytes, weight, max), id
 end
 
--- Return the last job of the tenant with the highest use, if that is above `use`. Jobs that were claimed have not been
--- taken off the uses that were noted: those that turn out too high are corrected.
+-- Return the last job of the tenant with the highest use, if that is above `use`. The key `uses` has the uses at the
+-- tenants' last enqueues: those that turn out too high by now are corrected, USES_PER_ENQUEUE in a call.
 function uses.last_of_highest(call, use, max)
   local key = call.keys.uses
   for _ = 1, USES_PER_ENQUEUE do
@@ -81,7 +53,6 @@ end
 function uses.make_room(call, size, use, max)
   local limit = uses.exceeded_limit(call, size, max)
   if not limit then return end
-  uses.keep(call, max)
   for _ = 1, DISPLACED_PER_ENQUEUE do
     local id = uses.last_of_highest(call, use, max)
     if not id then return limit end
@@ -257,12 +228,8 @@ register_admission('enqueue', function(keys, arguments)
     job.place, new_turn = enqueue.place_of(call, job, arrival, tenant_jobs)
     local use = uses.of(tenant_jobs + 1, call.totals[job.tenant].bytes + job.size, job.weight, max)
     local answer = job.attempt == 1 and enqueue.refusal(call, job, max, tenant_jobs, use)
-    if answer then
-      call.changes = {}
-      tenants.flush(call) -- whether uses are kept
-      return answer
-    end
-    uses.note(call, job.tenant, use, max)
+    if answer then return answer end
+    redis.call('ZADD', call.keys.uses, use, job.tenant)
   end
   -- In the order that jobs.lua gives.
   local facts = arguments[5] .. cmsgpack.pack(job.place, job.size, job.work, job.queued, job.deadline)

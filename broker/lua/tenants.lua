@@ -4,8 +4,8 @@ local tenants = {}
 -- Totals are a packed record for each tenant with jobs: bytes and work of its newcomers and of its jobs that have
 -- begun, its weight, and whether its newcomers have turns (see jobs.lua). Work is in charged tokens, as though every
 -- answer had its full length. A record of the cell is beside them: the bytes of both kinds in all, the counter that the
--- next idle tenant is lifted to, the claim rate, and whether uses are kept (see enqueue.lua). A call adds its changes
--- up and writes them once, with `tenants.flush`. The bytes in all change as the tenants' do, and a tenant without a
+-- next idle tenant is lifted to, and the claim rate. A call adds its changes up and writes them once, with
+-- `tenants.flush`. The bytes in all change as the tenants' do, and a tenant without a
 -- queue has no newcomers, so that what a lost key has left behind goes with the last of them.
 --
 -- In the state of a call `totals` are the records that were read, by tenant, `changes` those to them, and `cell` is the
@@ -22,11 +22,11 @@ function tenants.checked(_, bytes, work, begun_bytes, begun_work, weight, turns)
 end
 
 -- Return the cell's record. Raises an error on one that this library cannot have packed.
-function tenants.checked_cell(_, bytes, begun_bytes, next_lift, rate_since, rate_work, rate, uses)
+function tenants.checked_cell(_, bytes, begun_bytes, next_lift, rate_since, rate_work, rate)
   if bytes >= 0 and begun_bytes >= 0 and next_lift >= 0 and rate_since >= 0 and rate_work >= 0 and rate >= 0
-      and uses >= 0 and bytes + begun_bytes + next_lift + rate_since + rate_work + rate + uses < math.huge then
+      and bytes + begun_bytes + next_lift + rate_since + rate_work + rate < math.huge then
     return {bytes = bytes, begun_bytes = begun_bytes, next_lift = next_lift, rate_since = rate_since,
-      rate_work = rate_work, rate = rate, uses = uses}
+      rate_work = rate_work, rate = rate}
   end
   error('unreadable')
 end
@@ -38,7 +38,7 @@ function tenants.read(call, ...)
     if packed then is_readable, record = read_packed(i == 1 and tenants.checked_cell or tenants.checked, packed) end
     if i == 1 then
       record = is_readable and record
-        or {bytes = 0, begun_bytes = 0, next_lift = 0, rate_since = 0, rate_work = 0, rate = 0, uses = 0}
+        or {bytes = 0, begun_bytes = 0, next_lift = 0, rate_since = 0, rate_work = 0, rate = 0}
       call.cell = call.cell or record
     else
       record = is_readable and record
@@ -121,7 +121,7 @@ function tenants.flush(call)
   cell.next_lift = cell.next_lift < math.huge and math.max(0, cell.next_lift) or 0
   local is_empty = cell.bytes + cell.begun_bytes + cell.next_lift + cell.rate_since == 0
   tenants.add_record(written, gone, CELL_FIELD, cell, is_empty, cell.bytes, cell.begun_bytes, cell.next_lift,
-    cell.rate_since, cell.rate_work, cell.rate, cell.uses)
+    cell.rate_since, cell.rate_work, cell.rate)
   if #written > 0 then redis.call('HSET', call.keys.totals, unpack(written)) end
   if #gone > 0 then redis.call('HDEL', call.keys.totals, unpack(gone)) end
 end
@@ -204,7 +204,7 @@ function tenants.deactivate(call, tenant, counter)
   counter = counter or number_of(redis.call('ZSCORE', keys.tenants, tenant) or tenants.lowest_counter(call))
   redis.call('ZREM', keys.tenants, tenant)
   if not call.cell then tenants.read(call, tenant) end
-  if call.cell.uses == 1 then redis.call('ZREM', keys.uses, tenant) end
+  redis.call('ZREM', keys.uses, tenant)
   local lowest = redis.call('ZRANGE', keys.tenants, 0, 0, 'WITHSCORES')[2]
   if not lowest then
     redis.call('SET', keys.floor, counter)

@@ -91,6 +91,7 @@ register('census', function(_, arguments)
   for name, wanted in pairs(KEY_TYPES) do set_aside_unless(call, wanted, name) end
   for _, tenant in ipairs(redis.call('ZRANDMEMBER', call.keys.tenants, QUEUES_PER_CENSUS)) do
     set_aside_unless(call, 'zset', 'queue:' .. tenant)
+    redis.call('ZADD', call.keys.uses, 'NX', '+inf', tenant) -- one that was lost: too high, it is corrected
   end
   if router ~= '' then routers.beat(call, router) end
   local states = upkeep.read_workers(call)

@@ -257,6 +257,6 @@ class ClockedQueue:
     async def totals(self) -> dict[str, list[float]]:
         """Return the records of broker/lua/tenants.lua, by tenant; that of the cell is called `/cell`."""
         return {
-            name: msgspec.msgpack.decode(bytes([0x90 + (7 if name == "/cell" else 6)]) + packed, type=list[float])
+            name: msgspec.msgpack.decode(b"\x96" + packed, type=list[float])
             for name, packed in (await self.fields("totals")).items()
         }

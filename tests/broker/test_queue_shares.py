@@ -12,8 +12,9 @@ from redis.asyncio import Redis
 from broker.codec import encode_job
 from broker.messages import Capacity
 from broker.terms import DISPLACED_PER_ENQUEUE, Placement, QueueLimits, QueueState
-from tests.broker.clocked_queue import ClockedQueue, make_job
+from tests.broker.clocked_queue import KEYS, ClockedQueue, make_job
 from tests.broker.library_clock import Clock
+from tests.broker.test_wake_ups import commands
 
 JOBS = 12
 SIZE = len(encode_job(make_job("a/00", "a")))
@@ -138,3 +139,23 @@ async def test_one_large_job_displaces_a_bounded_number_of_small_ones() -> None:
         assert before - waiting == DISPLACED_PER_ENQUEUE
         before = waiting
     assert "b" in await queue.waiting()
+
+
+async def test_lost_uses_are_known_again_after_a_census(redis: Redis, clock: Clock) -> None:
+    queue = await full_queue(redis, QueueLimits(jobs=JOBS), "b")
+    await redis.delete(KEYS.prefix + "uses")
+    assert await queue.enqueue(make_job("c/0", "c")) == "jobs"
+    await queue.beat_router("here")
+    assert not await queue.enqueue(make_job("c/1", "c"))
+
+
+async def test_the_enqueue_that_finds_the_queue_full_does_not_go_through_all_tenants(
+    redis: Redis, clock: Clock
+) -> None:
+    queue = ClockedQueue(redis, QueueLimits(jobs=100))
+    await queue.start()
+    for number in range(100):
+        assert not await queue.enqueue(make_job(f"t{number}", f"t{number}"))
+    before = await commands(redis)
+    assert await queue.enqueue(make_job("more", "more")) == "jobs"
+    assert await commands(redis) - before < 40
