@@ -26,8 +26,8 @@ from bench.prometheus import Line, Prometheus, scraping
 from bench.report import progress
 from bench.screenshots import NoBrowserError, find_browser
 from clients.loadtest.charts import Axis, Series, line_chart
-from clients.loadtest.plots import draw_svg, with_own_ids
-from deploy.monitoring.dashboards import path_of
+from clients.loadtest.report import draw_svg, with_own_ids
+from deploy.monitoring.check import path_of
 from deploy.monitoring.panels import BYTES, COUNT, DASHBOARDS, PER_SECOND, SECONDS, SHARE
 
 # Seconds under load.

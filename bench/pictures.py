@@ -36,7 +36,7 @@ from clients.cli.cluster_top import REFRESH_S, Rates, names_on_devices, view
 from clients.cli.options import TENANT
 from clients.cli.upload_tree import find_adapters
 from clients.loadtest.charts import Axis, Series, line_chart
-from clients.loadtest.plots import draw_svg, svg_file
+from clients.loadtest.report import draw_svg, svg_file
 from deploy.local import ClusterSettings
 
 _ROOT = Path(__file__).parents[1]

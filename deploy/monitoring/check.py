@@ -1,7 +1,12 @@
-"""Check that all metrics, queries and runbook sections exist that dashboards and rules name."""
+"""Check that all metrics, queries and runbook sections exist that dashboards and rules name.
+
+python -m deploy.monitoring.check           print the problems; the exit status is 1 if there are any
+python -m deploy.monitoring.check --write   write the dashboards' JSON files for Grafana first
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -11,8 +16,94 @@ from typing import Any
 import promql_parser
 import yaml
 
-from deploy.monitoring.dashboards import path_of, render
-from deploy.monitoring.panels import DASHBOARDS
+from deploy.monitoring.panels import DASHBOARDS, Dashboard, Panel
+
+FOLDER = Path(__file__).parent / "grafana" / "dashboards"
+# Grafana's grid has 24 columns: three charts beside each other.
+_WIDTH, _HEIGHT, _COLUMNS = 8, 8, 24
+# Version of the JSON's layout, which newer versions of Grafana migrate.
+_SCHEMA = 39
+_SOURCE = {"type": "prometheus", "uid": "${source}"}
+
+
+def write_dashboards() -> None:
+    """Write every dashboard's file."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for dashboard in DASHBOARDS:
+        path_of(dashboard).write_text(render(dashboard))
+        print(path_of(dashboard))
+
+
+def path_of(dashboard: Dashboard) -> Path:
+    """Return the file of a dashboard."""
+    return FOLDER / f"{dashboard.uid}.json"
+
+
+def render(dashboard: Dashboard) -> str:
+    """Return the JSON of a dashboard."""
+    document = {
+        "uid": dashboard.uid,
+        "title": dashboard.title,
+        "tags": ["loraplex"],
+        "schemaVersion": _SCHEMA,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": list(_variables(dashboard))},
+        "links": [{"type": "dashboards", "tags": ["loraplex"], "title": "Loraplex", "keepTime": True}],
+        "panels": list(_panels(dashboard)),
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def _variables(dashboard: Dashboard) -> Iterator[dict[str, Any]]:
+    yield {"name": "source", "label": "Source", "type": "datasource", "query": "prometheus"}
+    if dashboard.variable:
+        yield {
+            "name": dashboard.variable,
+            "label": dashboard.variable.capitalize(),
+            "type": "query",
+            "datasource": _SOURCE,
+            "query": {"query": f"label_values({dashboard.metric}, {dashboard.variable})", "refId": "values"},
+            "refresh": 2,
+            "sort": 1,
+            "includeAll": True,
+            "multi": True,
+        }
+
+
+def _panels(dashboard: Dashboard) -> Iterator[dict[str, Any]]:
+    number, top = 0, 0
+    for title, panels in dashboard.rows:
+        number += 1
+        place = {"h": 1, "w": _COLUMNS, "x": 0, "y": top}
+        yield {"id": number, "type": "row", "title": title, "collapsed": False, "gridPos": place, "panels": []}
+        top += 1
+        for index, panel in enumerate(panels):
+            number += 1
+            at = divmod(index * _WIDTH, _COLUMNS)
+            place = {"h": _HEIGHT, "w": _WIDTH, "x": at[1], "y": top + at[0] * _HEIGHT}
+            yield {"id": number, "gridPos": place, **_chart(panel)}
+        top += -(-len(panels) * _WIDTH // _COLUMNS) * _HEIGHT
+
+
+def _chart(panel: Panel) -> dict[str, Any]:
+    return {
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.meaning,
+        "datasource": _SOURCE,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": {"fillOpacity": 8}}, "overrides": []},
+        "options": {
+            "legend": {"displayMode": "list", "placement": "bottom"},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
+        "targets": [
+            {"refId": chr(ord("A") + index), "datasource": _SOURCE, "expr": expression, "legendFormat": legend}
+            for index, (expression, legend) in enumerate(panel.queries)
+        ],
+    }
+
 
 RULES = Path("deploy/monitoring/rules.yml")
 METRICS = Path("docs/reference/metrics.md")
@@ -64,7 +155,7 @@ def _dashboard_problems(root: Path, known: set[str]) -> Iterator[str]:
     for dashboard in DASHBOARDS:
         path = root / path_of(dashboard).relative_to(Path(__file__).parents[2])
         if not path.is_file() or path.read_text() != render(dashboard):
-            yield f"{path.name}: is not what deploy.monitoring.panels says; python -m deploy.monitoring.dashboards"
+            yield f"{path.name}: is not what deploy.monitoring.panels says; python -m deploy.monitoring.check --write"
         for _, panels in dashboard.rows:
             for panel in panels:
                 for expression, _ in panel.queries:
@@ -88,6 +179,8 @@ def _runbook_problems(rules: list[dict[str, Any]], runbook: str) -> Iterator[str
 
 def main() -> int:
     """Print the problems of this source tree; returns 1 if there are any."""
+    if sys.argv[1:] == ["--write"]:
+        write_dashboards()
     problems = check_monitoring(Path(__file__).resolve().parents[2])
     print("\n".join(problems) if problems else "dashboards and rules: all that they name exists")
     return 1 if problems else 0

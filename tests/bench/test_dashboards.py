@@ -10,7 +10,7 @@ import pytest
 
 from bench.dashboards import dashboard_page, filled, main
 from bench.prometheus import Line
-from deploy.monitoring.dashboards import path_of
+from deploy.monitoring.check import path_of
 from deploy.monitoring.panels import ADAPTER, DASHBOARDS
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -21,8 +21,15 @@ from clients.loadtest.draws import power_law
 from clients.loadtest.fleet import LoadRun
 from clients.loadtest.generator import Share
 from clients.loadtest.plan import LoadPlan, Tenant
-from clients.loadtest.plots import javascript, report_plots
-from clients.loadtest.report import milliseconds, read_report, render_page, whole_report, write
+from clients.loadtest.report import (
+    javascript,
+    milliseconds,
+    read_report,
+    render_page,
+    report_plots,
+    whole_report,
+    write,
+)
 from clients.loadtest.runs import run_report, warnings
 from clients.loadtest.samples import Outcome, Recorder, Samples
 from clients.loadtest.statistics import spread

@@ -1,4 +1,4 @@
-"""The step of an engine over an encoder; usable alone, in a script or a notebook.
+"""An engine over an encoder, and its scheduler; usable alone, in a script or a notebook.
 
 engine = build_encoder(EngineConfig("path/to/encoder"))
 engine.add_sequence(NewSequence("a", (101, 7592, 102), stopping=Stopping(max_tokens=0), encode=Encode("embed")))
@@ -10,16 +10,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from options import FinishReason
 from worker.engine.device import is_out_of_memory, step_threads
 from worker.engine.encoder.body import EncoderBody
 from worker.engine.encoder.loader import ClassifierHeads, LoadedEncoder, load_encoder
-from worker.engine.encoder.scheduler import EncoderScheduler
 from worker.engine.engine import Engine
 from worker.engine.linear.choice import unmeasured
 from worker.engine.linear.layouts import replace_linears
@@ -29,8 +31,122 @@ from worker.engine.lora.cpu import CpuLayers
 from worker.engine.lora.weights import AdapterWeights
 from worker.engine.model.encoding import NO_CLASSIFIER, pooled, to_vector
 from worker.engine.scheduling.adapter_cache import AdapterCache
+from worker.engine.scheduling.scheduler import SequenceScheduler
+from worker.engine.scheduling.sequence import OUT_OF_MEMORY, SequenceState, output_of
 from worker.engine.scheduling.sequence import Sequence as Text
-from worker.engine_api import EngineConfig, EngineLimits, Failure, NewSequence, Output, SequenceRefusedError
+from worker.engine_api import (
+    EngineConfig,
+    EngineLimits,
+    EngineStats,
+    Failure,
+    NewSequence,
+    Output,
+    SequenceRefusedError,
+)
+
+Vector = tuple[float, ...]
+
+
+class EncoderScheduler(SequenceScheduler):
+    """Decides which texts the next step computes. A text is computed whole, in one step, and has its vector then.
+
+    Waiting, tenants' rows, priorities and adapters are those of worker.engine.scheduling. There are no KV blocks. A
+    step has at most `rows` texts, and `step_tokens` of them beyond the first. One thread.
+    """
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        rows: int,
+        step_tokens: int,
+        adapters: AdapterCache[Any],
+        on_begun: Callable[[str], None] = lambda sequence_id: None,
+    ) -> None:
+        super().__init__(limits, adapters, on_begun)
+        self._rows = rows
+        self._step_tokens = step_tokens
+        # Falls when a step runs out of memory, and rises again with every step that does not.
+        self._ceiling = step_tokens
+        self._running: list[Text] = []
+        self._preemptions = 0
+
+    def add_sequence(self, spec: NewSequence) -> None:
+        """See SequenceScheduler."""
+        if spec.encode is None:
+            raise SequenceRefusedError("encode", "is missing: this model gives vectors, no answers")
+        sequence = self._new_sequence(spec, frozenset())
+        self._sequences[spec.sequence_id] = sequence
+        self._waiting.enter(sequence)
+
+    def has_work(self) -> bool:
+        """See SequenceScheduler."""
+        return self._waiting.ready > 0 or self._adapters.has_work()
+
+    def take_arrivals(self) -> list[Output]:
+        """Let in adapters that are ready; end the texts whose adapter could not be loaded."""
+        return self._take_adapters(busy=False)
+
+    def schedule(self) -> list[Text]:
+        """Return the texts of the next step: first those of one token, then the rest, each sorted by adapter_slot."""
+        tokens = 0
+        while len(self._running) < self._rows:
+            sequence = self._waiting.head(self.limits.rows)
+            if sequence is None or (self._running and tokens + len(sequence.ids) > self._ceiling):
+                break
+            self._begin(sequence)
+            self._shares.add(sequence)
+            self._running.append(sequence)
+            tokens += len(sequence.ids)
+        return sorted(self._running, key=lambda one: (len(one.ids) > 1, one.adapter_slot))
+
+    def commit(self, batch: Iterable[Text], results: Iterable[Vector | Failure]) -> list[Output]:
+        """Take what a step has computed, and end its texts."""
+        self._steps += 1
+        self._ceiling = min(2 * self._ceiling, self._step_tokens)
+        outputs = []
+        for sequence, result in zip(batch, results, strict=True):
+            self._computed_tokens += len(sequence.ids)
+            if isinstance(result, Failure):
+                outputs += self.fail([sequence.sequence_id], result)
+                continue
+            sequence.vector = result
+            self._end(sequence)
+            outputs.append(output_of(sequence, (), FinishReason.LENGTH))
+        return outputs
+
+    def revoke(self, batch: Sequence[Text]) -> list[Output]:
+        """Let the texts of a step wait again, for which memory was not enough; one that was alone fails."""
+        if len(batch) == 1:
+            return self.fail([batch[0].sequence_id], OUT_OF_MEMORY)
+        self._ceiling = sum(len(sequence.ids) for sequence in batch) // 2
+        for sequence in batch:
+            self._preemptions += 1
+            self._stop(sequence)
+            self._waiting.enter(sequence)
+        return []
+
+    def stats(self) -> EngineStats:
+        """See SequenceScheduler."""
+        return self._stats(len(self._running), self._preemptions)
+
+    def check(self) -> None:
+        """See SequenceScheduler."""
+        self._adapters.check(Counter(one.spec.adapter.digest for one in self._running if one.spec.adapter))
+
+    def _stop(self, sequence: Text) -> None:
+        self._running.remove(sequence)
+        self._shares.remove(sequence)
+        sequence.stop()
+        if sequence.spec.adapter:
+            self._adapters.unpin(sequence.spec.adapter.digest)
+
+    def _end(self, sequence: Text) -> None:
+        if sequence.state is SequenceState.RUNNING:
+            self._stop(sequence)
+            sequence.move_to(SequenceState.ENDED)
+        else:
+            self._waiting.leave(sequence)
+        del self._sequences[sequence.sequence_id]
 
 
 class EncoderRunner:

@@ -15,8 +15,8 @@ from torch import nn
 
 from options import StoppingParams
 from tests.worker.engine.model.tiny_families import CRAMPED, LAST_ARRIVAL, PROMPTS, make_config, make_model
-from worker.engine.decoder import steps
-from worker.engine.decoder.steps import _SharedMemory
+from worker.engine.decoder import recognition
+from worker.engine.decoder.recognition import _SharedMemory
 from worker.engine.kernels.program import Program
 from worker.engine.kernels.threads import recorded_calls, run_on_all_threads, run_on_this_thread
 from worker.engine.linear.layer import PanelLinear, scratch_memory
@@ -79,7 +79,7 @@ def test_programs_give_the_bits_of_the_kernels_one_by_one(
     assert len(programs) >= 15
     assert len({id(program) for program in programs}) >= 5
     ran = len(programs)
-    monkeypatch.setattr(steps, "_MOST_TOKENS", 0)
+    monkeypatch.setattr(recognition, "_MOST_TOKENS", 0)
     assert answers() == by_programs
     assert len(programs) == ran
 

@@ -29,8 +29,7 @@ LIMITS = FitnessLimits(0.8, 0.2)
 def test_logits_and_answers_are_transformers_own(tiny_llama: TinyModel) -> None:
     import torch
 
-    from worker.engine.evaluation.logits import EvaluatedModel
-    from worker.engine.evaluation.report import greedy
+    from worker.engine.evaluation.report import EvaluatedModel, greedy
     from worker.engine.model.loader import load_model
 
     prompts = [tuple(3 + (number * 31 + at * 7) % 300 for at in range(length)) for number, length in enumerate((5, 90))]
@@ -52,7 +51,7 @@ def test_logits_and_answers_are_transformers_own(tiny_llama: TinyModel) -> None:
 def test_differences_are_those_of_their_definitions() -> None:
     import torch
 
-    from worker.engine.evaluation.logits import Differences
+    from worker.engine.evaluation.report import Differences
 
     generator = torch.Generator().manual_seed(1)
     p, q = (torch.randn(9, 40, generator=generator) for _ in range(2))
@@ -72,7 +71,7 @@ def test_differences_are_those_of_their_definitions() -> None:
 def test_logits_that_are_not_numbers_agree_with_nothing() -> None:
     import torch
 
-    from worker.engine.evaluation.logits import Differences
+    from worker.engine.evaluation.report import Differences
 
     logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(2))
     broken = logits.clone()
@@ -131,7 +130,7 @@ def test_a_kv_cache_of_8_bits_costs_the_shipped_model_less_than_half_a_percent_o
     [({"quantization": ""}, "is not quantized"), ({"original_digest": "sha256:00"}, "is not a quantized copy")],
 )
 def test_a_directory_that_is_no_copy_is_refused(change: dict[str, Any], words: str) -> None:
-    from worker.engine.evaluation.logits import check_copy
+    from worker.engine.evaluation.report import check_copy
 
     original = read_base_model(SHIPPED)
     copy = read_base_model(SHIPPED, quantize="int8")
