@@ -80,7 +80,7 @@ def check(lines: Iterable[Line]) -> Verdict:
     check_crowd(verdict, records.crowd, doors, overlap=begun.overlap)
     if begun.ledger or records.ledger:
         check_ledger(verdict, begun.model, requests, records.ledger, faults)
-    check_refusals(verdict, requests.values(), () if begun.overlap else faults, doors)
+    check_refusals(verdict, list(requests.values()), () if begun.overlap else faults, doors)
     return verdict
 
 

@@ -9,9 +9,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from tests.chaos.history import CrowdCall, Fault, Observation
+from tests.chaos.history import CrowdCall, Fault, Observation, Request
 from tests.chaos.oracle import truth
-from tests.chaos.plan import FAIR_KINDS, Kind
+from tests.chaos.plan import FAIR_KINDS, IN_FLIGHT, Kind
 from tests.chaos.verdict import Verdict
 
 # Seconds for which the end of a broken connection may still show after it was mended: keepalive takes five of them.
@@ -93,8 +93,22 @@ def _problem_of_refusal(call: CrowdCall) -> str:
     return f"had begun and were ended with {call.reason}" if call.token_ids and not call.may_break else ""
 
 
+def _open_jobs(observations: Iterable[Observation], request: Request, at: float) -> int:
+    """Return the jobs that the tenant of a request had open at a time: one for each text of a Score or an Embed.
+
+    Requests begin in the order of their numbers; what an observation has of a call comes later.
+    """
+    return sum(
+        max(1, len(one.request.continuations), len(one.request.texts.inputs) if one.request.texts else 0)
+        for one in observations
+        if one.request.revision.tenant == request.revision.tenant
+        and (one.request.number <= request.number or min([call.at for call in one.calls], default=math.inf) <= at)
+        and one.ended >= at
+    )
+
+
 def check_refusals(
-    verdict: Verdict, observations: Iterable[Observation], faults: Sequence[Fault], doors: Doors
+    verdict: Verdict, observations: Sequence[Observation], faults: Sequence[Fault], doors: Doors
 ) -> None:
     """Check the refusals of requests that were sent again; `faults` are those that came one at a time."""
     fair = [fault for fault in faults if fault.kind in FAIR_KINDS]
@@ -110,7 +124,8 @@ def check_refusals(
                 if lasts and refusal.reason == reason:
                     verdict.findings.append(f"request {number} was refused with {reason} during a {fault.kind}")
             crowded = [fault for fault in fair if fault.began <= refusal.at <= fault.mended]
-            if refusal.code == "RESOURCE_EXHAUSTED" and refusal.reason != "QUOTA_EXCEEDED" and crowded:
+            is_full = refusal.code == "RESOURCE_EXHAUSTED" and refusal.reason != "QUOTA_EXCEEDED"
+            if is_full and crowded and _open_jobs(observations, observation.request, refusal.at) <= IN_FLIGHT:
                 verdict.findings.append(
                     f"request {number}, of a tenant within its share, was refused with {refusal.reason} at fault "
                     f"{crowded[0].number} ({crowded[0].kind})"

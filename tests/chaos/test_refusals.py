@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.checker import check
 from tests.chaos.history import Begun, CrowdCall, Fault, Left, Line, Observation, Refusal, Request, Revision
 from tests.chaos.oracle import truth
-from tests.chaos.plan import MODEL, Kind
+from tests.chaos.plan import IN_FLIGHT, MODEL, Kind
 from tests.chaos.report import as_json, as_lines
 from tests.chaos.test_checker import forged
 from tests.chaos.verdict import Verdict
@@ -82,6 +82,9 @@ def test_a_tenant_within_its_share_is_not_refused_while_others_are_greedy() -> N
     assert verdict_of(refused(refusal), kind=Kind.REDIS_FULL.value).holds
     later = msgspec.structs.replace(refusal, at=1.5)
     assert verdict_of(refused(later), kind=kind).holds
+    scored = msgspec.structs.replace(refused(refusal).request, continuations=("a",) * (IN_FLIGHT + 1))
+    beyond = msgspec.structs.replace(refused(refusal), request=scored)
+    assert not any("within its share" in finding for finding in verdict_of(beyond, kind=kind).findings)
 
 
 def test_nobody_is_refused_while_redis_is_slow() -> None:
