@@ -164,13 +164,12 @@ json-schema-suite: $(STAMP) ## Get the JSON-Schema test suite, run it through th
 		$(BIN)/python -m bench.json_schema_suite $(OLDER_SUITE); \
 	fi
 
-lint: $(STAMP) ## Check rules, format, types, layers, protos, the compose file, dashboards and alerts
+lint: $(STAMP) ## Check rules, format, types, layers, protos, dashboards and alerts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(ROOMS)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/buf lint
-	$(BIN)/python -m deploy.check
 	$(BIN)/python -m deploy.monitoring.check
 
 format: $(STAMP) ## Format the code and apply the rules that can be applied

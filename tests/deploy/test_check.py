@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.check import check
+from tests.deploy.compose_check import check
 from tests.deploy.mistakes import expect_problem
 
 ROOT = Path(__file__).resolve().parents[2]

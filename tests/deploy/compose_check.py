@@ -1,4 +1,4 @@
-"""`python -m deploy.check`: checks that all names in compose.yaml and its Dockerfiles exist; one line for each problem.
+"""Checks that all names in compose.yaml and its Dockerfiles exist; one line for each problem.
 
 The processes themselves list their flags and variables, so that no list here can become outdated.
 """
@@ -438,14 +438,3 @@ def _path_problems(service: ComposeService) -> Iterator[str]:
         for source, target in below:
             if source.startswith(".") and not (service.root / source / Path(path).relative_to(target)).exists():
                 yield f"path {path}: {source} has no {Path(path).relative_to(target)}"
-
-
-def main() -> int:
-    """Print the problems of this source tree; returns 1 if there are any."""
-    problems = check(Path(__file__).resolve().parents[1])
-    print("\n".join(problems) if problems else "compose.yaml: all that it names exists")
-    return 1 if problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
