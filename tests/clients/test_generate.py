@@ -160,7 +160,8 @@ def test_deadline(server: Any, answer: list[Any], generate: GenerateBy) -> None:
     server.service.script = [answer[0], HANG]
     with pytest.raises(lx.DeadlineExceededError):
         generate(server.address, timeout_s=0.2)
-    assert server.service.cancelled.wait(CANCEL_S)
+    # On a busy machine the deadline may pass before the server has the call.
+    assert not server.service.requests or server.service.cancelled.wait(CANCEL_S)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def client(cluster: Cluster) -> Any:
     """Make the asyncio client."""
     from lorax import AsyncClient
 
-    return AsyncClient(f"http://{cluster.local.http}", headers=HEADERS, timeout=1)
+    return AsyncClient(f"http://{cluster.local.http}", headers=HEADERS, timeout=60)
 
 
 def blocking_program(address: str) -> tuple[Any, list[Any]]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,16 @@ _TYPES = {
 }
 
 
-def result_of(program: str, device: str, cases: Any = None, first: str = "") -> Any:
-    """Return what a program of this folder prints as JSON: with "cpu" Triton is interpreted there.
+def results_of(programs: Sequence[str], device: str, cases: Any = None, first: str = "") -> list[Any]:
+    """Return what each program of this folder prints as JSON: with "cpu" Triton is interpreted there.
 
-    A process of its own: nothing else may find Triton interpreted. It runs the statements `first` before the program,
-    which gets the cases as JSON.
+    They run in one process, whose imports take longer than most cases, and not in this one: nothing else may find Triton
+    interpreted. It runs the statements `first` before the programs; the one that reads its input gets the cases as JSON.
     """
-    run = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    run = "import runpy, sys\nfor program in sys.argv[2:]: runpy.run_path(program, run_name='__main__')"
+    paths = [str(Path(__file__).with_name(program)) for program in programs]
     done = subprocess.run(
-        [sys.executable, "-c", f"{first}\n{run}", str(Path(__file__).with_name(program)), device],
+        [sys.executable, "-c", f"{first}\n{run}", device, *paths],
         env=os.environ | {"PYTHONPATH": str(_ROOT)} | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {}),
         input=json.dumps(cases),
         capture_output=True,
@@ -43,7 +45,7 @@ def result_of(program: str, device: str, cases: Any = None, first: str = "") -> 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def compiled_for_sm_90(call: KernelCall) -> Any:

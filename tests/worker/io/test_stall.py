@@ -20,7 +20,7 @@ from tests.worker.io.relayed_worker import KEYS, MODEL, Router, Worker, job, run
 from worker.io.engine_session import watch_steps
 from worker.io.membership import Presence, worker_state
 
-STALL_S = 0.8
+STALL_S = 2.0
 
 
 @pytest.fixture
