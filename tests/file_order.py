@@ -1,11 +1,13 @@
-"""Long files first, each in one process of `make test`, so that all processes end together.
+"""Long files first, each in one process of `make test`, so that all cores are busy until all processes end together.
 
 A plugin of the test suite (see conftest.py). A folder whose tests share what takes long to start is one file here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from importlib import import_module
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -13,27 +15,29 @@ import pytest
 # Folders whose tests share a cluster.
 TOGETHER = ("tests/e2e/answers/", "tests/e2e/gateway/")
 # Files and folders that take ten seconds or more, longest first. Others begin last, where a long one would run alone.
-LONGEST = (
+COMPUTING = (
     "tests/e2e/test_shipped_model.py",
+    "tests/worker/engine/test_interpreted_kernels.py",
+    "tests/worker/engine/decoder/test_decoder_steps.py",
+    "tests/worker/engine/model/test_architectures.py",
+    "tests/worker/engine/test_cpu_attention.py",
+    "tests/worker/engine/evaluation/",
+    "tests/worker/engine/quantized/test_quantized_families.py",
+    "tests/worker/engine/test_engine.py",
+    "tests/simulation/",
+    "tests/worker/engine/test_engine_sampling.py",
+    "tests/worker/engine/",
+    "tests/bench/",
+)
+# Their clusters and clients wait for most of their time.
+WAITING = (
     "tests/chaos/",
     "tests/e2e/gateway/",
-    "tests/worker/engine/decoder/test_decoder_steps.py",
     "tests/e2e/answers/",
-    "tests/worker/engine/test_cuda_engine.py",
-    "tests/worker/engine/model/test_architectures.py",
-    "tests/worker/engine/test_lora_kernels.py",
-    "tests/worker/engine/test_triton_attention.py",
-    "tests/worker/engine/evaluation/",
-    "tests/worker/engine/test_engine.py",
-    "tests/worker/engine/test_cpu_attention.py",
     "tests/e2e/",
     "tests/forged/",
     "tests/hostile/",
     "tests/deploy/test_cluster.py",
-    "tests/worker/engine/test_engine_sampling.py",
-    "tests/worker/engine/",
-    "tests/simulation/",
-    "tests/bench/",
     "tests/clients/",
     "tests/deploy/",
 )
@@ -44,16 +48,28 @@ def unit(nodeid: str) -> str:
     return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.split("::", 1)[0])
 
 
-def place(item: pytest.Item) -> int:
-    """Return the place of the test's file in LONGEST, or one after all."""
-    return next((at for at, path in enumerate(LONGEST) if item.nodeid.startswith(path)), len(LONGEST))
+def place(nodeid: str, folders: Sequence[str]) -> int:
+    """Return the place of the test's file in the list, or one after all."""
+    return next((at for at, path in enumerate(folders) if nodeid.startswith(path)), len(folders))
+
+
+def ordered(nodeids: Iterable[str]) -> list[str]:
+    """Return the units of the tests: one that computes and one that waits in turn, so that all cores are busy."""
+    units = dict.fromkeys(map(unit, nodeids))
+    computing = [one for one in units if place(one, COMPUTING) < len(COMPUTING)]
+    waiting = [one for one in units if one not in computing and place(one, WAITING) < len(WAITING)]
+    computing.sort(key=lambda one: place(one, COMPUTING))
+    waiting.sort(key=lambda one: place(one, WAITING))
+    turns = (one for pair in zip_longest(computing, waiting) for one in pair if one)
+    return list(dict.fromkeys((*turns, *units)))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort the tests where several processes share them."""
     if hasattr(config, "workerinput"):
-        items.sort(key=place)
+        places = {one: at for at, one in enumerate(ordered(item.nodeid for item in items))}
+        items.sort(key=lambda item: places[unit(item.nodeid)])
 
 
 @pytest.hookimpl(optionalhook=True)

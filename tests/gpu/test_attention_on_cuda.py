@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.worker.engine.triton_runs import result_of
+from tests.worker.engine.triton_runs import results_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
@@ -14,7 +14,7 @@ TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
 def test_kernels_compute_what_torch_computes() -> None:
-    differences = result_of("attention_cases.py", "cuda")
+    [differences] = results_of(["attention_cases.py"], "cuda")
     for name, tolerance in TOLERANCES.items():
         assert differences[name].pop("alone") == differences[name].pop("codes") == 0
         assert len(differences[name]) == 31

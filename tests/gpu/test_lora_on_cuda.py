@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.worker.engine.triton_runs import result_of
+from tests.worker.engine.triton_runs import results_of
 from worker.engine.lora.weights import AdapterWeights, LoraPair
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
@@ -19,7 +19,7 @@ ROWS, SLOTS, FEATURES, WIDTHS = 12, 6, 1500, {"q": 96, "k": 40, "v": 300}
 
 
 def test_kernels_compute_what_a_loop_computes() -> None:
-    differences = result_of("lora_cases.py", "cuda")
+    [differences] = results_of(["lora_cases.py"], "cuda")
     for name, tolerance in TOLERANCES.items():
         assert [differences[name].pop(case) for case in ("alone", "alone, exact", "swapped")] == [0, 0, 0]
         assert len(differences[name]) == 27

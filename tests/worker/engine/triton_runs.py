@@ -31,8 +31,8 @@ _TYPES = {
 def results_of(programs: Sequence[str], device: str, cases: Any = None, first: str = "") -> list[Any]:
     """Return what each program of this folder prints as JSON: with "cpu" Triton is interpreted there.
 
-    They run in one process, whose imports take longer than most cases, and not in this one: nothing else may find Triton
-    interpreted. It runs the statements `first` before the programs; the one that reads its input gets the cases as JSON.
+    They run in one process, whose imports take longer than most cases, and not in this one: nothing else may find
+    Triton interpreted. It runs the statements `first` before the programs; one that reads its input gets the cases.
     """
     run = "import runpy, sys\nfor program in sys.argv[2:]: runpy.run_path(program, run_name='__main__')"
     paths = [str(Path(__file__).with_name(program)) for program in programs]

@@ -1,0 +1,130 @@
+"""The kernels for CUDA without a GPU, interpreted in one process: each alone, and the engine with them.
+
+LoRA against a loop over rows, attention against the torch path, the engine's logits and ids against peft's.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
+from tests.worker.engine.quantized.dequantized import dequantize_into
+from tests.worker.engine.triton_runs import results_of
+from worker.engine_api import NewSequence
+
+pytest.importorskip("triton", reason="Triton is for Linux")
+# Interpreting takes 25 s of a core, and a minute and a half on cores that twelve others share.
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+
+LORA_TOLERANCES = {"float32": 3e-6, "float16": 3e-3}
+ATTENTION_TOLERANCES = {"float32": 5e-6, "float16": 3e-3}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "all": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "some of a group": {"r": 2, "lora_alpha": 6, "target_modules": ["k_proj", "gate_proj"], "use_rslora": True},
+    "patterned": {
+        "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "rank_pattern": {"v_proj": 20, "layers.1.self_attn.q_proj": 1},
+    },
+    "DoRA": {"r": 5, "lora_alpha": 8, "use_dora": True, "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]},
+}  # fmt: skip
+ROWS = 6
+SETTINGS = {"rows": ROWS, "kv_blocks": 60, "block_size": 4, "adapter_slots": 2, "max_rank": 20, "step_tokens": 16}
+# A machine that computes on CUDA needs no numba: what it imports is there without. The cases run on a CPU and need it.
+WITHOUT_NUMBA = """
+import sys
+sys.modules.update(numba=None, llvmlite=None)
+import worker.engine.torch_engine, worker.engine.process, worker.engine.model.runner
+import worker.engine.lora.base_layers, worker.engine.lora.adapter_memory
+import bench.gpu, worker.engine.lora.cuda, tests.gpu.test_engine_on_cuda
+del sys.modules["numba"], sys.modules["llvmlite"]
+"""
+SHAPE = {"num_hidden_layers": 2, "hidden_size": 32}
+QUANTIZED = "int4"
+
+
+Asked = dict[str, tuple[str | None, NewSequence]]
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """Hold what the programs printed: differences by dtype and case; of the engine also the oracles and requests."""
+
+    lora: dict[str, dict[str, float]]
+    attention: dict[str, dict[str, float]]
+    engine: list[tuple[PeftOracle, Asked, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Interpreted:
+    """Run all programs. The engine has more adapters than slots, rows without one, and prompts in chunks.
+
+    Qwen2 has biases on q, k and v alone. The engine's first case has every other request, because interpreting takes
+    its time; the last, of DoRA and the base, is quantized.
+    """
+    chance, directory = random.Random(2), tmp_path_factory.mktemp("oracles")
+    exact = PeftOracle("qwen2", directory / "exact", CONFIGS, shape=SHAPE)
+    quantized = PeftOracle(
+        "qwen2",
+        directory / "quantized",
+        CONFIGS,
+        shape=SHAPE,
+        change=lambda base, at: dequantize_into(base, at, QUANTIZED),
+    )
+    rows = [*CONFIGS, None, "all"]
+    prompts = [chance.choices(range(VOCAB), k=length) for length in (2, 11, 5, 7, 1, 20)]
+    every = list(zip(rows, prompts, strict=True))
+
+    def case(oracle: PeftOracle, chosen: slice, buffers: bool, **settings: Any) -> tuple[PeftOracle, Asked, Any]:
+        asked = {
+            f"{i}: {name}": (name, oracle.request(f"{i}", prompt, 2, name))
+            for i, (name, prompt) in enumerate(every[chosen])
+        }
+        requests = {
+            key: (request.prompt_ids, request.stopping.max_tokens, request.adapter and request.adapter.directory)
+            for key, (_, request) in asked.items()
+        }
+        settings = {"model": str(oracle.directory), "settings": SETTINGS | settings, "requests": requests}
+        return oracle, asked, settings | {"buffers": buffers}
+
+    cases = [
+        case(exact, slice(1, None, 2), False),
+        case(exact, slice(None), True, ahead=True),
+        case(quantized, slice(3, 5), True, ahead=True, quantize=QUANTIZED),
+    ]
+    programs = ["cuda_engine_cases.py", "lora_cases.py", "attention_cases.py"]
+    engine, lora, attention = results_of(programs, "cpu", [settings for *_, settings in cases], WITHOUT_NUMBA)
+    of_engine = [(oracle, asked, result) for (oracle, asked, _), result in zip(cases, engine, strict=True)]
+    return Interpreted(lora, attention, of_engine)
+
+
+def test_adapters_kernels_compute_what_a_loop_computes(interpreted: Interpreted) -> None:
+    differences = interpreted.lora
+    assert [len(differences[name]) for name in LORA_TOLERANCES] == [11, 5]
+    for name, tolerance in LORA_TOLERANCES.items():
+        assert (differences[name].pop("alone, exact"), differences[name].pop("swapped")) == (0, 0)
+        assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name
+
+
+def test_attentions_kernels_compute_what_torch_computes(interpreted: Interpreted) -> None:
+    differences = interpreted.attention
+    assert [len(differences[name]) for name in ATTENTION_TOLERANCES] == [13, 6]
+    for name, tolerance in ATTENTION_TOLERANCES.items():
+        assert differences[name].pop("alone") == differences[name].pop("codes") == 0
+        assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name
+
+
+def test_mixed_adapters_give_pefts_logits_and_tokens(interpreted: Interpreted) -> None:
+    """With decode steps in padded buffers and without."""
+    padded = [result["padded"] for *_, result in interpreted.engine]
+    assert padded[0] == 0 < min(padded[1:])
+    for oracle, asked, result in interpreted.engine:
+        answers = result["answers"]
+        for key, (name, request) in asked.items():
+            ids, logprobs = answers[key]
+            oracle.check_answer(request, tuple(ids), logprobs, name)
+        assert len({tuple(ids) for ids, _ in answers.values()}) == len(answers), "answers are to be diverse"
