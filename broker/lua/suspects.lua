@@ -72,8 +72,6 @@ end)
 -- adapter, attempt, strikes (0: only its pair is suspect), the time when the entry ends, and the time until which a
 -- worker has the job. A call that has read them has them as `suspects`, by job.
 
-function suspects.subject_of(tenant, adapter) return tenant .. ' ' .. adapter end
-
 function suspects.write(call, id, ...)
   redis.call('HSET', call.keys.suspects, id, cmsgpack.pack(...))
   redis.call('PEXPIRE', call.keys.suspects, 2 * SUSPECT_MS)
@@ -84,7 +82,7 @@ end
 function suspects.count(call)
   local suspect_pairs, adapters_of, tenants_of = {}, {}, {}
   for _, suspect in pairs(call.suspects) do
-    local subject = suspects.subject_of(suspect.tenant, suspect.adapter)
+    local subject = suspect.tenant .. ' ' .. suspect.adapter
     if suspect.strikes > 0 and not suspect_pairs[subject] then
       suspect_pairs[subject] = true
       adapters_of[suspect.tenant] = (adapters_of[suspect.tenant] or 0) + 1
@@ -122,7 +120,7 @@ end
 
 -- Return whether jobs of a tenant with an adapter begin one at a time, apart from other tenants' jobs.
 function suspects.are(call, tenant, adapter)
-  return call.suspect_pairs and (call.suspect_pairs[suspects.subject_of(tenant, adapter)]
+  return call.suspect_pairs and (call.suspect_pairs[tenant .. ' ' .. adapter]
     or (call.suspect_adapters_of[tenant] or 0) > 1 or adapter ~= '' and (call.suspect_tenants_of[adapter] or 0) > 1)
 end
 

@@ -1,4 +1,4 @@
-"""A queue at the time of LIBRARY_ON_TEST_CLOCK, and what its keys in Redis say of the waiting jobs."""
+"""Redis's clock in the tests' hands, a queue at its time, and what its keys in Redis say of the waiting jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from bench.in_process.redis import Client, Server
 from broker.claims import ClaimMemory, ClaimPlan
-from broker.functions import Library, load
+from broker.functions import Library, load, shipped_functions
 from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, Capacity, Job
@@ -18,7 +18,37 @@ from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, 
 from broker.queue_entry import FACTS
 from broker.terms import PLACE_BYTES, QUARANTINE_LIMIT_MS, Claimed, Placement, QueueLimits, QueueState, UsageReport
 from options import SamplingParams, StoppingParams
-from tests.broker.library_clock import CLOCK, LIBRARY_ON_TEST_CLOCK, START_MS
+
+CLOCK = "test:now"
+START_MS = 1_700_000_000_000
+
+
+def library_on_test_clock(**constants: int) -> Library:
+    """Return a library whose clock is a key that the test sets.
+
+    Free rows and charges are believed however slow the test is.
+    """
+    believed = {"FREE_ROWS_MS": 1 << 40, "CHARGE_RECORD_MS": 1 << 40, "REFUND_RECORD_MS": 1 << 40}
+    text, clock = shipped_functions(**{**believed, **constants}), "redis.call('TIME')"
+    assert clock in text
+    return Library(text.replace(clock, f"{{0, 1000 * redis.call('GET', '{CLOCK}')}}"))
+
+
+LIBRARY_ON_TEST_CLOCK = library_on_test_clock()
+
+
+@dataclass
+class Clock:
+    """The time of LIBRARY_ON_TEST_CLOCK."""
+
+    redis: Redis
+    now_ms: int = START_MS
+
+    async def advance(self, ms: int) -> None:
+        """Let time pass."""
+        self.now_ms += ms
+        await self.redis.set(CLOCK, self.now_ms)
+
 
 KEYS = Keys("tiny", "main")
 BASE = "sha256:0"

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from tests.broker.clocked_queue import ClockedQueue
-from tests.broker.library_clock import Clock
+from tests.broker.clocked_queue import Clock, ClockedQueue
 from tests.broker.role_clients import role_clients
 
 

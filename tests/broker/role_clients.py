@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from broker import acl
 from broker.connection import connect
-from tests.broker.library_clock import CLOCK
+from tests.broker.clocked_queue import CLOCK
 
 PASSWORD = "of a test"
 

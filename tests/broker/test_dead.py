@@ -10,8 +10,7 @@ from broker.keys import Keys
 from broker.messages import STRIKES_LIMIT, Capacity, DeadJob
 from broker.queue import DeadLetters
 from broker.terms import PATIENCE_MS
-from tests.broker.clocked_queue import ClockedQueue, make_job
-from tests.broker.library_clock import Clock
+from tests.broker.clocked_queue import Clock, ClockedQueue, make_job
 
 KEYS = Keys("tiny", "main")
 IDLE = Capacity(rows=4, rows_limit=4, tokens=1000, max_tokens=1000, max_rank=8)

@@ -13,8 +13,7 @@ from redis.asyncio import Redis
 from broker.messages import Capacity
 from broker.queue import JobQueue
 from broker.terms import LOOKS_PER_CHECK, OUTPUT_WEIGHT, PROMPT_WEIGHT, KeyTerms, Placement, QueueLimits, QueueState
-from tests.broker.clocked_queue import BASE, KEYS, ClockedQueue, make_job
-from tests.broker.library_clock import Clock
+from tests.broker.clocked_queue import BASE, KEYS, Clock, ClockedQueue, make_job
 
 ROOMY = Capacity(rows=99, rows_limit=99, tokens=100_000, max_tokens=4096, max_rank=64)
 ONE = replace(ROOMY, rows=1)

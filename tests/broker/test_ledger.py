@@ -24,7 +24,7 @@ from broker.ledger import (
     Reservation,
 )
 from tests.accounts import account_of
-from tests.broker.library_clock import LIBRARY_ON_TEST_CLOCK, Clock
+from tests.broker.clocked_queue import LIBRARY_ON_TEST_CLOCK, Clock
 
 LIMITS = {"output_tokens_per_minute": 1000}
 

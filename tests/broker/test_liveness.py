@@ -13,8 +13,7 @@ from broker.liveness import Liveness
 from broker.messages import AdapterTiers, Capacity, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import WORKER_TTL_MS, Placement
-from tests.broker.clocked_queue import make_job
-from tests.broker.library_clock import LIBRARY_ON_TEST_CLOCK, Clock
+from tests.broker.clocked_queue import LIBRARY_ON_TEST_CLOCK, Clock, make_job
 
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)

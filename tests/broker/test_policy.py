@@ -10,8 +10,7 @@ from redis.asyncio import Redis
 from broker import terms
 from broker.messages import Capacity
 from broker.terms import Placement, QueueLimits, QueueState, UsageReport
-from tests.broker.clocked_queue import ClockedQueue, make_job
-from tests.broker.library_clock import Clock
+from tests.broker.clocked_queue import Clock, ClockedQueue, make_job
 
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
 ONE = replace(ROOMY, rows=1)

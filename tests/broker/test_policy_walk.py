@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from broker.messages import Capacity, Job, RowToShare
 from broker.terms import ALL_ROWS, NO_KEY, PATIENCE_MS, KeyTerms, Placement, QueueLimits, QueueState, UsageReport
-from tests.broker.clocked_queue import BASE, KEYS, ClockedQueue, WaitingJob, make_job
-from tests.broker.library_clock import CLOCK, library_on_test_clock
+from tests.broker.clocked_queue import BASE, CLOCK, KEYS, ClockedQueue, WaitingJob, library_on_test_clock, make_job
 
 TENANTS = ("a", "b", "c", "d")
 WORKERS = ("w1", "w2", "w3")

@@ -12,8 +12,7 @@ from redis.asyncio import Redis
 from broker.codec import encode_job
 from broker.messages import Capacity
 from broker.terms import DISPLACED_PER_ENQUEUE, Placement, QueueLimits, QueueState
-from tests.broker.clocked_queue import KEYS, ClockedQueue, make_job
-from tests.broker.library_clock import Clock
+from tests.broker.clocked_queue import KEYS, Clock, ClockedQueue, make_job
 from tests.broker.test_wake_ups import commands
 
 JOBS = 12

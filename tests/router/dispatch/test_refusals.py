@@ -21,7 +21,7 @@ from router.dispatch.links import DispatchTiming
 from router.dispatch.outbox import Placer
 from router.metrics import RouterMetrics
 from rpc.errors import DeadlinePassed, Exhausted
-from tests.broker.library_clock import LIBRARY_ON_TEST_CLOCK, Clock
+from tests.broker.clocked_queue import LIBRARY_ON_TEST_CLOCK, Clock
 from tests.router.recording_link import dispatched, read
 
 KEYS = Keys("tiny", "main")
