@@ -36,7 +36,9 @@ def timed_call(limit_s: float, method: str, url: SplitResult, *request: Any, mos
 
     `request`: the arguments of http.client's `request` behind the URL. Raises OSError or HTTPException.
     """
-    connection = (_Tls if url.scheme == "https" else _Plain)(url.hostname or "", url.port, timeout=limit_s)
+    kind, usual_port = (_Tls, 443) if url.scheme == "https" else (_Plain, 80)
+    # Without a port http.client takes the last part of an IPv6 address for one.
+    connection = kind(url.hostname or "", url.port or usual_port, timeout=limit_s)
     timer = threading.Timer(limit_s, connection.cut)
     timer.daemon = True
     timer.start()

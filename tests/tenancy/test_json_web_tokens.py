@@ -8,12 +8,14 @@ import hmac
 import http.server
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jwt
 import pytest
@@ -22,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from rpc.errors import CallError, Unavailable
 from rpc.principal import CredentialKind, Principal, Role
+from rpc.timed_http import timed_call
 from tenancy import json_web_tokens
 from tenancy.json_web_tokens import SKEW_S, JwtReader, SigningKeys
 
@@ -317,3 +320,17 @@ async def test_an_answer_that_drips_ends(monkeypatch: pytest.MonkeyPatch, drips:
     assert not keys.loaded
     ended.set()
     server.close()
+
+
+def test_an_ipv6_address_without_a_port_is_called_at_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, int]] = []
+
+    def connect(address: tuple[str, int], *_: object) -> socket.socket:
+        called.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    for scheme in ("https", "http"):
+        with suppress(OSError):
+            timed_call(5.0, "GET", urlsplit(f"{scheme}://[fd00::1]/keys"))
+    assert called == [("fd00::1", 443), ("fd00::1", 80)]
