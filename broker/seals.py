@@ -33,7 +33,7 @@ COMMAND_S = 120.0
 OPENED_LIMIT = 1 << 17
 _NONCE_BYTES = 12
 _LABEL = b"loraplex seal 1"
-# What the queue has noted of a job (broker/lua/jobs.lua): the facts of its entry, and its own.
+# Fields that broker/lua/jobs.lua packs for each job: the facts of its entry, then the queue's own.
 _NOTED = (*FACTS, "place", "size", "work", "queued", "deadline")
 # The facts are packed one after the other; with this before them they are an array in MessagePack.
 _ARRAY = b"\xdc" + len(_NOTED).to_bytes(2, "big")

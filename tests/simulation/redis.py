@@ -304,7 +304,7 @@ class SimulatedRedis:
         facts = self.server.execute("HGET", self.cell.job(job_id), "facts")
         if facts is None:
             return None
-        # As many as broker/lua/jobs.lua has.
+        # 20 is the number of fields that broker/lua/jobs.lua packs.
         tenant, *_, key, key_weight, place, _, work, _, _ = msgspec.msgpack.decode(b"\xdc\x00\x14" + facts)
         attempt, has_turn = int(self.server.execute("HGET", self.cell.job(job_id), "attempt")), place[3:4] == ":"
         priority = PRIORITY_LIMIT - int(place[:3]) if place != job_id else 0
