@@ -18,9 +18,8 @@ from loraplex.admin.v1 import accounts_pb2_grpc, grants_pb2_grpc, keys_pb2_grpc,
 from adapter_store.accounts import AccountService, StoredAccounts
 from adapter_store.api_keys import ApiKeys, KeyService
 from adapter_store.bases import BaseModels
-from adapter_store.catalog import Catalog, DeletedRevisions
+from adapter_store.catalog import Catalog, DeletedRevisions, Grants, GrantService
 from adapter_store.database import Database
-from adapter_store.grants import Grants, GrantService
 from adapter_store.metrics import StoreMetrics
 from adapter_store.open_calls import TenantCalls
 from adapter_store.plans import PlanService, StoredPlans, StoreQuotas

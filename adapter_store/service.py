@@ -14,7 +14,7 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 
 from adapter_store.bases import BaseModels
-from adapter_store.catalog import Catalog, DeletedRevisions
+from adapter_store.catalog import Catalog, DeletedRevisions, Grants
 from adapter_store.convert import (
     adapter_to_pb,
     base_to_pb,
@@ -31,7 +31,6 @@ from adapter_store.convert import (
     refusals,
     revision_to_pb,
 )
-from adapter_store.grants import Grants
 from adapter_store.metrics import StoreMetrics
 from adapter_store.open_calls import TENANT_PIECE_BYTES
 from adapter_store.receive import Receiver

@@ -14,8 +14,7 @@ from typing import Any
 import uvloop
 
 from broker.messages import Job
-from broker.queue_entry import Entry
-from broker.terms import Placement
+from broker.terms import Entry, Placement
 from options import SamplingParams, StoppingParams
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import RelayService

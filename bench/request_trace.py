@@ -31,7 +31,7 @@ PACKAGES = sorted({path.parent.name for path in ROOT.glob("*/__init__.py")} - {"
 TENANT, ADAPTER = "acme", "shout"
 PROMPT, TOKENS, SEED = "Return a list of", 12, 918_273_645
 # Seconds of a window without a request, and number of such windows.
-IDLE_S, IDLE_WINDOWS = 2.0, 3
+IDLE_S, IDLE_WINDOWS = 6.0, 3
 # The client, which is traced in a process of its own: it connects, and asks when it is told to.
 CLIENT = f"""
 import sys

@@ -16,8 +16,8 @@ from itertools import count
 from typing import Literal
 
 from bench.in_process.queue import TimedQueue
+from broker.liveness import WorkerLoad, preferred
 from broker.messages import AdapterRef, Capacity, Job
-from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import OUTPUT_WEIGHT, PROMPT_WEIGHT, Placement, QueueLimits, UsageReport
 from options import SamplingParams, StoppingParams
 from worker.io.intake import IDLE_S, PACE_S, PACED_ROWS

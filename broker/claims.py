@@ -11,17 +11,25 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
-from google.protobuf.message import DecodeError
+from msgspec import DecodeError
 from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import ResponseError
 
-from broker.codec import decode_adapter_request, decode_job
 from broker.functions import Library, is_missing
 from broker.keys import Keys
-from broker.messages import SUSPECT_STRIKES, Capacity, Job, RowToShare
+from broker.messages import (
+    SUSPECT_STRIKES,
+    AdapterRequest,
+    Capacity,
+    Job,
+    RowToShare,
+    decode_job,
+    decode_record,
+)
 from broker.terms import ADAPTER_DIGITS, SCANS_PER_CLAIM, Claimed, UsageReport
 
 if TYPE_CHECKING:
@@ -176,7 +184,9 @@ class Claims:
         found = bool(answer.bodies)
         self._memory.note(plan, capacity, found=found, seen=answer.seen, looks=looks, live_workers=answer.live_workers)
         jobs = await self._read(answer)
-        requested = [request for request in _readable(requests, decode_adapter_request) if request is not None]
+        requested = [
+            request for request in _readable(requests, partial(decode_record, AdapterRequest)) if request is not None
+        ]
         routers = tuple(router.decode(errors="replace") for router in unlinked)
         return Claimed(jobs, answer.waiting, requested, hold_ms, routers, bool(answer.crowded))
 

@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, cast
 
-from google.protobuf.message import DecodeError
+from msgspec import DecodeError
 from redis.asyncio import Redis
 
-from broker.codec import decode_adapter_request, encode_adapter_request
 from broker.functions import LIBRARY
 from broker.keys import Keys
-from broker.messages import AdapterRef, AdapterRequest, SealKind
+from broker.messages import SEALED, AdapterRef, AdapterRequest, SealKind, decode_record, encode_record
 
 if TYPE_CHECKING:  # seals load cryptography
     from broker.seals import Seals
@@ -52,13 +51,12 @@ class Command:
 
 
 DRAIN = Command(Verb.DRAIN)
-_SEALED = b"sealed "
 
 
 def encode_command(command: Command) -> bytes:
     """Encode a command."""
     verb = command.verb.value.encode()
-    return verb if command.request is None else verb + b" " + encode_adapter_request(command.request)
+    return verb if command.request is None else verb + b" " + encode_record(command.request)
 
 
 def decode_command(data: bytes) -> Command | None:
@@ -68,7 +66,7 @@ def decode_command(data: bytes) -> Command | None:
         verb = Verb(name.decode())
         if verb is Verb.DRAIN:
             return DRAIN
-        return Command(verb, decode_adapter_request(about)) if about else None
+        return Command(verb, decode_record(AdapterRequest, about)) if about else None
     except (ValueError, DecodeError):
         return None
 
@@ -90,7 +88,7 @@ class CommandQueue:
         else:
             if command.request is not None:
                 command = replace(command, request=self._seals.granted_request(command.request))
-            entry = _SEALED + self._seals.seal(SealKind.COMMAND, key, encode_command(command)).SerializeToString()
+            entry = SEALED + encode_record(self._seals.seal(SealKind.COMMAND, key, encode_command(command)))
         arguments: list[bytes | int] = [entry, COMMANDS_LIMIT, COMMAND_TTL_MS]
         await self._send(key, arguments)
 
@@ -105,7 +103,7 @@ class CommandQueue:
         data: bytes = answer[1]
         if self._seals is None:
             return decode_command(data)
-        sealed = data.removeprefix(_SEALED) if data.startswith(_SEALED) else None
+        sealed = data.removeprefix(SEALED) if data.startswith(SEALED) else None
         content = self._seals.open_or_refuse(SealKind.COMMAND, key, sealed)
         return None if content is None else decode_command(content)
 
@@ -195,16 +193,16 @@ class PinnedAdapters:
             if content is None:
                 continue
             try:
-                records.append((field, decode_adapter_request(content)))
+                records.append((field, decode_record(AdapterRequest, content)))
             except DecodeError:  # another version wrote it
                 log.warning("cannot read a pin of %d bytes", len(data))
         return records
 
     def _encode(self, field: str, request: AdapterRequest) -> bytes:
         if self._seals is None:
-            return encode_adapter_request(request)
-        content = encode_adapter_request(self._seals.granted_request(request))
-        return self._seals.seal(SealKind.PIN, self._place(field), content).SerializeToString()
+            return encode_record(request)
+        content = encode_record(self._seals.granted_request(request))
+        return encode_record(self._seals.seal(SealKind.PIN, self._place(field), content))
 
     def _place(self, field: str) -> str:
         return f"{self._key} {field}"

@@ -1,12 +1,18 @@
-"""Dataclasses of what Redis carries: jobs, requests for adapters, dead letters, claims, and the state of workers.
+"""Declares what Redis carries: jobs, requests for adapters, dead letters, claims, seals, and the state of workers.
 
-`broker.codec` converts them to bytes and back.
+In Redis they are MessagePack, by the names of their fields. A version ignores fields that it does not know, and a field
+that it needs and that an older one does not write has a default.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import DecodeError
 
 from options import Encode, SamplingParams, StoppingParams
 
@@ -209,13 +215,35 @@ class SealKind(StrEnum):
     PIN = "pin"
 
 
+class Sealed(msgspec.Struct):
+    """The bytes of a record, encrypted with the cluster's job key (AES-256-GCM) and signed by a router.
+
+    Bound to them are the seal's kind, its place in Redis, and the fields before the ciphertext.
+    """
+
+    # The key, by its id in the file of --job-key.
+    key_id: str
+    nonce: bytes
+    # In ms since 1970; 0: never.
+    expires_at_ms: Annotated[int, msgspec.Meta(ge=0)]
+    ciphertext: bytes = b""
+    # The router's certificate and those between it and the authority, in DER.
+    certificates: tuple[bytes, ...] = ()
+    signature: bytes = b""
+
+
 class WorkerPhase(StrEnum):
     """The phase of a live worker: only a serving one claims jobs."""
 
     SERVING = "serving"
     DRAINING = "draining"
-    # Its engines died one after the other.
+    # Its engines died one after the other: it claims nothing until one has made a step of its own.
     FAILING = "failing"
+
+    @classmethod
+    def _missing_(cls, value: object) -> WorkerPhase:
+        """Take a phase of a newer version for one in which nothing is claimed."""
+        return cls.DRAINING
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,3 +273,39 @@ class WorkerState:
     pid: int
     engine_pid: int
     tiers: AdapterTiers = AdapterTiers()
+
+
+# In front of a sealed job or command.
+SEALED = b"sealed "
+# Maximum number of answers of a job, far above what routers admit: a worker keeps a record of each.
+MAX_ANSWERS = 256
+
+_Record = TypeVar("_Record", Job, AdapterRequest, DeadJob, WorkerState, Sealed)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_record(record: Job | AdapterRequest | DeadJob | WorkerState | Sealed) -> bytes:
+    """Encode a record."""
+    return _encoder.encode(record)
+
+
+def decode_record(kind: type[_Record], data: bytes) -> _Record:
+    """Decode a record of a kind. Raises DecodeError."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (ValueError, RecursionError) as error:  # a text that is no UTF-8, or parts within parts
+        raise DecodeError(str(error)) from error
+
+
+def decode_job(data: bytes) -> Job:
+    """Decode a job. Raises DecodeError, also for a sealed one."""
+    if data.startswith(SEALED):
+        raise DecodeError("the job is sealed, and this process runs without credentials")
+    job = decode_record(Job, data)
+    if not job.job_id:
+        raise DecodeError("the job has no id")
+    if not 0 < job.n <= MAX_ANSWERS:
+        raise DecodeError(f"n: {job.n} answers; a job has 1 to {MAX_ANSWERS}")
+    if not 0 < job.weight < math.inf:  # a worker divides by it
+        raise DecodeError(f"weight: {job.weight:g} is not a finite number above 0")
+    return job

@@ -12,19 +12,17 @@ from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-from google.protobuf.message import DecodeError
+from msgspec import DecodeError
 from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
 from broker.claims import ClaimMemory, Claims, packed_reports
-from broker.codec import decode_dead_job, encode_dead_job
 from broker.commands import CommandQueue, PinnedAdapters
 from broker.functions import LIBRARY, BatchedFunction, Library
 from broker.keys import Keys
 from broker.ledger import ReserveCall
-from broker.messages import Capacity, DeadJob, Job
-from broker.queue_entry import Entry, is_short
-from broker.terms import Claimed, Placement, QueueLimits, QueueState, UsageReport
+from broker.messages import Capacity, DeadJob, Job, decode_record, encode_record
+from broker.terms import Claimed, Entry, Placement, QueueLimits, QueueState, UsageReport, is_short
 from rpc.shares import FairTurns
 
 if TYPE_CHECKING:
@@ -87,7 +85,7 @@ class DeadLetters:
 
     async def push(self, dead: DeadJob) -> None:
         """Keep a dead letter; a repeated call keeps it once."""
-        await self._push(self._key, [encode_dead_job(dead), *self._limits])
+        await self._push(self._key, [encode_record(dead), *self._limits])
 
     async def list(self) -> list[DeadJob]:
         """Return all dead letters, the newest first."""
@@ -98,7 +96,7 @@ class DeadLetters:
         records: list[tuple[bytes, DeadJob]] = []
         for data in cast(list[bytes], await self._redis.lrange(self._key, 0, -1)):
             try:
-                records.append((data, decode_dead_job(data)))
+                records.append((data, decode_record(DeadJob, data)))
             except DecodeError:  # another version wrote it
                 log.warning("cannot read a dead letter of %d bytes", len(data))
         return records

@@ -17,14 +17,21 @@ from dataclasses import replace
 
 import msgspec
 from cryptography.exceptions import InvalidTag
-from google.protobuf.message import DecodeError
-from loraplex.queue.v1 import queue_pb2
+from msgspec import DecodeError
 
-from broker.codec import decode_job, encode_job
 from broker.job_keys import JobKeys
-from broker.messages import AdapterRef, AdapterRequest, Job, SealKind
-from broker.queue_entry import FACTS, Entry
-from broker.terms import PLACE_BYTES, SEALED_JOB_S, Placement
+from broker.messages import (
+    SEALED,
+    AdapterRef,
+    AdapterRequest,
+    Job,
+    Sealed,
+    SealKind,
+    decode_job,
+    decode_record,
+    encode_record,
+)
+from broker.terms import FACTS, PLACE_BYTES, SEALED_JOB_S, Entry, Placement
 from tenancy.signatures import UNREADABLE, RevisionGrantIssuer, Signature, SignatureError, Signer, Verifier
 
 # Time in seconds that a sealed command is valid: longer than it waits, for clocks that differ.
@@ -85,20 +92,20 @@ class Seals:
         """Return a job's entry with a sealed body, in which the job has a grant for its adapter."""
         if job.adapter is not None:
             job = replace(job, adapter=self.granted(job.adapter, job.tenant))
-        body = self.seal(SealKind.JOB, prefix, encode_job(replace(job, weight=placement.weight)))
-        return Entry.from_job(job, placement, queue_pb2.Job(sealed=body).SerializeToString())
+        body = self.seal(SealKind.JOB, prefix, encode_record(replace(job, weight=placement.weight)))
+        return Entry.from_job(job, placement, SEALED + encode_record(body))
 
     def granted_request(self, request: AdapterRequest) -> AdapterRequest:
         """Return a request with a grant for its adapter."""
         return replace(request, adapter=self.granted(request.adapter, request.tenant))
 
-    def seal(self, kind: SealKind, place: str, content: bytes) -> queue_pb2.Sealed:
+    def seal(self, kind: SealKind, place: str, content: bytes) -> Sealed:
         """Encrypt and sign a content for one place."""
         assert self._signer is not None, "routers seal"
         self.keys.look(recent=True)
         life_s = {SealKind.JOB: SEALED_JOB_S, SealKind.COMMAND: COMMAND_S, SealKind.PIN: 0.0}[kind]
         key_id, key = self.keys.newest
-        sealed = queue_pb2.Sealed(
+        sealed = Sealed(
             key_id=key_id,
             nonce=secrets.token_bytes(_NONCE_BYTES),
             expires_at_ms=int((self._now() + life_s) * 1e3) if life_s else 0,
@@ -106,8 +113,7 @@ class Seals:
         bound = _bound(kind, place, sealed)
         sealed.ciphertext = key.encrypt(sealed.nonce, content, b"\0".join(bound))
         signature = self._signer.sign(*bound, sealed.ciphertext)
-        sealed.certificates.extend(signature.certificates)
-        sealed.signature = signature.value
+        sealed.certificates, sealed.signature = tuple(signature.certificates), signature.value
         return sealed
 
     def look(self, *, recent: bool = True) -> bool:
@@ -118,7 +124,7 @@ class Seals:
         changed = self.keys.look(recent=recent)
         return self._routers.look(recent=recent) or changed
 
-    def open(self, kind: SealKind, place: str, sealed: queue_pb2.Sealed) -> bytes:
+    def open(self, kind: SealKind, place: str, sealed: Sealed) -> bytes:
         """Return the content; look again before it is refused, for files that have changed since. Raises SealError."""
         now = self._now()
         if kind is not SealKind.PIN and now * 1e3 >= sealed.expires_at_ms:
@@ -138,7 +144,7 @@ class Seals:
         try:
             if data is None:
                 raise SealError("UNSEALED", f"a {kind} without a seal")
-            return self.open(kind, place, queue_pb2.Sealed.FromString(data))
+            return self.open(kind, place, decode_record(Sealed, data))
         except SealError as error:
             self.on_refused(kind, error)
         except DecodeError:
@@ -154,13 +160,13 @@ class Seals:
             return None
 
     def _job(self, prefix: str, body: bytes, facts: bytes) -> Job:
+        if not body.startswith(SEALED):
+            raise SealError("UNSEALED", "a job without a seal")
         try:
-            message = queue_pb2.Job.FromString(body)
+            sealed = decode_record(Sealed, body.removeprefix(SEALED))
         except DecodeError as error:
             raise SealError("UNSEALED", "a job that is no message") from error
-        if not message.HasField("sealed"):
-            raise SealError("UNSEALED", "a job without a seal")
-        content = self.open(SealKind.JOB, prefix, message.sealed)
+        content = self.open(SealKind.JOB, prefix, sealed)
         try:
             job = decode_job(content)
         except DecodeError as error:  # of a router of another version
@@ -168,9 +174,9 @@ class Seals:
         _check_facts(job, facts)
         return job
 
-    def _content(self, kind: SealKind, place: str, sealed: queue_pb2.Sealed) -> bytes:
+    def _content(self, kind: SealKind, place: str, sealed: Sealed) -> bytes:
         bound = _bound(kind, place, sealed)
-        signature = Signature(tuple(sealed.certificates), sealed.signature)
+        signature = Signature(sealed.certificates, sealed.signature)
         try:
             signer = self._routers.verify(signature, *bound, sealed.ciphertext)
         except SignatureError as error:
@@ -184,7 +190,7 @@ class Seals:
         except InvalidTag as error:
             raise SealError("KEY_UNKNOWN", f"a {kind} of {signer.name} with another job key of this id") from error
 
-    def _open_once(self, kind: SealKind, sealed: queue_pb2.Sealed, now: float) -> None:
+    def _open_once(self, kind: SealKind, sealed: Sealed, now: float) -> None:
         while self._opened and (len(self._opened) >= OPENED_LIMIT or next(iter(self._opened.values())) <= now):
             del self._opened[next(iter(self._opened))]
         if sealed.nonce in self._opened:
@@ -192,7 +198,7 @@ class Seals:
         self._opened[sealed.nonce] = sealed.expires_at_ms / 1e3
 
 
-def _bound(kind: SealKind, place: str, sealed: queue_pb2.Sealed) -> tuple[bytes, ...]:
+def _bound(kind: SealKind, place: str, sealed: Sealed) -> tuple[bytes, ...]:
     """Return the parts that a seal binds its content to."""
     until = sealed.expires_at_ms.to_bytes(8, "big")
     return _LABEL, kind.encode(), place.encode(), sealed.key_id.encode(), sealed.nonce, until

@@ -25,9 +25,8 @@ from broker.ledger import Ledger
 from broker.messages import WorkerPhase, WorkerState
 from broker.startup import POLICY_LOOK_S, EvictionWatch, connect_once_up
 from router.api.cluster import AdapterCommands, ClusterService
-from router.api.open_calls import OpenCalls
 from router.api.request_telemetry import COUNTED_METHODS, RequestTelemetry
-from router.api.service import InferenceService
+from router.api.service import InferenceService, OpenCalls
 from router.catalog.adapters import AdapterConfigs
 from router.catalog.models import LOOK_S, Models
 from router.catalog.store_client import KEYS_LOOK_S, KeyCopy, StoreClient
@@ -42,11 +41,10 @@ from router.generation.resume import LOOK_S as KEYS_S
 from router.generation.resume import DerivedKeys, GivenKeys, ResumeEpochs, ResumeTokens, SharedKeys
 from router.metrics import RouterMetrics
 from router.purge import CellPurge, RouterData, TenantDataService
-from router.quotas.plans import Plans
-from router.quotas.quotas import Quotas
+from router.quotas.quotas import Plans, Quotas
 from router.quotas.usage import UsageLog
 from router.settings import Settings
-from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import PromptTokenizer
 from rpc.errors import CallError, PermissionDenied
 from rpc.interceptors import CallMeter, Context, Handler, Interceptor, Method, wrapped
 from rpc.principal import CredentialKind, Principal, Role, caller, calling_key, set_caller

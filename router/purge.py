@@ -33,7 +33,7 @@ from router.dispatch.relay import WorkerForgets
 from router.generation.admission import GrammarProofs
 from router.generation.chat_format import forget_tools
 from router.quotas.quotas import Quotas
-from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import PromptTokenizer
 from rpc.errors import CallError, InvalidField, NotFound, PermissionDenied
 from rpc.server import channel_options
 from rpc.tls import LiveChannel, TlsFiles

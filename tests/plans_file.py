@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from router.quotas.plans import Plans
+from router.quotas.quotas import Plans
 from tenancy.plans import PlansFile
 
 

@@ -73,7 +73,7 @@ function enqueue.terms_of(deadline_ms, begun, priority, strikes, max_jobs, bytes
     tenant_bytes = tenant_bytes, key_jobs = key_jobs, key_bytes = key_bytes}
 end
 
--- Return the fields of broker/queue_entry.py that are used here, of the packed facts.
+-- Return the fields of broker/terms.py that are used here, of the packed facts.
 function enqueue.facts_of(tenant, _, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, _, rows, _, key,
     key_weight)
   return {tenant = tenant, adapter = adapter, prefer = prefer, router = router, attempt = attempt, weight = weight,

@@ -60,7 +60,7 @@ function turns.give_back(call, tenant, place, work, key, key_weight)
   redis.call('HSET', name, field, math.max(0, number_of(finish) - turns.length(work, key_weight)))
 end
 
--- A job's facts are what a claim needs to know of it: those that its router has packed (broker/queue_entry.py), and
+-- A job's facts are what a claim needs to know of it: those that its router has packed (broker/terms.py), and
 -- after them place, size, work, queued and deadline. The order is a format: in a rolling upgrade one version reads what
 -- another has written. They are unpacked into locals, because a table for each job costs a scan a fifth of its time.
 

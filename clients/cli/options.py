@@ -18,7 +18,7 @@ from clients.cli.terminal import CommandError
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
 
-# Names of the variables that hold credentials; those in loraplex_client.credentials are slow to import.
+# Names of the variables that hold credentials; those in loraplex_client.endpoint are slow to import.
 KEY_VARIABLE, KEY_FILE_VARIABLE = "LORAPLEX_API_KEY", "LORAPLEX_API_KEY_FILE"
 CA_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE = "LORAPLEX_CA", "LORAPLEX_CERT", "LORAPLEX_KEY"
 CREDENTIAL_VARIABLES = (KEY_VARIABLE, KEY_FILE_VARIABLE, CA_VARIABLE, CERT_VARIABLE, CERT_KEY_VARIABLE)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import uvloop
 from loraplex_client import InvalidRequestError
-from loraplex_client.credentials import CERT_KEY_VARIABLE, CERT_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE
+from loraplex_client.endpoint import CERT_KEY_VARIABLE, CERT_VARIABLE, KEY_FILE_VARIABLE, KEY_VARIABLE
 
 from clients.gateway.settings import GatewaySettings
 from rpc.server import PortInUse

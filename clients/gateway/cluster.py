@@ -21,8 +21,7 @@ from loraplex_client import (
 )
 from loraplex_client.calls import Call, Script
 from loraplex_client.connection import AsyncConnection
-from loraplex_client.credentials import Credentials
-from loraplex_client.endpoint import TENANT_KEY
+from loraplex_client.endpoint import TENANT_KEY, Credentials
 from loraplex_client.retries import read_addresses
 from starlette.datastructures import Headers
 

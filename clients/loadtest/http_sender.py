@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 import msgspec
-from loraplex_client.credentials import SYSTEM_CA, credentials_of
-from loraplex_client.endpoint import DEFAULT_TENANT, TENANT_KEY
+from loraplex_client.endpoint import DEFAULT_TENANT, SYSTEM_CA, TENANT_KEY, credentials_of
 from loraplex_client.errors import InvalidRequestError
 
 from clients.loadtest.decoding import PlanError

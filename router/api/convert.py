@@ -10,10 +10,10 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import chain
 
 from loraplex.inference.v1 import inference_pb2 as pb
 
-from broker.codec import read_ids
 from broker.terms import PRIORITY_LIMIT
 from grammars import GrammarError
 from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
@@ -40,7 +40,7 @@ from router.request import (
     ToolMode,
     WeightedAdapter,
 )
-from router.text.prompt_tokenizer import PromptTokenizer, check_text
+from router.text.tokenizer import PromptTokenizer, check_text
 from rpc.errors import InvalidField, NotBuilt
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -157,6 +157,15 @@ def read_request_id(request_id: str) -> str:
         message = f"not {REQUEST_ID_CHARACTERS} characters at most of A-Z a-z 0-9 . _ : / @ + = ~ -"
         raise InvalidField("request_id", message)
     return request_id
+
+
+# Number of ids that are read at once: between two such pieces a thread gives way to the event loop.
+_PIECE = 4_096
+
+
+def read_ids(ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the ids in a message; of many it may run in a thread."""
+    return tuple(chain.from_iterable(ids[at : at + _PIECE] for at in range(0, len(ids), _PIECE)))
 
 
 def read_prompt_options(message: pb.GenerateSpec | pb.TokenizeRequest) -> PromptOptions:

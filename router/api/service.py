@@ -1,11 +1,26 @@
-"""The public gRPC service: calls come in, messages go out."""
+"""The public gRPC service: calls come in, messages go out.
+
+Before their messages are read, calls are bounded, and what the messages may take:
+
+    accepted ─▶ room for a call? ─▶ a turn to be read ─▶ room for its bytes? ─▶ decoded ─▶ the method, to the call's end
+                 └▶ ROUTER_FULL     └▶ MESSAGE_LATE      └▶ ROUTER_FULL         └▶ TOO_MANY_FIELDS
+
+Each bound is shared by the tenants (rpc.shares): one that sends a burst is refused at once and takes no room from
+others. Streams that run are never touched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
 
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor_pool import Default
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
@@ -32,9 +47,210 @@ from router.generation.admission import Admission
 from router.generation.generation import Generation
 from router.generation.unary_calls import ContinuationScore, UnaryCalls
 from router.request import Message, Request, Stopping, Summary
-from rpc.errors import InvalidField
-from rpc.interceptors import Context
-from rpc.principal import calling_tenant
+from rpc.errors import CallError, InvalidField
+from rpc.interceptors import Context, Handler, Interceptor, current_call
+from rpc.principal import caller, calling_tenant
+from rpc.receiving import RECEIVE_S, Receiving, reading
+from rpc.server import MESSAGE_BYTES
+from rpc.shares import FairTurns, Shares
+from tenancy.permissions import SGLANG_SERVICE
+
+# Maximum number of fields of a message, those of the messages in it too; packed numbers count as one. A chat has about
+# three for each of its messages. Ten thousand are counted in two to ten milliseconds, by the lengths of their numbers,
+# and decoded in one.
+FIELDS = 10_000
+# Maximum depth of messages in messages that is counted; decoders refuse deeper ones.
+_DEEPEST = 100
+# A field's number to its end. Decoders refuse longer ones than 10 bytes, which may be as long as the message.
+_NUMBER = re.compile(rb"[\x80-\xff]{0,9}+[\x00-\x7f]")
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+class _ExcessError(Exception):
+    """More fields than the maximum; the text is the path of the first one above it."""
+
+
+def field_in_excess(data: bytes, message: Descriptor, limit: int = FIELDS) -> str:
+    """Return the path of the first field above the maximum number in a message's bytes; empty: there are no more.
+
+    They are counted before the message is decoded, which makes an object of each: a message of 4 MiB may hold two
+    million parts of a chat, whose decoding would keep the event loop for tens of milliseconds. The format of the bytes:
+    https://protobuf.dev/programming-guides/encoding/.
+
+    Bytes that are no message have none: their decoder refuses them.
+    """
+    if len(data) <= limit:  # a field has at least a byte
+        return ""
+    try:
+        _count(data, 0, len(data), message, limit, (), _DEEPEST)
+    except _ExcessError as excess:
+        return str(excess)
+    except (IndexError, ValueError):  # the bytes end in the middle of a number, or a number has no end
+        return ""
+    return ""
+
+
+def _count(data: bytes, at: int, end: int, message: Descriptor, left: int, path: tuple[str, ...], depth: int) -> int:
+    """Return how many fields may follow those between two places of the bytes.
+
+    Raises _ExcessError; IndexError or ValueError where a number does not end.
+    """
+    fields = _fields(message)
+    while at < end:
+        tag = data[at]
+        at += 1
+        if tag > 127:
+            tag, at = _tag_or_size(data, at - 1)
+        name, inner = fields.get(tag >> 3, ("", None))
+        if not left:
+            raise _ExcessError(".".join((*path, name)) if name else ".".join(path))
+        left -= 1
+        kind = tag & 7
+        if kind == _BYTES:
+            size = data[at]
+            at += 1
+            if size > 127:
+                size, at = _tag_or_size(data, at - 1)
+            if inner is not None and depth:
+                left = _count(data, at, min(at + size, end), inner, left, (*path, name), depth - 1)
+            at += size
+        elif kind == _VARINT:
+            at = at + 1 if data[at] < 128 else _end_of_number(data, at)
+        elif kind == _FIXED64:
+            at += 8
+        elif kind == _FIXED32:
+            at += 4
+    return left
+
+
+def _tag_or_size(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number of two bytes or more that begins at a place, and the place behind it.
+
+    Raises IndexError, or ValueError beyond five bytes, which decoders refuse here. Written out, since a loop takes five
+    times as long.
+    """
+    value, byte = data[at] & 127, data[at + 1]
+    if byte < 128:
+        return value | byte << 7, at + 2
+    value, byte = value | (byte & 127) << 7, data[at + 2]
+    if byte < 128:
+        return value | byte << 14, at + 3
+    value, byte = value | (byte & 127) << 14, data[at + 3]
+    if byte < 128:
+        return value | byte << 21, at + 4
+    value, byte = value | (byte & 127) << 21, data[at + 4]
+    if byte < 128:
+        return value | byte << 28, at + 5
+    raise ValueError("a tag or a size without an end")
+
+
+def _end_of_number(data: bytes, at: int) -> int:
+    """Return the place behind the number that begins at a place. Raises ValueError."""
+    found = _NUMBER.match(data, at)
+    if found is None:
+        raise ValueError("a number without an end")
+    return found.end()
+
+
+@cache
+def _fields(message: Descriptor) -> dict[int, tuple[str, Descriptor | None]]:
+    """Return the name of each field, and the message that it holds, by number."""
+    return {field.number: (field.name, field.message_type) for field in message.fields}
+
+
+# The service and the further methods whose calls are bounded: operators and health checks must get through when a
+# router is full.
+_SERVICE = "/loraplex.inference.v1.InferenceService"
+_METHODS = frozenset(f"/{SGLANG_SERVICE}/{method}" for method in ("Generate", "Embed", "GetTokenizer"))
+# Lists of a tenant's jobs, which go through those of all tenants. Without credentials, nobody need name a tenant.
+_LISTS = frozenset(f"/loraplex.cluster.v1.ClusterService/{method}" for method in ("ListJobs", "ListDeadJobs"))
+# Maximum bytes of a message that is decoded beside others: one of 4 MiB may take 20 ms.
+LARGE_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """A bounded method: its name, its requests' type, what decodes their bytes, and whether it needs a tenant."""
+
+    name: str
+    message: Descriptor
+    decode: Callable[[bytes], Any]
+    of_tenant: bool
+
+    def read(self, data: bytes) -> Any:
+        """Return the request in a message's bytes. Raises InvalidField."""
+        if field := field_in_excess(data, self.message):
+            text = f"the message has more than {FIELDS} fields; a list of numbers that is packed counts as one"
+            raise InvalidField(field.removeprefix("spec."), text, reason="TOO_MANY_FIELDS")
+        return self.decode(data)
+
+
+class OpenCalls(Interceptor):
+    """The open calls of one router: at most `calls`, whose messages have at most `message_bytes` together.
+
+    `refused` is told of each refusal: the method, the tenant if it is known, the error.
+    """
+
+    def __init__(
+        self,
+        calls: int,
+        message_bytes: int,
+        refused: Callable[[str, str, CallError], None],
+        *,
+        receive_s: float = RECEIVE_S,
+    ) -> None:
+        self._calls = Shares(calls)
+        self._bytes = Shares(message_bytes)
+        self._receiving = Receiving(MESSAGE_BYTES, receive_s)
+        self._turns = FairTurns(1)
+        self._refused = refused
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """Wrap a method whose calls are bounded; its handler reads the message itself, after the bounds."""
+        service, _, name = method.rpartition("/")
+        decode = handler.request_deserializer
+        if decode is None or (service != _SERVICE and method not in _METHODS | _LISTS):
+            return handler
+        described = Default().FindMethodByName(f"{service[1:]}.{name}")
+        bounded = _Method(name, described.input_type, decode, of_tenant=method not in _LISTS)
+        return reading(handler, partial(self._enter, bounded))
+
+    async def _enter(self, method: _Method, context: Context) -> tuple[Any, Callable[[], None]]:
+        """Count a call until it has ended for its client too; return its message, and what frees the message's bytes.
+
+        Raises a CallError.
+        """
+        tenant = ""
+        try:
+            tenant = calling_tenant() if method.of_tenant else caller().tenant
+            self._take(self._calls, tenant, 1, "calls")
+            # Not at the method's end: a call whose client reads neither answer nor status is open until it leaves.
+            current_call().add_done_callback(lambda _: self._calls.give(tenant))
+            data = await self._receiving.read(tenant, context)
+            self._take(self._bytes, tenant, len(data), "bytes of calls' messages")
+            free = partial(self._bytes.give, tenant, len(data))
+            try:
+                return await self._decode(method, tenant, data), free
+            except BaseException:
+                free()
+                raise
+        except CallError as error:
+            self._refused(method.name, tenant, error)
+            raise
+
+    async def _decode(self, method: _Method, tenant: str, data: bytes) -> Any:
+        """Return the request in a message's bytes; of large ones the loop reads one in a pass. Raises InvalidField."""
+        if len(data) <= LARGE_BYTES:
+            return method.read(data)
+        async with self._turns.turn(tenant):
+            request = method.read(data)
+            await asyncio.sleep(0)
+            return request
+
+    def _take(self, shares: Shares, tenant: str, amount: int, what: str) -> None:
+        what += " that this router holds open"
+        shares.take_or_refuse(tenant, amount, subject=f"tenants/{tenant}/calls", what=what, reason="ROUTER_FULL")
+
 
 # Maximum continuations of a call.
 CONTINUATIONS = 64

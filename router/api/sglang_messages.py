@@ -22,8 +22,7 @@ from router.catalog.models import Models
 from router.generation.admission import DEFAULT_MAX_TOKENS
 from router.request import Delta, EncodeRequest, Finished, PromptLogprobs, Request, Summary
 from router.text.chat import REASONING
-from router.text.prompt_tokenizer import PromptTokenizer
-from router.text.tokenizer import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer, PromptTokenizer
 from rpc.errors import InvalidField, NotBuilt
 from rpc.server import MESSAGE_BYTES
 

@@ -18,8 +18,7 @@ from broker.connection import REDIS_DOWN
 from broker.ledger import ReserveCall
 from broker.messages import Job
 from broker.queue import JobQueue, QuarantinedError, UnreservedError
-from broker.queue_entry import Entry, is_short
-from broker.terms import Placement, QueueState
+from broker.terms import Entry, Placement, QueueState, is_short
 from router.dispatch.links import DispatchTiming, Frame, WorkerLink, WorkerLinks
 from router.dispatch.outbox import REFUSALS, Outbox, queue_full, refusal
 from router.dispatch.routed_job import JobState, ReaderRounds, RoutedJob

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from broker.connection import REDIS_DOWN
+from broker.liveness import WorkerLoad, preferred
 from broker.messages import DeadJob, Job, WorkerState
 from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError
-from broker.rendezvous import WorkerLoad, preferred
 from broker.terms import NO_KEY, KeyTerms, Placement
 from router.dispatch.links import DispatchTiming
 from router.dispatch.routed_job import JobState, RoutedJob

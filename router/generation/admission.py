@@ -31,8 +31,7 @@ from router.generation.chat_reader import ChatFormat
 from router.generation.resume import Resumption
 from router.request import Chat, EncodeRequest, PromptOptions, Request
 from router.text.chat import ChatTemplate
-from router.text.prompt_tokenizer import PromptTokenizer
-from router.text.tokenizer import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer, PromptTokenizer
 from rpc.errors import InvalidField, Unavailable
 from rpc.server import MESSAGE_BYTES
 from rpc.shares import FairTurns

@@ -27,7 +27,7 @@ from router.generation.resume import Began, ResumeClaims, ResumeTokens, Resumpti
 from router.quotas.quotas import Grant, Quotas
 from router.quotas.usage import Facts
 from router.request import Message, Received, Request, Summary, adapter_names
-from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import PromptTokenizer
 from rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidField, Unavailable
 
 log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class SlowClients:
     gRPC buffers some messages of a stream and then blocks the next one. What the job makes meanwhile is bounded by that
     time, and by the answer's length; the job is never paused. Then it is stopped and frees its row. Should the client
     read again, it gets the messages up to there and CLIENT_TOO_SLOW; until then the call counts as open for its tenant
-    (router.api.open_calls).
+    (router.api.service).
     """
 
     def __init__(self, limit_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Reserves tokens for the calls of one router, and tells the ledger what they use.
+"""Reserves tokens for the calls of one router by their tenants' plans, and tells the ledger what they use.
 
 admitted ──reserve──▶ Grant ──settle──▶ the account keeps what was used
                         └── told every second what is used so far
@@ -14,16 +14,18 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
-from loraplex.admin.v1 import accounts_pb2 as pb
+from loraplex.admin.v1 import accounts_pb2, plans_pb2
 from redis.exceptions import OutOfMemoryError
 
 from broker.connection import REDIS_DOWN
+from broker.keys import is_key_account, key_account
 from broker.ledger import (
+    COUNTS,
     Counts,
     Ledger,
     LedgerUnreadyError,
@@ -32,17 +34,132 @@ from broker.ledger import (
     SendReserve,
 )
 from broker.messages import Job
-from router.catalog.store_client import StoreClient
+from broker.terms import NO_KEY, KeyTerms
+from router.catalog.store_client import StoreChanges, StoreClient
 from router.dispatch.outbox import queue_full
 from router.dispatch.routed_job import RoutedJob
 from router.metrics import RouterMetrics
-from router.quotas.plans import Owner, Plans
 from router.quotas.usage import NO_FACTS, Facts, UsageLog
 from rpc.errors import Aborted, CallError, Exhausted, Unavailable
 from rpc.principal import calling_key
 from rpc.tasks import every
 from telemetry.logging import LogOnce
+from tenancy.plans import DEFAULT, FIELDS, QUEUE_SHARE, UNLIMITED, Plan, plan_name
 from tenancy.plans import LOOK_S as PLANS_LOOK_S
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A tenant, or an API key of it, with its plan."""
+
+    tenant: str
+    key_id: str
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        """Return the plan's name."""
+        return plan_name(self.tenant, self.key_id)
+
+    @property
+    def account(self) -> str:
+        """Return the name of the account in the ledger."""
+        return key_account(self.key_id) if self.key_id else self.tenant
+
+
+class Plans:
+    """The plans of all tenants and keys: a copy of the store's; without a store nobody has a limit."""
+
+    def __init__(self, store: StoreClient | None = None) -> None:
+        self._plans: Mapping[str, Plan] = {}
+        self._default = UNLIMITED
+        # The limits by account, since they are asked for with every request.
+        self._default_limits: Mapping[str, int] = {}
+        self._limits = dict[str, Mapping[str, int]]()
+        self._changes = None if store is None else StoreChanges("plans", store.plan_changes)
+        self._missing = self._changes is not None
+
+    def put(self, plans: Mapping[str, Plan]) -> None:
+        """Replace all plans, which are given by name."""
+        self._missing = False
+        self._plans, self._default = dict(plans), plans.get(DEFAULT, UNLIMITED)
+        self._default_limits = _limits(self._default)
+        self._limits = {account: _limits(plans[name]) for name, account in _accounts(plans)}
+
+    @property
+    def accounts(self) -> Iterable[str]:
+        """Return the accounts that have a plan of their own."""
+        return self._limits
+
+    @property
+    def has_limits(self) -> bool:
+        """Return whether the ledger keeps limits of anybody."""
+        return bool(self._default_limits) or any(self._limits.values())
+
+    def of(self, tenant: str) -> Plan:
+        """Return a tenant's plan."""
+        return self._plans.get(plan_name(tenant), self._default)
+
+    def owners(self, tenant: str, key_id: str) -> list[Owner]:
+        """Return whose plans a call must fit: its key's, which is asked first, and its tenant's.
+
+        Raises Unavailable where the store has never told them.
+        """
+        if self._missing:
+            raise Unavailable("the adapter store does not answer, which knows the plans", reason="PLANS_MISSING")
+        owners = [Owner(tenant, "", self.of(tenant))]
+        if key_id and (plan := self._plans.get(plan_name(key_id=key_id))):
+            owners.insert(0, Owner(tenant, key_id, plan))
+        return owners
+
+    def limits_of(self, account: str) -> Mapping[str, int]:
+        """Return the limits that the ledger keeps in an account, by their fields of a plan."""
+        return self._limits.get(account, {} if is_key_account(account) else self._default_limits)
+
+    def weight_of(self, tenant: str) -> float:
+        """Return a tenant's weight."""
+        return self.of(tenant).weight or 1.0
+
+    def queue_share_of(self, tenant: str) -> float:
+        """Return the share of a queue that a tenant's waiting jobs may take."""
+        return self.of(tenant).queue_share or QUEUE_SHARE
+
+    def key_terms(self, key_id: str) -> KeyTerms:
+        """Return what the plan of an API key says of the queue."""
+        plan = self._plans.get(plan_name(key_id=key_id)) if key_id else None
+        if plan is None or (plan.weight is None and plan.queue_share is None):
+            return NO_KEY
+        return KeyTerms(key_id, plan.weight or 0.0, plan.queue_share or 1.0)
+
+    async def look(self) -> None:
+        """Ask the store what has changed; one that does not answer changes nothing."""
+        if self._changes is not None and (found := await self._changes.look()) is not None:
+            pages, anew = found
+            plans = {} if anew else dict(self._plans)
+            for page in pages:
+                plans |= {one.name: _plan(one) for one in page.plans}
+                for name in page.deleted:
+                    plans.pop(name, None)
+            if anew or plans != self._plans:
+                self.put(plans)
+
+
+def _plan(message: plans_pb2.Plan) -> Plan:
+    """Return a plan of the store."""
+    return Plan(**{field.name: value for field, value in message.ListFields() if field.name in FIELDS})
+
+
+def _accounts(names: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """Return the names of plans with the accounts that they are of."""
+    for name in names:
+        kind, _, of = name.partition("/")
+        if of:
+            yield name, key_account(of) if kind == "keys" else of
+
+
+def _limits(plan: Plan) -> Mapping[str, int]:
+    return {limit: most for limit in COUNTS if (most := getattr(plan, limit)) is not None}
+
 
 log = logging.getLogger(__name__)
 
@@ -306,7 +423,9 @@ class Quotas:
         if self._store is None or not unsaved:
             return
         try:
-            await self._store.save_accounts([pb.Account(**msgspec.structs.asdict(one)) for one in unsaved.values()])
+            await self._store.save_accounts(
+                [accounts_pb2.Account(**msgspec.structs.asdict(one)) for one in unsaved.values()]
+            )
         except CallError as error:
             self._log_once(f"accounts of quotas wait to be saved: {error.message}")
             return

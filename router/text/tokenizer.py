@@ -1,13 +1,27 @@
-"""The tokenizers of base models: text to ids and back, by a tokenizer.json, as bytes for the hash model, or none."""
+"""The tokenizers of base models: text to ids and back, by a tokenizer.json, as bytes for the hash model, or none.
+
+Prompts are checked against the context before they are tokenized:
+
+    prompt ──▶ more text than the context can hold? ──▶ short: tokenized here
+                                                    └─▶ long: waits for its tenant's turn ──▶ a thread
+
+A thread tokenizes some megabytes of text a second and takes up to 150 bytes of memory for each of its bytes, so that
+their number bounds both. A short prompt waits for nobody.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from router.text.chat import ChatTemplate
+from router.request import Chat, EncodeInput, EncodeRequest, PromptOptions, TextPair
+from router.text.chat import ChatTemplate, TemplateRenderer, shielded_chat
 from rpc.errors import Internal, InvalidField
+from rpc.shares import FairTurns
 
 
 class TooManyTokensError(Exception):
@@ -144,3 +158,187 @@ def tokenizer_of(architecture: str, files: Mapping[str, bytes]) -> ModelTokenize
     from router.text.file_tokenizer import FileTokenizer
 
     return FileTokenizer(files)
+
+
+T = TypeVar("T")
+
+# Maximum length in characters of a text that is tokenized on the event loop, in about half a millisecond.
+SHORT_CHARACTERS = 2_000
+# Maximum number of ids whose text is made on the event loop, in a millisecond, or some ten where all are new.
+SHORT_IDS = 1_000
+# Maximum characters of a rendered chat where the model's longest token allows more: four times a message's bytes.
+RENDERED_CHARACTERS = 1 << 24
+# Number of threads for long prompts: half of the cores, since workers and Redis may share the machine.
+THREADS = max(2, (os.cpu_count() or 1) // 2)
+
+
+class PromptTokenizer:
+    """Makes ids of the prompts of one router."""
+
+    def __init__(self, threads: int = THREADS) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        self._turns = FairTurns(threads)
+        self._renderer = TemplateRenderer()
+
+    async def tokenize(
+        self,
+        tokenizer: ModelTokenizer,
+        prompt: str | tuple[int, ...],
+        field: str,
+        tenant: str,
+        context: int,
+        options: PromptOptions = PromptOptions(),  # noqa: B008  # frozen
+    ) -> tuple[int, ...]:
+        """Return the ids of a prompt, at most `context`. Raises InvalidField, naming `field`."""
+        if isinstance(prompt, str):
+            shielded = tokenizer.shield(prompt) if options.parse_special_tokens is False else prompt
+            return await self._tokenize(tokenizer, shielded, field, tenant, context, options, added=True)
+        if options.truncate_to is not None:
+            prompt = tuple(tokenizer.cut(prompt, options.truncate_to))
+        if len(prompt) > context:
+            raise _too_long(field, f"{len(prompt)} tokens", context)
+        return prompt
+
+    async def tokenize_inputs(
+        self, tokenizer: ModelTokenizer, request: EncodeRequest, limit: int
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """Return the ids of each input, at most `limit`, and how many of them are a pair's second text.
+
+        Raises InvalidField, naming the input.
+        """
+        inputs = list(zip(request.inputs, request.fields, strict=True))
+        if not request.truncate:  # before anything of their size is made
+            for entry, field in inputs:
+                _check_input(tokenizer, entry, field, limit)
+
+        def tokenize() -> list[tuple[tuple[int, ...], int]]:
+            return [_ids_of(tokenizer, entry, field, limit, truncate=request.truncate) for entry, field in inputs]
+
+        return (
+            tokenize()
+            if sum(map(_length, request.inputs)) <= SHORT_CHARACTERS
+            else await self.in_turn(request.tenant, tokenize)
+        )
+
+    async def tokenize_chat(
+        self,
+        tokenizer: ModelTokenizer,
+        template: ChatTemplate,
+        chat: Chat,
+        tenant: str,
+        context: int,
+        now: float,
+        options: PromptOptions = PromptOptions(),  # noqa: B008  # frozen
+    ) -> tuple[int, ...]:
+        """Return the ids of a chat, at most `context`. `now` is the time that the template sees.
+
+        Special tokens are the template's alone, unless the options say otherwise. Raises InvalidField or Unavailable.
+        """
+        limit = RENDERED_CHARACTERS if tokenizer.longest_token is None else context * tokenizer.longest_token
+        if options.truncate_to is not None:
+            limit = RENDERED_CHARACTERS
+        shielded = chat if options.parse_special_tokens else shielded_chat(chat, tokenizer.shield)
+        rendered = await self._renderer.render(template.call(shielded, now, min(limit, RENDERED_CHARACTERS)), tenant)
+        if not rendered:
+            raise InvalidField("chat.messages", "the chat template makes no text of them", reason="CHAT_TEMPLATE")
+        return await self._tokenize(tokenizer, rendered, "chat", tenant, context, options, added=False)
+
+    async def _tokenize(
+        self,
+        tokenizer: ModelTokenizer,
+        prompt: str,
+        field: str,
+        tenant: str,
+        context: int,
+        options: PromptOptions,
+        *,
+        added: bool,
+    ) -> tuple[int, ...]:
+        keep = options.truncate_to
+        if keep is None:
+            check_text(tokenizer, prompt, field, context)
+        special = added if options.add_special_tokens is None else options.add_special_tokens
+
+        def tokenize() -> tuple[int, ...]:
+            ids = tokenizer.tokenize(prompt, special_tokens=special, limit=context if keep is None else None)
+            return tuple(ids if keep is None else tokenizer.cut(ids, keep))
+
+        try:
+            return tokenize() if len(prompt) <= SHORT_CHARACTERS else await self.in_turn(tenant, tokenize)
+        except Internal as error:  # the tokenizer's, which this prompt led to
+            raise InvalidField(field, error.message, reason=error.reason) from None
+        except TooManyTokensError as error:
+            raise _too_long(field, f"{error.tokens} tokens", context) from None
+
+    async def run(self, tenant: str, ids: int, work: Callable[[], T]) -> T:
+        """Return what a work on so many ids returns: on many it is done in a thread, at the tenant's turn."""
+        return work() if ids <= SHORT_IDS else await self.in_turn(tenant, work)
+
+    async def in_turn(self, tenant: str, work: Callable[[], T]) -> T:
+        """Return what a work returns that is done in a thread, at the tenant's turn."""
+        loop = asyncio.get_running_loop()
+        return await self._turns.run(tenant, lambda: loop.run_in_executor(self._threads, work))
+
+    def forget(self) -> int:
+        """End the child processes, which keep templates; returns how many there were."""
+        return self._renderer.children.forget()
+
+    def close(self) -> None:
+        """Take no more prompts; a thread that works ends by itself, a child process is ended."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._renderer.close()
+
+
+def _length(entry: EncodeInput) -> int:
+    """Return the characters of an input's texts, or the number of its ids."""
+    return len(entry.first) + len(entry.second) if isinstance(entry, TextPair) else len(entry)
+
+
+def _check_input(tokenizer: ModelTokenizer, entry: EncodeInput, field: str, limit: int) -> None:
+    if isinstance(entry, tuple):
+        if len(entry) > limit:
+            raise _too_long_input(field, f"{len(entry)} tokens", limit)
+    elif size := _bytes_beyond(tokenizer, entry.first + entry.second if isinstance(entry, TextPair) else entry, limit):
+        raise _too_long_input(field, f"{size} bytes of text", limit)
+
+
+def _ids_of(
+    tokenizer: ModelTokenizer, entry: EncodeInput, field: str, limit: int, *, truncate: bool
+) -> tuple[tuple[int, ...], int]:
+    if isinstance(entry, tuple):
+        return entry[:limit], 0
+    first, second = (entry.first, entry.second) if isinstance(entry, TextPair) else (entry, None)
+    try:
+        ids, pair_tokens = tokenizer.tokenize_input(first, second, limit, truncate=truncate)
+    except Internal as error:
+        raise InvalidField(field, error.message, reason=error.reason) from None
+    except TooManyTokensError as error:
+        raise _too_long_input(field, f"{error.tokens} tokens", limit) from None
+    return tuple(ids), pair_tokens
+
+
+def check_text(tokenizer: ModelTokenizer, prompt: str, field: str, context: int) -> None:
+    """Raise InvalidField where a text has more bytes than `context` of the model's longest tokens stand for."""
+    if size := _bytes_beyond(tokenizer, prompt, context):
+        raise _too_long(field, f"{size} bytes of text", context)
+
+
+def _bytes_beyond(tokenizer: ModelTokenizer, prompt: str, context: int) -> int:
+    """Return the size of a text in bytes if `context` tokens can't stand for them, else 0."""
+    if tokenizer.longest_token is None:
+        return 0
+    limit = context * tokenizer.longest_token
+    size = len(prompt)  # characters: no more than its bytes
+    if size <= limit < 4 * size:
+        size = len(prompt.encode())
+    return size if size > limit else 0
+
+
+def _too_long(field: str, size: str, context: int) -> InvalidField:
+    message = f"{size} do not fit the context of {context}; prompt_options.truncate_to cuts a prompt from the left"
+    return InvalidField(field, message, reason="CONTEXT_EXCEEDED")
+
+
+def _too_long_input(field: str, size: str, limit: int) -> InvalidField:
+    message = f"{size}; the model takes {limit} tokens; set truncate to have longer texts cut"
+    return InvalidField(field, message, reason="CONTEXT_EXCEEDED")

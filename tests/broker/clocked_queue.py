@@ -15,8 +15,16 @@ from broker.keys import Keys
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, Capacity, Job
 from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError, RemovedRecords
-from broker.queue_entry import FACTS
-from broker.terms import PLACE_BYTES, QUARANTINE_LIMIT_MS, Claimed, Placement, QueueLimits, QueueState, UsageReport
+from broker.terms import (
+    FACTS,
+    PLACE_BYTES,
+    QUARANTINE_LIMIT_MS,
+    Claimed,
+    Placement,
+    QueueLimits,
+    QueueState,
+    UsageReport,
+)
 from options import SamplingParams, StoppingParams
 
 CLOCK = "test:now"
@@ -91,7 +99,7 @@ def make_job(
 
 
 class WaitingJob(msgspec.Struct, array_like=True):
-    """A waiting job's facts, in their order in Redis (broker/queue_entry.py, broker/lua/jobs.lua)."""
+    """A waiting job's facts, in their order in Redis (broker/terms.py, broker/lua/jobs.lua)."""
 
     tenant: str
     base: str

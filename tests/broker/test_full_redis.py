@@ -58,12 +58,12 @@ async def test_a_version_whose_functions_a_full_server_lacks_says_so(redis: Redi
 async def test_jobs_that_have_begun_take_a_bounded_part_of_a_full_memory(
     full: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_module, "BEGUN_BYTES_WHEN_FULL", 3_000)
+    monkeypatch.setattr(queue_module, "BEGUN_BYTES_WHEN_FULL", 6_000)
     long = job("", prompt_ids=tuple(range(300)), attempt=2)
     for name in ("one", "two", "three"):
         await full.enqueue(replace(long, job_id=name), BEGUN)
-    with pytest.raises(QueueFullError, match="3000 bytes of jobs that have begun"):
-        await full.enqueue(replace(long, job_id="four", prompt_ids=tuple(range(3_000))), BEGUN)
+    with pytest.raises(QueueFullError, match="6000 bytes of jobs that have begun"):
+        await full.enqueue(replace(long, job_id="four", prompt_ids=tuple(range(6_000))), BEGUN)
     assert await full.look_up([("three", 2), ("four", 2)]) == [QueueState.WAITS, QueueState.ABSENT]
     assert sorted(await claim(full)) == ["a", "b", "c", "one", "three", "two"]
     await full.enqueue(replace(long, job_id="last"), BEGUN)

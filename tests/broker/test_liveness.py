@@ -7,10 +7,9 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
-from broker.codec import decode_worker, encode_worker
 from broker.keys import Keys
 from broker.liveness import Liveness
-from broker.messages import AdapterTiers, Capacity, WorkerPhase, WorkerState
+from broker.messages import AdapterTiers, Capacity, WorkerPhase, WorkerState, decode_record, encode_record
 from broker.queue import JobQueue
 from broker.terms import WORKER_TTL_MS, Placement
 from tests.broker.clocked_queue import LIBRARY_ON_TEST_CLOCK, Clock, make_job
@@ -114,7 +113,7 @@ async def test_a_server_that_lost_its_data_is_another_one(redis: Redis, clock: C
 
 
 def test_a_worker_state_survives_its_bytes() -> None:
-    assert decode_worker(encode_worker(worker("w"))) == worker("w")
+    assert decode_record(WorkerState, encode_record(worker("w"))) == worker("w")
 
 
 async def test_a_beat_answers_the_routers_that_live(liveness: Liveness, clock: Clock) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from broker.codec import encode_job
+from broker.messages import encode_record
 from broker.queue import JobQueue, QueueFullError
 from broker.terms import Placement, QueueLimits
 from tests.broker.queued_jobs import KEYS, claim, job
@@ -40,7 +40,7 @@ async def test_a_tenant_may_have_a_smaller_share_of_the_queue(redis: Redis) -> N
 
 
 async def test_a_queue_is_bounded_in_bytes_and_what_leaves_counts_no_more(redis: Redis) -> None:
-    size = len(encode_job(job("a")))
+    size = len(encode_record(job("a")))
     queue = JobQueue(redis, KEYS, limits=QueueLimits(bytes=3 * size, tenant_bytes=2 * size))
     await queue.enqueue(job("a"))
     await queue.enqueue(job("b"))

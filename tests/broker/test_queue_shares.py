@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from broker.codec import encode_job
-from broker.messages import Capacity
+from broker.messages import Capacity, encode_record
 from broker.terms import DISPLACED_PER_ENQUEUE, Placement, QueueLimits, QueueState
 from tests.broker.clocked_queue import KEYS, Clock, ClockedQueue, make_job
 from tests.broker.test_wake_ups import commands
 
 JOBS = 12
-SIZE = len(encode_job(make_job("a/00", "a")))
+SIZE = len(encode_record(make_job("a/00", "a")))
 
 
 async def full_queue(redis: Redis, limits: QueueLimits, tenants: str = "ab") -> ClockedQueue:
@@ -115,7 +114,7 @@ async def test_nobody_is_refused_while_another_uses_more() -> None:
             if refused:
                 jobs, size = (
                     Counter({tenant: 1}),
-                    Counter({tenant: len(encode_job(replace(job, weight=weights[tenant])))}),
+                    Counter({tenant: len(encode_record(replace(job, weight=weights[tenant])))}),
                 )
                 for one in newcomers:
                     jobs[one.tenant] += 1

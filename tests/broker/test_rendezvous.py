@@ -11,8 +11,8 @@ import random
 from collections import OrderedDict
 
 from bench.in_process.queue import TimedQueue
+from broker.liveness import PREFERRED, WorkerLoad, preferred
 from broker.messages import Capacity
-from broker.rendezvous import PREFERRED, WorkerLoad, preferred
 from broker.terms import Placement
 from tests.broker.clocked_queue import BASE, make_job
 

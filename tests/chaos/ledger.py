@@ -24,8 +24,7 @@ from broker.keys import LEDGER, is_key_account
 from broker.ledger import Ledger, Reservation
 from broker.terms import HELD_MS, RECOVERY_MS
 from router.catalog.store_client import StoreClient
-from router.quotas.plans import Plans
-from router.quotas.quotas import LINGER_S, RENEW_S, Quotas
+from router.quotas.quotas import LINGER_S, RENEW_S, Plans, Quotas
 from router.quotas.usage import Facts
 from tests.accounts import account_of
 from tests.chaos.history import Account, Charged, Fault, Idle, Observation, Quota, Request, Revision

@@ -18,8 +18,7 @@ from loraplex_client import (
     UnauthenticatedError,
 )
 from loraplex_client.connection import Connection
-from loraplex_client.credentials import Credentials, credentials_of
-from loraplex_client.endpoint import TENANT_KEY
+from loraplex_client.endpoint import TENANT_KEY, Credentials, credentials_of
 from starlette.datastructures import Headers
 
 from clients.gateway.cluster import Cluster

@@ -12,8 +12,8 @@ from typing import Any
 import loraplex_client as lx
 import pytest
 from loraplex.inference.v1 import inference_pb2
+from loraplex_client.generation import Recovery
 from loraplex_client.options import generate_request
-from loraplex_client.recovery import Recovery
 from loraplex_client.retries import RESUME_PATIENCE_S, AddressRotation, RetryBudget, Tries, read_addresses
 
 from rpc import errors

@@ -26,7 +26,6 @@ import msgspec
 import pytest
 from loraplex.admin.v1 import keys_pb2, keys_pb2_grpc, tenants_pb2, tenants_pb2_grpc
 from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
-from loraplex.queue.v1 import queue_pb2
 from loraplex_client import AsyncClient, AsyncStoreClient, InternalError, Tls, UnauthenticatedError, UnavailableError
 from loraplex_client.errors import InvalidRequestError
 from redis.asyncio import Redis
@@ -370,8 +369,7 @@ async def tell(cluster: Secure, key: str, eventually: Eventually) -> dict[str, b
 
 def test_ids_of_a_prompt_are_found_in_what_has_them() -> None:
     ids = PROMPT.encode()
-    job = queue_pb2.Job(prompt_ids=ids).SerializeToString()
-    for written in (job, msgspec.msgpack.encode(list(ids)), json.dumps(list(ids)).encode(), repr(list(ids)).encode()):
+    for written in (msgspec.msgpack.encode(list(ids)), json.dumps(list(ids)).encode(), repr(list(ids)).encode()):
         assert leaks({"here": b"x" + written}, [PROMPT]), written
     for before in range(3):
         assert leaks({"here": base64.b64encode(b"x" * before + ids + b"yy")}, [PROMPT])

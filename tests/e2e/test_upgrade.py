@@ -52,7 +52,7 @@ def former() -> Path:
     if not (folder := os.environ.get("UPGRADE_FROM")):
         pytest.skip("takes a minute, and the last version: `make upgrade` runs it")
     environ = {**os.environ, "PYTHONPATH": folder, "PYTHONSAFEPATH": "1"}
-    script = "import router, loraplex.queue.v1.queue_pb2 as queue; print(router.__file__, queue.__file__)"
+    script = "import router, loraplex.relay.v1.relay_pb2 as relay; print(router.__file__, relay.__file__)"
     run = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, check=True, text=True)
     assert [path for path in run.stdout.split() if not path.startswith(folder)] == []
     return Path(folder)

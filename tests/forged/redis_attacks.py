@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from broker.commands import DRAIN, Command, Verb, encode_command
-from broker.messages import AdapterRef, AdapterRequest, SealKind
+from broker.messages import AdapterRef, AdapterRequest, SealKind, encode_record
 from broker.queue import JobQueue
 from broker.seals import Seals
 from rpc.principal import Role
@@ -57,7 +57,7 @@ async def commands(stage: Stage, tries: int) -> int:
         command = (DRAIN, Command(Verb.WARM, request), Command(Verb.PIN, request))[number % 3]
         entry = encode_command(command)
         if number % 2:
-            entry = b"sealed " + seals.seal(SealKind.COMMAND, key, entry).SerializeToString()
+            entry = b"sealed " + encode_record(seals.seal(SealKind.COMMAND, key, entry))
         await stage.cluster.redis.rpush(key, entry)
 
     accepted = await _to_worker(stage, tries, send)

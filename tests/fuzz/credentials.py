@@ -12,13 +12,11 @@ from typing import Any
 
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ed25519
-from google.protobuf.message import DecodeError
-from loraplex.queue.v1 import queue_pb2
+from msgspec import DecodeError
 
-from broker.codec import decode_job
 from broker.commands import Command, Verb, encode_command
 from broker.keys import Keys
-from broker.messages import AdapterRequest, SealKind
+from broker.messages import AdapterRequest, Sealed, SealKind, decode_job, decode_record, encode_record
 from broker.seals import SealError, Seals
 from broker.terms import Placement
 from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens
@@ -51,7 +49,7 @@ def _worker() -> Seals:
 
 
 def _open_seals(data: bytes) -> None:
-    sealed = queue_pb2.Sealed.FromString(data)
+    sealed = decode_record(Sealed, data)
     failed: list[SealError] = []
     for kind in SealKind:
         try:
@@ -117,17 +115,16 @@ CREDENTIALS: dict[str, Target] = {
         _open_seals,
         (DecodeError, SealError),
         (
-            _router.seal(SealKind.JOB, _PLACE, JOBS[0]).SerializeToString(),
-            _router.seal(
-                SealKind.COMMAND, _PLACE, encode_command(Command(Verb.PIN, AdapterRequest(ADAPTER, _TENANT)))
-            ).SerializeToString(),
-            _router.seal(SealKind.PIN, _PLACE, b"x").SerializeToString(),
+            encode_record(_router.seal(SealKind.JOB, _PLACE, JOBS[0])),
+            encode_record(
+                _router.seal(
+                    SealKind.COMMAND, _PLACE, encode_command(Command(Verb.PIN, AdapterRequest(ADAPTER, _TENANT)))
+                )
+            ),
+            encode_record(_router.seal(SealKind.PIN, _PLACE, b"x")),
         ),
-        message=queue_pb2.Sealed,
     ),
-    "sealed-jobs": Target(
-        lambda data: _worker().open_job(_KEYS.prefix, data, b"\x90"), (), (_job.body, *JOBS), message=queue_pb2.Job
-    ),
+    "sealed-jobs": Target(lambda data: _worker().open_job(_KEYS.prefix, data, b"\x90"), (), (_job.body, *JOBS)),
     "facts": Target(
         lambda data: _worker().open_job(_KEYS.prefix, _job.body, data),
         (),

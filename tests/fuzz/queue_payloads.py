@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from google.protobuf.message import DecodeError
+import contextlib
 
-from broker.codec import (
-    decode_adapter_request,
-    decode_dead_job,
-    decode_job,
-    decode_worker,
-    encode_dead_job,
-    encode_job,
-    encode_worker,
-)
+from msgspec import DecodeError
+
 from broker.commands import Command, Verb, decode_command, encode_command
-from broker.messages import AdapterRef, AdapterRequest, DeadJob, Job, WorkerPhase, WorkerState
+from broker.messages import (
+    AdapterRef,
+    AdapterRequest,
+    DeadJob,
+    Job,
+    WorkerPhase,
+    WorkerState,
+    decode_job,
+    decode_record,
+    encode_record,
+)
 from options import Encode, StoppingParams
-from worker.engine.scheduling.validate import check_sequence
+from worker.engine.scheduling.sequence import check_sequence
 from worker.engine_api import EngineLimits, SequenceRefusedError
 from worker.io.local_jobs import LocalJobs, sequence_of
 
@@ -24,8 +27,8 @@ _LIMITS = EngineLimits(rows=8, max_tokens=1024, max_rank=64, vocab_size=512, blo
 ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:" + "0" * 64, "sha256:" + "0" * 64, 8, 1024)
 _JOB = Job("j", "acme", "hash", "sha256:" + "1" * 64, "127.0.0.1:1", (1, 2, 3), StoppingParams(max_tokens=8))
 JOBS = (
-    encode_job(_JOB),
-    encode_job(
+    encode_record(_JOB),
+    encode_record(
         Job(
             "k",
             "acme",
@@ -43,7 +46,7 @@ JOBS = (
             grammar="start: /a/",
         )
     ),
-    encode_job(
+    encode_record(
         Job("e", "acme", "hash", "sha256:" + "1" * 64, "a:1", (1,), StoppingParams(0), encode=Encode("embed", "mean"))
     ),
 )
@@ -75,8 +78,8 @@ _DEAD = DeadJob("j", "r", "acme", "hash", "", 3, 1, 2, "ENGINE_KILLED", 0)
 PAYLOADS = (
     encode_command(Command(Verb.PIN, AdapterRequest(ADAPTER, "acme"))),
     b"drain",
-    encode_worker(STATE),
-    encode_dead_job(_DEAD),
+    encode_record(STATE),
+    encode_record(_DEAD),
     *JOBS,
 )
 
@@ -84,11 +87,13 @@ PAYLOADS = (
 def read_payload(data: bytes) -> None:
     """Read a command, a worker's state, a dead letter and an adapter request."""
     decode_command(data)
-    for decode in (decode_worker, decode_dead_job, decode_adapter_request):
-        try:
-            decode(data)
-        except DecodeError:
-            continue
+    for read in (
+        lambda: decode_record(WorkerState, data),
+        lambda: decode_record(DeadJob, data),
+        lambda: decode_record(AdapterRequest, data),
+    ):
+        with contextlib.suppress(DecodeError):
+            read()
 
 
 def read_job(data: bytes) -> None:

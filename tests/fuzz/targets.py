@@ -9,9 +9,9 @@ import json
 import tempfile
 from pathlib import Path
 
+import msgspec
 from google.protobuf.message import DecodeError
 from loraplex.inference.v1 import inference_pb2 as pb
-from loraplex.queue.v1 import queue_pb2
 
 from artifacts import ArtifactError
 from artifacts.checkpoint import read_header
@@ -24,7 +24,7 @@ from grammars import GrammarError
 from grammars.build import json_grammar, lark_grammar, regex_grammar
 from router.api.convert import count_received, read_received, read_request
 from router.api.encoding import read_classify, read_embed
-from router.api.open_calls import field_in_excess
+from router.api.service import field_in_excess
 from router.api.sglang_messages import lark_of
 from router.text.chat_templates import Template
 from rpc.errors import CallError
@@ -239,7 +239,7 @@ TARGETS: dict[str, Target] = {
         (b'root ::= item{2,3} | "no"\nitem ::= [^a-z\\x41]+ (" " item)? # words',),
     ),
     "grammars": Target(lambda data: lark_grammar(_text(data)), (GrammarError,), (_LARK.encode(), b"start: %lark { }")),
-    "queue": Target(read_payload, (DecodeError,), PAYLOADS),
-    "jobs": Target(read_job, (DecodeError,), JOBS, message=queue_pb2.Job),
+    "queue": Target(read_payload, (msgspec.DecodeError,), PAYLOADS),
+    "jobs": Target(read_job, (msgspec.DecodeError,), JOBS),
     **CREDENTIALS,
 }

@@ -9,8 +9,7 @@ from broker.ledger import Ledger
 from broker.queue import JobQueue
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
-from router.quotas.plans import Plans
-from router.quotas.quotas import Quotas
+from router.quotas.quotas import Plans, Quotas
 from tests.router.recording_link import KEYS
 
 

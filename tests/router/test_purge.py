@@ -23,7 +23,7 @@ from router.dispatch.relay import WorkerForgets
 from router.generation.admission import GrammarProofs
 from router.purge import CellPurge, RouterData
 from router.quotas.quotas import Quotas
-from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import PromptTokenizer
 from rpc.errors import NotFound, PermissionDenied
 from tests.broker.test_liveness import worker
 from tests.router.recording_link import KEYS, RecordingLink, job, read

@@ -14,7 +14,7 @@ from loraplex.adapters.v1 import adapters_pb2_grpc as store_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from router.api.open_calls import OpenCalls
+from router.api.service import OpenCalls
 from rpc.principal import TENANT_KEY, calling_tenant
 from rpc.server import Server
 from tenancy.guard import open_guard

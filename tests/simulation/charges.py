@@ -8,8 +8,7 @@ from random import Random
 
 from broker.keys import key_account
 from broker.terms import HELD_MS, RECOVERY_MS
-from router.quotas.plans import Plans
-from router.quotas.quotas import RENEW_S
+from router.quotas.quotas import RENEW_S, Plans
 from tests.simulation.faults import Fault, Kind
 from tests.simulation.loop import Node
 from tests.simulation.redis import SimulatedRedis

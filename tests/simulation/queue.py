@@ -17,8 +17,7 @@ from broker.keys import Keys
 from broker.ledger import Ledger, SendReserve
 from broker.messages import Job
 from broker.queue import JobQueue
-from broker.queue_entry import Entry
-from broker.terms import Placement, QueueLimits
+from broker.terms import Entry, Placement, QueueLimits
 from router.quotas.usage import WRITE_S
 from tests.simulation.loop import NODE
 from tests.simulation.redis import HELD, SimulatedClient, SimulatedRedis

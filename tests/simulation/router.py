@@ -30,7 +30,7 @@ from router.generation.unary_calls import ContinuationScore, UnaryCalls
 from router.purge import RouterData
 from router.quotas.quotas import Quotas
 from router.request import EncodeRequest, Message, Received, Request, Summary
-from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import PromptTokenizer
 from rpc.errors import NotFound, Unavailable
 from rpc.principal import Role, calling_key
 from rpc.tasks import every

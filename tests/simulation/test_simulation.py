@@ -11,8 +11,7 @@ import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 
 from broker.messages import Job
-from broker.queue_entry import Entry
-from broker.terms import Placement, QueueLimits
+from broker.terms import Entry, Placement, QueueLimits
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import WorkerLink
 from router.dispatch.routed_job import JobState, RoutedJob

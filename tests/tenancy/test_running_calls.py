@@ -13,7 +13,7 @@ import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from router.api.open_calls import OpenCalls
+from router.api.service import OpenCalls
 from rpc.errors import Unauthenticated
 from rpc.interceptors import end_call, let_finish
 from rpc.principal import CredentialKind, Principal, Role

@@ -26,8 +26,8 @@ from worker.engine.device import (
     step_threads,
 )
 from worker.engine.engine import Engine
-from worker.engine.lora.adapter_memory import AdapterLayers, PackedAdapter, adapter_cache
 from worker.engine.lora.base_layers import ModelLayers
+from worker.engine.lora.weights import AdapterLayers, PackedAdapter, adapter_cache
 from worker.engine.model.encoding import Encoding
 from worker.engine.model.loader import LoadedModel, choose_layouts, lay_out, load_model
 from worker.engine.model.runner import Runner

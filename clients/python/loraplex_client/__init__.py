@@ -13,8 +13,8 @@ Every error is a LoraplexError; `loraplex_client.errors` shows the tree of its c
 from loraplex_client.chat import ToolCall, ToolCallPart
 from loraplex_client.client import AsyncClient, AsyncStoreClient, Client, StoreClient
 from loraplex_client.connection import AsyncGenerationStream, GenerationStream
-from loraplex_client.credentials import Tls
 from loraplex_client.encoding import Classification, Classifications, Embeddings, EncodeOptions
+from loraplex_client.endpoint import Tls
 from loraplex_client.errors import (
     AbortedError,
     AlreadyExistsError,

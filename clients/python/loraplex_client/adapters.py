@@ -14,7 +14,7 @@ from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 
 from loraplex_client.calls import Call, Script, UploadRequests, pages
 from loraplex_client.connection import method
-from loraplex_client.credentials import ApiKey, Tls, credentials_of
+from loraplex_client.endpoint import ApiKey, Tls, credentials_of
 from loraplex_client.errors import DataLossError, InvalidRequestError
 from loraplex_client.resources import (
     Adapter,

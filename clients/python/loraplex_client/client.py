@@ -12,8 +12,8 @@ from loraplex_client.adapters import StoreCalls
 from loraplex_client.calls import Call, Script
 from loraplex_client.chat import ChatMessages, chat_of
 from loraplex_client.connection import AsyncGenerationStream, AsyncioClient, BlockingClient, GenerationStream, method
-from loraplex_client.credentials import ApiKey, Tls, credentials_of
 from loraplex_client.encoding import EncodingCalls
+from loraplex_client.endpoint import ApiKey, Tls, credentials_of
 from loraplex_client.errors import InvalidRequestError, NotImplementedByServerError
 from loraplex_client.generation import ContinuationScore, Generation, Scores, ServedModel, Usage
 from loraplex_client.options import ChatOptions, GenerateOptions, M, generate_request, parse_answer, with_keywords

@@ -22,8 +22,7 @@ from loraplex.inference.v1 import inference_pb2
 from loraplex_client.calls import Call, Script
 from loraplex_client.endpoint import Endpoint
 from loraplex_client.errors import CancelledError, LoraplexError, error_of
-from loraplex_client.generation import Generation, Piece
-from loraplex_client.recovery import Attempt, Recovery
+from loraplex_client.generation import Attempt, Generation, Piece, Recovery
 
 P = ParamSpec("P")
 R = TypeVar("R")

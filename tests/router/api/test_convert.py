@@ -25,8 +25,7 @@ from router.api.convert import (
     read_request,
 )
 from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request
-from router.text.prompt_tokenizer import PromptTokenizer
-from router.text.tokenizer import HashTokenizer
+from router.text.tokenizer import HashTokenizer, PromptTokenizer
 from rpc.errors import InvalidField
 
 

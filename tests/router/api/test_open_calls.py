@@ -21,7 +21,7 @@ from loraplex.cluster.v1 import cluster_pb2, cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
-from router.api.open_calls import FIELDS, LARGE_BYTES, OpenCalls
+from router.api.service import FIELDS, LARGE_BYTES, OpenCalls
 from rpc.errors import CallError, InvalidField
 from rpc.principal import TENANT_KEY
 from rpc.server import MESSAGE_BYTES, Server, channel_options

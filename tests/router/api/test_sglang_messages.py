@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.api.sglang_messages import engine_field_names, read_generate
-from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import PromptTokenizer
 from rpc.errors import InvalidField
 
 pytest.importorskip("smg_grpc_proto", reason="the engine protocol's package is not installed: pip install '.[smg]'")

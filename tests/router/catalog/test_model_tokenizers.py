@@ -14,7 +14,7 @@ from router.catalog.models import LOOK_AGAIN_S, LOOK_S, Models, ModelTokenizers
 from router.catalog.store_client import Manifest, RegisteredModel
 from router.request import PromptOptions
 from router.text.file_tokenizer import FileTokenizer
-from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import PromptTokenizer
 from rpc.errors import InvalidField
 from rpc.tasks import every
 from tests.router.small_tokenizers import files_of

@@ -12,8 +12,7 @@ from redis.asyncio import Redis
 
 from broker.messages import AdapterRef, Job, WeightedRef
 from broker.queue import JobQueue
-from broker.queue_entry import Entry
-from broker.terms import Placement
+from broker.terms import Entry, Placement
 from options import Encode, FinishReason, StoppingParams
 from router.dispatch.dispatcher import WEIGHTED_SETS, Dispatcher, PreparedEntry, check_weighted_sets
 from router.dispatch.links import DispatchTiming, Frame

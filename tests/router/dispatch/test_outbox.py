@@ -16,11 +16,10 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.ledger import ReserveCall
+from broker.liveness import WorkerLoad, preferred
 from broker.messages import AdapterRef, Capacity, Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
-from broker.queue_entry import Entry
-from broker.rendezvous import WorkerLoad, preferred
-from broker.terms import KeyTerms, Placement, QueueState
+from broker.terms import Entry, KeyTerms, Placement, QueueState
 from options import FinishReason, StoppingParams
 from router.app import _dispatcher
 from router.dispatch.dispatcher import Dispatcher

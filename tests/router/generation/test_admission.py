@@ -21,8 +21,7 @@ from router.dispatch.routed_job import READ_TOKENS
 from router.generation.admission import DEFAULT_MAX_TOKENS, Admission, GrammarProofs, check_answer_size
 from router.generation.resume import Began, ResumeClaims, Resumption
 from router.request import Delta, Message, PromptLogprobs, Received, Request, Stopping
-from router.text.prompt_tokenizer import PromptTokenizer
-from router.text.tokenizer import HashTokenizer
+from router.text.tokenizer import HashTokenizer, PromptTokenizer
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 from rpc.server import MESSAGE_BYTES
 

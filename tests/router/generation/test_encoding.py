@@ -27,11 +27,9 @@ from router.generation.admission import Admission
 from router.generation.generation import Generation
 from router.generation.resume import GivenKeys, ResumeTokens
 from router.generation.unary_calls import TEXTS_AT_ONCE, UnaryCalls, Vector
-from router.quotas.plans import Plans
-from router.quotas.quotas import Quotas
+from router.quotas.quotas import Plans, Quotas
 from router.request import EncodeRequest, Summary, TextPair
-from router.text.prompt_tokenizer import PromptTokenizer
-from router.text.tokenizer import HashTokenizer
+from router.text.tokenizer import HashTokenizer, PromptTokenizer
 from rpc.errors import CallError, Exhausted, Internal, InvalidField, Mismatch, Unavailable
 from tests.router.recording_link import KEYS, RecordingLink
 

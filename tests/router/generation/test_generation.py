@@ -25,8 +25,7 @@ from router.generation.generation import Generation
 from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens, Resumption
 from router.quotas.quotas import Grant, Quotas
 from router.request import Delta, Message, Received, Request, Summary
-from router.text.prompt_tokenizer import SHORT_IDS
-from router.text.tokenizer import HashTokenizer
+from router.text.tokenizer import SHORT_IDS, HashTokenizer
 from rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidField, Unavailable
 from tests.router.recording_link import RecordingLink, claim, job
 

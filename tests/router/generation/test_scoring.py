@@ -19,7 +19,7 @@ from router.generation.unary_calls import CONTINUATIONS_AT_ONCE, UnaryCalls
 from router.quotas.quotas import Grant
 from router.request import Message, PromptLogprobs, Request, Summary
 from router.text.file_tokenizer import FileTokenizer
-from router.text.prompt_tokenizer import PromptTokenizer
+from router.text.tokenizer import PromptTokenizer
 from rpc.errors import CallError, InvalidField, Unavailable
 from tests.router.small_tokenizers import files_of, tokenizer_of
 

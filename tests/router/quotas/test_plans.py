@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from broker.terms import NO_KEY, KeyTerms
-from router.quotas.plans import Plans
+from router.quotas.quotas import Plans
 from tenancy.plans import Plan
 from tests.plans_file import plans_in
 

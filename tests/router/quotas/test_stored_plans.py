@@ -10,7 +10,7 @@ import pytest
 
 from adapter_store.app import Store, StoreSettings
 from router.catalog.store_client import StoreClient
-from router.quotas.plans import Plans
+from router.quotas.quotas import Plans
 from rpc.errors import Unavailable
 from tenancy.plans import Plan
 

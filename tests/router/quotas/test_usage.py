@@ -19,8 +19,7 @@ from broker.keys import LEDGER
 from broker.ledger import Ledger
 from router.metrics import RouterMetrics
 from router.quotas import usage
-from router.quotas.plans import Plans
-from router.quotas.quotas import Quotas
+from router.quotas.quotas import Plans, Quotas
 from router.quotas.usage import Facts, UsageLog, event_of
 from tests.router.quotas.test_quotas import begun, granted
 from tests.router.recording_link import job

@@ -10,8 +10,7 @@ import pytest
 
 from router.request import Chat, ChatMessage
 from router.text.chat import ChatTemplate
-from router.text.prompt_tokenizer import SHORT_CHARACTERS, SHORT_IDS, PromptTokenizer
-from router.text.tokenizer import HashTokenizer
+from router.text.tokenizer import SHORT_CHARACTERS, SHORT_IDS, HashTokenizer, PromptTokenizer
 from rpc.errors import InvalidField
 
 LONG = "x" * (SHORT_CHARACTERS + 1)

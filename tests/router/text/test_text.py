@@ -8,8 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from router.text.file_tokenizer import FileTokenizer
-from router.text.prompt_tokenizer import PromptTokenizer
-from router.text.tokenizer import HashTokenizer, ModelTokenizer, tokenizer_of
+from router.text.tokenizer import HashTokenizer, ModelTokenizer, PromptTokenizer, tokenizer_of
 from rpc.errors import InvalidField
 
 SAMPLE = "The quick brown fox — naïve café 日本語 🦊🦊 jumped over the lazy dog. " * 3

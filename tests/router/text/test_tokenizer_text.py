@@ -10,8 +10,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from router.request import Chat, ChatMessage, PromptOptions
 from router.text.file_tokenizer import FileTokenizer, longest_token_bytes
-from router.text.prompt_tokenizer import PromptTokenizer
-from router.text.tokenizer import HashTokenizer, TooManyTokensError
+from router.text.tokenizer import HashTokenizer, PromptTokenizer, TooManyTokensError
 from rpc.errors import InvalidField
 from tests.router.small_tokenizers import KINDS, files_of, id_of, tokenizer_of
 

@@ -18,8 +18,8 @@ import torch
 from options import StoppingParams
 from tests.worker.engine.interpreted import replace_language_once
 from worker.engine import torch_engine
-from worker.engine.lora.adapter_memory import AdapterLayers
 from worker.engine.lora.cuda import adapt_linears
+from worker.engine.lora.weights import AdapterLayers
 from worker.engine.model.loader import LoadedModel
 from worker.engine.model.runner import DecodeBuffers
 from worker.engine_api import AdapterSource, EngineConfig, NewSequence

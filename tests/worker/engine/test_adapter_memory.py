@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from artifacts import ArtifactError
-from worker.engine.lora.adapter_memory import TorchAdapterMemory, pack_adapter
-from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
+from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale, TorchAdapterMemory, pack_adapter
 from worker.engine_api import AdapterSource
 
 CPU = torch.device("cpu")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from worker.engine.kernels import threads
 from worker.engine.lora.cpu import CpuGroup, CpuStep
 from worker.engine.lora.weights import LoraPair, Rescale
 
@@ -144,7 +143,7 @@ def test_a_torch_without_openmp_computes_the_same_in_one_thread(monkeypatch: pyt
     group = Group(torch.float32, RANKS)
     x, y = group.inputs(3)
     expected = group.result([0, 1, 2], x, y)
-    monkeypatch.setattr(threads, "_parallel", lambda: None)
+    monkeypatch.setattr("worker.engine.kernels.compilation._parallel", lambda: None)
     assert torch.equal(group.result([0, 1, 2], x, y), expected)
 
 

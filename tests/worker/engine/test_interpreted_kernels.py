@@ -39,7 +39,7 @@ WITHOUT_NUMBA = """
 import sys
 sys.modules.update(numba=None, llvmlite=None)
 import worker.engine.torch_engine, worker.engine.process, worker.engine.model.runner
-import worker.engine.lora.base_layers, worker.engine.lora.adapter_memory
+import worker.engine.lora.base_layers, worker.engine.lora.weights
 import bench.gpu, worker.engine.lora.cuda, tests.gpu.test_engine_on_cuda
 del sys.modules["numba"], sys.modules["llvmlite"]
 """

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from worker.engine.lora.base_layers import FusedProduct, fuse, place_parts
 from worker.engine.lora.cpu import CpuLayers
-from worker.engine.lora.fused_linears import FusedProduct, fuse, place_parts
 from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,8 +11,7 @@ import torch
 
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
-from worker.engine.lora.adapter_memory import pack_adapter
-from worker.engine.lora.weights import read_adapter
+from worker.engine.lora.weights import pack_adapter, read_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

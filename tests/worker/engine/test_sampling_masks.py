@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from options import SamplingParams
-from worker.engine.sampling.masks import forbid_ids, forbid_with_torch
-from worker.engine.sampling.sampler import Adjustments, Draw, sample
+from worker.engine.sampling.sampler import Adjustments, Draw, forbid_ids, forbid_with_torch, sample
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 VOCAB, WORDS = 1001, 32

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from options import SamplingParams, StoppingParams
 from worker.engine.sampling import sampler
-from worker.engine.sampling.masks import NO_MASKS, Masks, forbid_with_torch
+from worker.engine.sampling.sampler import NO_MASKS, Masks, forbid_with_torch
 from worker.engine.sampling.step import InFlight, launch_sampling
 from worker.engine.scheduling.sequence import Batch, Row, Sequence
 from worker.engine_api import Failure, NewSequence

@@ -25,7 +25,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_po
 
 from worker.engine.attention.paged import AttentionContext, LayerCall
 from worker.engine.encoder.loader import LoadedEncoder
-from worker.engine.lora.fused_linears import FusedPart, FusedProduct
+from worker.engine.lora.base_layers import FusedPart, FusedProduct
 from worker.engine.lora.weights import AdapterWeights, LoraPair
 
 # Number of queries that a windowed attention computes at once: its cost grows with the text's length, not its square.

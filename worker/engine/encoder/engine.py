@@ -25,10 +25,9 @@ from worker.engine.encoder.loader import ClassifierHeads, LoadedEncoder, load_en
 from worker.engine.engine import Engine
 from worker.engine.linear.choice import unmeasured
 from worker.engine.linear.layouts import replace_linears
-from worker.engine.lora.adapter_memory import PackedAdapter, adapter_cache
 from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.lora.cpu import CpuLayers
-from worker.engine.lora.weights import AdapterWeights
+from worker.engine.lora.weights import AdapterWeights, PackedAdapter, adapter_cache
 from worker.engine.model.encoding import NO_CLASSIFIER, pooled, to_vector
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.scheduler import SequenceScheduler

@@ -25,8 +25,8 @@ from artifacts.peft_config import CONFIG_FILE, PROMPTS_FIELD, parse_peft_config,
 from artifacts.revision import Figures
 from worker.engine.attention.paged import KvCache
 from worker.engine.device import step_threads
-from worker.engine.lora.adapter_memory import adapter_memory
 from worker.engine.lora.base_layers import ModelLayers
+from worker.engine.lora.weights import adapter_memory
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.model.runner import step_inputs
 from worker.engine.quantized.weight import QuantizedWeight

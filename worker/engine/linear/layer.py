@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from worker.engine.device import dtype_name
-from worker.engine.kernels import fixed_linear, threads
+from worker.engine.kernels import fixed_linear
 from worker.engine.kernels import linear as float_linear
-from worker.engine.kernels.threads import Workspace
+from worker.engine.kernels.compilation import Workspace, run_on_all_threads
 from worker.engine.kernels.weight_vectors import CALL_INTEGERS, PANEL, UNIT_COLUMNS, ZERO_STEP
 from worker.engine.quantized.weight import SYMMETRIC_ZERO, AnyLinear, QuantizedWeight
 
@@ -238,7 +238,7 @@ class PanelLayer(nn.Module):
         _scratch.counters[:] = 0
         tasks = min(self._panels.count, torch.get_num_threads() * _TASKS_PER_THREAD)
         call = x.data_ptr(), rows, y.data_ptr(), _scratch.counters_address, tasks, scratch
-        threads.run_on_all_threads(self._kernel.address, self._call.pack(*call, *own) + self._kept)
+        run_on_all_threads(self._kernel.address, self._call.pack(*call, *own) + self._kept)
 
 
 class PanelLinear(PanelLayer):

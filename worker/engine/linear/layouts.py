@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear as multiply
 
 from worker.engine.device import dtype_name
-from worker.engine.lora.fused_linears import FusedPart, FusedProduct, can_fuse, fuse, fusion_candidates
+from worker.engine.lora.base_layers import FusedPart, FusedProduct, can_fuse, fuse, fusion_candidates
 from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear, quantize
 
 # Maximum difference from the definition, relative to the largest output, that rounding explains: by the dtype that is

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from worker.engine.device import dtype_name
+from worker.engine.kernels.compilation import Workspace
 from worker.engine.kernels.lora import COUNTERS, PAIR_FIELDS, SEGMENT_FIELDS, compile_lora
-from worker.engine.kernels.threads import Workspace
-from worker.engine.lora.fused_linears import FusedPart, FusedProduct, fused_groups, place_parts
+from worker.engine.lora.base_layers import FusedPart, FusedProduct, fused_groups, place_parts
 from worker.engine.lora.weights import AdapterWeights, LoraPair
 from worker.engine.quantized.weight import QuantizedEmbedding
 
@@ -185,7 +185,7 @@ def _table_line(pair: LoraPair | None) -> tuple[int, ...]:
 
 
 class CpuLayers:
-    """Implements worker.engine.lora.adapter_memory.AdapterLayers. An adapter's tensors are referenced, not copied."""
+    """Implements worker.engine.lora.weights.AdapterLayers. An adapter's tensors are referenced, not copied."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from worker.engine.device import KernelCall, upload
-from worker.engine.lora.fused_linears import FusedProduct, can_fuse, fuse, fusion_candidates, place_parts
+from worker.engine.lora.base_layers import FusedProduct, can_fuse, fuse, fusion_candidates, place_parts
 from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
 from worker.engine.quantized.weight import AnyLinear, is_linear
 
@@ -306,7 +306,7 @@ _NO_TILE = (-1, 0, 0)
 
 
 class CudaLora:
-    """Implements worker.engine.lora.adapter_memory.AdapterLayers: slots of modules in groups with the same input."""
+    """Implements worker.engine.lora.weights.AdapterLayers: slots of modules in groups with the same input."""
 
     def __init__(
         self,

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from worker.engine.attention.paged import AttentionPlan, AttentionStep, KvCache
 from worker.engine.device import upload
-from worker.engine.lora.adapter_memory import AdapterLayers
+from worker.engine.lora.weights import AdapterLayers
 from worker.engine.model.encoding import Encoding
 from worker.engine.model.loader import LoadedModel
-from worker.engine.sampling.masks import NO_MASKS, MaskFiller, forbid_ids
+from worker.engine.sampling.sampler import NO_MASKS, MaskFiller, forbid_ids
 from worker.engine.sampling.step import InFlight, launch_sampling
 from worker.engine.scheduling.sequence import Batch, Row
 from worker.engine_api import EngineLimits

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from options import TokenLogprobs
 from worker.engine.device import download, is_out_of_memory, record_event, upload
-from worker.engine.sampling.masks import NO_MASKS, Masks
-from worker.engine.sampling.sampler import Adjustments, Draw, sample
+from worker.engine.sampling.sampler import NO_MASKS, Adjustments, Draw, Masks, sample
 from worker.engine.scheduling.sequence import Batch, Row
 from worker.engine_api import Failure
 

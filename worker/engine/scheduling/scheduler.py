@@ -35,9 +35,9 @@ from worker.engine.scheduling.sequence import (
     Sequence,
     SequenceState,
     adapter_failure,
+    check_sequence,
     output_of,
 )
-from worker.engine.scheduling.validate import check_sequence
 from worker.engine_api import EngineLimits, EngineStats, Failure, NewSequence, Output, SequenceRefusedError
 
 

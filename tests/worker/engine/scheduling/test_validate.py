@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from options import SamplingParams, StoppingParams
-from worker.engine.scheduling.validate import check_sequence
+from worker.engine.scheduling.sequence import check_sequence
 from worker.engine_api import AdapterSource, EngineLimits, NewSequence, SequenceRefusedError
 
 VOCAB = 50
