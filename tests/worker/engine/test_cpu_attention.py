@@ -97,7 +97,7 @@ def test_large_scores_do_not_overflow() -> None:
 def test_a_torch_without_openmp_computes_the_same_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = Numbers(Case(chunks=((0, 9),)), CPU, torch.float32)
     expected = by_kernel(numbers)
-    monkeypatch.setattr("worker.engine.kernels.compilation._parallel", lambda: None)
+    monkeypatch.setattr("worker.engine.kernels.threads._parallel", lambda: None)
     assert torch.equal(by_kernel(numbers), expected)
 
 

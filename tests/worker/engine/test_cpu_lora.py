@@ -143,7 +143,7 @@ def test_a_torch_without_openmp_computes_the_same_in_one_thread(monkeypatch: pyt
     group = Group(torch.float32, RANKS)
     x, y = group.inputs(3)
     expected = group.result([0, 1, 2], x, y)
-    monkeypatch.setattr("worker.engine.kernels.compilation._parallel", lambda: None)
+    monkeypatch.setattr("worker.engine.kernels.threads._parallel", lambda: None)
     assert torch.equal(group.result([0, 1, 2], x, y), expected)
 
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from artifacts.families import KvShape
-from worker.engine.kernels.compilation import Workspace
+from worker.engine.kernels.threads import Workspace
 
 # Share of the memory that is free after the weights are loaded. The rest is for activations, and on the CPU for the
 # other programs of the machine.

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from worker.engine.attention.cpu import CpuPlan
 from worker.engine.attention.paged import AttentionContext, AttentionStep, KvCache, LayerCall
 from worker.engine.decoder.layer import Arena, AttentionForm, DecoderLayer, Heads, Mlp, Norm, Rotation, RowOperators
-from worker.engine.kernels.compilation import ThreadCall, recorded_calls
 from worker.engine.kernels.program import Program, as_integers, can_run
+from worker.engine.kernels.threads import ThreadCall, recorded_calls
 from worker.engine.linear.layer import PanelLayer, scratch_memory
 from worker.engine.lora.base_layers import FusedPart
 from worker.engine.lora.cpu import CpuGroup

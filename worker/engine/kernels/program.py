@@ -17,8 +17,9 @@ from llvmlite import ir
 from numba import carray, types
 from numpy.typing import NDArray
 
-from worker.engine.kernels.compilation import Kernel, ThreadCall, compile_kernel, team_size
+from worker.engine.kernels.compilation import Kernel, compile_kernel
 from worker.engine.kernels.llvm import I32, I64, emits, fetch_add, int64_pointer, kernel_part, wait_for
+from worker.engine.kernels.threads import ThreadCall, team_size
 
 _INTEGERS = "table count arrived released entered zeroes zeroed team"
 

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from worker.engine.device import dtype_name
 from worker.engine.kernels import fixed_linear
 from worker.engine.kernels import linear as float_linear
-from worker.engine.kernels.compilation import Workspace, run_on_all_threads
+from worker.engine.kernels.threads import Workspace, run_on_all_threads
 from worker.engine.kernels.weight_vectors import CALL_INTEGERS, PANEL, UNIT_COLUMNS, ZERO_STEP
 from worker.engine.quantized.weight import SYMMETRIC_ZERO, AnyLinear, QuantizedWeight
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from worker.engine.device import dtype_name
-from worker.engine.kernels.compilation import Workspace
 from worker.engine.kernels.lora import COUNTERS, PAIR_FIELDS, SEGMENT_FIELDS, compile_lora
+from worker.engine.kernels.threads import Workspace
 from worker.engine.lora.base_layers import FusedPart, FusedProduct, fused_groups, place_parts
 from worker.engine.lora.weights import AdapterWeights, LoraPair
 from worker.engine.quantized.weight import QuantizedEmbedding

@@ -25,10 +25,10 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from llguidance import LLExecutor
 from torch import Tensor
 
 from options import SamplingParams
@@ -36,6 +36,9 @@ from worker.engine.device import upload
 from worker.engine.scheduling.grammars import GrammarState
 from worker.engine.scheduling.sequence import Batch, Row
 from worker.engine_api import Failure
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +71,8 @@ class MaskFiller:
             return None
         if self._thread is None or self._executor is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+            from llguidance import LLExecutor  # not at the top: without grammars it may be absent
+
             self._executor = LLExecutor()
         return self._thread.submit(_fill, self._executor, constrained)
 

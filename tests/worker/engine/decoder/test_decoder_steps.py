@@ -17,8 +17,8 @@ from options import StoppingParams
 from tests.worker.engine.model.tiny_families import CRAMPED, LAST_ARRIVAL, PROMPTS, make_config, make_model
 from worker.engine.decoder import recognition
 from worker.engine.decoder.recognition import _SharedMemory
-from worker.engine.kernels.compilation import recorded_calls, run_on_all_threads, run_on_this_thread
 from worker.engine.kernels.program import Program
+from worker.engine.kernels.threads import recorded_calls, run_on_all_threads, run_on_this_thread
 from worker.engine.linear.layer import PanelLinear, scratch_memory
 from worker.engine.lora.cpu import CpuGroup, CpuStep
 from worker.engine.model.loader import load_model
