@@ -92,8 +92,8 @@ class ApiKeys:
         if parts is None:
             raise ValueError("holds no API key; `loraplex keys bootstrap FILE` makes one")
         with self._database.reading() as rows:
-            known = _find(rows, parts[0])
-        if known is not None:
+            existing = _find(rows, parts[0])
+        if existing is not None:
             return None
         return self._insert(parts[0], "", Role.OPERATOR, frozenset(), "bootstrap", None, hash_of(parts[1]))
 
@@ -142,17 +142,17 @@ class ApiKeys:
     def page(self, tenant: str, after: str, limit: int) -> list[ApiKey]:
         """Return keys in order of id, from the first after `after`; of one tenant, if it is given."""
         with self._database.reading() as rows:
-            found = rows.execute(
+            selected = rows.execute(
                 "SELECT * FROM api_keys WHERE key_id > ? AND (? = '' OR tenant = ?) ORDER BY key_id LIMIT ?",
                 (after, tenant, tenant, limit),
             )
-            return [_to_key(rows, row) for row in found.fetchall()]
+            return [_to_key(rows, row) for row in selected.fetchall()]
 
     def changes(self, after: int, limit: int) -> list[ApiKey]:
         """Return keys in order of their last change, from the first after that number."""
         with self._database.reading() as rows:
-            found = rows.execute("SELECT * FROM api_keys WHERE change > ? ORDER BY change LIMIT ?", (after, limit))
-            return [_to_key(rows, row) for row in found.fetchall()]
+            selected = rows.execute("SELECT * FROM api_keys WHERE change > ? ORDER BY change LIMIT ?", (after, limit))
+            return [_to_key(rows, row) for row in selected.fetchall()]
 
     def _insert(
         self,
@@ -207,7 +207,7 @@ def _find(rows: sqlite3.Connection, key_id: str) -> ApiKey | None:
 
 
 def _to_key(rows: sqlite3.Connection, row: sqlite3.Row) -> ApiKey:
-    found = rows.execute(
+    secrets = rows.execute(
         "SELECT sha256, expire_ns FROM api_key_secrets WHERE key_id = ? ORDER BY create_ns DESC", (row["key_id"],)
     )
     return ApiKey(
@@ -222,7 +222,7 @@ def _to_key(rows: sqlite3.Connection, row: sqlite3.Row) -> ApiKey:
         change=row["change"],
         secrets=tuple(
             HashedSecret(one["sha256"], None if one["expire_ns"] is None else one["expire_ns"] / _SECOND_NS)
-            for one in found
+            for one in secrets
         ),
     )
 
@@ -271,12 +271,12 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
         """Return the keys that have changed since the last call, hashed."""
         epoch = self._keys.epoch  # a purge may begin another one meanwhile, of which this answer is not
         after = request.after if request.epoch == epoch else 0
-        found = await asyncio.to_thread(self._keys.changes, after, _CHANGES + 1)
-        keys = found[:_CHANGES]
+        changes = await asyncio.to_thread(self._keys.changes, after, _CHANGES + 1)
+        keys = changes[:_CHANGES]
         return pb.ListKeyChangesResponse(
             epoch=epoch,
             latest=keys[-1].change if keys else after,
-            more=len(found) > _CHANGES,
+            more=len(changes) > _CHANGES,
             keys=map(_hashed_to_pb, keys),
         )
 

@@ -233,8 +233,8 @@ class Store:
         if self._settings.bootstrap_key:
             try:
                 text = Path(self._settings.bootstrap_key).read_text(encoding="utf-8").strip()
-                if (made := self._keys.bootstrap(text)) is not None:
-                    self._auditor.record("bootstrap key", key_id=made.key_id, role=made.role.value)
+                if (api_key := self._keys.bootstrap(text)) is not None:
+                    self._auditor.record("bootstrap key", key_id=api_key.key_id, role=api_key.role.value)
             except (OSError, ValueError) as error:
                 raise BootstrapKeyError(f"--bootstrap-key {self._settings.bootstrap_key}: {error}") from error
 

@@ -43,8 +43,8 @@ class BaseModels:
     def list_bases(self, after: str, limit: int) -> list[Base]:
         """Return models in order of name, from the first after `after`."""
         with self._database.reading() as rows:
-            found = rows.execute("SELECT * FROM base_models WHERE name > ? ORDER BY name LIMIT ?", (after, limit))
-            return [_to_base(rows, row) for row in found.fetchall()]
+            selected = rows.execute("SELECT * FROM base_models WHERE name > ? ORDER BY name LIMIT ?", (after, limit))
+            return [_to_base(rows, row) for row in selected.fetchall()]
 
     def register(self, new: NewBase, upload: Upload) -> Base:
         """Keep a model with the upload's files; the same model again changes nothing.

@@ -232,11 +232,11 @@ class DeletedRevisions:
 
     def find(self, rows: sqlite3.Connection, name: RevisionName) -> Revision | None:
         """Return a deleted revision that may still be downloaded."""
-        found = rows.execute(
+        row = rows.execute(
             "SELECT * FROM deleted_revisions WHERE tenant = ? AND adapter = ? AND digest = ? AND delete_ns > ?",
             (name.tenant, name.adapter, name.digest, self._clock() - self._keep_ns),
         ).fetchone()
-        return None if found is None else to_revision(found)
+        return None if row is None else to_revision(row)
 
     def purge(self, *, everything: bool = False, name: AdapterName | None = None) -> int:
         """Remove the revisions whose time has passed, or all of them, or all of an adapter; returns how many."""
@@ -255,12 +255,12 @@ class DeletedRevisions:
     def _remove(self, where: str, values: Sequence[int | str]) -> int:
         digests: set[str] = set()
         with self._database.swept(self._data, digests), self._database.transaction() as rows:
-            found = rows.execute(
+            removed = rows.execute(
                 f"SELECT config_digest, weights_digest FROM deleted_revisions WHERE {where}", values
             ).fetchall()
             rows.execute(f"DELETE FROM deleted_revisions WHERE {where}", values)
-            digests.update(digest for revision in found for digest in revision)
-        return len(found)
+            digests.update(digest for revision in removed for digest in revision)
+        return len(removed)
 
 
 class Catalog:
@@ -291,7 +291,7 @@ class Catalog:
         values = {f"tenant{place}": tenant for place, tenant in enumerate(tenants)}
         names = ", ".join(f":{name}" for name in values)
         with self._database.reading() as rows:
-            found = rows.execute(
+            selected = rows.execute(
                 f"SELECT * FROM adapters WHERE (tenant IN ({names}) OR (tenant, adapter) IN "
                 f"(SELECT tenant, adapter FROM grants WHERE grantee = :granted_to AND {LIVE_GRANT})) "
                 "AND (tenant, adapter) > (:after, :after_adapter) ORDER BY tenant, adapter LIMIT :limit",
@@ -304,19 +304,19 @@ class Catalog:
                     "limit": limit,
                 },
             ).fetchall()
-            for row in found:
+            for row in selected:
                 yield to_adapter(rows, row)
 
     def revisions(self, name: AdapterName, before: int, limit: int) -> Generator[Revision, None, None]:
         """Yield the adapter's revisions whose `order` is below `before`, newest first. Raises NotFound."""
         with self._database.reading() as rows:
             row = adapter_row(rows, name)
-            found = rows.execute(
+            selected = rows.execute(
                 REVISIONS + "WHERE adapter_id = ? AND number < ? ORDER BY number DESC LIMIT ?",
                 (row["id"], before, limit),
             ).fetchall()
-            for found_row in found:
-                yield to_revision(found_row, certificates_of(rows, found_row))
+            for revision_row in selected:
+                yield to_revision(revision_row, certificates_of(rows, revision_row))
 
     def open_revision(self, name: RevisionName) -> tuple[Revision, dict[str, BlobReader]]:
         """Open a revision's files; returns revision and readers of the same moment. Raises NotFound, CorruptBlob.
@@ -496,5 +496,5 @@ def _set_alias(rows: sqlite3.Connection, adapter_id: int, alias: str, digest: st
 
 def _remove_alias(rows: sqlite3.Connection, adapter_id: int, alias: str) -> bool:
     """Remove the alias; returns whether there was one."""
-    found = rows.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (adapter_id, alias))
-    return found.rowcount > 0
+    deleted = rows.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (adapter_id, alias))
+    return deleted.rowcount > 0

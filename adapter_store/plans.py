@@ -98,21 +98,21 @@ class StoredPlans:
     def of(self, tenant: str) -> Plan:
         """Return a tenant's plan. The shared adapters are the operators': the default plan does not limit them."""
         for name in (plan_name(tenant), *(() if tenant == SHARED else (DEFAULT,))):
-            if (found := self._plans.get(name)) and found.plan is not None:
-                return found.plan
+            if (stored := self._plans.get(name)) and stored.plan is not None:
+                return stored.plan
         return UNLIMITED
 
     def of_key(self, key_id: str) -> Plan:
         """Return an API key's plan."""
-        found = self._plans.get(plan_name(key_id=key_id))
-        return UNLIMITED if found is None or found.plan is None else found.plan
+        stored = self._plans.get(plan_name(key_id=key_id))
+        return UNLIMITED if stored is None or stored.plan is None else stored.plan
 
     def get(self, name: str) -> NamedPlan:
         """Return a plan. Raises NotFound."""
-        found = self._plans.get(name)
-        if found is None or found.plan is None:
+        stored = self._plans.get(name)
+        if stored is None or stored.plan is None:
             raise NotFound("plan", name)
-        return found
+        return stored
 
     def page(self, after: str, limit: int) -> list[NamedPlan]:
         """Return plans in order of name, from the first after `after`."""
@@ -132,8 +132,8 @@ class StoredPlans:
         """Remove a plan. Raises as `set` does, and NotFound."""
         self._write(name, None, etag)
 
-    def kept(self, names: Iterable[str]) -> list[str]:
-        """Return those of the plans that are there, deleted ones too, which readers have yet to hear of."""
+    def existing(self, names: Iterable[str]) -> list[str]:
+        """Return the names among `names` that have a plan, deleted plans included until readers have heard of them."""
         return [name for name in names if name in self._plans]
 
     def purge(self, names: Iterable[str]) -> list[str]:
@@ -141,7 +141,7 @@ class StoredPlans:
         if self._file is not None:
             return []
         with self._database.lock:
-            gone = self.kept(names)
+            gone = self.existing(names)
             with self._database.transaction() as rows:
                 rows.executemany("DELETE FROM plans WHERE name = ?", [(name,) for name in gone])
             if gone:
@@ -158,12 +158,12 @@ class StoredPlans:
             raise Mismatch("plans", "they are in the file of the store's --plans; change it", reason="PLANS_IN_FILE")
         values = None if plan is None else json.dumps({k: v for k, v in asdict(plan).items() if v is not None})
         with self._database.lock:
-            found = self._plans.get(name)
-            if found is not None and found.plan is None:
-                found = None
-            if etag and (found is None or found.etag != etag):
+            stored = self._plans.get(name)
+            if stored is not None and stored.plan is None:
+                stored = None
+            if etag and (stored is None or stored.etag != etag):
                 raise Aborted(f"plan {name} has changed since etag {etag} was read; read it again")
-            if plan is None and found is None:
+            if plan is None and stored is None:
                 raise NotFound("plan", name)
             written = NamedPlan(name, plan, max((one.change for one in self._plans.values()), default=0) + 1)
             with self._database.transaction() as rows:
@@ -194,9 +194,9 @@ class PlanService(plans_pb2_grpc.PlanServiceServicer):
     async def SetPlan(self, request: pb.SetPlanRequest, context: Context) -> pb.SetPlanResponse:
         """Replace a plan, or make it."""
         name, plan = _named(request.plan.name), _from_pb(request.plan)
-        kept = await asyncio.to_thread(self._plans.set, name, plan, request.plan.etag)
+        stored = await asyncio.to_thread(self._plans.set, name, plan, request.plan.etag)
         log.info("%s: set the plan %s", caller().name, name)
-        return pb.SetPlanResponse(plan=_to_pb(kept))
+        return pb.SetPlanResponse(plan=_to_pb(stored))
 
     async def ListPlans(self, request: pb.ListPlansRequest, context: Context) -> pb.ListPlansResponse:
         """Return a page of plans, in order of name."""
@@ -213,12 +213,12 @@ class PlanService(plans_pb2_grpc.PlanServiceServicer):
         """Return the plans that have changed since the last call."""
         epoch = self._plans.epoch  # a purge may begin another one meanwhile, of which this answer is not
         after = request.after if request.epoch == epoch else 0
-        found = self._plans.changes(after, _CHANGES + 1)
-        plans = found[:_CHANGES]
+        changes = self._plans.changes(after, _CHANGES + 1)
+        plans = changes[:_CHANGES]
         return pb.ListPlanChangesResponse(
             epoch=epoch,
             latest=plans[-1].change if plans else after,
-            more=len(found) > _CHANGES,
+            more=len(changes) > _CHANGES,
             plans=[_to_pb(one) for one in plans if one.plan is not None],
             deleted=[one.name for one in plans if one.plan is None],
         )
@@ -267,8 +267,8 @@ class StoreQuotas:
         for name, plan in plans.items():
             most = plan.uploads_at_once
             if most is not None and self._uploads[name] >= most:
-                retry_s = _UPLOAD_RETRY_S if most else None
-                raise self._exceeded(name, "uploads_at_once", most, "wait for one of them", retry_s)
+                retry_after_s = _UPLOAD_RETRY_S if most else None
+                raise self._exceeded(name, "uploads_at_once", most, "wait for one of them", retry_after_s)
         self._uploads.update(plans.keys())
         try:
             yield
@@ -309,9 +309,9 @@ class StoreQuotas:
         return plans
 
     def _exceeded(
-        self, name: str, limit: str, most: int, hint: str = "delete adapters first", retry_s: float | None = None
+        self, name: str, limit: str, most: int, hint: str = "delete adapters first", retry_after_s: float | None = None
     ) -> Exhausted:
         """Return the error of a limit of a plan, by the plan's name."""
         self._metrics.quota_refusals.labels(limit).inc()
         message = f"the plan of {name.partition('/')[2]} has {limit} {most}: {hint}"
-        return Exhausted(f"{name}/quotas/{limit}", message, retry_after_s=retry_s, reason="QUOTA_EXCEEDED")
+        return Exhausted(f"{name}/quotas/{limit}", message, retry_after_s=retry_after_s, reason="QUOTA_EXCEEDED")

@@ -40,15 +40,15 @@ _REMOVALS = (
     "DELETE FROM deleted_revisions WHERE tenant = :tenant",
     "DELETE FROM adapters WHERE tenant = :tenant",  # and with them revisions, their keys, aliases and certificates
 )
-# Digests of the files of its revisions.
+# Digests of the files of a tenant's revisions.
 _BLOBS = (
     "SELECT config_digest, weights_digest FROM revisions JOIN adapters ON adapters.id = adapter_id "
     "WHERE tenant = :tenant UNION "
     "SELECT config_digest, weights_digest FROM deleted_revisions WHERE tenant = :tenant"
 )
 
-# Those of the revisions that are here.
-_KEPT = (
+# The digests among `digests` that are of an existing revision, deleted ones included.
+_EXISTING = (
     "SELECT digest FROM revisions WHERE digest IN (SELECT value FROM json_each(:digests)) UNION "
     "SELECT digest FROM deleted_revisions WHERE digest IN (SELECT value FROM json_each(:digests))"
 )
@@ -103,20 +103,22 @@ class TenantPurge:
         gone = self._database.unreferenced(blobs)
         removed += [f"keys/{key_id}" for key_id in keys] + [f"plans/{name}" for name in plans]
         removed += [f"blobs/{digest}" for digest in sorted(gone)]
-        return Purged(removed, self._left(tenant, gone), [f"blobs/{one}" for one in sorted(blobs.difference(gone))])
+        return Purged(
+            removed, self._remaining(tenant, gone), [f"blobs/{one}" for one in sorted(blobs.difference(gone))]
+        )
 
     def gone(self, digests: Sequence[str]) -> list[str]:
         """Return those of the revisions, by digest, that the store has of no tenant, not even as deleted ones."""
         with self._database.reading() as rows:
-            known = {digest for (digest,) in rows.execute(_KEPT, {"digests": json.dumps(digests)})}
-        return [digest for digest in digests if digest not in known]
+            existing = {digest for (digest,) in rows.execute(_EXISTING, {"digests": json.dumps(digests)})}
+        return [digest for digest in digests if digest not in existing]
 
-    def _left(self, tenant: str, gone: list[str]) -> list[str]:
+    def _remaining(self, tenant: str, gone: list[str]) -> list[str]:
         with self._database.reading() as rows:
-            left = list(_names(rows, tenant))
-        left += [f"keys/{key.key_id}" for key in self._keys.page(tenant, "", 10)]
-        left += [f"plans/{name}" for name in self._plans.kept([plan_name(tenant)])]
-        return left + [f"blobs/{digest}" for digest in gone if self._data.has(digest)]
+            remaining = list(_names(rows, tenant))
+        remaining += [f"keys/{key.key_id}" for key in self._keys.page(tenant, "", 10)]
+        remaining += [f"plans/{name}" for name in self._plans.existing([plan_name(tenant)])]
+        return remaining + [f"blobs/{digest}" for digest in gone if self._data.has(digest)]
 
 
 def _names(rows: sqlite3.Connection, tenant: str) -> Iterator[str]:

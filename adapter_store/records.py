@@ -99,8 +99,8 @@ class NewBase:
 
 
 def find_adapter(rows: sqlite3.Connection, name: AdapterName) -> sqlite3.Row | None:
-    found = rows.execute("SELECT * FROM adapters WHERE tenant = ? AND adapter = ?", (name.tenant, name.adapter))
-    row: sqlite3.Row | None = found.fetchone()
+    selected = rows.execute("SELECT * FROM adapters WHERE tenant = ? AND adapter = ?", (name.tenant, name.adapter))
+    row: sqlite3.Row | None = selected.fetchone()
     return row
 
 
@@ -129,10 +129,10 @@ def etag_of(row: sqlite3.Row) -> str:
 
 
 def find_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision | None:
-    found = rows.execute(
+    row = rows.execute(
         REVISIONS + "WHERE tenant = ? AND adapter = ? AND digest = ?", (name.tenant, name.adapter, name.digest)
     ).fetchone()
-    return None if found is None else to_revision(found, certificates_of(rows, found))
+    return None if row is None else to_revision(row, certificates_of(rows, row))
 
 
 def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
@@ -144,7 +144,7 @@ def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
 
 def certificates_of(rows: sqlite3.Connection, revision: sqlite3.Row) -> tuple[FitnessCertificate, ...]:
     """Return the certificates of a revision that were made with its base model."""
-    found = rows.execute(
+    selected = rows.execute(
         "SELECT * FROM certificates WHERE adapter_id = ? AND digest = ? AND base_digest = ? ORDER BY quantization",
         (revision["adapter_id"], revision["digest"], revision["base_digest"]),
     )
@@ -155,7 +155,7 @@ def certificates_of(rows: sqlite3.Connection, revision: sqlite3.Row) -> tuple[Fi
             Figures(row["prompts"], bool(row["drawn"]), row["tokens"], row["agreement"], row["mean_kl"], row["max_kl"]),
             row["create_ns"],
         )
-        for row in found
+        for row in selected
     )
 
 

@@ -124,10 +124,10 @@ def _check_finite(path: Path, header: dict[str, TensorInfo]) -> None:
         for name, tensor in header.items():
             kind, exponent = _EXPONENTS[tensor.dtype]
             file.seek(tensor.start)
-            left = tensor.end - tensor.start
-            while left:
-                numbers = np.frombuffer(file.read(min(left, _PIECE_BYTES)), dtype=kind)
-                left -= numbers.nbytes
+            remaining = tensor.end - tensor.start
+            while remaining:
+                numbers = np.frombuffer(file.read(min(remaining, _PIECE_BYTES)), dtype=kind)
+                remaining -= numbers.nbytes
                 if np.any((numbers & exponent) == exponent):
                     raise ArtifactError(WEIGHTS_FILE, f"tensor {name} has infinities or NaNs")
 

@@ -213,10 +213,10 @@ def parse_chat_settings(value: Any) -> ChatSettings:
         return ChatSettings()
     if not isinstance(value, dict):
         raise ArtifactError(CHAT_FIELD, "is not a JSON object")
-    known = [field.name for field in fields(ChatSettings)]
+    names = [field.name for field in fields(ChatSettings)]
     for key, text in value.items():
-        if key not in known:
-            raise MismatchError(f"{CHAT_FIELD}.{key}"[:200], f"is none of {', '.join(known)}")
+        if key not in names:
+            raise MismatchError(f"{CHAT_FIELD}.{key}"[:200], f"is none of {', '.join(names)}")
         if not isinstance(text, str):
             raise ArtifactError(f"{CHAT_FIELD}.{key}", "is not a text")
         try:

@@ -123,7 +123,7 @@ def _saved_bytes(model: Any) -> int:
 @torch.inference_mode()
 def _padded(model: Any, texts: Texts, rows: int = 8) -> Tensor:
     """Classify in batches that are padded to their longest text."""
-    found = []
+    logits = []
     for first in range(0, len(texts), rows):
         batch = texts[first : first + rows]
         ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.int64)
@@ -131,8 +131,8 @@ def _padded(model: Any, texts: Texts, rows: int = 8) -> Tensor:
         for row, text in enumerate(batch):
             ids[row, : len(text)] = torch.tensor(text)
             mask[row, : len(text)] = 1
-        found.append(model(input_ids=ids, attention_mask=mask).logits)
-    return torch.cat(found)
+        logits.append(model(input_ids=ids, attention_mask=mask).logits)
+    return torch.cat(logits)
 
 
 def _joined(engine: EncoderEngine, texts: Texts) -> Tensor:
@@ -141,10 +141,10 @@ def _joined(engine: EncoderEngine, texts: Texts) -> Tensor:
         engine.add_sequence(
             NewSequence(str(index), text, stopping=StoppingParams(max_tokens=0), encode=Encode("classify"))
         )
-    found = {}
+    vectors = {}
     while engine.has_work():
-        found.update({int(output.sequence_id): output.vector for output in engine.step()})
-    return torch.tensor([found[index] for index in range(len(texts))])
+        vectors.update({int(output.sequence_id): output.vector for output in engine.step()})
+    return torch.tensor([vectors[index] for index in range(len(texts))])
 
 
 def show(sides: dict[str, Side]) -> None:
@@ -163,6 +163,6 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         show(run(Path(sys.argv[1])))
     else:
-        with tempfile.TemporaryDirectory() as made:
-            make_model(Path(made), SIZES)
-            show(run(Path(made)))
+        with tempfile.TemporaryDirectory() as scratch:
+            make_model(Path(scratch), SIZES)
+            show(run(Path(scratch)))

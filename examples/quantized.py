@@ -92,10 +92,10 @@ def _continue(model: Any, tokenizer: Any) -> str:
 
 
 if __name__ == "__main__":
-    found = run(Path(sys.argv[1]) if len(sys.argv) > 1 else MODEL)
-    whole, small = found["bytes"]
+    results = run(Path(sys.argv[1]) if len(sys.argv) > 1 else MODEL)
+    whole, small = results["bytes"]
     print(f"memory  {whole / 1e6:.1f} MB in float32, {small / 1e6:.1f} MB in bytes")
-    worst = max(found["errors"], key=found["errors"].__getitem__)
-    print(f"error   mean {found['mean_error']:.5f}, largest {found['errors'][worst]:.5f}, in {worst}")
-    for when, text in zip(("before", "after"), found["texts"], strict=True):
+    worst = max(results["errors"], key=results["errors"].__getitem__)
+    print(f"error   mean {results['mean_error']:.5f}, largest {results['errors'][worst]:.5f}, in {worst}")
+    for when, text in zip(("before", "after"), results["texts"], strict=True):
         print(f"{when:7} {text!r}")

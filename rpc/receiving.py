@@ -88,8 +88,8 @@ class OneMessage(Interceptor):
     Callers without a credential have bounds of their own: from many addresses they would take everybody's turns.
     """
 
-    def __init__(self, known: Receiving, strangers: Receiving) -> None:
-        self._known = known, Shares(WAITING)
+    def __init__(self, authenticated: Receiving, strangers: Receiving) -> None:
+        self._authenticated = authenticated, Shares(WAITING)
         self._strangers = strangers, Shares(WAITING)
 
     def wrap(self, handler: Handler, method: str) -> Handler:
@@ -106,7 +106,7 @@ class OneMessage(Interceptor):
     async def _read(self, context: Context) -> bytes:
         """Return the bytes of a call's message. Raises a CallError."""
         principal = known_caller()
-        receiving, waiting = self._strangers if principal is None else self._known
+        receiving, waiting = self._strangers if principal is None else self._authenticated
         who = context.peer().rpartition(":")[0] if principal is None else principal.tenant or principal.name
         if principal is not None and principal.roles & NAMING_ROLES:
             return await receiving.read(who, context)

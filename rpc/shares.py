@@ -98,7 +98,7 @@ class FairTurns:
     def give(self, tenant: str, amount: int = 1) -> None:
         """Give back what `take` took; who waits may take it."""
         self._shares.give(tenant, amount)
-        self._grant()
+        self._admit()
 
     @asynccontextmanager
     async def turn(self, tenant: str, amount: int = 1) -> AsyncIterator[None]:
@@ -126,9 +126,9 @@ class FairTurns:
         queue = self._waiting.get(tenant, deque())
         if place in queue:  # else it was the first, and passed over already
             queue.remove(place)
-            self._grant()  # a smaller amount behind this one may fit
+            self._admit()  # a smaller amount behind this one may fit
 
-    def _grant(self) -> None:
+    def _admit(self) -> None:
         """Let tenants take in turn until none of them may take more."""
         refused = 0
         while refused < len(self._waiting):

@@ -121,7 +121,7 @@ class GuardedServers:
         settings, public = self._settings, self._servers[Port.PUBLIC]
         if self._tls is None:
             return [f"{host}:{public.bind(host, port)}"]
-        found = [f"{host}:{public.bind(host, port, self._tls.server_credentials(client_certificates=False))}"]
+        addresses = [f"{host}:{public.bind(host, port, self._tls.server_credentials(client_certificates=False))}"]
         operators, inner = self._servers[Port.OPERATORS], settings.host_of_operators(host)
         for word, server, at, number, certificates in (
             ("mtls", public, host, settings.mtls_port, True),
@@ -130,8 +130,8 @@ class GuardedServers:
         ):
             if number is not None:
                 credentials = self._tls.server_credentials(client_certificates=certificates)
-                found.append(f"{word}={at}:{server.bind(at, number, credentials)}")
-        return found
+                addresses.append(f"{word}={at}:{server.bind(at, number, credentials)}")
+        return addresses
 
     async def start(self) -> None:
         """Serve; health says NOT_SERVING until `set_serving(True)`."""

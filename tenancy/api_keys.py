@@ -74,11 +74,11 @@ def split_api_key(text: str) -> tuple[str, str] | None:
 
 def bearer(metadata: Metadata) -> str:
     """Return the key or token of a call; empty for none. Raises Unauthenticated."""
-    given = [value for key, value in metadata if key == AUTHORIZATION]
-    if not given:
+    values = [value for key, value in metadata if key == AUTHORIZATION]
+    if not values:
         return ""
-    scheme, _, token = str(given[0]).partition(" ")
-    if len(given) != 1 or scheme.lower() != "bearer" or not token.strip():
+    scheme, _, token = str(values[0]).partition(" ")
+    if len(values) != 1 or scheme.lower() != "bearer" or not token.strip():
         raise bad_credential("write the credential once: authorization: Bearer KEY")
     return token.strip()
 
@@ -164,8 +164,8 @@ class ApiKeyReader:
         if parts is None:
             raise _unknown()
         key, sha256, now = self._keys.find(parts[0]), hash_of(parts[1]), self._now()
-        known = key.secrets if key is not None else (_NO_SECRET,)
-        same = [secret for secret in known if hmac.compare_digest(secret.sha256, sha256)]
+        secrets = key.secrets if key is not None else (_NO_SECRET,)
+        same = [secret for secret in secrets if hmac.compare_digest(secret.sha256, sha256)]
         if key is None or not same:
             raise _unknown()
         expires_at = key.ends_at(sha256)

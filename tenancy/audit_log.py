@@ -98,7 +98,7 @@ class Verified:
     faults: Sequence[Fault]
 
 
-def encode(after: ChainHead, record: Mapping[str, Any]) -> tuple[bytes, ChainHead]:
+def record_line(after: ChainHead, record: Mapping[str, Any]) -> tuple[bytes, ChainHead]:
     """Return the line of the record that follows `after`, and itself as the head. ASCII without control characters."""
     numbered = {"previous": after.sha256, "number": after.number + 1, **record}
     line = json.dumps(numbered, separators=(",", ":"), default=str).replace("\x7f", "\\u007f").encode()
@@ -136,11 +136,11 @@ def read(paths: Iterable[Path]) -> Iterator[Line]:
         yield from lines_of(path)
 
 
-def verify(lines: Iterable[Line], known: ChainHead | None = None) -> Verified:
-    """Check a log from its first record, or from the one after `known`, whose record may also be among the lines."""
+def verify(lines: Iterable[Line], anchor: ChainHead | None = None) -> Verified:
+    """Check a log from its first record, or from the one after `anchor`, whose record may also be among the lines."""
     faults: list[Fault] = []
     records, before, last = 0, BEGINNING, None
-    found = known is None or known == BEGINNING
+    anchored = anchor is None or anchor == BEGINNING
     for line, following in _with_following(lines):
         if line.values is None or not line.whole:
             faults.append(Fault(line.path, line.number, "is cut" if not line.whole else "is not a record"))
@@ -148,8 +148,8 @@ def verify(lines: Iterable[Line], known: ChainHead | None = None) -> Verified:
             continue
         records += 1
         number, previous = line.values["number"], line.values["previous"]
-        if last is None and known is not None and number == known.number + 1:
-            before, found = known, True
+        if last is None and anchor is not None and number == anchor.number + 1:
+            before, anchored = anchor, True
         if number != before.number + 1:
             faults.append(Fault(line.path, line.number, _misplaced(before.number, number)))
         elif previous != before.sha256:
@@ -157,15 +157,15 @@ def verify(lines: Iterable[Line], known: ChainHead | None = None) -> Verified:
             if not faults or (faults[-1].path, faults[-1].number) != (fault.path, fault.number):
                 faults.append(fault)
         before, last = line.head, line
-        if known is not None and number == known.number:
-            found = True
-            if line.sha256 != known.sha256:
-                faults.append(Fault(line.path, line.number, f"is another record than the known one, {known}"))
-    if not found:
+        if anchor is not None and number == anchor.number:
+            anchored = True
+            if line.sha256 != anchor.sha256:
+                faults.append(Fault(line.path, line.number, f"is another record than the known one, {anchor}"))
+    if not anchored:
         path, number, what = (
             (Path("log"), 0, "has no record") if last is None else (last.path, last.number, "is the last record")
         )
-        faults.append(Fault(path, number, f"{what}; the known one, {known}, is missing"))
+        faults.append(Fault(path, number, f"{what}; the known one, {anchor}, is missing"))
     return Verified(records, before, faults)
 
 
@@ -346,12 +346,12 @@ class AuditLog:
             self._rotate()
         head, lines = self.head, bytearray()
         for record in batch:
-            line, head = encode(head, record)
+            line, head = record_line(head, record)
             lines += line
         self._torn = True
-        left = memoryview(lines)
-        while left:
-            left = left[os.write(self._file, left) :]
+        unwritten = memoryview(lines)
+        while unwritten:
+            unwritten = unwritten[os.write(self._file, unwritten) :]
         os.fsync(self._file)
         self._torn = False
         self.head, self._size = head, self._size + len(lines)
@@ -405,7 +405,7 @@ def _head_of(path: Path, lines: bytes) -> ChainHead:
 
 def _check_torn(path: Path, torn: bytes) -> None:
     """Raise AuditFileError where an unfinished line is not the beginning of a record: the file is something else."""
-    begins = encode(BEGINNING, {})[0][:13]
+    begins = record_line(BEGINNING, {})[0][:13]
     if torn[:13] != begins[: len(torn)] or len(torn) > _LINE_BYTES:
         raise AuditFileError(f"--audit {path}: its last line is no record of an audit log; move the file away")
 

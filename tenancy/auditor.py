@@ -223,15 +223,15 @@ def short(method: str) -> str:
 
 def _values(message: Message, paths: tuple[str, ...]) -> dict[str, Any]:
     """Return the fields of these paths that are set, by their last names."""
-    found = {}
+    values = {}
     for path in paths:
         *outer, name = path.split(".")
         owner: Any = message
         for one in outer:
             owner = getattr(owner, one)
         if (value := _plain(getattr(owner, name))) or _is_set(owner, name):
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def _is_set(message: Message, name: str) -> bool:

@@ -26,16 +26,16 @@ _EVERY_ROLE = frozenset(Role)
 
 def named_tenant(metadata: Metadata) -> str:
     """Return the tenant that the metadata names, unproved; empty for none. Raises Unauthenticated."""
-    given = [value for key, value in metadata if key == TENANT_KEY]
-    if not given:
+    values = [value for key, value in metadata if key == TENANT_KEY]
+    if not values:
         return ""
-    if len(given) != 1 or not isinstance(given[0], str):
+    if len(values) != 1 or not isinstance(values[0], str):
         raise Unauthenticated(f"name the tenant in the call's metadata: {TENANT_KEY}, once")
-    if not is_tenant(given[0]):
+    if not is_tenant(values[0]):
         raise Unauthenticated(
-            f"{TENANT_KEY}: {given[0]!r} is not a tenant: 1 to 63 of a-z, 0-9, '.', '_', '-', a letter or digit first"
+            f"{TENANT_KEY}: {values[0]!r} is not a tenant: 1 to 63 of a-z, 0-9, '.', '_', '-', a letter or digit first"
         )
-    return given[0]
+    return values[0]
 
 
 def is_tenant(name: str) -> bool:
@@ -215,16 +215,16 @@ class Guard(CallGuard):
 
     def holder(self, metadata: Metadata, auth_context: AuthContext) -> Principal:
         """Return the holder of a call's credential. Raises CallError."""
-        found = [principal for reader in self._readers if (principal := reader.read(metadata, auth_context))]
-        if not found:
+        holders = [principal for reader in self._readers if (principal := reader.read(metadata, auth_context))]
+        if not holders:
             raise Unauthenticated(
                 "no credential: give an API key, a token or a certificate", reason="CREDENTIAL_MISSING"
             )
-        if len(found) > 1:
+        if len(holders) > 1:
             raise Unauthenticated(
-                "the call has two credentials; give one", reason="CREDENTIALS_DIFFER", holder=found[0]
+                "the call has two credentials; give one", reason="CREDENTIALS_DIFFER", holder=holders[0]
             )
-        return found[0]
+        return holders[0]
 
     def _check(self, principal: Principal, permission: Permission) -> None:
         if not permission.allows(principal.roles, self._ports):

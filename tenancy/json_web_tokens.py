@@ -66,7 +66,7 @@ class SigningKeys:
         self._url = source if "://" in source else ""
         self._file: FollowedFiles[dict[str, _Key]] | None = None
         self._keys: dict[str, _Key] = {}
-        self._wanted = asyncio.Event()
+        self._missing_key = asyncio.Event()
         self._once = LogOnce(log)
         self.loaded = False
         # Grows with every change, so that checks of before it are forgotten.
@@ -86,23 +86,23 @@ class SigningKeys:
             raise Unavailable("the keys that sign tokens cannot be read yet", reason="JWKS_MISSING")
         if key_id is None:
             return next(iter(self._keys.values())) if len(self._keys) == 1 else None
-        found = self._keys.get(key_id)
-        if found is None:
-            self._wanted.set()
-        return found
+        key = self._keys.get(key_id)
+        if key is None:
+            self._missing_key.set()
+        return key
 
     async def follow(self) -> None:
         """Read the keys again when they change; never returns."""
         while True:
             await self.look()
-            self._wanted.clear()
+            self._missing_key.clear()
             if not self._url:
                 await asyncio.sleep(LOOK_FILE_S)
                 continue
             await asyncio.sleep(UNKNOWN_KEY_S if self.loaded else LOOK_FILE_S)
             try:
                 async with asyncio.timeout(LOOK_URL_S - UNKNOWN_KEY_S if self.loaded else 0):
-                    await self._wanted.wait()
+                    await self._missing_key.wait()
             except TimeoutError:
                 pass
 
@@ -130,15 +130,15 @@ def _read_keys(content: bytes, source: str) -> dict[str, _Key]:
     """Return the keys of a JWKS for signatures, by id. Raises ValueError."""
     try:
         listed = json.loads(content)["keys"]
-        found: dict[str, _Key] = {}
+        keys: dict[str, _Key] = {}
         for one in listed:
             if (algorithms := _algorithms_of(one)) and (key := _read_key(one, min(algorithms), source)) is not None:
-                found[str(one.get("kid", ""))] = _Key(key, algorithms)
+                keys[str(one.get("kid", ""))] = _Key(key, algorithms)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"--jwt-jwks {source}: not a JWKS: {error}") from error
-    if not found:
+    if not keys:
         raise ValueError(f"--jwt-jwks {source}: no key for signatures among {len(listed)}")
-    return found
+    return keys
 
 
 def _algorithms_of(listed: Mapping[str, Any]) -> frozenset[str]:

@@ -41,7 +41,7 @@ _HELP = """/adapter NAME  answer with this adapter; without NAME: with the base 
 /quit          leave, as Ctrl-D does; Ctrl-C stops an answer
 Pasted lines are one turn. The arrow keys go through earlier turns."""
 # Maximum number of lines that a session begins with; a file with twice as many is cut to these.
-_KEPT = 1000
+_HISTORY_LINES = 1000
 
 
 def chat(
@@ -351,17 +351,17 @@ class LineEditor:
     def _read(self, history: Path) -> list[str]:
         try:
             lines = list(_texts(history))
-            if len(lines) > 2 * _KEPT:
+            if len(lines) > 2 * _HISTORY_LINES:
                 part = history.with_suffix(".part")
                 part.touch(mode=0o600)
-                part.write_text("".join(f"{json.dumps(line)}\n" for line in lines[-_KEPT:]), encoding="utf-8")
+                part.write_text("".join(f"{json.dumps(line)}\n" for line in lines[-_HISTORY_LINES:]), encoding="utf-8")
                 part.replace(history)
         except FileNotFoundError:
             return []
         except OSError as error:
             self._give_up(error)
             return []
-        return lines[-_KEPT:]
+        return lines[-_HISTORY_LINES:]
 
     def _keep(self, history: Path, line: str) -> None:
         try:

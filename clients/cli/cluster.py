@@ -88,7 +88,7 @@ class Interval:
         """Return the increase of a counter of the traffic."""
         return int(getattr(self.now.traffic, field) - getattr(self._last, field))
 
-    def quantile(self, field: str, share: float) -> float | None:
+    def quantile(self, field: str, fraction: float) -> float | None:
         """Return a quantile in seconds, interpolated like Prometheus's histogram_quantile; None without samples."""
         now = getattr(self.now.traffic, field)
         counts = list(now.counts)
@@ -98,10 +98,10 @@ class Interval:
         if not total:
             return None
         for place, count in enumerate(counts):
-            if count and below + count >= share * total:
+            if count and below + count >= fraction * total:
                 low = now.bounds[place - 1] if place else 0.0
                 high = now.bounds[place] if place < len(now.bounds) else low
-                return float(low + (high - low) * (share * total - below) / count)
+                return float(low + (high - low) * (fraction * total - below) / count)
             below += count
         return None
 

@@ -32,7 +32,7 @@ _NARROW_WORKERS = ("worker", "phase", "model", "rows", "wait", "KV", "slots", "l
 _NARROW_ADAPTERS = ("tenant", "adapter", "req/s", "tok/s", "TTFT ms", "requests")
 _LEVELS = "▁▂▃▄▅▆▇█"
 # Number of looks that are drawn.
-_KEPT = 24
+_HISTORY = 24
 # Width of a bar, in columns.
 _BAR = 12
 
@@ -175,7 +175,8 @@ def _latencies_and_queues(interval: Interval) -> RenderableType:
 def _latency_rows(interval: Interval) -> list[tuple[object, ...]]:
     fields = {"TTFT": "time_to_first_token", "ITL": "inter_token_latency", "in the queue": "queue_time"}
     return [
-        (name, *(_ms(interval.quantile(field, share)) for share in (0.5, 0.9, 0.99))) for name, field in fields.items()
+        (name, *(_ms(interval.quantile(field, fraction)) for fraction in (0.5, 0.9, 0.99)))
+        for name, field in fields.items()
     ]
 
 
@@ -266,8 +267,8 @@ class Rates:
     """Requests and tokens a second of the last looks."""
 
     def __init__(self) -> None:
-        self._requests: deque[float] = deque(maxlen=_KEPT)
-        self._tokens: deque[float] = deque(maxlen=_KEPT)
+        self._requests: deque[float] = deque(maxlen=_HISTORY)
+        self._tokens: deque[float] = deque(maxlen=_HISTORY)
 
     def add(self, interval: Interval) -> None:
         """Add the rates of an interval; one since the router's start is too long to be one of them."""

@@ -52,9 +52,11 @@ def ask_worker(command: str, **flags: str) -> Any:
     done = _run_worker(command, flags, capture=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it printed nothing"]
-        told = next((line for line in reversed(lines) if line.startswith(_PREFIX)), "")
-        message = told.removeprefix(_PREFIX) or f"the computation ended with exit status {done.returncode}: {lines[-1]}"
-        raise CommandError(message, 2 if told else 1)
+        reported = next((line for line in reversed(lines) if line.startswith(_PREFIX)), "")
+        message = (
+            reported.removeprefix(_PREFIX) or f"the computation ended with exit status {done.returncode}: {lines[-1]}"
+        )
+        raise CommandError(message, 2 if reported else 1)
     return json.loads(done.stdout)
 
 

@@ -35,11 +35,11 @@ class Body:
         try:
             fields: dict[str, Any] = self._validator.validate_json(body, strict=True)
         except ValidationError as error:
-            raise _told(error.errors(include_url=False)) from None
+            raise _first_error(error.errors(include_url=False)) from None
         return fields
 
 
-def _told(errors: Sequence[ErrorDetails]) -> HttpError:
+def _first_error(errors: Sequence[ErrorDetails]) -> HttpError:
     """Return the error to tell: of a value that may be of several types, the one that is deepest inside it."""
     error = max(errors, key=lambda error: len(_path(error)))
     path, kind = _path(error), error["type"]

@@ -275,13 +275,13 @@ async def _run(handler: Handler, call: HttpCall) -> None:
 
 async def _unless_left(exchange: Exchange, working: asyncio.Task[None]) -> None:
     """Wait for a handler. Raises its error, or HttpError where the client left before its end, which cancels it."""
-    leaving = asyncio.create_task(exchange.left())
+    client_gone = asyncio.create_task(exchange.client_gone())
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, client_gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done() and not exchange.ended:
             raise HttpError(499, "client_left", "the client has left")
         await working
     finally:
         working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        client_gone.cancel()
+        await asyncio.gather(working, client_gone, return_exceptions=True)

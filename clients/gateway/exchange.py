@@ -80,7 +80,7 @@ class Exchange:
             raise HttpError(408, "body_too_slow", f"the body did not come within {BODY_S:g} s") from None
         return b"".join(parts)
 
-    async def left(self) -> None:
+    async def client_gone(self) -> None:
         """Return when the client has left; call it after the body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass

@@ -61,7 +61,7 @@ def histogram(values: Column) -> dict[str, list[float]]:
     return {"bounds_s": BOUNDS_S[first : last + 2].tolist(), "counts": counts[first : last + 1].tolist()}
 
 
-def percentile_interval(values: Column, share: float) -> Interval:
+def percentile_interval(values: Column, fraction: float) -> Interval:
     """Return the interval of the percentile below which a `share` of the values is, by Woodruff's method (1952).
 
     The interval of the share of values up to the percentile gives the ranks of its bounds. For example p99 has an
@@ -71,9 +71,9 @@ def percentile_interval(values: Column, share: float) -> Interval:
     if count < 2:
         return UNKNOWN
     ordered = np.sort(values)
-    below = values <= ordered[max(1, math.ceil(share * count)) - 1]
-    error = max(_error_of_blocks(below), math.sqrt(share * (1 - share) / count))
-    low, high = math.floor(count * (share - _T * error)), math.ceil(count * (share + _T * error))
+    below = values <= ordered[max(1, math.ceil(fraction * count)) - 1]
+    error = max(_error_of_blocks(below), math.sqrt(fraction * (1 - fraction) / count))
+    low, high = math.floor(count * (fraction - _T * error)), math.ceil(count * (fraction + _T * error))
     return (float(ordered[low - 1]) if low >= 1 else None, float(ordered[high - 1]) if high <= count else None)
 
 

@@ -116,11 +116,11 @@ _VARIABLES = {"$__rate_interval": "1m", "$tenant": "acme", "$adapter": "acme/a"}
 
 def check_monitoring(root: Path) -> list[str]:
     """Return a line for each problem of the dashboards and rules below `root`."""
-    known = {"up", *re.findall(r"^\| `(\w+)` \|", (root / METRICS).read_text(), re.MULTILINE)}
+    documented = {"up", *re.findall(r"^\| `(\w+)` \|", (root / METRICS).read_text(), re.MULTILINE)}
     rules = [rule for group in yaml.safe_load((root / RULES).read_text())["groups"] for rule in group["rules"]]
     return [
-        *_dashboard_problems(root, known),
-        *_rule_problems(rules, known),
+        *_dashboard_problems(root, documented),
+        *_rule_problems(rules, documented),
         *_runbook_problems(rules, (root / RUNBOOK).read_text()),
     ]
 
@@ -140,7 +140,7 @@ def metrics_of(expression: str) -> set[str]:
     return names
 
 
-def _unknown(where: str, expression: str, known: set[str]) -> Iterator[str]:
+def _unknown(where: str, expression: str, documented: set[str]) -> Iterator[str]:
     try:
         names = metrics_of(expression)
     except ValueError as error:
@@ -148,10 +148,12 @@ def _unknown(where: str, expression: str, known: set[str]) -> Iterator[str]:
         return
     if not names:
         yield f"{where}: names no metric"
-    yield from (f"{where}: no metric {name}" for name in sorted(names) if not {name, _SERIES.sub("", name)} & known)
+    yield from (
+        f"{where}: no metric {name}" for name in sorted(names) if not {name, _SERIES.sub("", name)} & documented
+    )
 
 
-def _dashboard_problems(root: Path, known: set[str]) -> Iterator[str]:
+def _dashboard_problems(root: Path, documented: set[str]) -> Iterator[str]:
     for dashboard in DASHBOARDS:
         path = root / path_of(dashboard).relative_to(Path(__file__).parents[2])
         if not path.is_file() or path.read_text() != render(dashboard):
@@ -159,12 +161,12 @@ def _dashboard_problems(root: Path, known: set[str]) -> Iterator[str]:
         for _, panels in dashboard.rows:
             for panel in panels:
                 for expression, _ in panel.queries:
-                    yield from _unknown(f"{dashboard.title}: {panel.title}", expression, known)
+                    yield from _unknown(f"{dashboard.title}: {panel.title}", expression, documented)
 
 
-def _rule_problems(rules: list[dict[str, Any]], known: set[str]) -> Iterator[str]:
+def _rule_problems(rules: list[dict[str, Any]], documented: set[str]) -> Iterator[str]:
     for rule in rules:
-        yield from _unknown(f"{RULES}: {rule['alert']}", rule["expr"], known)
+        yield from _unknown(f"{RULES}: {rule['alert']}", rule["expr"], documented)
 
 
 def _runbook_problems(rules: list[dict[str, Any]], runbook: str) -> Iterator[str]:

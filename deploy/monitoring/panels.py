@@ -43,15 +43,18 @@ def rates(title: str, metric: str, by: str, where: str = "", meaning: str = "") 
     return Panel(title, PER_SECOND, ((query, f"{{{{{by}}}}}"),), meaning)
 
 
-def quantile(share: float, metric: str) -> str:
+def quantile(fraction: float, metric: str) -> str:
     """Return the query of a quantile of a histogram."""
-    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', 'le')})"
+    return f"histogram_quantile({fraction}, {rate(f'{metric}_bucket', 'le')})"
 
 
 def quantiles(title: str, metric: str, meaning: str = "") -> Panel:
     """Chart three quantiles of a histogram of seconds."""
     return Panel(
-        title, SECONDS, tuple((quantile(share, metric), f"p{share * 100:g}") for share in (0.5, 0.9, 0.99)), meaning
+        title,
+        SECONDS,
+        tuple((quantile(fraction, metric), f"p{fraction * 100:g}") for fraction in (0.5, 0.9, 0.99)),
+        meaning,
     )
 
 

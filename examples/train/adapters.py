@@ -110,10 +110,10 @@ def _prose(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
         sentences: list[str] = []
         for paragraph in document.text.split("\n\n"):
             text = re.sub(r":+$", ".", " ".join(paragraph.replace('"', "").split()))
-            found = SENTENCE.findall(text)
-            if not found or " ".join(found) != text:
+            parts = SENTENCE.findall(text)
+            if not parts or " ".join(parts) != text:
                 break
-            sentences += found
+            sentences += parts
         if sentences:
             yield document.name, " ".join(sentences[:4])
         if len(sentences) > 1:
@@ -128,7 +128,7 @@ VOICES: dict[str, tuple[Voice, int]] = {
 }
 
 
-def encode(tokenizer: Tokenizer, pairs: Sequence[Example]) -> list[tuple[list[int], int]]:
+def tokenize(tokenizer: Tokenizer, pairs: Sequence[Example]) -> list[tuple[list[int], int]]:
     """Return each example as (prompt ids + answer ids + end token, length of the prompt), cut at `LONGEST` ids."""
     encoded = []
     for example in pairs:
@@ -153,7 +153,7 @@ def train(name: str, voice: Voice, steps: int, arguments: argparse.Namespace) ->
     """Train one adapter from a fresh start and save it under `--out`/`name`."""
     documents, _ = load_documents(arguments.seed)
     tokenizer = Tokenizer.from_file(str(arguments.base / "tokenizer.json"))
-    encoded = encode(tokenizer, examples(documents, voice, arguments.seed))
+    encoded = tokenize(tokenizer, examples(documents, voice, arguments.seed))
     base = LlamaForCausalLM.from_pretrained(arguments.base, dtype=torch.float32)
     torch.manual_seed(arguments.seed)
     config = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS, task_type="CAUSAL_LM")

@@ -35,7 +35,7 @@ class _Running:
         self._endpoint = endpoint
         self._recovery = recovery
         self._closings = endpoint.closings
-        self._left = False
+        self._closing = False
         self._start()
 
     def _start(self) -> None:
@@ -55,7 +55,7 @@ class _Running:
             raise failure from error
 
     def _leave(self) -> None:
-        self._left = True
+        self._closing = True
         self._rpc.cancel()
 
     def _result(self) -> Generation:
@@ -79,14 +79,14 @@ class GenerationStream(_Running, Iterator[Piece]):
     def __next__(self) -> Piece:
         """Return the next piece. Raises LoraplexError."""
         try:
-            while not self._left:
+            while not self._closing:
                 try:
                     return self._read()
                 except grpc.RpcError as error:
-                    if self._left:
+                    if self._closing:
                         break
                     self._leaving.wait(self._lost(error))
-                if not self._left:
+                if not self._closing:
                     self._start()
         except StopIteration:
             raise
@@ -131,17 +131,17 @@ class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
     async def __anext__(self) -> Piece:
         """Return the next piece. Raises LoraplexError."""
         try:
-            while not self._left:
+            while not self._closing:
                 try:
                     return await self._read()
                 except grpc.RpcError as error:
                     pause_s = self._lost(error)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._leaving.wait(), pause_s)
-                if not self._left:
+                if not self._closing:
                     self._start()
         except asyncio.CancelledError:
-            if self._left and not _task_is_cancelled():
+            if self._closing and not _task_is_cancelled():
                 raise StopAsyncIteration from None
             self._leave()
             raise
@@ -155,7 +155,7 @@ class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
             piece = self._recovery.take(response.event)
             if piece is not None:
                 return piece
-        if not self._left:
+        if not self._closing:
             self._recovery.end()
         raise StopAsyncIteration
 

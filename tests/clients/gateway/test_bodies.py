@@ -75,13 +75,13 @@ HOSTILE = {
 def test_a_hostile_body_makes_few_errors(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Each took seconds, up to half a minute, and gigabytes while there was an error for every item and branch."""
     counts: list[int] = []
-    told = bodies._told
+    first_error = bodies._first_error
 
     def counted(errors: Sequence[Any]) -> HttpError:
         counts.append(len(errors))
-        return told(errors)
+        return first_error(errors)
 
-    monkeypatch.setattr(bodies, "_told", counted)
+    monkeypatch.setattr(bodies, "_first_error", counted)
     monkeypatch.setattr(bodies, "check_json_size", lambda body: None)
     assert len(HOSTILE[name]) <= BODY_BYTES
     with pytest.raises(HttpError) as caught:
