@@ -91,12 +91,12 @@ class Grants:
     def _is_granted(self, name: AdapterName, tenant: str, running: bool) -> bool:
         now = self._clock() - (self._keep_ns if running else 0)
         with self._database.reading() as rows:
-            found = rows.execute(
+            selected = rows.execute(
                 "SELECT 1 FROM grants WHERE tenant = :owner AND adapter = :adapter AND grantee = :tenant "
                 f"AND {LIVE_GRANT}",
                 {"owner": name.tenant, "adapter": name.adapter, "tenant": tenant, "now": now},
             )
-            return found.fetchone() is not None
+            return selected.fetchone() is not None
 
     def create(self, name: AdapterName, tenant: str, ttl_s: float | None) -> Grant:
         """Grant the use of an adapter, in the place of an earlier grant to the tenant. Raises NotFound or Exhausted."""
@@ -110,9 +110,9 @@ class Grants:
                 f"AND ((adapter = :adapter AND grantee = :tenant) OR NOT ({LIVE_GRANT}))",
                 former,
             )
-            found = rows.execute("SELECT count(*) FROM grants WHERE tenant = ?", (name.tenant,)).fetchone()[0]
-            if found >= self._limit:
-                message = f"{name.tenant} has {found} grants: end some, or delete adapters that others may use"
+            count = rows.execute("SELECT count(*) FROM grants WHERE tenant = ?", (name.tenant,)).fetchone()[0]
+            if count >= self._limit:
+                message = f"{name.tenant} has {count} grants: end some, or delete adapters that others may use"
                 raise Exhausted(f"tenants/{name.tenant}/grants", message, retry_after_s=None, reason="GRANTS_FULL")
             rows.execute(
                 "INSERT INTO grants (tenant, adapter, grantee, create_ns, expire_ns) VALUES (?, ?, ?, ?, ?)",
@@ -138,12 +138,12 @@ class Grants:
         values = {"owner": name.tenant, "adapter": name.adapter, "after": after, "now": self._clock(), "limit": limit}
         with self._database.reading() as rows:
             adapter_row(rows, name)
-            found = rows.execute(
+            selected = rows.execute(
                 "SELECT * FROM grants WHERE tenant = :owner AND adapter = :adapter AND grantee > :after "
                 f"AND {LIVE_GRANT} ORDER BY grantee LIMIT :limit",
                 values,
             )
-            return [Grant(name, row["grantee"], row["create_ns"], row["expire_ns"]) for row in found]
+            return [Grant(name, row["grantee"], row["create_ns"], row["expire_ns"]) for row in selected]
 
 
 def end_grants(rows: sqlite3.Connection, name: AdapterName, now: int) -> None:
