@@ -81,7 +81,8 @@ def make_servers(
 
     `shared_ports`: other processes may listen on the ports of tenants as well.
     """
-    keys = KeyDirectory()
+    keys = KeyDirectory(stale_s=settings.store_away_s)
+    telemetry.metrics.keys_age.set_function(keys.age_s)
     follow_keys = partial(every, KEYS_LOOK_S, KeyCopy(store, keys).look)
 
     def refused(method: str, caller: Principal | None, error: CallError, peer: str) -> None:
@@ -246,7 +247,10 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
     supervisor sends one, and whoever stops the whole group another.
     Raises AuditFileError, PortInUse, RedisUnreachableError or AdvertisedAddressError before it serves.
     """
-    stop, store = stop_signal(second_ends=not supervised), StoreClient(settings.store, tls := settings.tls_files())
+    stop, store = (
+        stop_signal(second_ends=not supervised),
+        StoreClient(settings.store, tls := settings.tls_files(), settings.store_away_s),
+    )
     plans = Plans(store)
     metrics, spans = RouterMetrics(), set_up_tracing("router", os.environ)
     metrics_server = serve_metrics(metrics, settings.host_of_operators(settings.host), settings.metrics_port)

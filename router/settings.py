@@ -18,6 +18,7 @@ from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, check_bounds, check
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
 from tenancy.access import AccessSettings
+from tenancy.api_keys import STALE_S
 from tenancy.audit_log import FILE_HELP
 from tenancy.guard import is_loopback, is_tenant
 
@@ -34,6 +35,11 @@ class Settings(AccessSettings):
 
     store: str = setting("the adapter store's address, HOST:PORT")
     redis_url: str = setting(REDIS_URL_HELP, variable=REDIS_URL_VARIABLE)
+    store_away_s: float = setting(
+        "seconds that API keys and adapters' names read before are used for while the store does not answer",
+        STALE_S,
+        above=0,
+    )
     host: str = setting("the address to listen on for clients", "127.0.0.1")
     port: int = setting("the port to listen on for clients; 0: the system chooses", 50051)
     processes: int = setting("number of router processes that share the port (docs/guides/operating.md)", 1, least=1)

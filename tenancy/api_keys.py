@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import re
 import secrets
 import time
@@ -22,9 +23,9 @@ PREFIX = "lpx_"
 AUTHORIZATION = "authorization"
 _SECRET_BYTES = 32
 _KEY = re.compile(r"lpx_([a-z0-9]{16})_([A-Za-z0-9_-]{43})")
-# Maximum age in seconds of the copy of the keys with which callers are admitted. A router that the store has not
-# answered for so long cannot know which keys are revoked.
-STALE_S = 60.0
+# Default of the maximum age in seconds of the copy of the keys with which callers are admitted. A router that the store
+# has not answered for so long cannot know which keys are revoked: longer than a store's restart or move takes.
+STALE_S = 900.0
 # Roles that a key may have; parts of the cluster have certificates.
 KEY_ROLES = (Role.TENANT_USER, Role.TENANT_ADMIN, Role.OPERATOR, Role.AUDITOR)
 
@@ -93,15 +94,16 @@ def bad_credential(
 class KeyDirectory:
     """The keys that a process admits callers with. `read_at` is the monotonic time of the last look at the store."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic, stale_s: float = STALE_S) -> None:
         self._keys: dict[str, HashedKey] = {}
+        self._stale_s = stale_s
         self.calls = RunningCalls()
         self._now = now
-        self._read_at: float | None = None
+        self._read_at = -math.inf
         self._follows = False
 
     def follow(self) -> None:
-        """Require from now on that `look_done` is called at least every STALE_S."""
+        """Require from now on that `look_done` is called at least every `stale_s` seconds."""
         self._follows = True
 
     def put(self, keys: Sequence[HashedKey], *, clear: bool = False) -> None:
@@ -122,9 +124,13 @@ class KeyDirectory:
         """Note that the keys are those of the store at this moment."""
         self._read_at = self._now()
 
+    def age_s(self) -> float:
+        """Return the copy's age in seconds: infinite before the store's first answer, 0 in the store itself."""
+        return self._now() - self._read_at if self._follows else 0.0
+
     def find(self, key_id: str) -> HashedKey | None:
         """Return a key. Raises Unavailable where the copy is too old."""
-        if self._follows and (self._read_at is None or self._now() - self._read_at > STALE_S):
+        if self.age_s() > self._stale_s:
             raise Unavailable("the adapter store does not answer, which knows the API keys", reason="KEYS_STALE")
         return self._keys.get(key_id)
 

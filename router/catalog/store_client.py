@@ -101,7 +101,7 @@ def _problem_type(config: bytes) -> str:
 
 
 # Maximum age in seconds of a cached name: a new upload is served this much later at most. While the store does not
-# answer, a name is good for as long as the API keys are (STALE_S).
+# answer, a name is good for as long as the API keys are.
 NAME_TTL_S = 1.0
 # Timeout in seconds for a call; a store that restarts is back by then.
 CALL_S = 5.0
@@ -150,8 +150,9 @@ class ResolvedAdapter:
 class StoreClient:
     """A channel to the adapter store, with a cache of names."""
 
-    def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
+    def __init__(self, address: str, tls: TlsFiles | None = None, away_s: float = STALE_S) -> None:
         self._address = address
+        self._away_s = away_s
         self._channel = LiveChannel(address, tls, _OPTIONS)
         self._names: dict[tuple[str, str], tuple[float, ResolvedAdapter]] = {}
         self._epochs: dict[str, int] = {}
@@ -167,7 +168,7 @@ class StoreClient:
         return self._channel.stub(accounts_pb2_grpc.AccountServiceStub)
 
     async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
-        """Return the revision that a tenant's name stands for, at most NAME_TTL_S stale, or STALE_S without the store.
+        """Return the revision that a tenant's name stands for, at most NAME_TTL_S stale, or `away_s` without the store.
 
         Raises NotFound, InvalidField or Unavailable.
         """
@@ -176,7 +177,7 @@ class StoreClient:
         age_s = time.monotonic() - resolved_at
         if cached is not None and age_s < NAME_TTL_S:
             return cached
-        known = cached is not None and age_s < STALE_S
+        known = cached is not None and age_s < self._away_s
         try:
             return await self._resolving.run(key, lambda: self._ask_in_turn(tenant, name, known=known))
         except Unavailable:

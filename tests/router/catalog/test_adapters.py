@@ -116,7 +116,7 @@ async def test_names_outlive_a_store_that_is_away(monkeypatch: pytest.MonkeyPatc
     for tenant, name in (("globex", "a"), ("acme", "b")):  # a deleted one is not known any more
         with pytest.raises(Unavailable):
             await store.resolve(tenant, name)
-    monkeypatch.setattr(store_client, "STALE_S", 0.0)
+    monkeypatch.setattr(store, "_away_s", 0.0)
     with pytest.raises(Unavailable):
         await store.resolve("acme", "a")
     await store.close()
