@@ -154,6 +154,18 @@ async def set_aside(redis: Redis, key: str, kind: str) -> None:
         log.error("the Redis key %s was a %s; it is %s now, for a day", key, former.decode(), aside)
 
 
+async def rotate_resume_keys(redis: Redis, new: str) -> int:
+    """Put a new key of resume tokens in front, which signs from now on; returns how many are valid."""
+    rotate = LIBRARY.function(redis, "rotate_resume_keys")
+    return int(await retried(redis, RESUME_KEYS, "list", lambda: rotate(RESUME_KEYS, [new])))
+
+
+async def withdraw_resume_keys(redis: Redis) -> int:
+    """Remove all stored keys of resume tokens but the one that signs; returns how many."""
+    withdraw = LIBRARY.function(redis, "withdraw_resume_keys")
+    return int(await retried(redis, RESUME_KEYS, "list", lambda: withdraw(RESUME_KEYS, [])))
+
+
 async def merge_resume_keys(redis: Redis, new: str, used: Sequence[str]) -> list[str]:
     """Return the stored keys of resume tokens, the newest first: secrets, which nothing here may log.
 

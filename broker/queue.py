@@ -146,6 +146,8 @@ class JobQueue:
         self._stop_waiting = library.function(redis, "stop_waiting")
         self._record_death = library.function(redis, "record_death")
         self._forget_tenant = library.function(redis, "forget_tenant")
+        self._quarantined = library.function(redis, "quarantined")
+        self._lift_quarantine = library.function(redis, "lift_quarantine")
 
     async def enqueue(
         self,
@@ -267,6 +269,20 @@ class JobQueue:
     async def record_death(self, tenant: str, adapter: str, job_id: str) -> int:
         """Record a job that engines died of; returns for how many ms its tenant and adapter are refused. Idempotent."""
         return int(await self._record_death(self.keys.waiting, [self.keys.prefix, tenant, adapter, job_id]))
+
+    async def quarantined(self) -> dict[tuple[str, str], int]:
+        """Return for how many ms new jobs are refused, by tenant and its adapter's digest.
+
+        A tenant alone, whose digest is "*", has all of its jobs refused; an empty digest is the base model.
+        """
+        found = await self._quarantined(self.keys.waiting, [self.keys.prefix])
+        subjects = [subject.decode().partition(" ") for subject in found[::2]]
+        whose = [(tenant, digest if space else "*") for tenant, space, digest in subjects]
+        return dict(zip(whose, map(int, found[1::2]), strict=True))
+
+    async def lift_quarantine(self, tenant: str) -> int:
+        """Take a tenant's jobs again and forget the engines that died of them; returns how many records there were."""
+        return int(await self._lift_quarantine(self.keys.waiting, [self.keys.prefix, tenant]))
 
     async def forget_tenant(self, tenant: str) -> RemovedRecords:
         """Remove what the cell has of a tenant; returns what there was.

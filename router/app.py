@@ -289,6 +289,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         cluster = ClusterService(
             *(models, dispatcher, metrics, commands),
             CellPurge(models, data, relay_service.forgets, reply_to, tls),
+            resume_keys,
         )
         add_services(
             public,

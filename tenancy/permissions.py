@@ -131,6 +131,10 @@ PERMISSIONS: Mapping[str, Permission] = {
             "PinAdapter": _WRITE_CLUSTER,
             "UnpinAdapter": _WRITE_CLUSTER,
             "PurgeTenant": _WRITE_TENANTS,
+            "ListQuarantine": _READ_JOBS,
+            "LiftQuarantine": _WRITE_CLUSTER,
+            "RotateResumeKeys": _WRITE_CLUSTER,
+            "WithdrawResumeKeys": _WRITE_CLUSTER,
         },
     ),
     **_of(

@@ -164,3 +164,36 @@ function suspects.report(call, id, attempt, tokens, ended)
       suspect.busy_until)
   end
 end
+
+-- Forget which engines died of a tenant's jobs, so that they are neither refused nor slowed. Returns how many records
+-- were removed.
+function suspects.forget_tenant(call, tenant)
+  local keys, records = call.keys, 0
+  local function is_of_tenant(subject) return subject == tenant or string.sub(subject, 1, #tenant + 1) == tenant .. ' ' end
+  for _, subject in ipairs(redis.call('ZRANGE', keys.quarantine, 0, -1)) do
+    if is_of_tenant(subject) then records = records + redis.call('ZREM', keys.quarantine, subject) end
+  end
+  for _, subject in ipairs(redis.call('HKEYS', keys.deaths)) do
+    if is_of_tenant(subject) then records = records + redis.call('HDEL', keys.deaths, subject) end
+  end
+  suspects.read(call)
+  for id, suspect in pairs(call.suspects) do
+    if suspect.tenant == tenant then records = records + redis.call('HDEL', keys.suspects, id) end
+  end
+  return records
+end
+
+-- Answers the subjects in quarantine, each with the ms left: a tenant, or a tenant, a space and an adapter's digest.
+register('quarantined', function(_, arguments)
+  local call, answer = new_call(arguments), {}
+  local found = redis.call('ZRANGEBYSCORE', call.keys.quarantine, call.now, '+inf', 'WITHSCORES')
+  for i = 1, #found, 2 do
+    answer[i], answer[i + 1] = found[i], quarantine.refused_ms(call, found[i + 1])
+  end
+  return answer
+end)
+
+-- Lift the quarantine of a tenant. Answers how many records were removed.
+register('lift_quarantine', function(_, arguments)
+  return suspects.forget_tenant(new_call(arguments), arguments[2])
+end)

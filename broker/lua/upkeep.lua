@@ -165,17 +165,7 @@ register('forget_tenant', function(_, arguments)
     tenants.clear(call, tenant)
     tenants.set_terms(call, tenant, 1, 0)
   end
-  local function is_of_tenant(subject) return subject == tenant or string.sub(subject, 1, #tenant + 1) == tenant .. ' ' end
-  for _, subject in ipairs(redis.call('ZRANGE', keys.quarantine, 0, -1)) do
-    if is_of_tenant(subject) then records = records + redis.call('ZREM', keys.quarantine, subject) end
-  end
-  for _, subject in ipairs(redis.call('HKEYS', keys.deaths)) do
-    if is_of_tenant(subject) then records = records + redis.call('HDEL', keys.deaths, subject) end
-  end
-  suspects.read(call)
-  for id, suspect in pairs(call.suspects) do
-    if suspect.tenant == tenant then records = records + redis.call('HDEL', keys.suspects, id) end
-  end
+  records = records + suspects.forget_tenant(call, tenant)
   tenants.flush(call)
   return {jobs_gone, records, (not is_empty or #begun == most) and first + others or -1}
 end)
@@ -223,6 +213,20 @@ register('resume_keys', function(keys, arguments)
   for i = 2, #arguments do redis.call('RPUSH', keys[1], arguments[i]) end
   redis.call('LTRIM', keys[1], 0, RESUME_KEYS_LIMIT - 1)
   return redis.call('LRANGE', keys[1], 0, -1)
+end)
+
+-- Put a new key of resume tokens in front: it signs from each router's next look on, and the others stay valid.
+register('rotate_resume_keys', function(keys, arguments)
+  redis.call('LPUSH', keys[1], arguments[1])
+  redis.call('LTRIM', keys[1], 0, RESUME_KEYS_LIMIT - 1)
+  return #redis.call('LRANGE', keys[1], 0, -1)
+end)
+
+-- Remove all keys of resume tokens but the one that signs. Answers how many.
+register('withdraw_resume_keys', function(keys)
+  local stored = #redis.call('LRANGE', keys[1], 0, -1)
+  redis.call('LTRIM', keys[1], 0, 0)
+  return math.max(0, stored - 1)
 end)
 
 -- Rename a key that has another type than the first argument, so that it is begun anew; the renamed key, the second

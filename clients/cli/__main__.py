@@ -11,7 +11,7 @@ import typer
 
 from clients.cli import adapters, audit, models
 from clients.cli.chat import chat
-from clients.cli.cluster import drain, jobs, queues, workers
+from clients.cli.cluster import drain, jobs, quarantine, queues, resume_keys, workers
 from clients.cli.cluster_top import top
 from clients.cli.computations import plan, quantize
 from clients.cli.credentials import certs, keys, redis
@@ -85,6 +85,8 @@ app.command()(workers)
 app.command()(queues)
 app.command()(jobs)
 app.command()(drain)
+app.add_typer(quarantine, name="quarantine")
+app.add_typer(resume_keys, name="resume-keys")
 app.command()(plan)
 app.command()(quantize)
 app.command()(loadtest)

@@ -172,6 +172,49 @@ def drain(worker: WorkerArgument, router: RouterOption = ROUTER, tenant: TenantO
     typer.echo(f"{worker} is draining; it has ended when `loraplex workers` no longer shows it")
 
 
+quarantine = typer.Typer(no_args_is_help=True, help="Tenants whose jobs are refused because they killed engines.")
+resume_keys = typer.Typer(no_args_is_help=True, help="The keys that sign the tokens with which streams are resumed.")
+
+
+@quarantine.command("list")
+def list_quarantine(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
+    """List the tenants and adapters whose jobs are refused, and for how long."""
+    columns: dict[str, Any] = {
+        "model": "model",
+        "tenant": "tenant",
+        "adapter": lambda one: {"": "(base)", "*": "(all)"}.get(one["adapter"], one["adapter"]),
+        "refused for s": lambda one: f"{one['left']:.0f}",
+    }
+    found = cluster_service(router, tenant).ask("ListQuarantine").subjects
+    print_table(map(message_values, found), columns, as_json=as_json)
+
+
+@quarantine.command("lift")
+def lift_quarantine(
+    name: Annotated[str, typer.Argument(metavar="TENANT", help="the tenant whose jobs are taken again")],
+    router: RouterOption = ROUTER,
+) -> None:
+    """Take a tenant's jobs again, and forget which engines died of them."""
+    answer = cluster_service(router, name).ask("LiftQuarantine", tenant=name)
+    typer.echo(
+        f"{name}: {answer.removed_count} records removed" if answer.removed_count else f"{name}: nothing to lift"
+    )
+
+
+@resume_keys.command("rotate")
+def rotate_resume_keys(router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:
+    """Make a new key, which signs on all routers within seconds; tokens of the former ones stay valid."""
+    answer = cluster_service(router, tenant).ask("RotateResumeKeys")
+    typer.echo(f"a new key signs; tokens of {answer.valid_count} keys are valid")
+
+
+@resume_keys.command("withdraw")
+def withdraw_resume_keys(router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:
+    """Remove all keys but the one that signs; then start the routers again one by one, which forget them."""
+    answer = cluster_service(router, tenant).ask("WithdrawResumeKeys")
+    typer.echo(f"{answer.removed_count} keys removed; start the routers again one by one to end their tokens")
+
+
 WhichArgument = Annotated[
     Literal["open", "dead"],
     typer.Argument(

@@ -21,6 +21,7 @@ from router.catalog.models import Models, ServedModel, asking_redis
 from router.catalog.store_client import ResolvedAdapter, StoreClient
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import RoutedJob
+from router.generation.resume import GivenKeys
 from router.metrics import RouterMetrics
 from router.purge import CellPurge, purged_tenant
 from rpc.errors import Exhausted, InvalidField, Mismatch, NotFound, Unavailable
@@ -243,9 +244,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         metrics: RouterMetrics,
         commands: AdapterCommands,
         purge: CellPurge,
+        resume_keys: GivenKeys,
     ) -> None:
         self._models = models
         self._purge = purge
+        self._resume_keys = resume_keys
         self._commands = commands
         self._dispatcher = dispatcher
         self._traffic = Traffic(metrics)
@@ -280,6 +283,39 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         dead.sort(key=lambda job: job.died_at_ms, reverse=True)
         who = caller()
         return pb.ListDeadJobsResponse(jobs=[_dead_job(job) for job in dead if who.sees_tenant(job.tenant)])
+
+    async def ListQuarantine(self, request: pb.ListQuarantineRequest, context: Context) -> pb.ListQuarantineResponse:
+        """List the tenants and adapters whose jobs are refused, of those tenants whose jobs the caller may see."""
+        who, subjects = caller(), list[pb.QuarantinedSubject]()
+        with asking_redis():
+            for model in self._models.served:
+                name = model.manifest.name
+                for (tenant, digest), left_ms in (await model.queue.quarantined()).items():
+                    if who.sees_tenant(tenant):
+                        left_s = left_ms / 1e3
+                        subjects.append(pb.QuarantinedSubject(model=name, tenant=tenant, adapter=digest, left=left_s))
+        return pb.ListQuarantineResponse(subjects=subjects)
+
+    async def LiftQuarantine(self, request: pb.LiftQuarantineRequest, context: Context) -> pb.LiftQuarantineResponse:
+        """Take a tenant's jobs again, for all models."""
+        tenant = purged_tenant(request.tenant)
+        with asking_redis():
+            removed = [await model.queue.lift_quarantine(tenant) for model in self._models.served]
+        return pb.LiftQuarantineResponse(removed_count=sum(removed))
+
+    async def RotateResumeKeys(
+        self, request: pb.RotateResumeKeysRequest, context: Context
+    ) -> pb.RotateResumeKeysResponse:
+        """Make a new key of resume tokens."""
+        with asking_redis():
+            return pb.RotateResumeKeysResponse(valid_count=await self._resume_keys.rotate())
+
+    async def WithdrawResumeKeys(
+        self, request: pb.WithdrawResumeKeysRequest, context: Context
+    ) -> pb.WithdrawResumeKeysResponse:
+        """Remove the former keys of resume tokens."""
+        with asking_redis():
+            return pb.WithdrawResumeKeysResponse(removed_count=await self._resume_keys.withdraw())
 
     async def GetTraffic(self, request: pb.GetTrafficRequest, context: Context) -> pb.GetTrafficResponse:
         """Return what this router has served since its start."""

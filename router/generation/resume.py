@@ -25,11 +25,11 @@ import msgspec
 from redis.asyncio import Redis
 
 from broker.connection import REDIS_DOWN
-from broker.keys import merge_resume_keys
+from broker.keys import merge_resume_keys, rotate_resume_keys, withdraw_resume_keys
 from broker.messages import AdapterRef
 from router.catalog.store_client import StoreClient
 from router.request import Received, Request
-from rpc.errors import CallError, InvalidField, NotFound, Unavailable
+from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 from rpc.principal import calling_key
 from rpc.tasks import SharedCalls
 from tenancy.api_keys import KeyDirectory
@@ -81,6 +81,15 @@ class GivenKeys:
     async def look(self) -> None:
         """Do nothing: there are no other keys."""
 
+    async def rotate(self) -> int:
+        """Sign with a new key; return how many are valid. Raises Mismatch where routers do not share them."""
+        message = "the keys are not in Redis: they are derived from the job keys, or --resume-key gives one"
+        raise Mismatch("resume keys", message, reason="RESUME_KEY_GIVEN")
+
+    async def withdraw(self) -> int:
+        """Remove the former shared keys; return how many. Raises Mismatch where routers do not share them."""
+        return await self.rotate()
+
 
 class DerivedKeys(GivenKeys):
     """Keys that routers derive from what they share with workers, and not with Redis."""
@@ -130,6 +139,14 @@ class SharedKeys(GivenKeys):
     async def look(self) -> None:
         """Take over the keys in Redis; calls at the same time share a look."""
         await self._looks.run(None, self._look)
+
+    async def rotate(self) -> int:
+        """Put a new key in front of the shared ones."""
+        return await rotate_resume_keys(self._redis, secrets.token_hex(32))
+
+    async def withdraw(self) -> int:
+        """Remove the former shared keys; routers that run accept them until they are started again."""
+        return await withdraw_resume_keys(self._redis)
 
     async def _look(self) -> None:
         await asyncio.sleep(self._looked_at + UNKNOWN_LOOK_S - self._clock() if self._used else 0.0)

@@ -13,7 +13,7 @@ from broker import acl, functions
 from broker.commands import DRAIN
 from broker.connection import connect
 from broker.functions import LIBRARY, FunctionsMissingError
-from broker.keys import LEDGER, RESUME_KEYS, Keys, merge_resume_keys
+from broker.keys import LEDGER, RESUME_KEYS, Keys, merge_resume_keys, rotate_resume_keys, withdraw_resume_keys
 from broker.ledger import Ledger, Reservation
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, AdapterRequest, Capacity
@@ -64,7 +64,12 @@ async def test_a_router_and_a_worker_do_all_their_work(redis: Redis, valkey_url:
         await queue.record_death("acme", "", "a")
         await queue.pins.unpin(PINNED.adapter)
         assert await queue.count_waiting() == 0
+        assert set(await queue.quarantined()) == {("acme", "")}
+        assert await queue.lift_quarantine("acme")
         await merge_resume_keys(of_router, "made", [])
+        assert await rotate_resume_keys(of_router, "new") == 2
+        assert await withdraw_resume_keys(of_router) == 1
+        assert await merge_resume_keys(of_router, "other", ["new"]) == ["new"]
         await use_ledger(of_router)
 
 

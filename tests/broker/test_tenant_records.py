@@ -62,6 +62,20 @@ async def test_nothing_of_a_tenant_stays_and_everything_of_others(redis: Redis, 
     assert await redis.hget(KEYS.prefix + "deaths", f"{OTHER} sha256:0")
 
 
+async def test_a_lifted_quarantine_is_forgotten_and_others_stay(queue: JobQueue) -> None:
+    for tenant in (TENANT, OTHER):
+        for number in range(2):
+            await queue.record_death(tenant, f"sha256:{number}", f"{tenant}/{number}")
+    refused = await queue.quarantined()
+    assert set(refused) == {(tenant, digest) for tenant in (TENANT, OTHER) for digest in ("sha256:0", "sha256:1", "*")}
+    assert all(0 < left_ms <= 60_000 for left_ms in refused.values())
+    assert await queue.lift_quarantine(TENANT) == 5
+    assert {tenant for tenant, _ in await queue.quarantined()} == {OTHER}
+    await queue.enqueue(job(f"{TENANT}/new", tenant=TENANT, adapter=AdapterRef("r", "sha256:0", 4, 100)))
+    assert await queue.record_death(TENANT, "sha256:0", f"{TENANT}/2") <= 60_000, "it counts as the first"
+    assert await queue.lift_quarantine("nobody") == 0
+
+
 async def test_more_jobs_than_one_script_looks_at(
     redis: Redis, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,16 +27,16 @@ DEADLY = expected_ids(PLAIN, list(LATE_POISON.encode()))[4]
 DRAWN = {"temperature": 0.9, "top_k": 50, "seed": 7, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "n": 2}
 
 
-async def jobs_command(router: str, *arguments: str) -> str:
-    """Return the output of `loraplex jobs`."""
-    result = await asyncio.to_thread(CliRunner().invoke, app, ["jobs", *arguments, "--router", router])
+async def command(router: str, *arguments: str) -> str:
+    """Return what `loraplex` prints for a command."""
+    result = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, "--router", router])
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 async def jobs(router: str, *arguments: str) -> Any:
     """Return the jobs that `loraplex jobs --json` prints."""
-    return json.loads(await jobs_command(router, *arguments, "--json"))
+    return json.loads(await command(router, "jobs", *arguments, "--json"))
 
 
 async def read(stream: AsyncGenerationStream, got: list[int]) -> None:
@@ -100,8 +100,13 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
         for tenant in ("mallory", "trudy"):
             assert 0 < await quarantined(cluster, tenant) <= 60
         assert (await client.generate("harmless", max_tokens=2)).token_ids
-        # Lift the quarantine with the command of docs/guides/faults.md.
-        assert await cluster.redis.zrem("lp:{hash/main}:quarantine", "mallory ") == 1
+        router = cluster.local.router
+        listed = json.loads(await command(router, "quarantine", "list", "--json"))
+        assert {(one["model"], one["tenant"], one["adapter"]) for one in listed} == {
+            ("hash", tenant, "") for tenant in ("mallory", "trudy")
+        }
+        assert await command(router, "quarantine", "lift", "mallory") == "mallory: 2 records removed\n"
+        assert await command(router, "quarantine", "lift", "mallory") == "mallory: nothing to lift\n"
         async with AsyncClient(cluster.local.router, "mallory") as mallory:
             assert (await mallory.generate("harmless", max_tokens=2)).token_ids
 
@@ -113,7 +118,7 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
         assert [dead[name]["tenant"] for name in ("at-once", "late")] == ["mallory", "trudy"]
         assert [dead[name]["completion_tokens"] for name in ("at-once", "late")] == [0, 5]
         assert min(job["attempts"] for job in newest_first) >= 3
-        header, *rows = (await jobs_command(cluster.local.router, "dead")).splitlines()
+        header, *rows = (await command(cluster.local.router, "jobs", "dead")).splitlines()
         cells = [dict(zip(header.split("\t"), row.split("\t"), strict=True)) for row in rows]
         assert sorted(row["answer"] for row in cells) == ["0", "5"]
         assert [row["job"] for row in cells] == [job["job_id"] for job in newest_first]
@@ -123,5 +128,5 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
             await anext(stream)
             (running,) = await jobs(cluster.local.router)
             assert (running["tenant"], running["model"], running["strikes"]) == ("acme", "hash", 0)
-            header, row = (await jobs_command(cluster.local.router)).splitlines()
+            header, row = (await command(cluster.local.router, "jobs")).splitlines()
             assert dict(zip(header.split("\t"), row.split("\t"), strict=True))["worker"] == running["worker_id"]

@@ -57,7 +57,7 @@ def service() -> ClusterService:
     models: Any = SimpleNamespace(served=[SimpleNamespace(queue=SimpleNamespace(dead=DeadJobs()))])
     dispatcher: Any = SimpleNamespace(jobs=[routed("acme"), routed("globex")])
     unused: Any = None
-    return ClusterService(models, dispatcher, RouterMetrics(), unused, unused)
+    return ClusterService(models, dispatcher, RouterMetrics(), unused, unused, unused)
 
 
 @pytest.mark.parametrize(

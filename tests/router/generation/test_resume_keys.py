@@ -13,7 +13,7 @@ from redis.backoff import NoBackoff
 from broker.keys import RESUME_KEYS
 from broker.terms import RESUME_KEYS_LIMIT
 from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens, SharedKeys
-from rpc.errors import InvalidField, Unavailable
+from rpc.errors import InvalidField, Mismatch, Unavailable
 from tests.router.generation.test_resume import same
 
 CLAIMS = ResumeClaims("r", "f", "tiny", "sha256:0", None, seed=1, max_tokens=7, began=Began(0, 0.0, 0.0, 0.0, 0.0))
@@ -51,6 +51,21 @@ async def test_routers_without_a_key_accept_each_other_s_tokens(redis: Redis) ->
         assert await later.accepts(router.sign())
         assert await router.accepts(later.sign())
         assert not await router.accepts(later.tokens.sign(CLAIMS, "globex"))
+
+
+async def test_withdrawn_keys_end_with_the_router_that_knew_them(redis: Redis) -> None:
+    first = await started(redis)
+    old = first.sign()
+    assert await first.keys.rotate() == 2
+    await first.keys.look()
+    new = first.sign()
+    assert await first.keys.withdraw() == 1
+    again = await started(redis)
+    assert await again.accepts(new)
+    assert not await again.accepts(old)
+    assert await first.accepts(old)
+    with pytest.raises(Mismatch, match="not in Redis"):
+        await GivenKeys("a key of 16 characters").withdraw()
 
 
 async def test_a_rotated_key_signs_at_once_and_the_older_ones_stay(redis: Redis) -> None:
