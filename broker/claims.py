@@ -90,12 +90,12 @@ class ClaimMemory:
         return ClaimPlan(self._seen, rests and not freed, 1 if rests else SCANS_PER_CLAIM)
 
     def note(
-        self, plan: ClaimPlan, capacity: Capacity, *, found: bool, seen: int, looks: int, live_workers: int
+        self, plan: ClaimPlan, capacity: Capacity, *, jobs_found: bool, seen: int, looks: int, live_workers: int
     ) -> None:
-        """Note whether a claim found jobs, and what the last scan of one that did not said of so many looks."""
+        """Record the outcome of a claim: whether it brought jobs, else how many looks its last scan took."""
         if capacity.rows < 1:
             return
-        if found:
+        if jobs_found:
             if not plan.news_only:  # there may be more
                 self._rests_until = -1.0
             return
@@ -181,8 +181,10 @@ class Claims:
                 skip = max(skip, self._skipped_tenants)
         if not plan.news_only:
             self._skipped_tenants = skip
-        found = bool(answer.bodies)
-        self._memory.note(plan, capacity, found=found, seen=answer.seen, looks=looks, live_workers=answer.live_workers)
+        jobs_found = bool(answer.bodies)
+        self._memory.note(
+            plan, capacity, jobs_found=jobs_found, seen=answer.seen, looks=looks, live_workers=answer.live_workers
+        )
         jobs = await self._read(answer)
         requested = [
             request for request in _readable(requests, partial(decode_record, AdapterRequest)) if request is not None

@@ -167,7 +167,7 @@ class Ledger:
 
     async def reserve(
         self,
-        wanted: Reservation,
+        reservation: Reservation,
         received: int | None,
         limits: Mapping[str, Mapping[str, int]],
         send: SendReserve | None = None,
@@ -178,9 +178,9 @@ class Ledger:
         call of a new request together with another; its errors pass through. Raises QuotaReachedError,
         LedgerUnreadyError or OutOfMemoryError.
         """
-        wanted.holder = wanted.holder or f"{self.router}:{secrets.token_hex(4)}"
+        reservation.holder = reservation.holder or f"{self.router}:{secrets.token_hex(4)}"
         message = {
-            "reservation": wanted,
+            "reservation": reservation,
             "received": -1 if received is None else received,
             "limits": [(name, limit, COUNTS[limit], most) for name, of in limits.items() for limit, most in of.items()],
         }
@@ -204,11 +204,11 @@ class Ledger:
         """
         ended, moved, closed_ms = 0, set[str](), 0.0
         for some in _chunks(reservations) or [()]:
-            told = [(one.used_input, one.used_output) for one in some]
+            counts = [(one.used_input, one.used_output) for one in some]
             answer = await self._tell(reservations=some, renews=renews)
-            for one, known in zip(some, told, strict=True):
+            for one, count in zip(some, counts, strict=True):
                 if not answer.closed_ms:  # a closed ledger has charged nothing, so all is told once more
-                    one.known_input, one.known_output = known
+                    one.known_input, one.known_output = count
             ended, moved, closed_ms = ended + answer.ended, moved.union(answer.moved), max(closed_ms, answer.closed_ms)
         if closed_ms:
             raise LedgerUnreadyError(closed_ms)

@@ -78,8 +78,8 @@ class Liveness:
     def _report(self, aside: Sequence[bytes]) -> tuple[str, ...]:
         """Log the keys that were set aside, given by name and type; return their names without a tenant's."""
         texts, prefix = [text.decode(errors="replace") for text in aside], self._keys.prefix
-        for name, found in zip(texts[::2], texts[1::2], strict=True):
-            log.error("the Redis key %s%s was a %s; it is %saside:%s now, for a day", prefix, name, found, prefix, name)
+        for name, kind in zip(texts[::2], texts[1::2], strict=True):
+            log.error("the Redis key %s%s was a %s; it is %saside:%s now, for a day", prefix, name, kind, prefix, name)
         return tuple(name.partition(":")[0] for name in texts[::2])
 
     async def live_routers(self) -> list[str]:

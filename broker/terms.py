@@ -185,15 +185,15 @@ class QueueLimits:
         """Return the limits for a job whose tenant and key may take shares of the queue, at least one job."""
         limits = self
         if placement.queue_share < 1:
-            jobs, size = self._share(placement.queue_share)
+            jobs, size = self._part(placement.queue_share)
             limits = replace(self, tenant_jobs=min(self.tenant_jobs, jobs), tenant_bytes=min(self.tenant_bytes, size))
         if placement.key.queue_share < 1:
-            jobs, size = self._share(placement.key.queue_share)
+            jobs, size = self._part(placement.key.queue_share)
             limits = replace(limits, key_jobs=jobs, key_bytes=size)
         return limits
 
-    def _share(self, share: float) -> tuple[int, int]:
-        return max(1, int(share * self.jobs)), int(share * self.bytes)
+    def _part(self, fraction: float) -> tuple[int, int]:
+        return max(1, int(fraction * self.jobs)), int(fraction * self.bytes)
 
 
 class QueueState(IntEnum):

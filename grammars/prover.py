@@ -24,7 +24,7 @@ MEMORY_BYTES = 1 << 30
 # Timeout in seconds for an answer of the child: on a busy machine its processor time takes longer.
 WALL_S = 30.0
 # Maximum number of grammars whose proofs are kept; one takes some 200 bytes.
-_KEPT = 4_096
+_CACHED_PROOFS = 4_096
 
 
 class ProverBusyError(Exception):
@@ -56,7 +56,7 @@ class Prover:
             with self._lock:
                 result = self._results.get(digest) or self._ask(grammar)
                 self._results[digest] = result
-                if len(self._results) > _KEPT:
+                if len(self._results) > _CACHED_PROOFS:
                     del self._results[next(iter(self._results))]
         if result[1]:
             raise GrammarError(path + result[0], result[1])

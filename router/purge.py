@@ -161,9 +161,9 @@ class CellPurge:
         """Remove everything, at least twice, until a pass finds nothing; return the places of all passes, by name."""
         until, total, passes = time.monotonic() + PURGE_S, dict[tuple[str, str], pb.PurgedPlace](), 0
         while True:
-            found = await self._pass(tenant)
+            places = await self._pass(tenant)
             passes += 1
-            total = _added(total, found)
+            total = _added(total, places)
             clean = not any(place.left or place.error for place in total.values())
             if (clean and passes > 1) or time.monotonic() >= until:
                 return [total[name] for name in sorted(total)]
@@ -177,10 +177,10 @@ class CellPurge:
         own = _places(f"router {self._own_address}", await self._own_data.forget(tenant))
         try:
             models = self._models.served
-            found = [address for model in models for address in await model.liveness.live_routers()]
+            addresses = [address for model in models for address in await model.liveness.live_routers()]
         except REDIS_DOWN as error:
             return [*own, _failed("other routers", f"Redis does not say which live: {error}")]
-        others = sorted(set(found) - {self._own_address})
+        others = sorted(set(addresses) - {self._own_address})
         return [*own, *_flat(await asyncio.gather(*(self._ask_router(one, tenant) for one in others)))]
 
     async def _ask_router(self, address: str, tenant: str) -> _Places:
@@ -199,10 +199,10 @@ class CellPurge:
 
     async def _cell_records(self, model: ServedModel, tenant: str) -> _Places:
         part, queue = f"redis {model.manifest.name}", model.queue
-        found = await _answer(part, queue.forget_tenant(tenant))
-        if isinstance(found, pb.PurgedPlace):
-            return [found]
-        counts = {"waiting jobs": found.jobs, "pins": found.pins, "records by name": found.others}
+        answer = await _answer(part, queue.forget_tenant(tenant))
+        if isinstance(answer, pb.PurgedPlace):
+            return [answer]
+        counts = {"waiting jobs": answer.jobs, "pins": answer.pins, "records by name": answer.others}
         return [pb.PurgedPlace(part=part, place=place, removed=count) for place, count in counts.items()]
 
     async def _ask_workers(self, tenant: str) -> _Places:
@@ -246,13 +246,13 @@ def _flat(parts: Iterable[_Places]) -> _Places:
     return [place for places in parts for place in places]
 
 
-def _added(total: dict[tuple[str, str], pb.PurgedPlace], found: _Places) -> dict[tuple[str, str], pb.PurgedPlace]:
+def _added(total: dict[tuple[str, str], pb.PurgedPlace], passed: _Places) -> dict[tuple[str, str], pb.PurgedPlace]:
     """Add a pass: what it removed was left by the one before, but where nobody knows whose it was."""
     later = bool(total)
-    now = {(place.part, place.place): place for place in found}
+    now = {(place.part, place.place): place for place in passed}
     for name, place in now.items():
         if later and not place.of_all_tenants:
             place.left += place.removed
         place.removed += total[name].removed if name in total else 0
-    answered = {place.part for place in found}  # now; an error of the pass before is no more
+    answered = {place.part for place in passed}  # now; an error of the pass before is no more
     return {name: one for name, one in total.items() if not (one.error and one.part in answered)} | now

@@ -170,7 +170,7 @@ _LABEL = b"loraplex revision grant 1"
 # Errors of messages that cannot be read: a text that is no UTF-8 is a ValueError, a thousand nested arrays the last.
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 # Maximum number of grants that a router keeps to hand them out again.
-_KEPT = 4_096
+_CACHED_TICKETS = 4_096
 
 
 class RevisionGrant(msgspec.Struct, array_like=True, frozen=True):
@@ -192,7 +192,7 @@ class RevisionGrantIssuer:
 
     def __init__(self, signer: Signer, now: Callable[[], float] = time.time) -> None:
         self._signer, self._now = signer, now
-        self._signed = lru_cache(_KEPT)(self._sign)
+        self._signed = lru_cache(_CACHED_TICKETS)(self._sign)
 
     def issue(self, tenant: str, revisions: tuple[str, ...]) -> bytes:
         """Return a grant as it is sent, which is valid for GRANT_S at most and half of that at least."""

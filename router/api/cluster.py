@@ -89,10 +89,10 @@ class AdapterCommands:
                 _check_slots(request, await model.queue.pins.list(), most)
 
     def _models_of(self, resolved: ResolvedAdapter) -> list[ServedModel]:
-        found = [model for model in self._models.served if model.manifest.adapted_digest == resolved.base_digest]
-        if not found:
+        models = [model for model in self._models.served if model.manifest.adapted_digest == resolved.base_digest]
+        if not models:
             raise Mismatch(resolved.ref.revision, "made for a base model that is not served here", reason="WRONG_BASE")
-        return found
+        return models
 
     async def _workers(self, resolved: ResolvedAdapter, worker_id: str) -> list[tuple[ServedModel, WorkerState]]:
         """Return the live workers with the adapter's base; only the named one, if a name is given."""
@@ -102,12 +102,12 @@ class AdapterCommands:
             living = [(model, state) for model, state in living if state.worker_id == worker_id]
             if not living:
                 raise NotFound("worker", worker_id)
-        found = [(model, state) for model, state in living if state.base_digest in digests]
-        if worker_id and not found:
+        workers = [(model, state) for model, state in living if state.base_digest in digests]
+        if worker_id and not workers:
             raise Mismatch(
                 resolved.ref.revision, f"made for another base model than worker {worker_id}'s", reason="WRONG_BASE"
             )
-        return found
+        return workers
 
 
 class _WarmRate:
@@ -190,10 +190,10 @@ class Traffic:
 
     def _adapters(self) -> list[pb.AdapterTraffic]:
         metrics = self._metrics
-        found: dict[Whose, pb.AdapterTraffic] = {}
+        traffics: dict[Whose, pb.AdapterTraffic] = {}
         for labels, value in _values(metrics.tenant_requests):
             whose = (labels["tenant"], labels["adapter"])
-            found[whose] = pb.AdapterTraffic(tenant=whose[0], adapter=whose[1], requests=int(value))
+            traffics[whose] = pb.AdapterTraffic(tenant=whose[0], adapter=whose[1], requests=int(value))
         for name, counter in (
             ("prompt_tokens", metrics.tenant_prompt_tokens),
             ("completion_tokens", metrics.tenant_generation_tokens),
@@ -201,10 +201,10 @@ class Traffic:
         ):
             for labels, value in _values(counter):
                 # An adapter that was counted after the requests were read comes with the next answer.
-                traffic = found.get((labels["tenant"], labels["adapter"]))
+                traffic = traffics.get((labels["tenant"], labels["adapter"]))
                 if traffic is not None:
                     setattr(traffic, name, value if name == "time_to_first_token" else int(value))
-        return list(found.values())
+        return list(traffics.values())
 
 
 def _values(counter: Total) -> list[tuple[dict[str, str], float]]:

@@ -170,12 +170,12 @@ def read_ids(ids: Sequence[int]) -> tuple[int, ...]:
 
 def read_prompt_options(message: pb.GenerateSpec | pb.TokenizeRequest) -> PromptOptions:
     """Return the options of a message. Raises InvalidField."""
-    given = {field.name: value for field, value in message.prompt_options.ListFields()}
+    options = {field.name: value for field, value in message.prompt_options.ListFields()}
     if message.WhichOneof("input") == "token_ids":
         for name in ("add_special_tokens", "parse_special_tokens"):
-            if name in given:
+            if name in options:
                 raise InvalidField(f"prompt_options.{name}", "concerns texts; token_ids are taken as they are")
-    return PromptOptions(**given)
+    return PromptOptions(**options)
 
 
 def check_prompt_size(message: pb.GenerateSpec | pb.TokenizeRequest, model: ServedModel) -> None:
@@ -204,7 +204,7 @@ def check_count(field: str, values: Sequence[object], limit: int) -> None:
 _SHORT_CHARACTERS = 4_096
 # Maximum number of grammars that are kept for the next request with the same format; each is some kilobytes, and its
 # format 64 KiB at most.
-_KEPT = 512
+_CACHED_FORMATS = 512
 
 
 def read_format(spec: pb.GenerateSpec, tenant: str) -> tuple[str, str]:
@@ -247,7 +247,7 @@ def _json_style(spec: pb.GenerateSpec) -> JsonStyle | None:
 
 
 # For each tenant: the time of a request must not tell what another has asked.
-@lru_cache(_KEPT)
+@lru_cache(_CACHED_FORMATS)
 def _grammar(_tenant: str, make: Callable[..., str], *arguments: object) -> str:
     return make(*arguments)
 
@@ -362,10 +362,10 @@ def read_prompt(message: pb.GenerateSpec | pb.TokenizeRequest) -> tuple[str, Pro
 def _sampling(message: pb.Sampling) -> SamplingParams:
     if not message.ByteSize():
         return _NEUTRAL
-    given = {field.name: value for field, value in message.ListFields() if field.name in RANGES}
+    set_fields = {field.name: value for field, value in message.ListFields() if field.name in RANGES}
     if len(message.logit_bias) > LOGIT_BIASES:  # before they are sorted
         raise InvalidField("sampling.logit_bias", f"{len(message.logit_bias)} entries; at most {LOGIT_BIASES}")
-    params = SamplingParams(logit_bias=tuple(sorted(message.logit_bias.items())), **given)
+    params = SamplingParams(logit_bias=tuple(sorted(message.logit_bias.items())), **set_fields)
     try:
         check_sampling(params)
     except OutOfRangeError as error:

@@ -45,12 +45,12 @@ def _read(spec: pb.EncodeSpec, tenant: str, task: Task, pooling: Pooling) -> Enc
         raise InvalidField("inputs", f"{len(spec.inputs)} texts; give 1 to {INPUTS}")
     if abs(spec.priority) > PRIORITY_LIMIT:
         raise InvalidField("priority", f"{spec.priority} is not between -{PRIORITY_LIMIT} and {PRIORITY_LIMIT}")
-    found = [_read_input(index, given) for index, given in enumerate(spec.inputs)]
+    read = [_read_input(index, message) for index, message in enumerate(spec.inputs)]
     return EncodeRequest(
         tenant=tenant,
         task=task,
-        inputs=tuple(given for given, _ in found),
-        fields=tuple(field for _, field in found),
+        inputs=tuple(message for message, _ in read),
+        fields=tuple(field for _, field in read),
         pooling=pooling,
         request_id=read_request_id(spec.request_id),
         model=spec.model,
@@ -61,17 +61,17 @@ def _read(spec: pb.EncodeSpec, tenant: str, task: Task, pooling: Pooling) -> Enc
     )
 
 
-def _read_input(index: int, given: pb.EncodeInput) -> tuple[EncodeInput, str]:
+def _read_input(index: int, message: pb.EncodeInput) -> tuple[EncodeInput, str]:
     field = f"inputs[{index}]"
-    match given.WhichOneof("input"):
-        case "text" if given.text:
-            return given.text, f"{field}.text"
-        case "pair" if given.pair.first and given.pair.second:
-            return TextPair(given.pair.first, given.pair.second), f"{field}.pair"
+    match message.WhichOneof("input"):
+        case "text" if message.text:
+            return message.text, f"{field}.text"
+        case "pair" if message.pair.first and message.pair.second:
+            return TextPair(message.pair.first, message.pair.second), f"{field}.pair"
         case "pair":
-            raise InvalidField(f"{field}.pair.{'second' if given.pair.first else 'first'}", "is empty")
-        case "token_ids" if given.token_ids.ids:
-            return tuple(given.token_ids.ids), f"{field}.token_ids"
+            raise InvalidField(f"{field}.pair.{'second' if message.pair.first else 'first'}", "is empty")
+        case "token_ids" if message.token_ids.ids:
+            return tuple(message.token_ids.ids), f"{field}.token_ids"
         case None:
             raise InvalidField(field, "give one of text, pair and token_ids")
         case kind:

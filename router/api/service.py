@@ -90,7 +90,7 @@ def field_in_excess(data: bytes, message: Descriptor, limit: int = FIELDS) -> st
     return ""
 
 
-def _count(data: bytes, at: int, end: int, message: Descriptor, left: int, path: tuple[str, ...], depth: int) -> int:
+def _count(data: bytes, at: int, end: int, message: Descriptor, budget: int, path: tuple[str, ...], depth: int) -> int:
     """Return how many fields may follow those between two places of the bytes.
 
     Raises _ExcessError; IndexError or ValueError where a number does not end.
@@ -102,9 +102,9 @@ def _count(data: bytes, at: int, end: int, message: Descriptor, left: int, path:
         if tag > 127:
             tag, at = _tag_or_size(data, at - 1)
         name, inner = fields.get(tag >> 3, ("", None))
-        if not left:
+        if not budget:
             raise _ExcessError(".".join((*path, name)) if name else ".".join(path))
-        left -= 1
+        budget -= 1
         kind = tag & 7
         if kind == _BYTES:
             size = data[at]
@@ -112,7 +112,7 @@ def _count(data: bytes, at: int, end: int, message: Descriptor, left: int, path:
             if size > 127:
                 size, at = _tag_or_size(data, at - 1)
             if inner is not None and depth:
-                left = _count(data, at, min(at + size, end), inner, left, (*path, name), depth - 1)
+                budget = _count(data, at, min(at + size, end), inner, budget, (*path, name), depth - 1)
             at += size
         elif kind == _VARINT:
             at = at + 1 if data[at] < 128 else _end_of_number(data, at)
@@ -120,7 +120,7 @@ def _count(data: bytes, at: int, end: int, message: Descriptor, left: int, path:
             at += 8
         elif kind == _FIXED32:
             at += 4
-    return left
+    return budget
 
 
 def _tag_or_size(data: bytes, at: int) -> tuple[int, int]:
@@ -146,10 +146,10 @@ def _tag_or_size(data: bytes, at: int) -> tuple[int, int]:
 
 def _end_of_number(data: bytes, at: int) -> int:
     """Return the place behind the number that begins at a place. Raises ValueError."""
-    found = _NUMBER.match(data, at)
-    if found is None:
+    match = _NUMBER.match(data, at)
+    if match is None:
         raise ValueError("a number without an end")
-    return found.end()
+    return match.end()
 
 
 @cache
@@ -323,11 +323,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Stream the rest of an answer whose stream was lost, at this router or another."""
         with self.telemetry.new_record(context) as record:
             call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.prompts))
-            claims = await self.generation.verify(call, request.resume_token)
-            count = count_received(request.received, call.n, claims.max_tokens)
+            payload = await self.generation.verify(call, request.resume_token)
+            count = count_received(request.received, call.n, payload.max_tokens)
             received = await self.prompts.run(call.tenant, count, partial(read_received, request.received))
             del request
-            rest = self.generation.resume(call, claims, received, context.time_remaining())
+            rest = self.generation.resume(call, payload, received, context.time_remaining())
             async with aclosing(rest) as messages:
                 async for message in messages:
                     record.count(message.event)
@@ -383,10 +383,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Return the probabilities of a classifier's labels for each text."""
         with self.telemetry.new_record(context) as record:
             call = record.begin(read_classify(request, record.tenant))
-            found, summary = await self.unary_calls.encode(call, context.time_remaining(), write_classification)
-            record.count_texts("classify", len(found), summary)
+            classifications, summary = await self.unary_calls.encode(
+                call, context.time_remaining(), write_classification
+            )
+            record.count_texts("classify", len(classifications), summary)
             return pb.ClassifyResponse(
-                classifications=[one for one, _ in found], labels=found[0][1], summary=write_encode_summary(summary)
+                classifications=[one for one, _ in classifications],
+                labels=classifications[0][1],
+                summary=write_encode_summary(summary),
             )
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:

@@ -50,7 +50,7 @@ class TokenizerFiles:
 
     def __init__(self) -> None:
         # The digest of a model, its zip, and the zip's sha256; one is made at a time.
-        self._kept = ("", b"", "")
+        self._archive = ("", b"", "")
         self._making = asyncio.Lock()
 
     async def chunks(self, manifest: Manifest) -> AsyncIterator[Any]:
@@ -59,10 +59,10 @@ class TokenizerFiles:
             message = f"the model has no {TOKENIZER_FILE}; give the gateway a tokenizer of its own"
             raise Mismatch(manifest.name, message, reason="NO_TOKENIZER")
         async with self._making:
-            if self._kept[0] != manifest.digest:
+            if self._archive[0] != manifest.digest:
                 # In a thread: large vocabularies take a second.
-                self._kept = (manifest.digest, *await asyncio.to_thread(_zipped, manifest.files))
-            _, whole, sha256 = self._kept
+                self._archive = (manifest.digest, *await asyncio.to_thread(_zipped, manifest.files))
+            _, whole, sha256 = self._archive
         for start in range(0, len(whole), _CHUNK_BYTES):
             last = start + _CHUNK_BYTES >= len(whole)
             yield common.GetTokenizerChunk(data=whole[start : start + _CHUNK_BYTES], sha256=sha256 if last else "")
@@ -85,8 +85,8 @@ def _name(request: Any, others: tuple[str, ...]) -> str:
     if not name:
         raise InvalidField("lora_name", "name an adapter of the store")
     for field in others:
-        if (given := getattr(request, field)) and given != name:
-            message = f"{given!r} is not lora_name ({name!r}): adapters are known by their names in the store"
+        if (other := getattr(request, field)) and other != name:
+            message = f"{other!r} is not lora_name ({name!r}): adapters are known by their names in the store"
             raise InvalidField(field, message)
     return name
 
@@ -216,8 +216,8 @@ class SglangScheduler:
         """End a running request of the caller's tenant."""
         if not request.request_id:
             raise InvalidField("request_id", "name a request")
-        found = await self._generation.abort(calling_tenant(), request.request_id)
-        return engine.AbortResponse(success=found, message="" if found else "no such request runs at this router")
+        aborted = await self._generation.abort(calling_tenant(), request.request_id)
+        return engine.AbortResponse(success=aborted, message="" if aborted else "no such request runs at this router")
 
     async def HealthCheck(self, request: Any, context: Context) -> Any:
         """Tell whether requests are served, as grpc.health.v1 does."""

@@ -160,15 +160,15 @@ async def read_generate(request: Any, tenant: str, adapter: str, models: Models,
 def read_embedding(request: Any, tenant: str, adapter: str) -> EncodeRequest:
     """Return what an Embed call asks for; the protocol's sampling_params mean nothing here. Raises a CallError."""
     _check_served(request, _UNSERVED_OF_EMBED)
-    given = pb.EncodeInput(token_ids=pb.TokenIds(ids=request.tokenized.input_ids))
-    spec = pb.EncodeSpec(request_id=request.request_id, adapter=adapter, inputs=[given])
+    prompt = pb.EncodeInput(token_ids=pb.TokenIds(ids=request.tokenized.input_ids))
+    spec = pb.EncodeSpec(request_id=request.request_id, adapter=adapter, inputs=[prompt])
     return read_embed(pb.EmbedRequest(spec=spec), tenant)
 
 
 def _check_served(message: Any, unserved: tuple[str, ...]) -> None:
-    given = {field.name for field, _ in message.ListFields()}
+    set_fields = {field.name for field, _ in message.ListFields()}
     for field in unserved:
-        if field in given:
+        if field in set_fields:
             raise NotBuilt(field)
     if message.data_parallel_rank:
         raise InvalidField("data_parallel_rank", f"{message.data_parallel_rank}; there is rank 0 alone")

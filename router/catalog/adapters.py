@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 # Maximum characters of the settings that are kept, and maximum number of adapters; beyond them all are read anew.
 _KEPT_CHARACTERS = 32 * 1024 * 1024
-_KEPT = 10_000
+_CACHED_REVISIONS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class AdapterConfigs:
     def __init__(self, store: StoreClient) -> None:
         self._store = store
         # By digest, with the name of the revision that they were read of.
-        self._kept: dict[str, tuple[str, AdapterSettings]] = {}
+        self._cached: dict[str, tuple[str, AdapterSettings]] = {}
         self._characters = 0
         # By tenant and digest: a configuration has up to a megabyte.
         self._reading = SharedCalls[AdapterSettings]()
@@ -57,26 +57,26 @@ class AdapterConfigs:
         """Return an adapter's settings; a weighted set has none. Raises NotFound or Unavailable."""
         if adapter is None or adapter.parts:
             return AdapterSettings()
-        if adapter.digest not in self._kept:
+        if adapter.digest not in self._cached:
             return await self._reading.run((tenant, adapter.digest), lambda: self._ask(tenant, adapter))
-        return self._kept[adapter.digest][1]
+        return self._cached[adapter.digest][1]
 
     async def _ask(self, tenant: str, adapter: AdapterRef) -> AdapterSettings:
         config = await self._store.config_of(tenant, adapter.revision)
         settings = await asyncio.to_thread(_read, config)
-        if adapter.digest not in self._kept:
-            if len(self._kept) >= _KEPT or self._characters + settings.characters > _KEPT_CHARACTERS:
-                self._kept.clear()
+        if adapter.digest not in self._cached:
+            if len(self._cached) >= _CACHED_REVISIONS or self._characters + settings.characters > _KEPT_CHARACTERS:
+                self._cached.clear()
                 self._characters = 0
-            self._kept[adapter.digest] = adapter.revision, settings
+            self._cached[adapter.digest] = adapter.revision, settings
             self._characters += settings.characters
         return settings
 
     def forget_tenant(self, tenant: str) -> int:
         """Forget the settings of a tenant's adapters; returns how many there were."""
-        gone = [digest for digest, (revision, _) in self._kept.items() if is_of_tenant(revision, tenant)]
+        gone = [digest for digest, (revision, _) in self._cached.items() if is_of_tenant(revision, tenant)]
         for digest in gone:
-            self._characters -= self._kept.pop(digest)[1].characters
+            self._characters -= self._cached.pop(digest)[1].characters
         return len(gone)
 
 
@@ -147,13 +147,13 @@ def check_fitness(resolved: ResolvedAdapter, model: Manifest) -> None:
     breach = resolved.breaches.get(model.quantization)
     if breach is None:
         return
-    found = f"unfit for {model.name}, whose weights are {model.quantization}: {breach.text}"
+    breach_text = f"unfit for {model.name}, whose weights are {model.quantization}: {breach.text}"
     if not breach.refused:
-        _warn_once(resolved.ref.revision, found)
+        _warn_once(resolved.ref.revision, breach_text)
         return
     raise Mismatch(
         resolved.ref.revision,
-        f"{found}; use a base of more bits, or train the adapter on this base and certify it again",
+        f"{breach_text}; use a base of more bits, or train the adapter on this base and certify it again",
         reason="ADAPTER_UNFIT",
     )
 
@@ -164,8 +164,8 @@ def forget_warnings() -> None:
 
 
 @lru_cache(maxsize=_WARNINGS_KEPT)
-def _warn_once(revision: str, found: str) -> None:
-    log.warning("%s is %s", revision, found)
+def _warn_once(revision: str, message: str) -> None:
+    log.warning("%s is %s", revision, message)
 
 
 async def resolve_adapters(request: Request | EncodeRequest, model: Manifest, store: StoreClient) -> AdapterRef | None:
@@ -191,12 +191,14 @@ def check_rank(ref: AdapterRef | None, max_rank: int | None) -> None:
 
 
 async def _weighted_set(
-    tenant: str, wanted: Sequence[WeightedAdapter], model: Manifest, store: StoreClient
+    tenant: str, weighted: Sequence[WeightedAdapter], model: Manifest, store: StoreClient
 ) -> AdapterRef:
     # Wait for all answers, so that the error names the first adapter of the request that has one.
-    found = await asyncio.gather(*(store.resolve(tenant, part.adapter) for part in wanted), return_exceptions=True)
+    resolutions = await asyncio.gather(
+        *(store.resolve(tenant, part.adapter) for part in weighted), return_exceptions=True
+    )
     parts: dict[str, WeightedRef] = {}
-    for index, (part, resolved) in enumerate(zip(wanted, found, strict=True)):
+    for index, (part, resolved) in enumerate(zip(weighted, resolutions, strict=True)):
         if isinstance(resolved, InvalidField):
             raise InvalidField(f"adapters[{index}]", resolved.message) from resolved
         if isinstance(resolved, BaseException):

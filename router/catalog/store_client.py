@@ -177,18 +177,18 @@ class StoreClient:
         age_s = time.monotonic() - resolved_at
         if cached is not None and age_s < NAME_TTL_S:
             return cached
-        known = cached is not None and age_s < self._away_s
+        fresh = cached is not None and age_s < self._away_s
         try:
-            return await self._resolving.run(key, lambda: self._ask_in_turn(tenant, name, known=known))
+            return await self._resolving.run(key, lambda: self._ask_in_turn(tenant, name, cached=fresh))
         except Unavailable:
-            if cached is None or not known:
+            if cached is None or not fresh:
                 raise
             return cached
         except CallError:  # the store answers that the name is nothing any more
             self._names.pop(key, None)
             raise
 
-    async def _ask_in_turn(self, tenant: str, name: str, *, known: bool) -> ResolvedAdapter:
+    async def _ask_in_turn(self, tenant: str, name: str, *, cached: bool) -> ResolvedAdapter:
         try:
             async with asyncio.timeout(CALL_S):
                 await self._asking.take(tenant)
@@ -196,22 +196,22 @@ class StoreClient:
             message = f"the adapter store at {self._address} has not got to this name within {CALL_S:g} s"
             raise Unavailable(message, reason="STORE_DOWN") from None
         try:
-            found = await self._ask(tenant, name, known=known)
+            resolved = await self._ask(tenant, name, cached=cached)
         finally:
             self._asking.give(tenant)
         if len(self._names) >= NAMES_KEPT:
             self._names.clear()
-        self._names[tenant, name] = (time.monotonic(), found)
-        return found
+        self._names[tenant, name] = (time.monotonic(), resolved)
+        return resolved
 
-    async def _ask(self, tenant: str, name: str, *, known: bool) -> ResolvedAdapter:
+    async def _ask(self, tenant: str, name: str, *, cached: bool) -> ResolvedAdapter:
         request, metadata = pb.GetAdapterRequest(name=name), ((TENANT_KEY, tenant),)
 
         async def ask(timeout_s: float) -> pb.GetAdapterResponse:
-            return await self._stub.GetAdapter(request, timeout=timeout_s, metadata=metadata, wait_for_ready=not known)
+            return await self._stub.GetAdapter(request, timeout=timeout_s, metadata=metadata, wait_for_ready=not cached)
 
         with self._errors_of("adapter", name):
-            answer = await (ask(RENEWAL_S) if known else _until_answered(ask))
+            answer = await (ask(RENEWAL_S) if cached else _until_answered(ask))
         revision = answer.revision
         ref = AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes)
         breaches = {
@@ -233,8 +233,8 @@ class StoreClient:
         """Forget the names that a tenant has asked for, and those of its adapters; returns how many there were."""
         names = [
             key
-            for key, (_, found) in self._names.items()
-            if key[0] == tenant or any(is_of_tenant(part.revision, tenant) for part in found.ref.summands)
+            for key, (_, resolved) in self._names.items()
+            if key[0] == tenant or any(is_of_tenant(part.revision, tenant) for part in resolved.ref.summands)
         ]
         epochs = [revision for revision in self._epochs if is_of_tenant(revision, tenant)]
         for key in names:
@@ -406,10 +406,10 @@ class KeyCopy:
 
     async def look(self) -> None:
         """Take what has changed; where the store does not answer, leave it for the next time."""
-        found = await self._changes.look()
-        if found is None:
+        news = await self._changes.look()
+        if news is None:
             return
-        pages, anew = found
+        pages, anew = news
         # At once: half of the keys of another epoch would refuse the other half.
         self._directory.put([_key(key) for page in pages for key in page.keys], clear=anew)
         self._directory.look_done()

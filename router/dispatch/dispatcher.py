@@ -60,7 +60,7 @@ class PreparedEntry:
 
     def __init__(self, queue: JobQueue, job: Job, place: Callable[[Job], Placement]) -> None:
         self._queue, self._job, self._place = queue, job, place
-        self._made: tuple[Placement, Entry | None] | None = None
+        self._placed: tuple[Placement, Entry | None] | None = None
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -75,10 +75,10 @@ class PreparedEntry:
 
     def take(self) -> tuple[Placement, Entry | None]:
         """Return the placement and the entry; None for a long job, whose entry the queue makes in a thread."""
-        if self._made is None:
+        if self._placed is None:
             placement = self._place(self._job)
-            self._made = placement, self._queue.make_entry(self._job, placement) if is_short(self._job) else None
-        return self._made
+            self._placed = placement, self._queue.make_entry(self._job, placement) if is_short(self._job) else None
+        return self._placed
 
     async def enqueue(self, reserve: ReserveCall | None = None) -> None:
         """Put the entry into the queue, in one round trip with a reservation. Raises what JobQueue.enqueue does."""

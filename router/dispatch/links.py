@@ -191,7 +191,7 @@ class DispatchTiming:
     # Time that an attempt waits in the queue before it is sealed anew.
     seal_s: float = SEALED_JOB_S / 2
     # Interval between attempts of an operation on a queue that does not answer.
-    retry_s: float = 0.2
+    pause_s: float = 0.2
     # Timeout for removing an ended job from Redis, and for adding a dead letter: an outage may be for good.
     finish_s: float = 60.0
     # Timeout for pending queue operations when the router stops.
@@ -286,15 +286,23 @@ class RelayReach:
                 *(unlinked[incarnation], self.address, UNREACHED_S),
             )
         self._last_logged = late
-        found = {name: frozenset(state.incarnation for state in of_model) for name, of_model in serving.items()}
-        cut_off = {name: incarnations for name, incarnations in found.items() if incarnations and incarnations <= late}
+        incarnations_of = {
+            name: frozenset(state.incarnation for state in of_model) for name, of_model in serving.items()
+        }
+        cut_off = {
+            name: incarnations
+            for name, incarnations in incarnations_of.items()
+            if incarnations and incarnations <= late
+        }
         for name in sorted(cut_off.keys() ^ self._cut_off.keys()):
             if name in cut_off:
                 log.error("no worker of %s reaches this router's relay at %s: requests are refused", name, self.address)
             else:
                 log.info("requests for %s are not refused for want of a link any more", name)
         self._cut_off = cut_off
-        self._some_model_reached = not cut_off or any(found[name] for name in found.keys() - cut_off.keys())
+        self._some_model_reached = not cut_off or any(
+            incarnations_of[name] for name in incarnations_of.keys() - cut_off.keys()
+        )
         return sorted(cut_off)
 
     def forget(self) -> None:

@@ -215,7 +215,7 @@ class Outbox:
                 log.exception("%s failed", what)
                 if faults == FAULTS_LIMIT:
                     raise
-            await asyncio.sleep(self._timing.retry_s)
+            await asyncio.sleep(self._timing.pause_s)
         return None
 
 

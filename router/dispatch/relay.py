@@ -273,7 +273,7 @@ class AdvertisedAddressError(Exception):
     """An address that leads workers to another server, or nowhere."""
 
 
-class _Found(Enum):
+class _Answerer(Enum):
     """Answers of an address; the text completes `--relay-advertise HOST: `."""
 
     US = ""
@@ -290,32 +290,32 @@ async def check_advertised(
 
     An address that does not answer from here may be one that only workers reach (behind a NAT): then it only warns.
     """
-    found = _Found.US
+    answerer = _Answerer.US
     for attempt in range(ATTEMPTS):
         if attempt:
             await asyncio.sleep(pause_s)
-        found = await _who_answers(host, port, router_id, tls)
-        if found is _Found.US:
+        answerer = await _who_answers(host, port, router_id, tls)
+        if answerer is _Answerer.US:
             return
-    what = f"--relay-advertise {host}: {found.value.format(f'{host}:{port}')}"
-    if found is not _Found.NOBODY:
+    what = f"--relay-advertise {host}: {answerer.value.format(f'{host}:{port}')}"
+    if answerer is not _Answerer.NOBODY:
         raise AdvertisedAddressError(f"{what}; give the host name or IP under which workers reach this router alone")
     log.warning("%s; requests are refused until a worker reaches it", what)
 
 
-async def _who_answers(host: str, port: int, router_id: str, tls: TlsFiles | None) -> _Found:
+async def _who_answers(host: str, port: int, router_id: str, tls: TlsFiles | None) -> _Answerer:
     try:
         infos = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        return _Found.NO_NAME if error.errno in _NO_SUCH_NAME else _Found.NOBODY
+        return _Answerer.NO_NAME if error.errno in _NO_SUCH_NAME else _Answerer.NOBODY
     hosts = sorted({str(info[4][0]) for info in infos})
     asked = await asyncio.gather(*(_ask(host, one, port, tls) for one in hosts))
     answers = [answer for answer in asked if answer is not None]
     if any(answer != router_id for answer in answers):
-        return _Found.ANOTHER
+        return _Answerer.ANOTHER
     if answers:
-        return _Found.US
-    return _Found.NOBODY_HERE if all(ipaddress.ip_address(one).is_loopback for one in hosts) else _Found.NOBODY
+        return _Answerer.US
+    return _Answerer.NOBODY_HERE if all(ipaddress.ip_address(one).is_loopback for one in hosts) else _Answerer.NOBODY
 
 
 async def _ask(name: str, host: str, port: int, tls: TlsFiles | None) -> str | None:

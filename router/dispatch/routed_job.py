@@ -403,12 +403,12 @@ class RoutedJob:
 
     def _read_new(self) -> list[Arrival]:
         """Return the unread tokens, at most READ_TOKENS, those of the first choices first."""
-        arrivals, left = list[Arrival](), READ_TOKENS
+        arrivals, budget = list[Arrival](), READ_TOKENS
         for choice in [self.choices[index] for index in sorted(self._unread)]:
-            if left <= 0:
+            if budget <= 0:
                 break
-            arrivals.append(choice.read_new(left))
-            left -= len(arrivals[-1].token_ids)
+            arrivals.append(choice.read_new(budget))
+            budget -= len(arrivals[-1].token_ids)
             if choice.read == len(choice.emitted):
                 self._unread.discard(choice.index)
         if self._unread:

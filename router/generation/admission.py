@@ -184,9 +184,9 @@ class Admission:
 
         Raises a CallError where it can't be served any more.
         """
-        claims = resumption.claims
-        model = self.models.with_digest(claims.model, claims.base_digest)
-        admitted = await self._admit(request, model, claims.adapter, model.manifest.context_length, deadline_s)
+        payload = resumption.payload
+        model = self.models.with_digest(payload.model, payload.base_digest)
+        admitted = await self._admit(request, model, payload.adapter, model.manifest.context_length, deadline_s)
         job = replace(admitted.job, resumed=True, prompt_logprobs=None)
         if unservable := self.models.why_unservable(job):  # it was admitted: a worker that fits may be restarting
             raise unservable
@@ -334,11 +334,11 @@ class Admission:
         chat, tokenizer = request.prompt, model.tokenizer
 
         def make() -> tuple[ChatFormat | None, str]:
-            found = chat_format(chat, template, tokenizer, prompt_ids, request.request_id)
+            form = chat_format(chat, template, tokenizer, prompt_ids, request.request_id)
             called = (
                 call_grammar(chat, template, tokenizer, prompt_ids, request.tenant) if chat.tools else request.grammar
             )
-            return found, called
+            return form, called
 
         if chat.tools:  # the schemas of many take tens of milliseconds
             return await self.prompts.in_turn(request.tenant, make)
@@ -391,16 +391,16 @@ def _resolved(request: Request, context: int) -> PromptOptions:
 def _max_tokens(request: Request, prompt: int, context: int) -> int:
     if prompt == 0:
         raise InvalidField(request.prompt_field, "has no tokens")
-    left = context - prompt
+    remaining = context - prompt
     asked = request.stopping.max_tokens
     least = 1 if asked is None else asked
-    if least > left:
+    if least > remaining:
         raise InvalidField(
-            request.prompt_field if left < 1 else "stopping.max_tokens",
+            request.prompt_field if remaining < 1 else "stopping.max_tokens",
             f"{prompt} prompt tokens and {least} more do not fit the context of {context}",
             reason="CONTEXT_EXCEEDED",
         )
-    return min(DEFAULT_MAX_TOKENS, left) if asked is None else asked
+    return min(DEFAULT_MAX_TOKENS, remaining) if asked is None else asked
 
 
 def _check_all_ids(request: Request, prompt_ids: tuple[int, ...], vocab_size: int) -> None:

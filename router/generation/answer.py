@@ -34,10 +34,10 @@ class Echo:
 
     def deltas(self, choice: int, received: Received) -> list[Delta]:
         """Return the text as deltas without ids, without what the choice's client has of it."""
-        had = received.text_bytes
-        if had is None:  # its older client has it with the first ids
-            had = self._size if received.token_ids or received.finished else 0
-        text = without_bytes(self._text, had)
+        received_bytes = received.text_bytes
+        if received_bytes is None:  # its older client has it with the first ids
+            received_bytes = self._size if received.token_ids or received.finished else 0
+        text = without_bytes(self._text, received_bytes)
         parts = (text[at : at + PART_CHARACTERS] for at in range(0, len(text), PART_CHARACTERS))
         return [Delta(0, (), part, choice) for part in parts]
 
@@ -67,11 +67,11 @@ class StopStrings:
 
         The first `before` characters alone have none.
         """
-        found = [(at, stop) for stop in self._strings if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
-        if not found:
+        matches = [(at, stop) for stop in self._strings if (at := text.find(stop, max(0, before - len(stop) + 1))) >= 0]
+        if not matches:
             return None
         # Of the stop strings that one token completes: the earliest; of two at the same place the longer.
-        at, stop = min(found, key=lambda match: (match[0], -len(match[1])))
+        at, stop = min(matches, key=lambda match: (match[0], -len(match[1])))
         return (len(text) if self._keep else at), stop
 
     def safe_length(self, text: str) -> int:
@@ -133,14 +133,14 @@ class _Candidate:
     finished: Finished | None = None
 
     def add(self, delta: Delta) -> None:
-        had = self.delta
+        before = self.delta
         self.delta = Delta(
             offset=0,
-            token_ids=had.token_ids + delta.token_ids,
-            text=had.text + delta.text,
-            logprobs=had.logprobs + delta.logprobs,
-            reasoning=had.reasoning + delta.reasoning,
-            tool_calls=had.tool_calls + delta.tool_calls,
+            token_ids=before.token_ids + delta.token_ids,
+            text=before.text + delta.text,
+            logprobs=before.logprobs + delta.logprobs,
+            reasoning=before.reasoning + delta.reasoning,
+            tool_calls=before.tool_calls + delta.tool_calls,
         )
 
     def mean_logprob(self) -> float:
@@ -169,7 +169,7 @@ class ResumeFilter:
         if self._reader is None:
             text = self._without_had(before, delta.text)
             return delta if text == delta.text else replace(delta, text=text)
-        had, new = self._reader.feed(before), self._reader.feed(delta.text)
+        old, new = self._reader.feed(before), self._reader.feed(delta.text)
         text, reasoning = new.text, new.reasoning
         if ended:
             rest = self._reader.finish()
@@ -178,16 +178,16 @@ class ResumeFilter:
             if not had_all:
                 reasoning += rest.reasoning
         calls = tuple(new.tool_calls)
-        return replace(delta, text=self._without_had(had.text, text), reasoning=reasoning, tool_calls=calls)
+        return replace(delta, text=self._without_had(old.text, text), reasoning=reasoning, tool_calls=calls)
 
     def _without_had(self, before: str, text: str) -> str:
         if self._bytes_had is None:
             return text
         if not self._bytes_had:
             return before + text
-        whole, had = before + text, self._bytes_had
-        self._bytes_had = max(0, had - len(whole.encode()))
-        return without_bytes(whole, had)
+        whole, received_bytes = before + text, self._bytes_had
+        self._bytes_had = max(0, received_bytes - len(whole.encode()))
+        return without_bytes(whole, received_bytes)
 
 
 class Answer:
@@ -214,12 +214,14 @@ class Answer:
         self._counted = frozenset(self._open)
         # Choices that have ended since the last `close_ended`.
         self._ended: list[int] = []
-        self._received_tokens = sum(len(had.token_ids) for had in received_choices.values() if had.finished)
+        self._received_tokens = sum(len(choice.token_ids) for choice in received_choices.values() if choice.finished)
         # A client that resumes has got a first message, and these are in the first.
         self._prompt_logprobs_due = request.prompt_logprobs is not None and received is None
-        had = [received_choices.get(choice, Received()) for choice in range(routed.job.n)]
+        received_before = [received_choices.get(choice, Received()) for choice in range(routed.job.n)]
         # The deltas of the prompt's text, by choice, until they are sent; a ranking sends its own.
-        self._echoes = {c: echo.deltas(c, had[c]) for c in self._open} if request.echo and not self._ranking else {}
+        self._echoes = (
+            {c: echo.deltas(c, received_before[c]) for c in self._open} if request.echo and not self._ranking else {}
+        )
         marks = chat_format.marks if chat_format else ()
         self._choices = [
             ChoiceAnswer(
@@ -227,9 +229,10 @@ class Answer:
                 request.stopping.stop,
                 request.stream_interval,
                 choice,
-                len(had[choice].token_ids),
+                len(received_before[choice].token_ids),
                 ResumeFilter(
-                    echo.answer_bytes(had[choice]), None if chat_format is None else ChatReader(chat_format, choice)
+                    echo.answer_bytes(received_before[choice]),
+                    None if chat_format is None else ChatReader(chat_format, choice),
                 ),
                 request.keep_stop,
             )
@@ -367,13 +370,13 @@ class ChoiceAnswer:
 
     def _cut(self, at: int) -> Delta | None:
         """Deliver the tokens that begin before character `at` of the pending text, and forget the rest."""
-        kept, start = 0, 0
+        whole_tokens, start = 0, 0
         for token in self._pending:
             if start >= at:
                 break
             start += len(token.text)
-            kept += 1
-        delta = self._delta(self._pending[:kept], self._pending_text[:at], ended=True)
+            whole_tokens += 1
+        delta = self._delta(self._pending[:whole_tokens], self._pending_text[:at], ended=True)
         self._pending, self._pending_text = [], ""
         return delta
 
@@ -397,13 +400,15 @@ class ChoiceAnswer:
     def _delta(self, tokens: Sequence[_PendingToken], text: str, *, ended: bool) -> Delta | None:
         count = sum(token.token_id is not None for token in tokens)
         skipped = min(count, max(0, self._received - self.delivered))
-        had = sum(len(token.text) for token in tokens[:skipped])
+        skipped_characters = sum(len(token.text) for token in tokens[:skipped])
         ids = tuple(token.token_id for token in tokens[skipped:] if token.token_id is not None)
         offset = self.delivered + skipped
         self.delivered += count
         logprobs = tuple(token.logprobs for token in tokens[skipped:] if token.logprobs is not None)
-        delta = Delta(offset, ids, text[had:], self._choice, logprobs)
-        delta = self._filter.tell(delta, text[:had], ended=ended, had_all=self._received >= self.delivered)
+        delta = Delta(offset, ids, text[skipped_characters:], self._choice, logprobs)
+        delta = self._filter.tell(
+            delta, text[:skipped_characters], ended=ended, had_all=self._received >= self.delivered
+        )
         return delta if ids or delta.text or delta.reasoning or delta.tool_calls else None
 
 

@@ -32,7 +32,7 @@ _SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 _NO_ARGUMENTS = '{"type": "object", "additionalProperties": false}'
 _ANY_TEXT = r"/(.|\n)*/"
 # Maximum number of tools whose rules are kept for the next request.
-_KEPT = 512
+_CACHED_FORMATS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def forget_tools() -> int:
     return count
 
 
-@lru_cache(_KEPT)
+@lru_cache(_CACHED_FORMATS)
 def _schema_rule(_tenant: str, parameters: str, path: str) -> str:
     """Return the rule of a tool's arguments, kept for the tenant. Raises ArtifactError or GrammarError."""
     schema = parse_object(parameters.encode(), path)
@@ -188,23 +188,23 @@ def call_grammar(
     chat: Chat, template: ChatTemplate, tokenizer: ModelTokenizer, prompt_ids: tuple[int, ...], tenant: str = ""
 ) -> str:
     """Return the grammar of the answer to a chat with tools; empty: none is needed. Raises InvalidField."""
-    found = chat_format(chat, template, tokenizer, prompt_ids, "")
+    form = chat_format(chat, template, tokenizer, prompt_ids, "")
     if not chat.tools:
         return ""
-    if found is None or found.tool_calls is ToolCallFormat.NONE:
+    if form is None or form.tool_calls is ToolCallFormat.NONE:
         if chat.tool_mode is ToolMode.REQUIRED:
             message = "the chat template shows no format of calls that is known; name it in loraplex_chat.tool_calls"
             raise InvalidField("chat.tool_choice", message, reason="UNKNOWN_CALL_FORMAT")
         return ""
     begins = ends = ""
-    if found.reasoning is not None:
+    if form.reasoning is not None:
         end = _end_of_prompt(chat, tokenizer, prompt_ids)
-        closed = end.rstrip().endswith(found.reasoning[1])  # the template leaves the reasoning out
-        begins = "" if found.begins_in_reasoning else found.reasoning[0]
-        ends = "" if closed else found.reasoning[1]
-    ids = {mark: token_id for mark in found.marks if (token_id := tokenizer.special_token(mark)) is not None}
+        closed = end.rstrip().endswith(form.reasoning[1])  # the template leaves the reasoning out
+        begins = "" if form.begins_in_reasoning else form.reasoning[0]
+        ends = "" if closed else form.reasoning[1]
+    ids = {mark: token_id for mark in form.marks if (token_id := tokenizer.special_token(mark)) is not None}
     named_first = "[ARGS]" in template.source_for(chat)
-    return tool_grammar(chat, CallSyntax(found.tool_calls, ids, named_first, begins, ends), tenant)
+    return tool_grammar(chat, CallSyntax(form.tool_calls, ids, named_first, begins, ends), tenant)
 
 
 def _end_of_prompt(chat: Chat, tokenizer: ModelTokenizer, prompt_ids: tuple[int, ...]) -> str:

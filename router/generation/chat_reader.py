@@ -37,7 +37,7 @@ class MarkFinder:
         self.partial = ""
 
     @property
-    def found(self) -> str:
+    def mark(self) -> str:
         """Return the mark that the text ends with; empty: none."""
         return self.partial if self.partial in self._marks else ""
 
@@ -52,15 +52,15 @@ class MarkFinder:
             return ""
         self._skip_breaks = False
         self.partial += character
-        told: list[str] = []
+        text: list[str] = []
         while self.partial and not any(mark.startswith(self.partial) for mark in self._marks):
             first, self.partial = self.partial[0], self.partial[1:]
             if self._hold_spaces and first.isspace():
                 self._spaces.append(first)
             else:
-                told += [*self._spaces, first]
+                text += [*self._spaces, first]
                 self._spaces.clear()
-        return "".join(told)
+        return "".join(text)
 
     def give_up(self) -> str:
         """Return what is held back as text: a mark that does not count here."""
@@ -93,10 +93,10 @@ Reading = Generator[None, str, str]
 class NotACallError(Exception):
     """A text that began like a call is none; `left` is its last character, which may begin something else."""
 
-    def __init__(self, text: str, left: str) -> None:
+    def __init__(self, text: str, unread: str) -> None:
         super().__init__(text)
         self.text = text
-        self.left = left
+        self.unread = unread
 
 
 class _BrokenError(Exception):
@@ -147,11 +147,11 @@ class CallReader:
             yield from self._read_object((yield from self._next_character()), None)
             return ""
         except _BrokenError as error:
-            left = str(error)
+            unread = str(error)
             if not self._keeping:  # the call is announced: what follows is text
-                return left
+                return unread
             text, self.unannounced, self._keeping = "".join(self.unannounced[:-1]), [], False
-            raise NotACallError(text, left) from None
+            raise NotACallError(text, unread) from None
 
     def _read_llama(self, mark: str, names: Container[str]) -> Reading:
         character = mark if mark == "{" else (yield from self._next_character())
@@ -194,9 +194,9 @@ class CallReader:
         if character != "{" or not _NAME.fullmatch("".join(name).strip()):
             raise _BrokenError(character)
         self._announce("".join(name).strip())
-        left = yield from self._read_value(character, self._tell_arguments)
+        unread = yield from self._read_value(character, self._tell_arguments)
         self.completed += 1
-        return left
+        return unread
 
     def _read_object(self, character: str, names: Container[str] | None) -> Reading:
         """Read a call that is an object; with `names` it has one of these. Returns nothing."""
@@ -392,24 +392,24 @@ class ChatReader:
         return parts
 
     def _read_all(self) -> Generator[None, str, None]:
-        left = ""
+        unread = ""
         if self._format.begins_in_reasoning:
             yield from self._read_reasoning()
         while True:
-            mark = yield from self._read_text(left)
-            left = ""
+            mark = yield from self._read_text(unread)
+            unread = ""
             if self._format.reasoning is not None and mark == self._format.reasoning[0]:
                 yield from self._read_reasoning()
             else:
-                left = yield from self._read_calls(mark)
+                unread = yield from self._read_calls(mark)
 
     def _read_reasoning(self) -> Generator[None, str, None]:
         assert self._format.reasoning is not None
         self._finder, self._sink = MarkFinder((self._format.reasoning[1],), skip_breaks=True), self._reasoning
-        while not self._finder.found:
+        while not self._finder.mark:
             self._reasoning.append(self._finder.push((yield)))
 
-    def _read_text(self, left: str) -> Generator[None, str, str]:
+    def _read_text(self, unread: str) -> Generator[None, str, str]:
         """Read text, beginning with a character that is left; return the mark that ends it."""
         after_reasoning = self._sink is self._reasoning
         tools = self._format.tool_calls
@@ -421,12 +421,12 @@ class ChatReader:
         self._finder = MarkFinder(marks, hold_spaces=bool(tools in _BEGINNINGS), skip_breaks=after_reasoning)
         self._sink = self._text
         while True:
-            character = left or (yield)
-            left = ""
+            character = unread or (yield)
+            unread = ""
             if character == "{" and tools is ToolCallFormat.LLAMA3 and not (self._has_text or self._finder.partial):
                 return character
             self._tell(self._finder.push(character))
-            mark = self._finder.found
+            mark = self._finder.mark
             if mark == _HERMES_END and not self._has_text:
                 self._finder.clear()
             elif mark == _HERMES_END:
@@ -445,10 +445,10 @@ class ChatReader:
         spaces = self._finder.spaces
         self._finder.clear()
         try:
-            left = yield from self._calls.read(self._format.tool_calls, mark, self._format.tool_names, spaces)
+            unread = yield from self._calls.read(self._format.tool_calls, mark, self._format.tool_names, spaces)
         except NotACallError as error:
             self._text.append(error.text)
             self._has_text = True
-            return error.left
+            return error.unread
         self._has_text = False
-        return left
+        return unread

@@ -23,8 +23,8 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import Reader, RoutedJob
 from router.generation.admission import Admission, Admitted
 from router.generation.answer import Answer
-from router.generation.resume import Began, ResumeClaims, ResumeTokens, Resumption
-from router.quotas.quotas import Grant, Quotas
+from router.generation.resume import Began, ResumePayload, ResumeTokens, Resumption
+from router.quotas.quotas import CallBudget, Quotas
 from router.quotas.usage import Facts
 from router.request import Message, Received, Request, Summary, adapter_names
 from router.text.tokenizer import PromptTokenizer
@@ -46,9 +46,9 @@ class Run:
     # Time of the wall clock in seconds that the request's chat template saw.
     rendered_at_s: float = 0.0
     # The reservation of the request's tokens; None: its tenant has no limits, or it is a part of a larger call.
-    grant: Grant | None = None
+    budget: CallBudget | None = None
     # The reservation of the larger call that it is a part of.
-    part_of: Grant | None = None
+    part_of: CallBudget | None = None
     # True once its client has a resume token of this router.
     gave_token: bool = False
     # True once the whole answer is on its way to the client.
@@ -62,13 +62,13 @@ class Run:
     @property
     def resumes(self) -> int:
         """Return how many times the request has been resumed."""
-        return self.resumption.claims.resumes + 1 if self.resumption else 0
+        return self.resumption.payload.resumes + 1 if self.resumption else 0
 
     @property
     def began(self) -> Began:
         """Return how the request began, here or where it was first admitted."""
         if self.resumption is not None:
-            return self.resumption.claims.began
+            return self.resumption.payload.began
         routed, now = self.routed, time.monotonic()
         first_at = routed.first_token_at or now
         return Began(
@@ -80,10 +80,10 @@ class Run:
         )
 
     @property
-    def claims(self) -> ResumeClaims:
+    def payload(self) -> ResumePayload:
         """Return what a router needs to go on with the request."""
         job = self.routed.job
-        return ResumeClaims(
+        return ResumePayload(
             request_id=job.request_id,
             fingerprint=self.fingerprint,
             model=job.model,
@@ -94,11 +94,11 @@ class Run:
             began=self.began,
             resumes=self.resumes,
             rendered_at_s=self.rendered_at_s,
-            reservation=self.grant.reservation.id if self.grant else "",
-            epochs=self.resumption.claims.epochs if self.resumption else (),
+            reservation=self.budget.reservation.id if self.budget else "",
+            epochs=self.resumption.payload.epochs if self.resumption else (),
         )
 
-    def move_to(self, call: Grant) -> None:
+    def move_to(self, call: CallBudget) -> None:
         """Count the request in the reservation of a later call, and no longer in that of the call it was a part of."""
         if self.part_of is not None:
             self.part_of.jobs.remove(self.routed)
@@ -107,18 +107,18 @@ class Run:
 
     def settle(self) -> None:
         """End the request's reservation, but leave one whose client may resume it for a while."""
-        if self.grant is not None:
+        if self.budget is not None:
             if self.complete or not (self.gave_token or self.resumption):
-                self.grant.settle()
+                self.budget.settle()
             else:
-                self.grant.leave()
+                self.budget.leave()
 
     def suits(self, resumption: Resumption | None) -> bool:
         """Return whether a call can read this run: the same answer, from as early on as the call needs it."""
         if resumption is None:
             return self.resumption is None
-        claims, job = resumption.claims, self.routed.job
-        if (claims.seed, claims.adapter, claims.base_digest) != (job.sampling.seed, job.adapter, job.base_digest):
+        payload, job = resumption.payload, self.routed.job
+        if (payload.seed, payload.adapter, payload.base_digest) != (job.sampling.seed, job.adapter, job.base_digest):
             return False
         began_with = self.resumption.received if self.resumption else {}
         return all(
@@ -193,10 +193,10 @@ class Runs:
 
     def remove(self, run: Run) -> bool:
         """Remove a run; False where it is removed already."""
-        found = self._runs.get(run.key) is run
-        if found:
+        removed = self._runs.get(run.key) is run
+        if removed:
             del self._runs[run.key]
-        return found
+        return removed
 
 
 # Interval in seconds between looks at the streams.
@@ -295,32 +295,32 @@ class Generation:
         self._drop(run, run.routed.reader, Aborted(f"a call ended request_id {request_id}", reason="REQUEST_ABORTED"))
         return True
 
-    async def verify(self, request: Request, token: str) -> ResumeClaims:
-        """Return the claims of a request's resume token. Raises InvalidField or Unavailable."""
-        claims = await self._tokens.verify(token, request.tenant)
-        if claims.fingerprint != request.fingerprint:
+    async def verify(self, request: Request, token: str) -> ResumePayload:
+        """Return the payload of a request's resume token. Raises InvalidField or Unavailable."""
+        payload = await self._tokens.verify(token, request.tenant)
+        if payload.fingerprint != request.fingerprint:
             raise InvalidField("spec", "is not what the resume_token was given for", reason="RESUME_TOKEN_MISMATCH")
-        return claims
+        return payload
 
     def resume(
-        self, request: Request, claims: ResumeClaims, received: Mapping[int, Received], deadline_s: float | None
+        self, request: Request, payload: ResumePayload, received: Mapping[int, Received], deadline_s: float | None
     ) -> AsyncGenerator[Message]:
         """Return the messages after what the client has received; see `run`."""
         request = replace(
             request,
-            request_id=claims.request_id,
-            seed=claims.seed,
-            stopping=replace(request.stopping, max_tokens=claims.max_tokens),
-            rendered_at_s=claims.rendered_at_s,
+            request_id=payload.request_id,
+            seed=payload.seed,
+            stopping=replace(request.stopping, max_tokens=payload.max_tokens),
+            rendered_at_s=payload.rendered_at_s,
         )
-        return self.run(request, deadline_s, Resumption(claims, received))
+        return self.run(request, deadline_s, Resumption(payload, received))
 
     async def run(
         self,
         request: Request,
         deadline_s: float | None,
         resumption: Resumption | None = None,
-        part_of: Grant | None = None,
+        part_of: CallBudget | None = None,
     ) -> AsyncGenerator[Message]:
         """Yield the request's messages, a Summary last. Leaving early stops the work. Raises a CallError.
 
@@ -342,8 +342,8 @@ class Generation:
                 Answer, request, run.admitted.tokenizer, run.routed, received, run.admitted.chat_format
             )
             answer = await self._prompts.run(job.tenant, len(job.prompt_ids) if request.echo else 0, make_answer)
-            if run.grant is not None:
-                run.grant.delivered = lambda: answer.completion_tokens
+            if run.budget is not None:
+                run.budget.delivered = lambda: answer.completion_tokens
             started = False
             with self.slow_clients.watched(partial(self._drop, run, reader)) as stream:
                 while arrivals := await run.routed.arrivals(reader):
@@ -351,21 +351,21 @@ class Generation:
                     events = await self._prompts.run(job.tenant, count, partial(answer.events_of, arrivals))
                     answer.close_ended()
                     for event in events:
-                        token = "" if started else self._tokens.sign(run.claims, request.tenant)
+                        token = "" if started else self._tokens.sign(run.payload, request.tenant)
                         started = run.gave_token = True
                         stream.waits_since = time.monotonic()
                         yield Message(event, token)
                         stream.waits_since = None
                 stream.waits_since = time.monotonic()
                 run.complete = True
-                if run.grant is not None:
-                    await run.grant.finish()
+                if run.budget is not None:
+                    await run.budget.finish()
                 yield Message(run.summary(answer.completion_tokens))
         finally:
             if run.routed.reader is reader:
                 self._end(run)
 
-    async def complete(self, job: Job, part_of: Grant | None = None) -> RoutedJob:
+    async def complete(self, job: Job, part_of: CallBudget | None = None) -> RoutedJob:
         """Run a job that has no stream to its end. Cancelling it stops the work. Raises a CallError."""
         if self._draining:
             raise _router_draining()
@@ -384,7 +384,7 @@ class Generation:
             self._dispatcher.release(routed)
 
     async def _enter(
-        self, request: Request, resumption: Resumption | None, deadline_s: float | None, part_of: Grant | None
+        self, request: Request, resumption: Resumption | None, deadline_s: float | None, part_of: CallBudget | None
     ) -> tuple[Run, Reader]:
         """Take over the request's run, or admit it."""
         run = await self._runs.find(request)
@@ -404,16 +404,16 @@ class Generation:
             else:
                 admitted = await self._admission.readmit(request, resumption, deadline_s)
                 job = admitted.job
-            grant, routed = await self._dispatch(job, resumption, part_of)
-            run = Run(request.fingerprint, routed, admitted, resumption, request.rendered_at_s, grant, part_of)
+            budget, routed = await self._dispatch(job, resumption, part_of)
+            run = Run(request.fingerprint, routed, admitted, resumption, request.rendered_at_s, budget, part_of)
             self._runs.add(run)
         if self._draining:
             run.routed.end_reader(_router_draining())
         return run, run.routed.reader
 
     async def _dispatch(
-        self, job: Job, resumption: Resumption | None, part_of: Grant | None
-    ) -> tuple[Grant | None, RoutedJob]:
+        self, job: Job, resumption: Resumption | None, part_of: CallBudget | None
+    ) -> tuple[CallBudget | None, RoutedJob]:
         """Reserve a job's tokens and put it into the queue. Raises Exhausted or Unavailable; then its reservation ends.
 
         Redis gets a new request's reservation and its job in one round trip: the script that enqueues looks for the
@@ -432,48 +432,48 @@ class Generation:
 
         with self._dispatcher.prepare_entry(job) as entry:
             joined = resumption is None and len(job.prompt_ids) <= JOINED_TOKENS
-            grant = await self._reserve(job, resumption, send if joined else None)
+            budget = await self._reserve(job, resumption, send if joined else None)
             try:
                 routed = routed or await self._dispatcher.dispatch(job, entry)
             except BaseException:
-                if grant is not None:
-                    grant.leave() if job.resumed else grant.settle()
+                if budget is not None:
+                    budget.leave() if job.resumed else budget.settle()
                 raise
-        if grant is not None:
-            grant.jobs.append(routed)
-        return grant, routed
+        if budget is not None:
+            budget.jobs.append(routed)
+        return budget, routed
 
     async def _reserve(
         self, job: Job, resumption: Resumption | None, send: SendReserve | None = None, *, complete: bool = False
-    ) -> Grant | None:
+    ) -> CallBudget | None:
         """Reserve the tokens of a request, or take over the reservation of one that is resumed.
 
         None where there are no limits. `send`: see Ledger.reserve. `complete`: the client has the whole answer, so that
         nothing more is reserved. Raises Exhausted or Unavailable.
         """
-        resumed = (resumption.claims.reservation, resumption.received_tokens) if resumption else None
+        resumed = (resumption.payload.reservation, resumption.received_tokens) if resumption else None
         prompt, answer = (0, 0) if complete else (len(job.prompt_ids), job.n * job.stopping.max_tokens)
-        facts = Facts(cached_tokens=resumption.claims.began.cached_tokens if resumption else 0).of_job(job)
+        facts = Facts(cached_tokens=resumption.payload.began.cached_tokens if resumption else 0).of_job(job)
         return await self._quotas.reserve(job.tenant, prompt, answer, facts=facts, resumed=resumed, send=send)
 
     @asynccontextmanager
-    async def reserved(self, tenant: str, request_id: str, prompt_tokens: int) -> AsyncGenerator[Grant | None]:
+    async def reserved(self, tenant: str, request_id: str, prompt_tokens: int) -> AsyncGenerator[CallBudget | None]:
         """Reserve the tokens of a call of several jobs that make no new ones, and that is not resumed.
 
         A call that ends with a CallError is not charged: its client gets nothing of it.
         """
-        grant = await self._quotas.reserve(tenant, prompt_tokens, 0, facts=Facts(request_id=request_id))
+        budget = await self._quotas.reserve(tenant, prompt_tokens, 0, facts=Facts(request_id=request_id))
         try:
-            yield grant
-            if grant is not None:
-                await grant.finish()
+            yield budget
+            if budget is not None:
+                await budget.finish()
         except CallError:
-            if grant is not None:
-                grant.jobs.clear()
+            if budget is not None:
+                budget.jobs.clear()
             raise
         finally:
-            if grant is not None:
-                grant.settle()
+            if budget is not None:
+                budget.settle()
 
     def _drop(self, run: Run, reader: Reader, error: CallError) -> None:
         """End a run and its reader, which may stand still, unless another call reads the run by now."""
@@ -491,8 +491,8 @@ class Generation:
             self._drop(older, older.routed.reader, _taken_over(request))
         admitted = await self._admission.readmit(request, resumption, deadline_s)
         with suppress(Exhausted):  # its reservation has ended, with all that was used of it
-            if grant := await self._reserve(admitted.job, resumption, complete=True):
-                await grant.finish()
+            if budget := await self._reserve(admitted.job, resumption, complete=True):
+                await budget.finish()
         run = Run(request.fingerprint, RoutedJob(admitted.job), admitted, resumption)
         return Message(run.summary(resumption.received_tokens))
 

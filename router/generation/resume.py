@@ -1,6 +1,6 @@
 """Resume tokens: all that another router needs to go on with a request, signed, in the hands of its client.
 
-    base64url( HMAC-SHA256(key, tenant, payload) · payload )        payload: version byte · msgpack of ResumeClaims
+    base64url( HMAC-SHA256(key, tenant, packed) · packed )        packed: version byte · msgpack of ResumePayload
 
 The tenant is part of what is signed and not of what is sent, so that another tenant's token does not verify. Only what
 is signed may name a revision's digest: a forged token would reach other tenants' adapters. A token ends after TOKEN_S,
@@ -66,12 +66,12 @@ class GivenKeys:
     """
 
     def __init__(self, key: str = "", accepted: Sequence[str] = ()) -> None:
-        self._given = [key or secrets.token_hex(32), *accepted]
+        self._configured = [key or secrets.token_hex(32), *accepted]
 
     @property
     def keys(self) -> Sequence[str]:
         """Return the keys whose tokens are accepted; the first one signs."""
-        return self._given
+        return self._configured
 
     @property
     def settled(self) -> bool:
@@ -129,7 +129,7 @@ class SharedKeys(GivenKeys):
     @property
     def keys(self) -> Sequence[str]:
         """Return the shared keys, then the accepted ones."""
-        return [*self._used, *self._given[1:]]
+        return [*self._used, *self._configured[1:]]
 
     @property
     def settled(self) -> bool:
@@ -152,7 +152,7 @@ class SharedKeys(GivenKeys):
         await asyncio.sleep(self._looked_at + UNKNOWN_LOOK_S - self._clock() if self._used else 0.0)
         self._looked_at = self._clock()
         try:
-            merged = await merge_resume_keys(self._redis, self._given[0], self._used)
+            merged = await merge_resume_keys(self._redis, self._configured[0], self._used)
             stored = [key for key in merged if len(key) >= KEY_CHARACTERS]
             self._away = False
         except REDIS_DOWN as error:
@@ -162,8 +162,8 @@ class SharedKeys(GivenKeys):
         if not stored or stored[0] not in self._used:  # new, or new since Redis lost the others
             self._settled_at = self._clock() + self._settle_s
         # Without Redis the router's own key signs; it is stored behind the others later.
-        known = stored or self._used or [self._given[0]]
-        self._used = [*known, *(key for key in self._used if key not in known)][:_KEYS_LIMIT]
+        keys = stored or self._used or [self._configured[0]]
+        self._used = [*keys, *(key for key in self._used if key not in keys)][:_KEYS_LIMIT]
 
 
 # Timeout in seconds for asking the store whether an adapter is still there. Without an answer the request goes on: the
@@ -196,13 +196,13 @@ class ResumeEpochs:
         parts = adapter.summands
         try:
             async with asyncio.timeout(self._check_s):
-                found = await asyncio.gather(*(self._epoch_now(part.revision, tenant) for part in parts))
+                epochs_now = await asyncio.gather(*(self._epoch_now(part.revision, tenant) for part in parts))
         except NotFound:
             raise _ended("the adapter") from None
         except (TimeoutError, Unavailable):
             log.warning("a request is resumed unchecked: the adapter store does not answer")
             return
-        if any(epoch not in {0, now} for epoch, now in zip(epochs, found, strict=False)):
+        if any(epoch not in {0, now} for epoch, now in zip(epochs, epochs_now, strict=False)):
             raise _ended("the adapter")
 
     async def _epoch_now(self, revision: str, tenant: str) -> int:
@@ -239,7 +239,7 @@ class Began(msgspec.Struct, frozen=True, array_like=True):
     first_at_s: float
 
 
-class ResumeClaims(msgspec.Struct, frozen=True, array_like=True):
+class ResumePayload(msgspec.Struct, frozen=True, array_like=True):
     """The resolution of a request: with the request itself and the ids received, the same answer goes on."""
 
     request_id: str
@@ -271,7 +271,7 @@ class ResumeClaims(msgspec.Struct, frozen=True, array_like=True):
 class Resumption:
     """A request that goes on. `received` by choice; the client has nothing of a choice that is missing there."""
 
-    claims: ResumeClaims
+    payload: ResumePayload
     received: Mapping[int, Received] = field(default_factory=dict)
 
     def of_choice(self, choice: int) -> Received:
@@ -281,7 +281,7 @@ class Resumption:
     @property
     def received_tokens(self) -> int:
         """Return the number of tokens that the client has, of all choices."""
-        return sum(len(had.token_ids) for had in self.received.values())
+        return sum(len(received.token_ids) for received in self.received.values())
 
     def is_complete(self, request: Request) -> bool:
         """Return whether the client has every token already, and lacks the Summary alone."""
@@ -289,7 +289,7 @@ class Resumption:
 
 
 class ResumeTokens:
-    """Signs claims into tokens and verifies them."""
+    """Signs payloads into tokens and verifies them."""
 
     def __init__(
         self, keys: GivenKeys, epochs: ResumeEpochs | None = None, now: Callable[[], float] = time.time
@@ -298,50 +298,50 @@ class ResumeTokens:
         self._epochs = epochs
         self._now = now
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ResumeClaims)
+        self._decoder = msgspec.msgpack.Decoder(ResumePayload)
 
-    def sign(self, claims: ResumeClaims, tenant: str) -> str:
-        """Return the token of the claims, good for this tenant alone, as the current call's."""
+    def sign(self, payload: ResumePayload, tenant: str) -> str:
+        """Return the token of the payload, good for this tenant alone, as the current call's."""
         key = self._keys.keys[0]
-        claims = msgspec.structs.replace(
-            claims,
+        payload = msgspec.structs.replace(
+            payload,
             expires_at_s=self._now() + TOKEN_S,
             signed_by=key_name(key),
             api_key=calling_key(),
-            epochs=claims.epochs or (self._epochs.of(claims.adapter) if self._epochs else ()),
+            epochs=payload.epochs or (self._epochs.of(payload.adapter) if self._epochs else ()),
         )
-        payload = bytes([VERSION]) + self._encoder.encode(claims)
-        return base64.urlsafe_b64encode(_mac(key, tenant, payload) + payload).decode()
+        packed = bytes([VERSION]) + self._encoder.encode(payload)
+        return base64.urlsafe_b64encode(_mac(key, tenant, packed) + packed).decode()
 
-    async def verify(self, token: str, tenant: str) -> ResumeClaims:
-        """Return the claims in a token. Raises InvalidField, or Unavailable while keys may be missing."""
-        mac, payload = _split(token)
-        if not self._is_signed(mac, tenant, payload):
-            if self._names_known_key(payload):
+    async def verify(self, token: str, tenant: str) -> ResumePayload:
+        """Return the payload in a token. Raises InvalidField, or Unavailable while keys may be missing."""
+        mac, packed = _split(token)
+        if not self._is_signed(mac, tenant, packed):
+            if self._names_known_key(packed):
                 raise _forged()
             await self._keys.look()
-            if not self._is_signed(mac, tenant, payload):
+            if not self._is_signed(mac, tenant, packed):
                 raise _forged() if self._keys.settled else _keys_missing()
-        if payload[:1] != bytes([VERSION]):  # signed by a router of another version: nobody forged it
+        if packed[:1] != bytes([VERSION]):  # signed by a router of another version: nobody forged it
             raise InvalidField(
                 "resume_token",
                 f"has another version than {VERSION}, which this router reads",
                 reason="RESUME_TOKEN_VERSION",
             )
-        claims = self._decoder.decode(payload[1:])
-        if self._now() >= claims.expires_at_s:
+        payload = self._decoder.decode(packed[1:])
+        if self._now() >= payload.expires_at_s:
             raise InvalidField("resume_token", "has expired; call Generate again", reason="RESUME_TOKEN_EXPIRED")
         if self._epochs is not None:
-            await self._epochs.check(claims.api_key, claims.adapter, claims.epochs, tenant)
-        return claims
+            await self._epochs.check(payload.api_key, payload.adapter, payload.epochs, tenant)
+        return payload
 
-    def _is_signed(self, mac: bytes, tenant: str, payload: bytes) -> bool:
-        return any(hmac.compare_digest(mac, _mac(key, tenant, payload)) for key in self._keys.keys)
+    def _is_signed(self, mac: bytes, tenant: str, packed: bytes) -> bool:
+        return any(hmac.compare_digest(mac, _mac(key, tenant, packed)) for key in self._keys.keys)
 
-    def _names_known_key(self, payload: bytes) -> bool:
+    def _names_known_key(self, packed: bytes) -> bool:
         """Tell whether a token that no key has signed names one that is known: no other key can have signed it."""
         try:
-            signed_by = self._decoder.decode(payload[1:]).signed_by
+            signed_by = self._decoder.decode(packed[1:]).signed_by
         except (msgspec.MsgspecError, ValueError, RecursionError):  # anybody may have written it
             return False
         return any(signed_by == key_name(key) for key in self._keys.keys)
@@ -360,9 +360,9 @@ def _split(token: str) -> tuple[bytes, bytes]:
     return signed[:_MAC_BYTES], signed[_MAC_BYTES:]
 
 
-def _mac(key: str, tenant: str, payload: bytes) -> bytes:
+def _mac(key: str, tenant: str, packed: bytes) -> bytes:
     # No tenant has a zero byte in its name.
-    return hmac.digest(key.encode(), tenant.encode() + b"\0" + payload, "sha256")
+    return hmac.digest(key.encode(), tenant.encode() + b"\0" + packed, "sha256")
 
 
 def _keys_missing() -> Unavailable:

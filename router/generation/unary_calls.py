@@ -26,7 +26,7 @@ from router.catalog.adapters import Classifier
 from router.dispatch.routed_job import RoutedJob
 from router.generation.admission import Admission
 from router.generation.generation import Generation
-from router.quotas.quotas import Grant
+from router.quotas.quotas import CallBudget
 from router.request import (
     EncodeRequest,
     PromptLogprobs,
@@ -99,12 +99,12 @@ class UnaryCalls:
         remaining_s = _countdown(deadline_s)
         jobs, classifier = await self._admission.admit_texts(request)
         prompt_tokens = sum(len(job.prompt_ids) for job in jobs)
-        async with self._generation.reserved(request.tenant, jobs[0].request_id, prompt_tokens) as grant:
+        async with self._generation.reserved(request.tenant, jobs[0].request_id, prompt_tokens) as budget:
 
             async def run(job: Job) -> tuple[T, RoutedJob]:
                 if (seconds := remaining_s()) is not None:
                     job = replace(job, deadline_ms=max(1, round(seconds * 1e3)))
-                routed = await self._generation.complete(job, grant)
+                routed = await self._generation.complete(job, budget)
                 # At once, not all at the end: a large call must not hold up other clients' tokens.
                 written = write(_vector(routed, classifier))
                 routed.choices[0].vector = ()  # it takes several times the memory of what was written
@@ -122,10 +122,10 @@ class UnaryCalls:
         request = replace(request, request_id=request.request_id or secrets.token_hex(8))
         parts = [_part(request, index, prompt_ids, ending) for index, ending in enumerate(endings)]
         prompt_tokens = sum(len(prompt_ids) + len(ending) for ending in endings)
-        async with self._generation.reserved(request.tenant, request.request_id, prompt_tokens) as grant:
+        async with self._generation.reserved(request.tenant, request.request_id, prompt_tokens) as budget:
 
             async def run(part: Request) -> tuple[ContinuationScore, Summary]:
-                return await self._score(part, remaining_s(), grant)
+                return await self._score(part, remaining_s(), budget)
 
             first = await run(parts[0])
             others = [partial(run, _with_revision(part, first[1])) for part in parts[1:]]
@@ -133,10 +133,10 @@ class UnaryCalls:
         return [score for score, _ in scored], _total(request.request_id, [summary for _, summary in scored])
 
     async def _score(
-        self, part: Request, deadline_s: float | None, grant: Grant | None
+        self, part: Request, deadline_s: float | None, budget: CallBudget | None
     ) -> tuple[ContinuationScore, Summary]:
         logprobs: PromptLogprobs | None = None
-        async with aclosing(self._generation.run(part, deadline_s, part_of=grant)) as messages:
+        async with aclosing(self._generation.run(part, deadline_s, part_of=budget)) as messages:
             async for message in messages:
                 match message.event:
                     case PromptLogprobs() as logprobs:

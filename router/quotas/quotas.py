@@ -1,6 +1,6 @@
 """Reserves tokens for the calls of one router by their tenants' plans, and tells the ledger what they use.
 
-admitted ──reserve──▶ Grant ──settle──▶ the account keeps what was used
+admitted ──reserve──▶ CallBudget ──settle──▶ the account keeps what was used
                         └── told every second what is used so far
 
 What the ledger is to know goes there in rounds, one at a time. A round that finds that Redis has lost data fills the
@@ -133,8 +133,8 @@ class Plans:
 
     async def look(self) -> None:
         """Ask the store what has changed; one that does not answer changes nothing."""
-        if self._changes is not None and (found := await self._changes.look()) is not None:
-            pages, anew = found
+        if self._changes is not None and (news := await self._changes.look()) is not None:
+            pages, anew = news
             plans = {} if anew else dict(self._plans)
             for page in pages:
                 plans |= {one.name: _plan(one) for one in page.plans}
@@ -176,7 +176,7 @@ _DRAIN_RETRY_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
-class Grant:
+class CallBudget:
     """The reservation of a call: of one job, or of all jobs of a call of Score, Embed or Classify."""
 
     reservation: Reservation
@@ -258,8 +258,8 @@ class Quotas:
         self._usage = usage
         self._store = store
         # Those that the ledger has, and those of which it is to be told at once.
-        self._grants: set[Grant] = set()
-        self._urgent: set[Grant] = set()
+        self._budgets: set[CallBudget] = set()
+        self._urgent: set[CallBudget] = set()
         self._telling = asyncio.Lock()
         # The round that has not begun yet, and whether it renews.
         self._next_round: asyncio.Task[Exception | None] | None = None
@@ -299,7 +299,7 @@ class Quotas:
         facts: Facts = NO_FACTS,
         resumed: tuple[str, int] | None = None,
         send: SendReserve | None = None,
-    ) -> Grant | None:
+    ) -> CallBudget | None:
         """Reserve tokens of prompts and answers for a call; None for a call without limits.
 
         `facts`: those known by now, for the usage event. `resumed`: the reservation's id and the tokens that the client
@@ -307,18 +307,21 @@ class Quotas:
         """
         owners = {owner.account: owner for owner in reversed(self._plans.owners(tenant, calling_key()))}
         limits = {name: one for name in owners if (one := self._plans.limits_of(name))}
-        known = None
+        call_facts = None
         if self._usage is not None:  # the ledger is where usage is counted
-            known, limits = msgspec.structs.replace(facts, tenant=tenant, key=calling_key()), {tenant: {}, **limits}
+            call_facts, limits = (
+                msgspec.structs.replace(facts, tenant=tenant, key=calling_key()),
+                {tenant: {}, **limits},
+            )
         if not limits:
             return None
         reservation_id, received = resumed or ("", None)
         asked = Reservation(reservation_id or secrets.token_hex(8), " ".join(limits), prompt_tokens, output_tokens)
-        grant = Grant(asked, self, received or 0, facts=known)
-        asked.facts = grant.encoded_facts()
+        budget = CallBudget(asked, self, received or 0, facts=call_facts)
+        asked.facts = budget.encoded_facts()
         try:
             with self._metrics.reserve_time.time():
-                await self._reserve(grant, received, limits, send)
+                await self._reserve(budget, received, limits, send)
         except QuotaReachedError as error:
             alone = "the request alone is more"
             raise self._refusal(owners[error.account], error.limit, alone, error.wait_ms) from error
@@ -326,34 +329,38 @@ class Quotas:
             raise queue_full("", "Redis is out of memory") from error
         except BaseException as error:
             # The ledger may hold the reservation though its answer was lost or not awaited.
-            grant.settle() if received is None else grant.leave()
+            budget.settle() if received is None else budget.leave()
             if isinstance(error, REDIS_DOWN):
                 log.warning("the ledger does not answer: %r", error)
                 raise Unavailable("the ledger of quotas does not answer", reason="LEDGER_DOWN") from error
             raise
-        return grant
+        return budget
 
     async def _reserve(
-        self, grant: Grant, received: int | None, limits: Mapping[str, Mapping[str, int]], send: SendReserve | None
+        self,
+        budget: CallBudget,
+        received: int | None,
+        limits: Mapping[str, Mapping[str, int]],
+        send: SendReserve | None,
     ) -> None:
-        while grant not in self._grants:
+        while budget not in self._budgets:
             try:
-                grant.reservation = await self.ledger.reserve(grant.reservation, received, limits, send)
-                self._grants.add(grant)
+                budget.reservation = await self.ledger.reserve(budget.reservation, received, limits, send)
+                self._budgets.add(budget)
             except LedgerUnreadyError:
                 if error := await asyncio.shield(self._round()):
                     raise error from None
 
-    def end(self, grant: Grant, linger_s: float = 0.0) -> None:
-        """Tell the ledger until it has answered that a grant's call has ended, and then or later the grant itself."""
-        if not grant.reservation.open:
+    def end(self, budget: CallBudget, linger_s: float = 0.0) -> None:
+        """Tell the ledger until it has answered that a budget's call has ended, and then or later the budget itself."""
+        if not budget.reservation.open:
             return
-        reservation = grant.count(ended=True)
+        reservation = budget.count(ended=True)
         reservation.streams, reservation.open = 0, linger_s > 0
         if linger_s:
-            asyncio.get_running_loop().call_later(linger_s, self.end, grant)
-        self._grants.add(grant)
-        self._urgent.add(grant)
+            asyncio.get_running_loop().call_later(linger_s, self.end, budget)
+        self._budgets.add(budget)
+        self._urgent.add(budget)
         self._round()
 
     def _round(self) -> asyncio.Task[Exception | None]:
@@ -380,25 +387,25 @@ class Quotas:
 
     async def _tell_news(self, renews: bool) -> None:
         urgent, self._urgent = self._urgent, set()
-        running = {grant for grant in self._grants if grant.reservation.open} - urgent if renews else ()
+        running = {budget for budget in self._budgets if budget.reservation.open} - urgent if renews else ()
         # Of one whose call has left it the answer tells whether another router goes on with the request.
-        told = [*urgent, *(grant for grant in running if grant.end is not None or grant.count().has_news)]
-        ended = [grant for grant in urgent if not grant.reservation.open]
+        news = [*urgent, *(budget for budget in running if budget.end is not None or budget.count().has_news)]
+        ended = [budget for budget in urgent if not budget.reservation.open]
         try:
-            expired, moved = await self.ledger.tell([grant.reservation for grant in told], renews=renews)
+            expired, moved = await self.ledger.tell([budget.reservation for budget in news], renews=renews)
         except BaseException:
             self._urgent |= urgent
             raise
         self._metrics.reservations_expired.inc(expired)
-        for grant in (one for one in told if one.reservation.holder in moved):
-            for routed in grant.jobs:
+        for budget in (one for one in news if one.reservation.holder in moved):
+            for routed in budget.jobs:
                 routed.end_reader(Aborted("another router goes on with the request", reason="TAKEN_OVER"))
-            if grant.end is not None:
-                self.end(grant)
-        for grant in ended:
-            self._grants.discard(grant)
-            if grant.end is not None and not grant.end.done():
-                grant.end.set_result(None)
+            if budget.end is not None:
+                self.end(budget)
+        for budget in ended:
+            self._budgets.discard(budget)
+            if budget.end is not None and not budget.end.done():
+                budget.end.set_result(None)
 
     async def _fill(self) -> None:
         """Tell a ledger that has lost data, or has never had any, what this router and the store know."""
@@ -406,7 +413,7 @@ class Quotas:
         if self._store is not None:
             # The store may be read before what is unsaved now is saved.
             saved += [msgspec.convert(one, Counts, from_attributes=True) for one in await self._store.accounts()]
-        await self.ledger.fill(saved, [grant.count() for grant in self._grants], closes=has_lost or bool(saved))
+        await self.ledger.fill(saved, [budget.count() for budget in self._budgets], closes=has_lost or bool(saved))
         if has_lost:
             self._metrics.ledger_refills.inc()
             log.warning("Redis lost data of the ledger; it was filled with %d accounts", len(saved))
@@ -441,13 +448,13 @@ class Quotas:
     async def follow(self) -> None:
         """Renew and save every second, while quotas or usage are kept, and follow plans and usage; never returns."""
 
-        def kept(work: Callable[[], Awaitable[None]]) -> Awaitable[None] | None:
+        def if_needed(work: Callable[[], Awaitable[None]]) -> Awaitable[None] | None:
             return work() if self._plans.has_limits or self._usage is not None else None
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(every(PLANS_LOOK_S, self._plans.look))
-            tasks.create_task(every(RENEW_S, partial(kept, self.renew)))
-            tasks.create_task(every(RENEW_S, partial(kept, self.save)))
+            tasks.create_task(every(RENEW_S, partial(if_needed, self.renew)))
+            tasks.create_task(every(RENEW_S, partial(if_needed, self.save)))
             if self._usage is not None:
                 tasks.create_task(self._usage.follow())
 

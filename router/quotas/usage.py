@@ -124,7 +124,7 @@ class UsageLog:
                 if claimed[1]:
                     return list(claimed[1])
                 self._claimed_at = time.monotonic()
-            found: Any = await self._redis.xreadgroup(_GROUP, _CONSUMER, {_STREAM: ">"}, count=EVENTS_AT_ONCE)
+            answer: Any = await self._redis.xreadgroup(_GROUP, _CONSUMER, {_STREAM: ">"}, count=EVENTS_AT_ONCE)
         except ResponseError as error:
             if "WRONGTYPE" in str(error):
                 await set_aside(self._redis, _STREAM, "stream")
@@ -133,7 +133,7 @@ class UsageLog:
             with suppress(ResponseError):  # another router has made it, or a full Redis refuses it
                 await self._redis.xgroup_create(_STREAM, _GROUP, "0", mkstream=True)
             return await self._read(again=False)
-        streams = found.items() if isinstance(found, dict) else found or ()
+        streams = answer.items() if isinstance(answer, dict) else answer or ()
         return [entry for _, entries in streams for entry in entries]
 
 

@@ -61,10 +61,10 @@ class UsageSender:
     """Sends the events of one router's file, in a thread of its own."""
 
     def __init__(
-        self, path: Path, url: str, metrics: RouterMetrics, *, retry_s: float = RETRY_S, call_s: float = CALL_S
+        self, path: Path, url: str, metrics: RouterMetrics, *, pause_s: float = RETRY_S, call_s: float = CALL_S
     ) -> None:
         self._url, self._metrics = check_url(url), metrics
-        self._retry_s, self._call_s = retry_s, call_s
+        self._pause_s, self._call_s = pause_s, call_s
         self._cursor = Cursor(path)
         self._stop = threading.Event()
         self._batch_events = BATCH_EVENTS
@@ -96,7 +96,7 @@ class UsageSender:
             if stopping and not sent:
                 return
             if why:
-                longest = min(LONGEST_RETRY_S, self._retry_s * 2 ** min(failures, 16))
+                longest = min(LONGEST_RETRY_S, self._pause_s * 2 ** min(failures, 16))
                 self._stop.wait(longest * random.uniform(0.5, 1.0))
             elif not sent:
                 self._stop.wait(LOOK_S)
@@ -125,7 +125,7 @@ class Cursor:
     """
 
     def __init__(self, path: Path, settle_s: float = SETTLE_S) -> None:
-        self._path, self._kept = path, path.with_name(path.name + ".sent")
+        self._path, self._position_file = path, path.with_name(path.name + ".sent")
         self._settle_s = settle_s
         self._file, self._offset = -1, 0
         # The beginning of what is sent of the file.
@@ -162,12 +162,12 @@ class Cursor:
         if self._file == -1 or past == self._offset:
             return
         self._offset, self._sent = past, _beginning(self._file, past)
-        new = self._kept.with_name(self._kept.name + ".new")
+        new = self._position_file.with_name(self._position_file.name + ".new")
         with open(new, "w", encoding="utf-8") as file:
             json.dump({"offset": past, "beginning": self._sent}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(new, self._kept)
+        os.replace(new, self._position_file)
 
     def unsent_bytes(self) -> float:
         """Return the size of what is not sent, in the file and those before it."""
@@ -180,12 +180,12 @@ class Cursor:
 
     def _open(self) -> bool:
         """Open the kept file under whatever name it has now, or the first after the former; False for none."""
-        if not self._former_ns and self._kept.exists():
+        if not self._former_ns and self._position_file.exists():
             try:
-                kept = json.loads(self._kept.read_bytes())
-                offset, beginning = int(kept["offset"]), str(kept["beginning"])
+                position = json.loads(self._position_file.read_bytes())
+                offset, beginning = int(position["offset"]), str(position["beginning"])
             except (ValueError, KeyError, TypeError):
-                log.error("--usage-file: %s cannot be read: all events are sent again", self._kept)
+                log.error("--usage-file: %s cannot be read: all events are sent again", self._position_file)
                 offset, beginning = 0, ""
             for path, _ in self._files():
                 file = os.open(path, os.O_RDONLY)
@@ -202,9 +202,9 @@ class Cursor:
 
     def _files(self) -> list[tuple[Path, os.stat_result]]:
         """Return the files with events that are not older than the former one, in order of their last changes."""
-        found = [(path, path.stat()) for path in self._path.parent.glob(self._path.name + "*") if path.is_file()]
-        found = [(path, status) for path, status in found if status.st_mtime_ns > self._former_ns]
-        return sorted((one for one in found if _has_events(one[0])), key=lambda one: one[1].st_mtime_ns)
+        files = [(path, path.stat()) for path in self._path.parent.glob(self._path.name + "*") if path.is_file()]
+        files = [(path, status) for path, status in files if status.st_mtime_ns > self._former_ns]
+        return sorted((one for one in files if _has_events(one[0])), key=lambda one: one[1].st_mtime_ns)
 
     def _is_former(self) -> bool:
         """Tell whether the usage file is another one by now, to which all writers have gone."""

@@ -76,7 +76,7 @@ class ChatTemplate:
     def of_files(cls, files: Mapping[str, bytes]) -> ChatTemplate:
         """Return the template among a model's files. Raises ValueError where a file is broken."""
         config = _json(files, "tokenizer_config.json")
-        known = _json(files, "special_tokens_map.json") | config
+        names = _json(files, "special_tokens_map.json") | config
         sources = config.get("chat_template") or ""
         if "chat_template.jinja" in files:
             sources = files["chat_template.jinja"].decode()
@@ -84,7 +84,7 @@ class ChatTemplate:
             by_name = {entry["name"]: entry["template"] for entry in sources}
         else:
             by_name = {"default": sources}
-        tokens = {name: _token(known[name]) for name in _TOKENS if known.get(name)}
+        tokens = {name: _token(names[name]) for name in _TOKENS if names.get(name)}
         try:
             settings = parse_chat_settings(config.get(CHAT_FIELD))
         except ArtifactError as error:
@@ -120,7 +120,7 @@ class ChatTemplate:
         if self.named_format:
             return ToolCallFormat(self.named_format)
         source = self.source_for(chat)
-        shown = (found for texts, found in _FORMATS if all(text in source for text in texts))
+        shown = (tool_format for texts, tool_format in _FORMATS if all(text in source for text in texts))
         return next(shown, ToolCallFormat.NONE)
 
     def reasoning_marks(self, chat: Chat) -> tuple[str, str] | None:

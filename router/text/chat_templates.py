@@ -65,10 +65,10 @@ class _Namespace(Namespace):
     """A namespace without attributes that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name of the template's
-        self, given = args[0], dict(*args[1:], **kwargs)
-        for name in given:
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
             _check_name(name)
-        Namespace.__init__(self, given)
+        Namespace.__init__(self, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
@@ -168,26 +168,26 @@ def render(template: Template, request: Mapping[str, Any]) -> str:
 
 
 def _template_args(text: str) -> Json:
-    given = _object("chat.template_args", text or "{}")
-    if taken := _RESERVED & given.keys():
+    arguments = _object("chat.template_args", text or "{}")
+    if taken := _RESERVED & arguments.keys():
         raise RefusedError(
             f"{min(taken)} is not for template_args to set: the chat has a field for it", "chat.template_args"
         )
-    return given
+    return arguments
 
 
-def _message(template: Template, index: int, given: Json) -> Json:
+def _message(template: Template, index: int, chat_message: Json) -> Json:
     """Return a message as templates know it: without what is not given, its arguments parsed."""
     field = f"chat.messages[{index}]"
-    if given["role"] == "developer" and not template.knows_role("developer"):
+    if chat_message["role"] == "developer" and not template.knows_role("developer"):
         raise RefusedError("the chat template does not know the role developer; use system", f"{field}.role")
-    message: Json = {"role": given["role"]}
-    if given["parts"]:
-        parts = [{"type": "text", "text": text} for text in given["parts"]]
-        message["content"] = parts if template.takes_parts else "".join(given["parts"])
-    elif given["content"] or not given["tool_calls"]:
-        message["content"] = given["content"]
-    if given["tool_calls"]:
+    message: Json = {"role": chat_message["role"]}
+    if chat_message["parts"]:
+        parts = [{"type": "text", "text": text} for text in chat_message["parts"]]
+        message["content"] = parts if template.takes_parts else "".join(chat_message["parts"])
+    elif chat_message["content"] or not chat_message["tool_calls"]:
+        message["content"] = chat_message["content"]
+    if chat_message["tool_calls"]:
         message["tool_calls"] = [
             {
                 "id": call["id"],
@@ -197,11 +197,11 @@ def _message(template: Template, index: int, given: Json) -> Json:
                     "arguments": _object(f"{field}.tool_calls[{at}].arguments", call["arguments"] or "{}"),
                 },
             }
-            for at, call in enumerate(given["tool_calls"])
+            for at, call in enumerate(chat_message["tool_calls"])
         ]
-    message |= {name: given[name] for name in ("tool_call_id", "name") if given[name]}
-    if given["reasoning"]:  # under the two names that templates read, in transformers' order
-        return {"thinking": given["reasoning"], **message, "reasoning_content": given["reasoning"]}
+    message |= {name: chat_message[name] for name in ("tool_call_id", "name") if chat_message[name]}
+    if chat_message["reasoning"]:  # under the two names that templates read, in transformers' order
+        return {"thinking": chat_message["reasoning"], **message, "reasoning_content": chat_message["reasoning"]}
     return message
 
 

@@ -103,9 +103,9 @@ class SpecialTokens:
         if self._pattern is None:
             return text
         parts, start = [], 0
-        while found := self._pattern.search(text, start):
-            parts.append(text[start : found.start() + 1])
-            start = found.start() + 1
+        while match := self._pattern.search(text, start):
+            parts.append(text[start : match.start() + 1])
+            start = match.start() + 1
         parts.append(text[start:])
         if any(text[-length:] in self._prefixes for length in range(1, min(self._longest, len(text)) + 1)):
             parts.append("")  # what follows may complete a special token
@@ -232,8 +232,8 @@ class _InnerBytes(dict[int, bytes]):
         self._detokenizer = detokenizer
 
     def __missing__(self, token_id: int) -> bytes:
-        found = self[token_id] = self._detokenizer.bytes_of(token_id, first=False)
-        return found
+        token_bytes = self[token_id] = self._detokenizer.bytes_of(token_id, first=False)
+        return token_bytes
 
 
 class TokenStream:

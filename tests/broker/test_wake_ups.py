@@ -119,7 +119,7 @@ def test_the_rest_grows_with_what_was_looked_at_and_with_the_workers() -> None:
 
     def look(looks: int, workers: int, *, freed: bool = False, found: bool = False, seen: int = 7) -> None:
         plan = memory.plan("sha256:0", ROOMY, freed=freed)
-        memory.note(plan, ROOMY, found=found, seen=seen, looks=looks, live_workers=workers)
+        memory.note(plan, ROOMY, jobs_found=found, seen=seen, looks=looks, live_workers=workers)
 
     def rests_for(looks: int, workers: int) -> float:
         nonlocal now_s

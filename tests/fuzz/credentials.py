@@ -19,7 +19,7 @@ from broker.keys import Keys
 from broker.messages import AdapterRequest, Sealed, SealKind, decode_job, decode_record, encode_record
 from broker.seals import SealError, Seals
 from broker.terms import Placement
-from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens
+from router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens
 from rpc.errors import CallError
 from rpc.principal import Role
 from tenancy.json_web_tokens import JwtReader, SigningKeys
@@ -101,8 +101,8 @@ def _read_web_token(text: str) -> None:
 
 
 def _resume_token() -> bytes:
-    claims = ResumeClaims("r-1", "f" * 64, "hash", "sha256:" + "1" * 64, ADAPTER, 7, 8, Began(1, 0.1, 0.1, 0.2, 1.0))
-    return _resume_tokens.sign(claims, _TENANT).encode()
+    payload = ResumePayload("r-1", "f" * 64, "hash", "sha256:" + "1" * 64, ADAPTER, 7, 8, Began(1, 0.1, 0.1, 0.2, 1.0))
+    return _resume_tokens.sign(payload, _TENANT).encode()
 
 
 # Beginnings of msgpack's arrays and texts, and arrays in arrays.

@@ -271,7 +271,7 @@ class TenantData:
         gone = await gone_revisions(self._fetcher.channel, self._held())
         removals["adapters on disk"] = await self._fetcher.disk.forget(gone)
         # Adapters that came since the question are kept: the store has just sent them.
-        staying = self._held() - gone | set(_kept_sets(self._used(), gone)) | self._fetcher.sets.kept(tenant, gone)
+        staying = self._held() - gone | set(_kept_sets(self._used(), gone)) | self._fetcher.sets.staying(tenant, gone)
         return {**removals, **await self._ask_engine(ForgetTenant(tenant, frozenset(staying)))}
 
     def _used(self) -> list[AdapterRef]:

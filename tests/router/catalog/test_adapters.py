@@ -54,7 +54,7 @@ async def test_names_that_one_tenant_asks_for_delay_no_other_s(monkeypatch: pyte
     began: list[str] = []
     answered = asyncio.Event()
 
-    async def ask(_: StoreClient, tenant: str, name: str, *, known: bool) -> ResolvedAdapter:
+    async def ask(_: StoreClient, tenant: str, name: str, *, cached: bool) -> ResolvedAdapter:
         began.append(tenant)
         await answered.wait()
         return ResolvedAdapter(REF, name)

@@ -86,7 +86,7 @@ def queue(redis: Redis) -> ShakyQueue:
 
 def quick(queue: JobQueue, **times: float) -> Dispatcher:
     """Make a dispatcher that waits for less."""
-    return Dispatcher(lambda model: queue, lambda job: Placement(), timing=DispatchTiming(retry_s=0.01, **times))
+    return Dispatcher(lambda model: queue, lambda job: Placement(), timing=DispatchTiming(pause_s=0.01, **times))
 
 
 @pytest.fixture

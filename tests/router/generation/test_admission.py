@@ -19,7 +19,7 @@ from router.catalog.store_client import Manifest
 from router.dispatch.links import RelayReach
 from router.dispatch.routed_job import READ_TOKENS
 from router.generation.admission import DEFAULT_MAX_TOKENS, Admission, GrammarProofs, check_answer_size
-from router.generation.resume import Began, ResumeClaims, Resumption
+from router.generation.resume import Began, ResumePayload, Resumption
 from router.request import Delta, Message, PromptLogprobs, Received, Request, Stopping
 from router.text.tokenizer import HashTokenizer, PromptTokenizer
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
@@ -29,7 +29,7 @@ MANIFEST = Manifest("tiny", "sha256:0", "hash", context_length=300, vocab_size=5
 ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:1", "sha256:1", 8, 1000)
 REQUEST = Request("acme", "hello", "prompt", request_id="r")
 BEGAN = Began(0, 0.0, 0.0, 0.0, 0.0)
-CLAIMS = ResumeClaims("r", "f", "tiny", "sha256:0", ADAPTER, seed=7, max_tokens=9, began=BEGAN)
+PAYLOAD = ResumePayload("r", "f", "tiny", "sha256:0", ADAPTER, seed=7, max_tokens=9, began=BEGAN)
 
 
 class Cluster:
@@ -124,7 +124,7 @@ async def test_without_a_live_worker_nothing_is_admitted(admission: Admission, c
 async def resumed(admission: Admission, request: Request = REQUEST, **received: Received) -> Job:
     """Resume a request whose client has something of choices `c0`, `c1`, ..."""
     parts = {int(name[1:]): part for name, part in received.items()}
-    return (await admission.readmit(request, Resumption(CLAIMS, parts), None)).job
+    return (await admission.readmit(request, Resumption(PAYLOAD, parts), None)).job
 
 
 async def test_a_resumed_job_goes_on_after_what_was_received(admission: Admission) -> None:
@@ -140,10 +140,10 @@ async def test_a_resumed_job_goes_on_after_what_was_received(admission: Admissio
 async def test_what_can_not_be_resumed_is_refused(admission: Admission, cluster: Cluster) -> None:
     with pytest.raises(InvalidField, match="beyond the vocabulary"):
         await resumed(admission, c0=Received((512,)))
-    unknown = Resumption(msgspec.structs.replace(CLAIMS, model="other"))
+    unknown = Resumption(msgspec.structs.replace(PAYLOAD, model="other"))
     with pytest.raises(Unavailable, match="not served here yet"):
         await admission.readmit(REQUEST, unknown, None)
-    replaced = Resumption(msgspec.structs.replace(CLAIMS, base_digest="sha256:2"))
+    replaced = Resumption(msgspec.structs.replace(PAYLOAD, base_digest="sha256:2"))
     with pytest.raises(Mismatch, match="replaced since"):
         await admission.readmit(REQUEST, replaced, None)
     cluster.unservable = Unavailable("the only worker that is large enough restarts", reason="NO_WORKER_FITS")

@@ -22,8 +22,8 @@ from router.dispatch.links import Frame
 from router.dispatch.routed_job import READ_TOKENS, JobState
 from router.generation.admission import Admitted
 from router.generation.generation import Generation
-from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens, Resumption
-from router.quotas.quotas import Grant, Quotas
+from router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens, Resumption
+from router.quotas.quotas import CallBudget, Quotas
 from router.request import Delta, Message, Received, Request, Summary
 from router.text.tokenizer import SHORT_IDS, HashTokenizer
 from rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidField, Unavailable
@@ -31,7 +31,7 @@ from tests.router.recording_link import RecordingLink, claim, job
 
 REQUEST = Request("acme", "x", "prompt", request_id="j", fingerprint="one")
 BEGAN = Began(0, 0.0, 0.0, 0.0, 0.0)
-CLAIMS = ResumeClaims("j", "one", "tiny", "sha256:0", None, seed=1, max_tokens=100, began=BEGAN)
+PAYLOAD = ResumePayload("j", "one", "tiny", "sha256:0", None, seed=1, max_tokens=100, began=BEGAN)
 TOKENS = ResumeTokens(GivenKeys())
 
 
@@ -131,22 +131,22 @@ async def test_a_call_that_takes_over_gets_everything_from_the_first_token(
 async def test_a_part_that_is_taken_over_is_charged_to_the_later_call_alone(
     generation: Generation, dispatcher: Dispatcher, queue: JobQueue, leaves: bool
 ) -> None:
-    grants = [Grant(Reservation("r", "acme", 9, 0), Mock()) for _ in range(2)]
-    first = asyncio.create_task(ids_of(generation.run(REQUEST, None, part_of=grants[0])))
+    budgets = [CallBudget(Reservation("r", "acme", 9, 0), Mock()) for _ in range(2)]
+    first = asyncio.create_task(ids_of(generation.run(REQUEST, None, part_of=budgets[0])))
     await claim(queue)
     (routed,) = dispatcher.jobs
     async with asyncio.timeout(10):
         # The claim may be answered before the first call's enqueue.
         while routed.state is not JobState.QUEUED:  # noqa: ASYNC110
             await asyncio.sleep(0)
-    second = asyncio.create_task(ids_of(generation.run(REQUEST, None, part_of=grants[1])))
+    second = asyncio.create_task(ids_of(generation.run(REQUEST, None, part_of=budgets[1])))
     make(dispatcher, "j1", 0, 5, finish=FinishReason.END)  # it ends before the first call can read that
     if leaves:
         first.cancel()
     with pytest.raises(asyncio.CancelledError if leaves else Aborted):
         await first
     assert await second == [5]
-    charged = [grant.count(ended=True).used_input for grant in grants]
+    charged = [budget.count(ended=True).used_input for budget in budgets]
     assert charged == [0, len(job().prompt_ids)]
 
 
@@ -196,10 +196,10 @@ async def test_a_call_that_leaves_stops_the_work(
 
 RECEIVED = {0: Received((5, 6))}
 RESUMPTIONS = {
-    "the same": (Resumption(CLAIMS, RECEIVED), True),
-    "another seed": (Resumption(msgspec.structs.replace(CLAIMS, seed=2), RECEIVED), False),
-    "another base": (Resumption(msgspec.structs.replace(CLAIMS, base_digest="sha256:1"), RECEIVED), False),
-    "from the start": (Resumption(CLAIMS), True),
+    "the same": (Resumption(PAYLOAD, RECEIVED), True),
+    "another seed": (Resumption(msgspec.structs.replace(PAYLOAD, seed=2), RECEIVED), False),
+    "another base": (Resumption(msgspec.structs.replace(PAYLOAD, base_digest="sha256:1"), RECEIVED), False),
+    "from the start": (Resumption(PAYLOAD), True),
 }
 
 
@@ -225,7 +225,7 @@ async def test_many_received_tokens_are_read_in_parts_each_at_its_tenants_turn(
     generation: Generation, dispatcher: Dispatcher, queue: JobQueue, admission: Admission
 ) -> None:
     received = (7,) * (2 * READ_TOKENS + 10)
-    rest = call(generation, resumption=Resumption(CLAIMS, {0: Received(received)}))
+    rest = call(generation, resumption=Resumption(PAYLOAD, {0: Received(received)}))
     await claim(queue)
     make(dispatcher, "j1", len(received), 5, finish=FinishReason.LENGTH)
     assert await rest == [5]
@@ -236,7 +236,7 @@ async def test_a_run_that_was_resumed_serves_no_call_that_has_less(
     generation: Generation, dispatcher: Dispatcher, queue: JobQueue
 ) -> None:
     def resumed(*ids: int) -> asyncio.Task[list[int]]:
-        return call(generation, resumption=Resumption(CLAIMS, {0: Received(ids)}))
+        return call(generation, resumption=Resumption(PAYLOAD, {0: Received(ids)}))
 
     first = resumed(5, 6)
     assert (await claim(queue)).job_id == "j1"
@@ -262,10 +262,10 @@ async def error_of(task: asyncio.Task[list[int]]) -> object:
 async def test_a_client_that_has_all_tokens_gets_the_summary_alone(
     generation: Generation, dispatcher: Dispatcher
 ) -> None:
-    token = TOKENS.sign(CLAIMS, "acme")
+    token = TOKENS.sign(PAYLOAD, "acme")
     received = {0: Received((5, 6), finished=True)}
-    claims = await generation.verify(REQUEST, token)
-    messages = [message async for message in generation.resume(REQUEST, claims, received, None)]
+    payload = await generation.verify(REQUEST, token)
+    messages = [message async for message in generation.resume(REQUEST, payload, received, None)]
     assert [type(message.event) for message in messages] == [Summary]
     assert dispatcher.jobs == ()
     with pytest.raises(InvalidField, match="spec"):
@@ -278,7 +278,7 @@ async def test_a_client_that_has_all_tokens_gets_no_more_of_them_from_an_older_c
     """End its reservation with the Summary: nothing may be made under it any more."""
     older = call(generation)
     await claim(queue)
-    await call(generation, resumption=Resumption(CLAIMS, {0: Received(finished=True)}))
+    await call(generation, resumption=Resumption(PAYLOAD, {0: Received(finished=True)}))
     assert isinstance(await error_of(older), Aborted)
     assert dispatcher.jobs == ()
 
@@ -331,11 +331,11 @@ async def test_a_drain_leaves_the_reservations_of_those_who_can_resume(
     """A request that only waited is made anew elsewhere: until its reservation ends, its tokens would count twice."""
     ends = Mock()
 
-    async def reserve(*_: Any, **__: Any) -> Grant:
-        return Grant(Reservation("r", "acme", 0, 0), ends)
+    async def reserve(*_: Any, **__: Any) -> CallBudget:
+        return CallBudget(Reservation("r", "acme", 0, 0), ends)
 
     monkeypatch.setattr(quotas, "reserve", reserve)
-    running = generation.run(REQUEST, None, Resumption(CLAIMS) if resumed else None)
+    running = generation.run(REQUEST, None, Resumption(PAYLOAD) if resumed else None)
     first = asyncio.ensure_future(anext(running))
     await claim(queue)
     if tokens:

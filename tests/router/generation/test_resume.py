@@ -17,7 +17,7 @@ from router.dispatch.links import Frame
 from router.dispatch.routed_job import RoutedJob
 from router.generation import resume
 from router.generation.answer import Answer
-from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens
+from router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens
 from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request, Stopping
 from router.text.file_tokenizer import FileTokenizer
 from router.text.tokenizer import HashTokenizer, ModelTokenizer
@@ -28,7 +28,7 @@ from tests.router.small_tokenizers import KINDS, files_of, tokenizer_of
 KEY = "a key of sixteen characters"
 PART = AdapterRef("tenants/acme/adapters/a/revisions/sha256:1", "sha256:1", 8, 1000)
 SET = AdapterRef("sha256:2", "sha256:2", 16, 2000, (WeightedRef(PART, 0.1), WeightedRef(PART, -1.5)))
-CLAIMS = ResumeClaims(
+PAYLOAD = ResumePayload(
     request_id="r",
     fingerprint="f" * 64,
     model="tiny",
@@ -45,26 +45,26 @@ def tokens_of(key: str = "", *accepted: str) -> ResumeTokens:
     return ResumeTokens(GivenKeys(key, accepted))
 
 
-def same(found: ResumeClaims, claims: ResumeClaims) -> bool:
-    """Tell whether a token held these claims, beside those of its signature."""
-    return msgspec.structs.replace(found, signed_by="", expires_at_s=0.0) == claims
+def same(found: ResumePayload, payload: ResumePayload) -> bool:
+    """Tell whether a token held this payload, apart from the fields that signing sets."""
+    return msgspec.structs.replace(found, signed_by="", expires_at_s=0.0) == payload
 
 
 @pytest.mark.parametrize("adapter", [None, PART, SET])
 async def test_a_token_holds_its_ticket(adapter: AdapterRef | None) -> None:
-    claims = msgspec.structs.replace(CLAIMS, adapter=adapter)
-    assert same(await tokens_of(KEY).verify(tokens_of(KEY).sign(claims, "acme"), "acme"), claims)
+    payload = msgspec.structs.replace(PAYLOAD, adapter=adapter)
+    assert same(await tokens_of(KEY).verify(tokens_of(KEY).sign(payload, "acme"), "acme"), payload)
 
 
 async def test_a_token_of_a_former_key_is_accepted_and_the_new_one_signs() -> None:
     before, rotated = tokens_of(KEY), tokens_of("another of sixteen", KEY)
-    assert same(await rotated.verify(before.sign(CLAIMS, "acme"), "acme"), CLAIMS)
+    assert same(await rotated.verify(before.sign(PAYLOAD, "acme"), "acme"), PAYLOAD)
     with pytest.raises(InvalidField):
-        await before.verify(rotated.sign(CLAIMS, "acme"), "acme")
+        await before.verify(rotated.sign(PAYLOAD, "acme"), "acme")
 
 
 async def test_a_token_of_another_key_tenant_or_hand_is_none() -> None:
-    token = tokens_of(KEY).sign(CLAIMS, "acme")
+    token = tokens_of(KEY).sign(PAYLOAD, "acme")
     signed = base64.urlsafe_b64decode(token)
     another = base64.urlsafe_b64encode(signed.replace(b"tiny", b"huge")).decode()
     assert another != token
@@ -82,7 +82,7 @@ async def test_a_token_of_another_key_tenant_or_hand_is_none() -> None:
 
 async def test_every_bit_of_a_token_counts() -> None:
     tokens = tokens_of(KEY)
-    signed = bytearray(base64.urlsafe_b64decode(tokens.sign(CLAIMS, "acme")))
+    signed = bytearray(base64.urlsafe_b64decode(tokens.sign(PAYLOAD, "acme")))
     for index in range(len(signed)):
         signed[index] ^= 1 << index % 8
         with pytest.raises(InvalidField):
@@ -93,7 +93,7 @@ async def test_every_bit_of_a_token_counts() -> None:
 
 async def test_a_token_of_another_version_is_refused_by_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "VERSION", resume.VERSION - 1)
-    token = tokens_of(KEY).sign(CLAIMS, "acme")
+    token = tokens_of(KEY).sign(PAYLOAD, "acme")
     monkeypatch.undo()
     with pytest.raises(InvalidField) as refused:
         await tokens_of(KEY).verify(token, "acme")

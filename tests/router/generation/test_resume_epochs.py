@@ -16,7 +16,7 @@ from router.generation.resume import TOKEN_S, GivenKeys, ResumeEpochs, ResumeTok
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
 from rpc.principal import CredentialKind, Principal, Role, set_caller
 from tenancy.api_keys import HashedKey, KeyDirectory
-from tests.router.generation.test_resume import CLAIMS, KEY, PART, SET, same
+from tests.router.generation.test_resume import KEY, PART, PAYLOAD, SET, same
 
 HASHED = HashedKey("0123456789abcdef", "acme", Role.TENANT_USER, frozenset(), None, False, ())
 
@@ -72,11 +72,11 @@ def token_with_key(router: Router, adapter: AdapterRef | None = PART) -> str:
     """Return a token of a stream that was called with the API key."""
     principal = Principal("a", frozenset({Role.TENANT_USER}), CredentialKind.API_KEY, "acme", key_id=HASHED.key_id)
     set_caller(principal)
-    return router.tokens.sign(msgspec.structs.replace(CLAIMS, adapter=adapter), "acme")
+    return router.tokens.sign(msgspec.structs.replace(PAYLOAD, adapter=adapter), "acme")
 
 
 async def test_a_token_expires(router: Router) -> None:
-    token = router.tokens.sign(CLAIMS, "acme")
+    token = router.tokens.sign(PAYLOAD, "acme")
     router.now += TOKEN_S - 1
     assert await router.refusal(token) == ""
     router.now += 1
@@ -101,7 +101,7 @@ async def test_a_token_of_another_credential_is_good_for_every_caller_of_its_ten
 ) -> None:
     first, second = (Principal(name, frozenset({Role.TENANT_USER}), kind, "acme") for name in ("a", "b"))
     set_caller(first)
-    token = router.tokens.sign(CLAIMS, "acme")
+    token = router.tokens.sign(PAYLOAD, "acme")
     set_caller(second)
     assert await router.refusal(token) == ""
     with pytest.raises(InvalidField, match="to this tenant"):
@@ -133,10 +133,10 @@ async def test_a_store_that_is_away_or_slow_does_not_end_answers(router: Router)
 
 
 async def test_a_resumed_stream_has_the_epochs_of_the_first(router: Router) -> None:
-    claims = await router.tokens.verify(token_with_key(router), "acme")
+    payload = await router.tokens.verify(token_with_key(router), "acme")
     another = Router()
     another.store.epoch = 0  # it has never resolved the adapter
-    token = another.tokens.sign(claims, "acme")
+    token = another.tokens.sign(payload, "acme")
     assert (await router.tokens.verify(token, "acme")).epochs == (1_000,)
 
 
@@ -153,14 +153,14 @@ class Looks(GivenKeys):
 async def test_a_token_says_which_key_signed_it_and_a_forged_one_costs_no_look() -> None:
     keys = Looks(KEY)
     tokens = ResumeTokens(keys)
-    token = tokens.sign(CLAIMS, "acme")
+    token = tokens.sign(PAYLOAD, "acme")
     found = await tokens.verify(token, "acme")
-    assert same(found, CLAIMS)
+    assert same(found, PAYLOAD)
     assert found.signed_by == key_name(KEY)
     assert KEY not in token
     with pytest.raises(InvalidField):
         await tokens.verify(token, "globex")
     assert keys.looks == 0
     with pytest.raises(InvalidField):
-        await tokens.verify(ResumeTokens(GivenKeys()).sign(CLAIMS, "acme"), "acme")
+        await tokens.verify(ResumeTokens(GivenKeys()).sign(PAYLOAD, "acme"), "acme")
     assert keys.looks == 1

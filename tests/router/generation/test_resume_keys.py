@@ -12,11 +12,11 @@ from redis.backoff import NoBackoff
 
 from broker.keys import RESUME_KEYS
 from broker.terms import RESUME_KEYS_LIMIT
-from router.generation.resume import Began, GivenKeys, ResumeClaims, ResumeTokens, SharedKeys
+from router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens, SharedKeys
 from rpc.errors import InvalidField, Mismatch, Unavailable
 from tests.router.generation.test_resume import same
 
-CLAIMS = ResumeClaims("r", "f", "tiny", "sha256:0", None, seed=1, max_tokens=7, began=Began(0, 0.0, 0.0, 0.0, 0.0))
+PAYLOAD = ResumePayload("r", "f", "tiny", "sha256:0", None, seed=1, max_tokens=7, began=Began(0, 0.0, 0.0, 0.0, 0.0))
 NEW = "a key that an operator has put in front"
 
 
@@ -28,11 +28,11 @@ class Router:
         self.tokens = ResumeTokens(self.keys)
 
     def sign(self) -> str:
-        return self.tokens.sign(CLAIMS, "acme")
+        return self.tokens.sign(PAYLOAD, "acme")
 
     async def accepts(self, token: str) -> bool:
         try:
-            return same(await self.tokens.verify(token, "acme"), CLAIMS)
+            return same(await self.tokens.verify(token, "acme"), PAYLOAD)
         except InvalidField:
             return False
 
@@ -50,7 +50,7 @@ async def test_routers_without_a_key_accept_each_other_s_tokens(redis: Redis) ->
     for router in routers:
         assert await later.accepts(router.sign())
         assert await router.accepts(later.sign())
-        assert not await router.accepts(later.tokens.sign(CLAIMS, "globex"))
+        assert not await router.accepts(later.tokens.sign(PAYLOAD, "globex"))
 
 
 async def test_withdrawn_keys_end_with_the_router_that_knew_them(redis: Redis) -> None:
@@ -143,6 +143,6 @@ async def test_a_redis_that_is_away_or_full(redis: Redis) -> None:
 async def test_forged_tokens_cost_redis_one_look(redis: Redis) -> None:
     router = await started(redis)
     await redis.config_resetstat()
-    tokens = [ResumeTokens(GivenKeys()).sign(CLAIMS, "acme") for _ in range(100)]
+    tokens = [ResumeTokens(GivenKeys()).sign(PAYLOAD, "acme") for _ in range(100)]
     assert not any(await asyncio.gather(*map(router.accepts, tokens)))
     assert (await redis.info("commandstats"))["cmdstat_fcall"]["calls"] == 1

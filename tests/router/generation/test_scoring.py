@@ -16,7 +16,7 @@ from options import TokenLogprobs
 from router.dispatch.links import RelayReach
 from router.generation.admission import Admission
 from router.generation.unary_calls import CONTINUATIONS_AT_ONCE, UnaryCalls
-from router.quotas.quotas import Grant
+from router.quotas.quotas import CallBudget
 from router.request import Message, PromptLogprobs, Request, Summary
 from router.text.file_tokenizer import FileTokenizer
 from router.text.tokenizer import PromptTokenizer
@@ -37,11 +37,11 @@ class Answers:
         self.reserved_tokens: list[int] = []
 
     @asynccontextmanager
-    async def reserved(self, tenant: str, request_id: str, prompt_tokens: int) -> AsyncGenerator[Grant]:
+    async def reserved(self, tenant: str, request_id: str, prompt_tokens: int) -> AsyncGenerator[CallBudget]:
         self.reserved_tokens.append(prompt_tokens)
-        yield Grant(Reservation("r", tenant, prompt_tokens, 0), Mock())
+        yield CallBudget(Reservation("r", tenant, prompt_tokens, 0), Mock())
 
-    async def run(self, request: Request, deadline_s: float | None, part_of: Grant) -> AsyncGenerator[Message]:
+    async def run(self, request: Request, deadline_s: float | None, part_of: CallBudget) -> AsyncGenerator[Message]:
         assert isinstance(request.prompt, tuple)
         self.asked.append(request)
         self.running += 1

@@ -17,7 +17,7 @@ from broker.functions import Library, shipped_functions
 from broker.keys import LEDGER
 from broker.ledger import Ledger
 from router.dispatch.routed_job import RoutedJob
-from router.quotas.quotas import Grant, Quotas
+from router.quotas.quotas import CallBudget, Quotas
 from rpc.errors import Aborted, Exhausted, Unavailable
 from tests.accounts import account_of
 from tests.plans_file import plans_in
@@ -66,10 +66,10 @@ def new(redis: Redis, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPa
     return make
 
 
-async def granted(quotas: Quotas, *amounts: int, resumed: tuple[str, int] | None = None) -> Grant:
-    grant = await quotas.reserve("acme", *amounts, resumed=resumed)
-    assert grant is not None
-    return grant
+async def reserved(quotas: Quotas, *amounts: int, resumed: tuple[str, int] | None = None) -> CallBudget:
+    budget = await quotas.reserve("acme", *amounts, resumed=resumed)
+    assert budget is not None
+    return budget
 
 
 async def day_tokens(redis: Redis, name: str = "acme") -> int:
@@ -84,13 +84,13 @@ async def held_by(redis: Redis, quotas: Quotas) -> set[str]:
     return {one.decode() for one in found}
 
 
-def begun(grant: Grant, delivered: int) -> None:
-    """Let a worker begin the grant's job of two prompt tokens, and the client get tokens."""
+def begun(budget: CallBudget, delivered: int) -> None:
+    """Let a worker begin the budget's job of two prompt tokens, and the client get tokens."""
     routed = RoutedJob(job())
     routed.bind(RecordingLink("w"), 1)
     routed.accept(frame(0, 7))
-    grant.jobs.append(routed)
-    grant.delivered = lambda: delivered
+    budget.jobs.append(routed)
+    budget.delivered = lambda: delivered
 
 
 async def test_a_tenant_without_limits_costs_nothing(new: New, redis: Redis) -> None:
@@ -101,7 +101,7 @@ async def test_a_tenant_without_limits_costs_nothing(new: New, redis: Redis) -> 
 
 async def test_a_refusal_says_whose_quota_it_is_and_when_to_come_again(new: New) -> None:
     quotas = new(tokens_per_day=100)
-    await granted(quotas, 40, 40)
+    await reserved(quotas, 40, 40)
     with pytest.raises(Exhausted) as refused:
         await quotas.reserve("acme", 40, 40)
     assert (refused.value.reason, refused.value.subject) == ("QUOTA_EXCEEDED", "tenants/acme/quotas/tokens_per_day")
@@ -114,7 +114,7 @@ async def test_a_refusal_says_whose_quota_it_is_and_when_to_come_again(new: New)
 
 async def test_what_a_request_used_stays_and_the_rest_comes_back(new: New, redis: Redis) -> None:
     quotas = new(tokens_per_day=1_000)
-    whole, left, refused = [await granted(quotas, 2, 100) for _ in range(3)]
+    whole, left, refused = [await reserved(quotas, 2, 100) for _ in range(3)]
     begun(whole, 60)
     begun(left, 5)
     whole.settle()
@@ -132,17 +132,17 @@ async def test_a_request_that_nobody_resumes_ends_after_a_while(
 ) -> None:
     monkeypatch.setattr("router.quotas.quotas.LINGER_S", 0.01)
     quotas = new(tokens_per_day=1_000)
-    begun(left := await granted(quotas, 2, 100), 5)
+    begun(left := await reserved(quotas, 2, 100), 5)
     await asyncio.wait_for(left.leave(), 30.0)
     assert await day_tokens(redis) == 7
 
 
 async def test_a_resumed_request_is_charged_once_though_both_routers_settle(new: New, redis: Redis) -> None:
     first, second = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
-    grant = await granted(first, 2, 100)
-    begun(grant, 30)
-    resumed = await granted(second, 2, 100, resumed=(grant.reservation.id, 30))
-    grant.leave()
+    budget = await reserved(first, 2, 100)
+    begun(budget, 30)
+    resumed = await reserved(second, 2, 100, resumed=(budget.reservation.id, 30))
+    budget.leave()
     await first.drain(5.0)
     begun(resumed, 100)
     resumed.settle()
@@ -155,10 +155,10 @@ async def test_a_router_learns_soon_that_a_request_which_was_left_to_it_is_resum
 ) -> None:
     monkeypatch.setattr("router.quotas.quotas.LINGER_S", 3600.0)
     first, second = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
-    begun(left := await granted(first, 2, 100), 30)
+    begun(left := await reserved(first, 2, 100), 30)
     left.leave()
     await first.renew()
-    begun(resumed := await granted(second, 2, 100, resumed=(left.reservation.id, 20)), 100)
+    begun(resumed := await reserved(second, 2, 100, resumed=(left.reservation.id, 20)), 100)
     await first.renew()
     await asyncio.wait_for(left.leave(), 30.0)
     resumed.settle()
@@ -171,12 +171,12 @@ async def test_a_router_learns_soon_that_a_request_which_was_left_to_it_is_resum
 
 async def test_a_request_resumed_at_its_own_router_is_charged_once(new: New, redis: Redis) -> None:
     quotas = new(tokens_per_day=1_000)
-    begun(grant := await granted(quotas, 2, 100), 30)
-    grant.leave()
-    begun(resumed := await granted(quotas, 2, 100, resumed=(grant.reservation.id, 30)), 100)
-    quotas.end(grant)  # as the first call's end does after a while
+    begun(budget := await reserved(quotas, 2, 100), 30)
+    budget.leave()
+    begun(resumed := await reserved(quotas, 2, 100, resumed=(budget.reservation.id, 30)), 100)
+    quotas.end(budget)  # as the first call's end does after a while
     await quotas.drain(5.0)
-    assert await held_by(redis, quotas) == {grant.reservation.id}
+    assert await held_by(redis, quotas) == {budget.reservation.id}
     resumed.settle()
     await quotas.drain(5.0)
     assert await day_tokens(redis) == 102
@@ -184,17 +184,17 @@ async def test_a_request_resumed_at_its_own_router_is_charged_once(new: New, red
 
 async def test_a_call_whose_request_another_router_has_ends(new: New, redis: Redis) -> None:
     first, second = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
-    begun(grant := await granted(first, 2, 100), 30)
-    elsewhere = await granted(second, 2, 100, resumed=(grant.reservation.id, 30))
+    begun(budget := await reserved(first, 2, 100), 30)
+    elsewhere = await reserved(second, 2, 100, resumed=(budget.reservation.id, 30))
     await first.renew()
-    (routed,) = grant.jobs
+    (routed,) = budget.jobs
     with pytest.raises(Aborted):
         await routed.arrivals(routed.reader)
-    back = await granted(first, 2, 100, resumed=(grant.reservation.id, 30))
+    back = await reserved(first, 2, 100, resumed=(budget.reservation.id, 30))
     begun(back, 30)
     await first.renew()
     assert back.jobs[0].reader.error is None
-    for one in (grant, elsewhere, back):
+    for one in (budget, elsewhere, back):
         one.settle()
     await asyncio.gather(first.drain(5.0), second.drain(5.0))
     assert await day_tokens(redis) == 32
@@ -203,9 +203,9 @@ async def test_a_call_whose_request_another_router_has_ends(new: New, redis: Red
 async def test_a_redis_that_lost_its_data_gets_the_accounts_and_reservations_back(new: New, redis: Redis) -> None:
     first, second = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
     for quotas in (first, second):
-        begun(done := await granted(quotas, 2, 200), 200)
+        begun(done := await reserved(quotas, 2, 200), 200)
         await done.settle()
-    begun(running := await granted(first, 2, 300), 10)
+    begun(running := await reserved(first, 2, 300), 10)
     await redis.flushdb()
     await asyncio.gather(first.renew(), second.renew())
     with pytest.raises(Exhausted):
@@ -217,7 +217,7 @@ async def test_a_redis_that_lost_its_data_gets_the_accounts_and_reservations_bac
 
 async def test_routers_that_restarted_fill_a_wiped_redis_from_the_store(new: New, redis: Redis, store: Store) -> None:
     first = new("default", tokens_per_day=1_000)
-    begun(done := await granted(first, 2, 900), 900)
+    begun(done := await reserved(first, 2, 900), 900)
     done.settle()
     await first.drain(5.0)  # it stops: what it knew is with the store alone
     await redis.flushdb()
@@ -236,9 +236,9 @@ async def test_what_a_router_saves_while_a_wiped_redis_is_filled_is_not_lost(
     new: New, redis: Redis, store: Store, monkeypatch: pytest.MonkeyPatch, within: bool
 ) -> None:
     first, other = new(tokens_per_day=1_000), new(tokens_per_day=1_000)
-    grant = await granted(other, 2, 100)
-    begun(grant, 60)
-    await grant.settle()
+    budget = await reserved(other, 2, 100)
+    begun(budget, 60)
+    await budget.settle()
     await first.renew()
     await redis.flushdb()
     await first.renew()  # fills it from the store, which has nothing yet
@@ -260,7 +260,7 @@ async def test_what_a_router_saves_while_a_wiped_redis_is_filled_is_not_lost(
 
 async def test_accounts_that_the_store_did_not_take_are_saved_later(new: New, store: Store) -> None:
     quotas = new(tokens_per_day=1_000)
-    begun(done := await granted(quotas, 2, 100), 60)
+    begun(done := await reserved(quotas, 2, 100), 60)
     await done.settle()
     store.error = Unavailable("the store does not answer")
     await quotas.save()
@@ -273,7 +273,7 @@ async def test_accounts_that_the_store_did_not_take_are_saved_later(new: New, st
 
 async def test_an_end_is_settled_once_redis_is_back(new: New, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     quotas = new(tokens_per_day=1_000)
-    begun(grant := await granted(quotas, 2, 100), 60)
+    begun(budget := await reserved(quotas, 2, 100), 60)
     ledger, away = quotas.ledger, asyncio.Event()
 
     async def refuse(*arguments: Any, **options: Any) -> None:
@@ -283,7 +283,7 @@ async def test_an_end_is_settled_once_redis_is_back(new: New, redis: Redis, monk
     with monkeypatch.context() as patch:
         patch.setattr(ledger, "tell", refuse)
         patch.setattr(ledger, "reserve", refuse)
-        grant.settle()
+        budget.settle()
         await away.wait()
         with pytest.raises(Unavailable) as unavailable:
             await quotas.reserve("acme", 2, 100)
@@ -296,10 +296,10 @@ async def test_tokens_of_a_forgotten_request_are_input_that_is_charged_once_it_i
     new: New, redis: Redis
 ) -> None:
     quotas = new(tokens_per_day=5_000)
-    idle = await granted(quotas, 2, 3_000, resumed=("unknown", 2_990))
+    idle = await reserved(quotas, 2, 3_000, resumed=("unknown", 2_990))
     await idle.settle()  # its job never ran
     assert await day_tokens(redis) == 0
-    begun(resumed := await granted(quotas, 2, 3_000, resumed=("forgotten", 2_990)), 3_000)
+    begun(resumed := await reserved(quotas, 2, 3_000, resumed=("forgotten", 2_990)), 3_000)
     await resumed.settle()
     assert await day_tokens(redis) == 2 + 2_990 + 10
     with pytest.raises(Exhausted):
@@ -328,12 +328,12 @@ def with_key(redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Q
 
 
 async def test_a_call_is_reserved_and_settled_in_both_accounts(with_key: Quotas, redis: Redis) -> None:
-    begun(grant := await granted(with_key, 2, 100), 60)
+    begun(budget := await reserved(with_key, 2, 100), 60)
     assert [await day_tokens(redis, name) for name in ("acme", "keys/k1")] == [102, 102]
     with pytest.raises(Exhausted) as refused:
         await with_key.reserve("acme", 2, 100)
     assert refused.value.subject == "keys/k1/quotas/tokens_per_day"
-    await asyncio.wait_for(grant.settle(), 30.0)
+    await asyncio.wait_for(budget.settle(), 30.0)
     assert [await day_tokens(redis, name) for name in ("acme", "keys/k1")] == [62, 62]
     assert with_key.apply_plan(replace(job(), priority=5)).priority == 1
 
@@ -342,7 +342,7 @@ async def test_what_the_tenant_has_no_room_for_leaves_the_keys_account_alone(wit
     other = Quotas(Ledger(redis, LIBRARY), with_key._plans)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("router.quotas.quotas.calling_key", lambda: "k2")
-        await granted(other, 100, 100)
+        await reserved(other, 100, 100)
     with pytest.raises(Exhausted) as refused:
         await with_key.reserve("acme", 50, 60)
     assert refused.value.subject == "tenants/acme/quotas/tokens_per_day"
@@ -369,17 +369,17 @@ async def test_a_failed_reservation_leaves_nothing_in_either_account(
     await with_key.drain(5.0)
     assert [await day_tokens(redis, name) for name in ("acme", "keys/k1")] == [0, 0]
     assert not await held_by(redis, with_key)
-    assert not with_key._grants
+    assert not with_key._budgets
 
 
 async def test_a_request_resumed_with_another_key_is_charged_once_to_each(
     with_key: Quotas, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun(grant := await granted(with_key, 2, 100), 30)
-    grant.leave()
+    begun(budget := await reserved(with_key, 2, 100), 30)
+    budget.leave()
     await with_key.renew()
     monkeypatch.setattr("router.quotas.quotas.calling_key", lambda: "")
-    begun(resumed := await granted(with_key, 2, 100, resumed=(grant.reservation.id, 30)), 100)
+    begun(resumed := await reserved(with_key, 2, 100, resumed=(budget.reservation.id, 30)), 100)
     resumed.settle()
     await with_key.drain(5.0)
     assert [await day_tokens(redis, name) for name in ("acme", "keys/k1")] == [102, 32]

@@ -21,7 +21,7 @@ from router.metrics import RouterMetrics
 from router.quotas import usage
 from router.quotas.quotas import Plans, Quotas
 from router.quotas.usage import Facts, UsageLog, event_of
-from tests.router.quotas.test_quotas import begun, granted
+from tests.router.quotas.test_quotas import begun, reserved
 from tests.router.recording_link import job
 
 # Reservations that nobody renews end at once.
@@ -48,13 +48,13 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 async def test_an_event_has_what_its_tenant_was_charged(new: New, tmp_path: Path, redis: Redis) -> None:
     quotas, _ = new("router-a")
-    begun(grant := await granted(quotas, 2, 100), 60)
-    grant.settle()
-    (await granted(quotas, 2, 100)).settle()  # nothing of it was used
+    begun(budget := await reserved(quotas, 2, 100), 60)
+    budget.settle()
+    (await reserved(quotas, 2, 100)).settle()  # nothing of it was used
     await quotas.drain(5.0)
     (event,) = events(tmp_path)
     assert {"specversion": "1.0", "type": "loraplex.usage.v1", "subject": "tenants/acme"}.items() <= event.items()
-    assert event["id"] == f"{grant.reservation.id}:0"
+    assert event["id"] == f"{budget.reservation.id}:0"
     expected = {"tenant": "acme", "request_id": "j", "model": "tiny", "input_tokens": 2, "output_tokens": 60}
     assert expected.items() <= event["data"].items()
     assert await redis.xlen(LEDGER + "usage") == 0
@@ -62,19 +62,19 @@ async def test_an_event_has_what_its_tenant_was_charged(new: New, tmp_path: Path
 
 async def test_the_event_of_a_call_of_several_jobs_has_the_calls_id(new: New, tmp_path: Path) -> None:
     quotas, _ = new("router-a")
-    grant = await quotas.reserve("acme", 2, 0, facts=Facts(request_id="call"))
-    assert grant is not None
-    begun(grant, 0)
-    grant.settle()
+    budget = await quotas.reserve("acme", 2, 0, facts=Facts(request_id="call"))
+    assert budget is not None
+    begun(budget, 0)
+    budget.settle()
     await quotas.drain(5.0)
     assert [event["data"]["request_id"] for event in events(tmp_path)] == ["call"]
 
 
 async def test_a_request_whose_client_had_all_of_it_keeps_its_facts(new: New, tmp_path: Path) -> None:
     (first, _), (second, _) = new("router-a"), new("router-b")
-    begun(grant := await granted(first, 2, 100), 60)
+    begun(budget := await reserved(first, 2, 100), 60)
     facts = Facts(cached_tokens=1).of_job(job())
-    resumed = await second.reserve("acme", 2, 100, facts=facts, resumed=(grant.reservation.id, 60))
+    resumed = await second.reserve("acme", 2, 100, facts=facts, resumed=(budget.reservation.id, 60))
     assert resumed is not None
     resumed.settle()
     await second.drain(5.0)
@@ -85,13 +85,13 @@ async def test_a_request_whose_client_had_all_of_it_keeps_its_facts(new: New, tm
 
 async def test_another_router_writes_the_events_of_a_dead_one(new: New, tmp_path: Path, redis: Redis) -> None:
     first, read = new("router-a")
-    begun(settled := await granted(first, 2, 100), 60)
-    begun(running := await granted(first, 2, 100), 7)
+    begun(settled := await reserved(first, 2, 100), 60)
+    begun(running := await reserved(first, 2, 100), 7)
     await first.renew()
     await settled.settle()
     assert await read._read()  # and dies before it has written
     second, log = new("router-b")
-    await granted(second, 2, 100)
+    await reserved(second, 2, 100)
     await second.renew()
     await log.write()
     charged = {event["id"]: event["data"]["output_tokens"] for event in events(tmp_path)}
@@ -103,8 +103,8 @@ async def test_a_router_that_dies_before_it_has_told_all_of_a_write_leaves_nothi
     new: New, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (quotas, log), (_, other) = new("router-a"), new("router-b")
-    begun(grant := await granted(quotas, 2, 100), 60)
-    await grant.settle()
+    begun(budget := await reserved(quotas, 2, 100), 60)
+    await budget.settle()
     commands = list[str]()
 
     def dies_after_the_first(name: str) -> Callable[..., object]:
@@ -129,8 +129,8 @@ async def test_events_wait_while_a_full_redis_takes_no_group(
     new: New, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quotas, log = new("router-a")
-    begun(grant := await granted(quotas, 2, 100), 60)
-    await grant.settle()
+    begun(budget := await reserved(quotas, 2, 100), 60)
+    await budget.settle()
 
     async def refuse(*_: object, **__: object) -> None:
         raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
@@ -147,7 +147,7 @@ async def test_a_redis_that_lost_its_data_gets_the_last_events_again(
 ) -> None:
     monkeypatch.setattr("broker.ledger._EVENTS_S", kept_s)
     quotas, log = new("router-a")
-    begun(settled := await granted(quotas, 2, 100), 60)
+    begun(settled := await reserved(quotas, 2, 100), 60)
     await settled.settle()
     await redis.flushdb()
     await quotas.renew()
@@ -158,15 +158,15 @@ async def test_a_redis_that_lost_its_data_gets_the_last_events_again(
 async def test_a_full_disk_and_a_torn_line_lose_nothing(new: New, tmp_path: Path) -> None:
     quotas, log = new("router-a")
     (tmp_path / "router-a").mkdir()
-    begun(grant := await granted(quotas, 2, 100), 60)
-    grant.settle()
+    begun(budget := await reserved(quotas, 2, 100), 60)
+    budget.settle()
     await quotas.drain(5.0)
     (tmp_path / "router-a").rmdir()
     (tmp_path / "router-a").write_text('{"specver')
     assert await log.write()
     torn, whole = (tmp_path / "router-a").read_text().splitlines()
     assert torn == '{"specver'
-    assert json.loads(whole)["id"] == f"{grant.reservation.id}:0"
+    assert json.loads(whole)["id"] == f"{budget.reservation.id}:0"
 
 
 def test_routers_that_append_to_one_file_leave_no_empty_lines(tmp_path: Path) -> None:

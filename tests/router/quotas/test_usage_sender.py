@@ -118,7 +118,7 @@ def send(tmp_path: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch) 
     made: list[UsageSender] = []
 
     def start() -> UsageSender:
-        made.append(UsageSender(tmp_path / "usage", collector.url, RouterMetrics(), retry_s=0.01, call_s=0.2))
+        made.append(UsageSender(tmp_path / "usage", collector.url, RouterMetrics(), pause_s=0.01, call_s=0.2))
         return made[-1]
 
     yield start
@@ -199,7 +199,7 @@ def test_a_sender_that_is_killed_again_and_again_loses_nothing(tmp_path: Path, c
     code = (
         "import sys; from pathlib import Path; from router.metrics import RouterMetrics\n"
         "from router.quotas import usage_sender as u; u.BATCH_EVENTS, u.LOOK_S = 3, 0.005\n"
-        "u.UsageSender(Path(sys.argv[1]), sys.argv[2], RouterMetrics(), retry_s=0.01); sys.stdin.read()"
+        "u.UsageSender(Path(sys.argv[1]), sys.argv[2], RouterMetrics(), pause_s=0.01); sys.stdin.read()"
     )
     for life in range(3):
         collector.faults = [500] * life

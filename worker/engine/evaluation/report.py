@@ -410,7 +410,7 @@ def certify(model: str, quantized: str, adapter: str, device: str = "cpu") -> Fi
     if config.get("task_type") == "SEQ_CLS":
         raise MismatchError("task_type", "'SEQ_CLS' has no certificate: answers are compared, and it gives none")
     texts = parse_prompts(config.get(PROMPTS_FIELD))
-    own = [] if not texts else _encode(texts, TextCodec(Path(model)))
+    own = [] if not texts else _tokenize(texts, TextCodec(Path(model)))
     longest = max(map(len, own), default=_DRAWN_TOKENS)
     pair = load_pair(model, quantized, device)
     tokens = longest + _CERTIFIED_ANSWER_TOKENS
@@ -433,7 +433,7 @@ def certify(model: str, quantized: str, adapter: str, device: str = "cpu") -> Fi
     )
 
 
-def _encode(texts: tuple[str, ...], codec: TextCodec) -> list[Ids]:
+def _tokenize(texts: tuple[str, ...], codec: TextCodec) -> list[Ids]:
     prompts = [codec.encode(text)[-_CERTIFIED_PROMPT_TOKENS:] for text in texts]
     if not all(prompts):
         raise ArtifactError(f"{PROMPTS_FIELD}[{prompts.index(())}]", "has no tokens")

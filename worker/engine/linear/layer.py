@@ -181,7 +181,7 @@ class PanelLayer(nn.Module):
     # The kernel, those of its parameters that differ from call to call, and the bytes of the others, which stay.
     _kernel: Any
     _call: Struct
-    _kept: bytes
+    _integers_buffer: bytes
 
     def __init__(self, linear: AnyLinear, dtype: torch.dtype, panels: Panels) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class PanelLayer(nn.Module):
         _scratch.counters[:] = 0
         tasks = min(self._panels.count, torch.get_num_threads() * _TASKS_PER_THREAD)
         call = x.data_ptr(), rows, y.data_ptr(), _scratch.counters_address, tasks, scratch
-        run_on_all_threads(self._kernel.address, self._call.pack(*call, *own) + self._kept)
+        run_on_all_threads(self._kernel.address, self._call.pack(*call, *own) + self._integers_buffer)
 
 
 class PanelLinear(PanelLayer):
@@ -253,7 +253,7 @@ class PanelLinear(PanelLayer):
         )
         self._scratch_floats = float_linear.scratch_floats(panels.columns)
         self._call = _struct(CALL_INTEGERS)
-        self._kept = _integers(
+        self._integers_buffer = _integers(
             *(*self._places, panels.columns * 4),
             *(_DIRECT_ROWS[panels.format], panels.format != "float32", self._scratch_floats * 4),
         )
@@ -279,7 +279,7 @@ class FixedLinear(PanelLayer):
         segments = -(-panels.columns // panels.segment)
         # The bytes of a row in fixed point, and of its factors and sums.
         self._row_bytes = panels.columns * 2, segments * 8
-        self._kept = _integers(
+        self._integers_buffer = _integers(
             *(*self._places, panels.columns * dtype.itemsize, *self._row_bytes, segments * 4),
             fixed_linear.scratch_floats() * 4,
         )

@@ -148,17 +148,17 @@ class AdapterCache(Generic[P]):
         self.slots.kept.pop(digest, None)
         self._commands.pop(digest, None)
 
-    def forget_others(self, kept: Container[str]) -> Removal:
-        """Remove the adapters but those that are kept from host memory and slots; those in use count as left."""
+    def forget_others(self, keep: Container[str]) -> Removal:
+        """Remove all adapters except `keep` from host memory and slots; those in use count as left."""
         removed = in_use = 0
-        for digest in [digest for digest in self._host.kept_digests if digest not in kept]:
+        for digest in [digest for digest in self._host.kept_digests if digest not in keep]:
             self._host.drop(digest)
             removed += 1
-        for digest in [digest for digest in self.slots.digests if digest not in kept]:
+        for digest in [digest for digest in self.slots.digests if digest not in keep]:
             dropped = self.slots.drop(digest)
             removed, in_use = removed + dropped, in_use + (not dropped)
         coming = {*self._commands, *self._reads.pending, *self._reads.loading, *self._host.held_digests}
-        return Removal(removed, in_use + sum(one not in kept and one not in self.slots for one in coming))
+        return Removal(removed, in_use + sum(one not in keep and one not in self.slots for one in coming))
 
     def poll(self, *, busy: bool = False) -> Arrivals:
         """Put what has been loaded into slots, the most urgent first; `busy`: sequences run, which that delays."""

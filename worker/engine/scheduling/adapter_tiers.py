@@ -48,7 +48,7 @@ class HostTier(Generic[P]):
         self._size = size
         self._held: dict[str, P] = {}
         # Adapters that no sequence waits for; least recently used first.
-        self._kept: OrderedDict[str, P] = OrderedDict()
+        self._idle: OrderedDict[str, P] = OrderedDict()
         self.bytes = 0
         self.held_bytes = 0
 
@@ -62,7 +62,7 @@ class HostTier(Generic[P]):
 
     def put(self, digest: str, prepared: P) -> None:
         """Take an adapter that is not here, and keep it while the budget allows."""
-        self._kept[digest] = prepared
+        self._idle[digest] = prepared
         self.bytes += self._size(prepared)
         self._trim()
 
@@ -70,7 +70,7 @@ class HostTier(Generic[P]):
         """Hold an adapter, so that it stays; `prepared` brings a new one. Return False where it is not here."""
         if prepared is not None:
             self.bytes += self._size(prepared)
-        elif (prepared := self._kept.pop(digest, None)) is None:
+        elif (prepared := self._idle.pop(digest, None)) is None:
             return digest in self._held
         self._held[digest] = prepared
         self.held_bytes += self._size(prepared)
@@ -82,22 +82,22 @@ class HostTier(Generic[P]):
         prepared = self._held.pop(digest, None)
         if prepared is not None:
             self.held_bytes -= self._size(prepared)
-            self._kept[digest] = prepared
+            self._idle[digest] = prepared
             self._trim()
 
     def touch(self, digest: str) -> None:
         """Count an adapter as used until now."""
-        if digest in self._kept:
-            self._kept.move_to_end(digest)
+        if digest in self._idle:
+            self._idle.move_to_end(digest)
 
     @property
     def kept_digests(self) -> Set[str]:
         """Return the digests of the adapters that nobody waits for."""
-        return self._kept.keys()
+        return self._idle.keys()
 
     def drop(self, digest: str) -> None:
         """Remove an adapter that nobody waits for."""
-        self.bytes -= self._size(self._kept.pop(digest))
+        self.bytes -= self._size(self._idle.pop(digest))
 
     @property
     def held_digests(self) -> Set[str]:
@@ -106,15 +106,17 @@ class HostTier(Generic[P]):
 
     def check(self) -> None:
         """Raise AdapterIntegrityError unless the counts of bytes are right and within the budget."""
-        held, kept = (sum(map(self._size, tier.values())) for tier in (self._held, self._kept))
-        require_integrity(not self._held.keys() & self._kept.keys(), "an adapter is both held and kept in host memory")
+        held, idle_bytes = (sum(map(self._size, tier.values())) for tier in (self._held, self._idle))
+        require_integrity(not self._held.keys() & self._idle.keys(), "an adapter is both held and kept in host memory")
         require_integrity(held == self.held_bytes, f"{held} bytes are held in host memory, {self.held_bytes} counted")
-        require_integrity(held + kept == self.bytes, f"{held + kept} bytes are in host memory, {self.bytes} counted")
+        require_integrity(
+            held + idle_bytes == self.bytes, f"{held + idle_bytes} bytes are in host memory, {self.bytes} counted"
+        )
         require_integrity(self.bytes <= max(self.budget, held), f"{self.bytes} bytes are over the host memory's budget")
 
     def _trim(self) -> None:
-        while self.bytes > self.budget and self._kept:
-            _, prepared = self._kept.popitem(last=False)
+        while self.bytes > self.budget and self._idle:
+            _, prepared = self._idle.popitem(last=False)
             self.bytes -= self._size(prepared)
 
 

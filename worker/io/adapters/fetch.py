@@ -99,7 +99,7 @@ class WeightedSets:
         """Return the digests of the revisions in the sets."""
         return {digest for _, digests in self._used.values() for digest in digests}
 
-    def kept(self, tenant: str, gone: Container[str]) -> set[str]:
+    def staying(self, tenant: str, gone: Container[str]) -> set[str]:
         """Return the sets that stay where a tenant and revisions go: others' whose parts are all there."""
         return {
             digest
