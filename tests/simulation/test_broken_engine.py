@@ -15,7 +15,7 @@ from tests.simulation.run import simulate_scenario
 from tests.simulation.scenario import draw
 from tests.simulation.stories import End
 from tests.simulation.test_cut_links import plan
-from worker.io.engine_session import EngineSession
+from worker.io.app import EngineSession
 from worker.io.membership import Presence
 from worker.ipc import Add, ToEngine
 

@@ -20,9 +20,8 @@ from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
 from worker.engine_api import Removal
 from worker.io.adapters.fetch import WeightedSets
-from worker.io.app import run_sessions
+from worker.io.app import EngineSession, run_sessions
 from worker.io.engine_client import EngineBreaker
-from worker.io.engine_session import EngineSession
 from worker.io.metrics import WorkerMetrics
 from worker.io.results import JobTelemetry
 from worker.io.settings import Settings

@@ -1,6 +1,6 @@
 """The engine process as its I/O process sees it: start, messages, death.
 
-A death shows at once: the engine's socket closes. A stall is silence, which worker.io.engine_session watches.
+A death shows at once: the engine's socket closes. A stall is silence, which worker.io.app watches.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EngineProcess:
         self._splitter = Splitter()
         self._heard_at = time.monotonic()
         self._expected = False
-        # True while it is out of service because it does not step (worker.io.engine_session).
+        # True while it is out of service because it does not step (worker.io.app).
         self.stalled = False
 
     @classmethod

@@ -8,7 +8,7 @@ import pytest
 
 from broker.messages import Job
 from options import SamplingParams, StoppingParams
-from worker.io.engine_session import drain
+from worker.io.app import drain
 from worker.io.local_jobs import Ending, LocalJob, LocalJobs, LocalJobState
 
 

@@ -17,7 +17,7 @@ from broker.liveness import Liveness
 from broker.messages import STRIKES_LIMIT, AdapterTiers, WorkerPhase, WorkerState
 from rpc.server import Server
 from tests.worker.io.relayed_worker import KEYS, MODEL, Router, Worker, job, running
-from worker.io.engine_session import watch_steps
+from worker.io.app import watch_steps
 from worker.io.membership import Presence, worker_state
 
 STALL_S = 2.0
