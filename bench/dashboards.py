@@ -27,8 +27,7 @@ from bench.report import progress
 from bench.screenshots import NoBrowserError, find_browser
 from clients.loadtest.charts import Axis, Series, line_chart
 from clients.loadtest.report import draw_svg, with_own_ids
-from deploy.monitoring.check import path_of
-from deploy.monitoring.panels import BYTES, COUNT, DASHBOARDS, PER_SECOND, SECONDS, SHARE
+from deploy.monitoring.check import BYTES, COUNT, DASHBOARDS, PER_SECOND, SECONDS, SHARE, path_of
 
 # Seconds under load.
 _SECONDS, _QUICK_SECONDS = 180.0, 40.0

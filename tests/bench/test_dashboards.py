@@ -10,8 +10,7 @@ import pytest
 
 from bench.dashboards import dashboard_page, filled, main
 from bench.prometheus import Line
-from deploy.monitoring.check import path_of
-from deploy.monitoring.panels import ADAPTER, DASHBOARDS
+from deploy.monitoring.check import ADAPTER, DASHBOARDS, path_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
