@@ -26,7 +26,7 @@ from clients.cli.computations import ask_worker
 from clients.cli.terminal import CommandError
 from rpc import errors
 from tests.cancelling_adapter import write_cancelling_adapter
-from worker.quantization import measure
+from worker.__main__ import measure
 
 if TYPE_CHECKING:
     from tests.tiny_models import TinyModel

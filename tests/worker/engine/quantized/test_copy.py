@@ -15,11 +15,11 @@ from artifacts.base_model import read_base_model
 from tests.worker.engine.model.tiny_families import CRAMPED, make_config, make_model, requests_of, with_adapter
 from tests.worker.engine.quantized import published_layouts as layouts
 from tests.worker.engine.quantized.dequantized import dequantize_into
+from worker.__main__ import quantize as run
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.quantized import copy
 from worker.engine.quantized.copy import stored_tensors, write_copy
 from worker.engine.quantized.weight import QuantizedWeight, equal, quantize
-from worker.quantization import quantize as run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
