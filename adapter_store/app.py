@@ -138,7 +138,7 @@ class Store:
             self.port = int(self.addresses[0].rpartition(":")[2])
             await self._server.start()
             await self._server.set_serving(True)
-            self._purging = asyncio.create_task(every(PURGE_S, partial(_purge_deleted, deleted)))
+            self._purging = asyncio.create_task(every(PURGE_S, partial(_purge_deleted, deleted, self._data)))
             self._following = asyncio.create_task(self._follow())
         except BaseException:
             await asyncio.to_thread(self._close)
@@ -218,6 +218,8 @@ class Store:
             self._read_keys()
             self._plans = StoredPlans(self._database, Path(path) if (path := self._settings.plans) else None)
             removed = self._data.clean(self._database.referenced_blobs())
+            self._data.keep_reserve()
+            self.metrics.disk_usage.set_function(self._data.used_share)
             self._close = opened.pop_all().close
         if removed:
             log.info("removed %d unfinished uploads and files without an owner", removed)
@@ -239,11 +241,12 @@ class Store:
                 raise BootstrapKeyError(f"--bootstrap-key {self._settings.bootstrap_key}: {error}") from error
 
 
-async def _purge_deleted(deleted: DeletedRevisions) -> None:
-    """Remove deleted revisions whose time has passed."""
+async def _purge_deleted(deleted: DeletedRevisions, data: DataDirectory) -> None:
+    """Remove deleted revisions whose time has passed, and take the reserve again where it was given."""
     try:
         if removed := await asyncio.to_thread(deleted.purge):
             log.info("removed %d revisions of deleted adapters", removed)
+        await asyncio.to_thread(data.keep_reserve)
     except CallError as error:  # the disk is full
         log.warning("deleted revisions are not removed: %s", error)
 

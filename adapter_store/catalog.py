@@ -216,8 +216,8 @@ class DeletedRevisions:
     def __init__(
         self, database: Database, data: DataDirectory, keep_s: float, *, clock: Callable[[], int] = time.time_ns
     ) -> None:
-        self._database = database
-        self._data = data
+        self.database = database
+        self.data = data
         self._keep_ns = round(keep_s * 1e9)
         self._clock = clock
 
@@ -254,7 +254,7 @@ class DeletedRevisions:
 
     def _remove(self, where: str, values: Sequence[int | str]) -> int:
         digests: set[str] = set()
-        with self._database.swept(self._data, digests), self._database.transaction() as rows:
+        with self.database.swept(self.data, digests), self.database.transaction() as rows:
             removed = rows.execute(
                 f"SELECT config_digest, weights_digest FROM deleted_revisions WHERE {where}", values
             ).fetchall()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -220,8 +221,17 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
     async def DeleteAdapter(self, request: pb.DeleteAdapterRequest, context: Context) -> pb.DeleteAdapterResponse:
         """Delete an adapter with its revisions; their files can be downloaded by digest for a while, unless purged."""
         name = own_adapter("name", request.name, calling_tenant())
-        async with self._making_room():
-            await asyncio.to_thread(self._catalog.delete, name, request.etag, purge=request.purge)
+        delete = partial(self._catalog.delete, name, request.etag, purge=request.purge)
+        try:
+            await asyncio.to_thread(delete)
+        except Exhausted as error:
+            if error.reason != DISK_FULL:
+                raise
+            # Otherwise nobody could free a full disk. The store takes the reserve again when there is room.
+            if not await asyncio.to_thread(self._deleted.data.give_reserve):
+                raise
+            await asyncio.to_thread(delete)
+            await asyncio.to_thread(self._deleted.purge, everything=True)
         log.info("%s %s", "purged" if request.purge else "deleted", name)
         return pb.DeleteAdapterResponse()
 

@@ -1,6 +1,7 @@
 """The data directory: uploads as they come in, and blobs, files named by the digest of their content.
 
     DATA/lock           held while a store runs on the directory
+    DATA/reserve        room on the disk for the deletion of adapters when there is no other
     DATA/catalog.db     see database.py
     DATA/uploads/ID/    files being received; whatever is here at start-up is left from a crash
     DATA/blobs/HEX      complete files; one without a row in the catalog is left from a crash too
@@ -28,6 +29,9 @@ from artifacts.names import DIGEST_PREFIX
 from rpc.errors import Exhausted
 
 PIECE_BYTES = 1024 * 1024
+# Maximum size in bytes of the reserve, and its maximum share of the disk: a deletion writes some pages of 4 KiB to the
+# catalog's log, and another of each row that it overwrites.
+RESERVE_BYTES, _RESERVE_SHARE = 16 << 20, 1 / 16
 # Reason of the error of a call for which the disk has no room.
 DISK_FULL = "DISK_FULL"
 
@@ -147,7 +151,8 @@ class DataDirectory:
     """The data directory, locked against other stores. Raises DataDirectoryError."""
 
     def __init__(self, root: Path) -> None:
-        self._uploads, self._blobs = root / "uploads", root / "blobs"
+        self._root, self._uploads, self._blobs = root, root / "uploads", root / "blobs"
+        self._reserve = root / "reserve"
         try:
             for directory in (root, self._uploads, self._blobs):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -160,6 +165,30 @@ class DataDirectory:
             self._lock.close()
             raise DataDirectoryError(f"--data: {root} is in use by another store") from error
         self.catalog_path = root / "catalog.db"
+
+    def keep_reserve(self) -> None:
+        """Take the reserve from the disk, if it is not there and there is room."""
+        size = min(RESERVE_BYTES, int(shutil.disk_usage(self._root).total * _RESERVE_SHARE))
+        try:
+            with open(self._reserve, "xb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+        except FileExistsError:
+            pass
+        except OSError:  # no room yet, or a file system that allocates nothing ahead
+            self._reserve.unlink(missing_ok=True)
+
+    def give_reserve(self) -> bool:
+        """Give the reserve back to the disk; returns whether there was one."""
+        try:
+            self._reserve.unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def used_share(self) -> float:
+        """Return the share of the disk that is in use, as an unprivileged process sees it."""
+        usage = shutil.disk_usage(self._root)
+        return usage.used / max(1, usage.used + usage.free)
 
     def close(self) -> None:
         """Unlock the directory."""

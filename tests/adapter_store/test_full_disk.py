@@ -95,6 +95,12 @@ async def test_a_catalog_that_cannot_be_written(
         assert full, "the catalog's log had room for all of them"
         for failure in full:
             assert refusal(failure)[0] == "RESOURCE_EXHAUSTED"
+        assert set((data / "blobs").iterdir()) == before
+        assert (data / "reserve").exists()
+        await client.call("DeleteAdapter", pb.DeleteAdapterRequest(name="first"))
+        with pytest.raises(grpc.aio.AioRpcError, match="adapter not found"):
+            await client.get("first")
+        assert not before & set((data / "blobs").iterdir())
+        await client.upload("second", {CONFIG_FILE: b"{}", WEIGHTS_FILE: b"2"})
     (data / "another program's").unlink()
-    assert set((data / "blobs").iterdir()) == before
-    assert (await client.upload("second", {CONFIG_FILE: b"{}", WEIGHTS_FILE: b"2"})).created
+    assert (await client.upload("third", {CONFIG_FILE: b"{}", WEIGHTS_FILE: b"3"})).created
