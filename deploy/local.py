@@ -284,15 +284,19 @@ class LocalCluster:
 
     async def _router_serving(self, address: str) -> None:
         async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-            try:
-                async for response in watch:
-                    if response.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-            except grpc.aio.AioRpcError as error:
-                # A dying router's stream breaks just before its exit is seen, and the exit explains more.
-                await asyncio.wait({self._failed}, timeout=_EXIT_S)
-                raise LaunchError(f"the router at {address} does not tell its health: {error.details()}") from error
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                try:
+                    async for response in stub.Watch(health_pb2.HealthCheckRequest()):
+                        if response.status == health_pb2.HealthCheckResponse.SERVING:
+                            return
+                except grpc.aio.AioRpcError as error:
+                    # A dying router's stream breaks just before its exit is seen, and the exit explains more.
+                    await asyncio.wait({self._failed}, timeout=_EXIT_S)
+                    # One that was ended on purpose is started again meanwhile.
+                    if self._failed.done() or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        message = f"the router at {address} does not tell its health: {error.details()}"
+                        raise LaunchError(message) from error
 
     async def _stop(self) -> None:
         """Stop all processes in order; when cancelled meanwhile (a second Ctrl-C), kill the rest."""
