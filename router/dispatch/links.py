@@ -26,9 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class Frame(msgspec.Struct, frozen=True):  # one is made for each token: a dataclass takes seven times as long
-    """Tokens of one choice as a worker sends them. `failure` ends the job; `returned` gives it back.
+    """Tokens of one choice, as a worker sends them and as the client's call reads them.
 
-    `blamed` counts a strike: the worker's engine died, perhaps of this job.
+    `failure` ends the job; `returned` gives it back. `blamed` counts a strike: the worker's engine died,
+    perhaps of this job.
     """
 
     job_id: str

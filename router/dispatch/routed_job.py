@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -111,16 +110,6 @@ class ReaderRounds:
         asyncio.get_running_loop().call_later(rest_s, self._round)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Tokens of one choice that have come since the last read."""
-
-    choice: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs]
-    finish: FinishReason | None
-
-
 @dataclass(slots=True)
 class Choice:
     """A choice of a job. `emitted` has every id produced so far, over all attempts."""
@@ -161,11 +150,12 @@ class Choice:
         self.finish, self.vector = frame.finish, frame.vector
         return True
 
-    def read_new(self, limit: int) -> Arrival:
+    def read_new(self, job: Job, limit: int) -> Frame:
         """Return at most so many tokens that the reader has not got yet; the end comes with the last of them."""
         start, self.read = self.read, min(len(self.emitted), self.read + limit)
         finish = self.finish if self.read == len(self.emitted) else None
-        return Arrival(self.index, self.emitted[start : self.read], self.logprobs[start : self.read], finish)
+        ids, logprobs = tuple(self.emitted[start : self.read]), tuple(self.logprobs[start : self.read])
+        return Frame(job.job_id, job.attempt, start, ids, self.index, logprobs, finish)
 
 
 # Maximum tokens of one read, which go into one message: with the most log probabilities, and those of the held back
@@ -382,7 +372,7 @@ class RoutedJob:
             return False
         return bool(self._unread)
 
-    async def arrivals(self, reader: Reader) -> list[Arrival]:
+    async def arrivals(self, reader: Reader) -> list[Frame]:
         """Wait for tokens; return those since the last read, so that a slow moment makes fewer, larger messages.
 
         At most READ_TOKENS come at once. Empty when every choice has ended. Raises what ended the job, or its reader.
@@ -401,13 +391,13 @@ class RoutedJob:
                 if self._has_news:
                     return self._read_new()
 
-    def _read_new(self) -> list[Arrival]:
+    def _read_new(self) -> list[Frame]:
         """Return the unread tokens, at most READ_TOKENS, those of the first choices first."""
-        arrivals, budget = list[Arrival](), READ_TOKENS
+        arrivals, budget = list[Frame](), READ_TOKENS
         for choice in [self.choices[index] for index in sorted(self._unread)]:
             if budget <= 0:
                 break
-            arrivals.append(choice.read_new(budget))
+            arrivals.append(choice.read_new(self.job, budget))
             budget -= len(arrivals[-1].token_ids)
             if choice.read == len(choice.emitted):
                 self._unread.discard(choice.index)

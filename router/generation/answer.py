@@ -15,7 +15,8 @@ from itertools import repeat
 import msgspec
 
 from options import FinishReason, TokenLogprobs
-from router.dispatch.routed_job import Arrival, RoutedJob
+from router.dispatch.links import Frame
+from router.dispatch.routed_job import RoutedJob
 from router.generation.chat_reader import ChatFormat, ChatReader
 from router.request import Delta, Event, Finished, PromptLogprobs, Received, Request
 from router.text.tokenizer import ModelTokenizer, TextStream
@@ -244,7 +245,7 @@ class Answer:
         """Return the number of tokens of all candidates, without those that a stop string cut."""
         return self._received_tokens + sum(self._choices[choice].delivered for choice in self._counted)
 
-    def events_of(self, arrivals: Sequence[Arrival]) -> list[Event]:
+    def events_of(self, arrivals: Sequence[Frame]) -> list[Event]:
         """Return the events that new tokens make; of many it may run in a thread."""
         events: list[Event] = []
         was_open = bool(self._open)

@@ -105,7 +105,7 @@ async def test_a_failure_lets_the_reader_have_what_came_before_it() -> None:
     routed.accept(Frame("j", 1, 0, (5, 6)))
     routed.fail(Internal("over"))
     (arrival,) = await routed.arrivals(routed.reader)
-    assert arrival.token_ids == [5, 6]
+    assert arrival.token_ids == (5, 6)
     with pytest.raises(Internal):
         await routed.arrivals(routed.reader)
 
@@ -155,7 +155,7 @@ async def test_a_frame_without_ids_is_no_first_token() -> None:
     routed.accept(Frame("j", 1, 0, (5,), adapter_ms=7.0, cached_tokens=1, prompt_logprobs=OF_PROMPT))
     async with asyncio.timeout(10):
         (arrival,) = await reading
-    assert (arrival.token_ids, routed.prompt_logprobs) == ([5], OF_PROMPT)
+    assert (arrival.token_ids, routed.prompt_logprobs) == ((5,), OF_PROMPT)
     assert (routed.adapter_ms, routed.cached_tokens) == (7.0, 1)
     assert routed.first_token_at is not None
     assert (
@@ -178,7 +178,7 @@ async def test_the_prompt_s_log_probabilities_come_before_another_choice_s_ids()
     routed.accept(Frame("j", 2, 0, (5,), prompt_logprobs=OF_PROMPT))
     async with asyncio.timeout(10):
         arrivals = await reading
-    assert [(arrival.choice, arrival.token_ids) for arrival in arrivals] == [(0, [5]), (1, [8, 9])]
+    assert [(arrival.choice, arrival.token_ids) for arrival in arrivals] == [(0, (5,)), (1, (8, 9))]
     assert routed.prompt_logprobs == OF_PROMPT
 
 
@@ -194,7 +194,7 @@ async def test_what_was_sent_again_is_told_once() -> None:
     routed = in_state(JobState.BOUND)
     routed.accept(Frame("j", 1, 0, (5, 6)))
     (arrival,) = await routed.arrivals(routed.reader)
-    assert arrival.token_ids == [5, 6]
+    assert arrival.token_ids == (5, 6)
     reading = asyncio.ensure_future(routed.arrivals(routed.reader))
     assert routed.accept(Frame("j", 1, 0, (5, 6)))
     for _ in range(10):
@@ -203,7 +203,7 @@ async def test_what_was_sent_again_is_told_once() -> None:
     routed.accept(Frame("j", 1, 1, (6, 7), finish=FinishReason.LENGTH))
     async with asyncio.timeout(10):
         (arrival,) = await reading
-    assert arrival.token_ids == [7]
+    assert arrival.token_ids == (7,)
 
 
 async def test_what_is_urgent_is_read_at_once() -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from options import FinishReason
-from router.dispatch.routed_job import Arrival, RoutedJob
+from router.dispatch.links import Frame
+from router.dispatch.routed_job import RoutedJob
 from router.generation.answer import Answer, ChoiceAnswer
 from router.request import Delta, Finished, Request, Stopping
 from router.text.tokenizer import HashTokenizer
@@ -129,14 +130,14 @@ def test_chunking_never_changes_what_is_delivered() -> None:
 def test_a_stop_string_is_found_across_two_reads() -> None:
     stopping = replace(REQUEST, stopping=Stopping(stop=("aabb",)))
     whole = Answer(stopping, HashTokenizer(), RoutedJob(job()))
-    assert text(read(whole, Arrival(0, [97] * 100, [], None))[0]) == "a" * 98
-    assert read(whole, Arrival(0, [98] * 100, [], FinishReason.LENGTH)) == (
+    assert text(read(whole, Frame("job", 1, 0, (97,) * 100))[0]) == "a" * 98
+    assert read(whole, Frame("job", 1, 100, (98,) * 100, finish=FinishReason.LENGTH)) == (
         [],
         Finished(FinishReason.STOP, stop_string="aabb"),
     )
 
 
-def read(whole: Answer, arrival: Arrival) -> tuple[list[Delta], Finished | None]:
+def read(whole: Answer, arrival: Frame) -> tuple[list[Delta], Finished | None]:
     events = whole.events_of([arrival])
     ends = [event for event in events if isinstance(event, Finished)]
     return [event for event in events if isinstance(event, Delta)], ends[0] if ends else None
@@ -145,6 +146,6 @@ def read(whole: Answer, arrival: Arrival) -> tuple[list[Delta], Finished | None]
 def test_ids_behind_the_stop_strings_of_all_candidates_rank_them_no_second_time() -> None:
     request = replace(REQUEST, best_of=2, stopping=Stopping(max_tokens=9, stop=("!",)))
     reader = Answer(request, HashTokenizer(), RoutedJob(job(n=2)))
-    events = reader.events_of([Arrival(choice, (97, 33), (), None) for choice in (0, 1)])
+    events = reader.events_of([Frame("job", 1, 0, (97, 33), choice) for choice in (0, 1)])
     assert [type(event) for event in events] == [Delta, Finished]
-    assert reader.events_of([Arrival(0, (98,), (), None)]) == []
+    assert reader.events_of([Frame("job", 1, 2, (98,))]) == []

@@ -9,7 +9,8 @@ import pytest
 
 from broker.messages import Job
 from options import FinishReason, StoppingParams
-from router.dispatch.routed_job import Arrival, RoutedJob
+from router.dispatch.links import Frame
+from router.dispatch.routed_job import RoutedJob
 from router.generation.answer import PART_CHARACTERS, Answer, Echo
 from router.request import Delta, Finished, Received, Request, Stopping
 from router.text.file_tokenizer import FileTokenizer
@@ -83,7 +84,7 @@ def _read(
     at = 0
     while True:
         end = min(len(ids), at + rng.randrange(1, 5))
-        events = answer.events_of([Arrival(0, ids[at:end], [], finish if end == len(ids) else None)])
+        events = answer.events_of([Frame("job", 1, at, tuple(ids[at:end]), finish=finish if end == len(ids) else None)])
         deltas += [event for event in events if isinstance(event, Delta)]
         if ends := [event for event in events if isinstance(event, Finished)]:
             return deltas, ends
