@@ -2,6 +2,8 @@
 
 first call ──▶ admitted ──▶ reader 1 ───────────✗ Aborted (or Unavailable: the router drains)
                                second call ──▶ reader 2: all messages again, computed once
+
+A run and the calls that read it share every state, so they stand in one file.
 """
 
 from __future__ import annotations
