@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -43,9 +45,21 @@ app = typer.Typer(
 )
 
 
+def _show_version(is_set: bool) -> None:
+    if is_set:
+        typer.echo(f"loraplex {version('loraplex')}")
+        raise typer.Exit
+
+
 @app.callback()
 def credentials(
-    api_key_file: ApiKeyFileOption = None, ca: CaOption = "", cert: CertOption = None, key: KeyOption = None
+    api_key_file: ApiKeyFileOption = None,
+    ca: CaOption = "",
+    cert: CertOption = None,
+    key: KeyOption = None,
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
 ) -> None:
     """Leave the credentials where the SDK's clients look for them."""
     values = {KEY_FILE_VARIABLE: api_key_file, CA_VARIABLE: ca, CERT_VARIABLE: cert, CERT_KEY_VARIABLE: key}

@@ -160,10 +160,10 @@ async def upload_tree(
                     await _make_live(client, *stored, update=update)
                 except UnavailableError:
                     raise
-                except OSError as error:
-                    refused.append(f"--adapters: {error.filename}: {error.strerror}")
                 except LoraplexError as error:
                     refused.append(f"--adapters: {adapter.directory}: {explain(error, 'store', store)}")
+                except OSError as error:
+                    refused.append(f"--adapters: {error.filename}: {error.strerror}")
     none_left = bool(tree.adapters) and len(refused) == len(tree.adapters)
     for fault in (*tree.faults, *refused):
         print_error(fault if none_left else f"{fault}; the others are served")

@@ -12,9 +12,11 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import loraplex_client
 import pytest
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2
@@ -99,6 +101,11 @@ def test_help_lists_the_commands_and_loads_nothing_heavy() -> None:
     assert not {"grpc", "torch", "transformers", "uvloop", "numpy", "rich.live"} & set(modules)
 
 
+def test_the_version_is_the_package_s(run: Run) -> None:
+    assert run("--version").stdout == f"loraplex {version('loraplex')}\n"
+    assert loraplex_client.__version__ == version("loraplex-client")
+
+
 def test_a_failure_leaves_nothing_else_on_stderr() -> None:
     assert_refused(_run_process("generate", "hi", "--router", NOBODY), "no router answers")
 
@@ -108,6 +115,7 @@ def test_a_failure_leaves_nothing_else_on_stderr() -> None:
     [
         (["generate", "hi", "--router", NOBODY], ["no router answers at 127.0.0.1:1", "loraplex up", "--router"]),
         (["workers", "--router", NOBODY], ["no router answers"]),
+        (["workers", "--router", "http://a:1"], ["'http://a:1' is a URL: write HOST:PORT"]),
         (["adapters", "list", "--store", NOBODY], ["no store answers at 127.0.0.1:1", "--store"]),
         (["adapters", "push", "/nowhere", "--name", "a", "--store", NOBODY], ["/nowhere", "adapter_config.json"]),
         (["models", "push", "/nowhere", "--store", NOBODY], ["/nowhere is not a directory"]),

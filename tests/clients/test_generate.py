@@ -158,8 +158,9 @@ def test_nobody_listens(generate: GenerateBy) -> None:
 
 def test_deadline(server: Any, answer: list[Any], generate: GenerateBy) -> None:
     server.service.script = [answer[0], HANG]
-    with pytest.raises(lx.DeadlineExceededError):
+    with pytest.raises(lx.DeadlineExceededError) as caught:
         generate(server.address, timeout_s=0.2)
+    assert isinstance(caught.value, TimeoutError)
     # On a busy machine the deadline may pass before the server has the call.
     assert not server.service.requests or server.service.cancelled.wait(CANCEL_S)
 

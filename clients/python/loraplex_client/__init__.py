@@ -10,6 +10,8 @@ AsyncClient has the same methods for `await` and `async for`. StoreClient and As
 Every error is a LoraplexError; `loraplex_client.errors` shows the tree of its classes.
 """
 
+from importlib.metadata import version
+
 from loraplex_client.chat import ToolCall, ToolCallPart
 from loraplex_client.client import AsyncClient, AsyncStoreClient, Client, StoreClient
 from loraplex_client.connection import AsyncGenerationStream, GenerationStream
@@ -47,6 +49,8 @@ from loraplex_client.generation import (
 )
 from loraplex_client.options import ChatOptions, GenerateOptions
 from loraplex_client.resources import Adapter, BaseModel, FitnessCertificate, ModelFile, Module, Pushed, Revision
+
+__version__ = version("loraplex-client")
 
 __all__ = [
     "AbortedError",

@@ -11,7 +11,7 @@ LoraplexError                     any of these; `reason` is empty where no Lorap
 ├── UnauthenticatedError          UNAUTHENTICATED
 ├── PermissionDeniedError         PERMISSION_DENIED: the credential's role, scope or port does not permit the call
 ├── UnavailableError              UNAVAILABLE: nothing is wrong with the call; `retry_after_s`
-├── DeadlineExceededError         DEADLINE_EXCEEDED: `timeout_s` passed
+├── DeadlineExceededError         DEADLINE_EXCEEDED: `timeout_s` passed; a TimeoutError too
 ├── CancelledError                CANCELLED, by the other side
 ├── DataLossError                 DATA_LOSS: bytes of `kind` `name` that are not what their digest says
 ├── InternalError                 INTERNAL, and streams that break the protocol
@@ -108,8 +108,8 @@ class UnavailableError(LoraplexError):
         self.retry_after_s = retry_after_s
 
 
-class DeadlineExceededError(LoraplexError):
-    """A call whose `timeout_s` passed before its end."""
+class DeadlineExceededError(LoraplexError, TimeoutError):
+    """A call whose `timeout_s` passed before its end; a TimeoutError too, which is what other libraries raise."""
 
 
 class CancelledError(LoraplexError):

@@ -50,6 +50,10 @@ def read_addresses(text: str | Sequence[str]) -> tuple[str, ...]:
     """Return the addresses in `a:1,b:2`, or in a sequence. Raises InvalidRequestError."""
     listed = text.split(",") if isinstance(text, str) else text
     addresses = tuple(dict.fromkeys(address.strip() for address in listed))
+    for address in addresses:
+        if address.startswith(("http://", "https://")):
+            message = f"address: {address!r} is a URL: write HOST:PORT, of a gRPC port"
+            raise InvalidRequestError(message, field="address")
     if not addresses or not all(addresses):
         raise InvalidRequestError(
             f"address: {text!r} is not HOST:PORT, or several with commas between them", field="address"

@@ -167,9 +167,9 @@ class Walk:
 
     def check_bytes(self) -> None:
         host = self.cache._host
-        assert not host._held.keys() & host._kept.keys()
+        assert not host._held.keys() & host._idle.keys()
         assert host.held_bytes == sum(map(SIZES.__getitem__, host._held))
-        assert host.bytes == host.held_bytes + sum(map(SIZES.__getitem__, host._kept)) == self.cache.tiers.host_bytes
+        assert host.bytes == host.held_bytes + sum(map(SIZES.__getitem__, host._idle)) == self.cache.tiers.host_bytes
         assert host.bytes <= max(host.budget, host.held_bytes)
         assert self.cache.tiers.device_bytes == sum(map(SIZES.__getitem__, self.cache.slots.digests))
         largest = max(SIZES.values())
