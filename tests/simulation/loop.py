@@ -14,16 +14,21 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 from unittest import mock
 
 T = TypeVar("T")
+_Ts = TypeVarTuple("_Ts")
 
 _ROOMS = frozenset({"router", "worker"})
 # The node that the running code belongs to; None: the world around it.
 NODE: ContextVar[Node | None] = ContextVar("NODE", default=None)
+
+
+# Minimum time in seconds to a timer: above the resolution of the system's clock, within which the loop calls early.
+_STEP_S = 2 * time.get_clock_info("monotonic").resolution
 
 
 class NothingHappensError(Exception):
@@ -118,6 +123,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Seconds since the beginning."""
         return self._jump.now
+
+    def call_at(
+        self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Call at a time that is reached: a timer within the clock's resolution is called before its time, and whoever
+        waits for the rest of it would wait forever, since nothing takes time here.
+        """
+        if when > self.time():
+            when = max(when, self.time() + _STEP_S)
+        return super().call_at(when, callback, *args, context=context)
 
     def exhume(self) -> None:
         """Let all nodes run."""

@@ -30,8 +30,9 @@ SEEDS = 24
 # a claim for which a worker whose engine had died no longer waited; 172: a hello that lists a job which was removed;
 # 267: a bound on shares that took the larger of a claim's prompt and the tokens in flight, which add up;
 # 2302: a router that was killed in an outage of Redis, before it could tell the ledger of an answer that had ended;
-# 41086: a claim that a router read after it had stood still, of a job that the worker had dropped meanwhile.
-FAILED = (136, 172, 190, 267, 2302, 6021, 41086)
+# 41086: a claim that a router read after it had stood still, of a job that the worker had dropped meanwhile;
+# 30148: a wait for less than the clock's resolution, which never ended in virtual time.
+FAILED = (136, 172, 190, 267, 2302, 6021, 30148, 41086)
 
 
 @pytest.fixture(scope="module")
