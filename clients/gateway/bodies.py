@@ -24,10 +24,14 @@ _TAGS = ("role", "type")
 
 
 class Body:
-    """Validates bodies of one kind, a TypedDict. `added` are further fields of TypedDicts in it, each a string."""
+    """Validates bodies of one kind, a TypedDict.
 
-    def __init__(self, kind: Any, added: Mapping[type, Sequence[str]] | None = None) -> None:
-        self._validator = SchemaValidator(strict_schema(kind, added or {}))
+    `sent_back` are TypedDicts in it that programs make of answers, whoever's: each has these further fields, strings,
+    and its other unknown fields are ignored, as are those of objects in it.
+    """
+
+    def __init__(self, kind: Any, sent_back: Mapping[type, Sequence[str]] | None = None) -> None:
+        self._validator = SchemaValidator(strict_schema(kind, sent_back or {}))
 
     def read(self, body: bytes) -> dict[str, Any]:
         """Return the fields of a body. Raises HttpError naming one that is wrong."""
@@ -120,26 +124,29 @@ def _too_many(most: int, what: str) -> HttpError:
     return HttpError(400, "invalid_json", f"the body has more than {most} {what}")
 
 
-def strict_schema(kind: Any, added: Mapping[type, Sequence[str]]) -> core_schema.CoreSchema:
-    """Return the schema of a TypedDict. `added` are further fields of TypedDicts in it, each a string."""
+def strict_schema(kind: Any, sent_back: Mapping[type, Sequence[str]]) -> core_schema.CoreSchema:
+    """Return the schema of a TypedDict for Body."""
     schema: Any = TypeAdapter(kind).core_schema
     definitions = {part["ref"]: part for part in schema.get("definitions", ())}
-    strict: core_schema.CoreSchema = _Strict(definitions, added).node(schema)
+    strict: core_schema.CoreSchema = _Strict(definitions, sent_back).node(schema)
     return strict
 
 
 class _Strict:
     """Transforms the nodes of a TypedDict's schema into one for bodies of anybody.
 
-    unknown fields     refused, at every level
+    unknown fields     refused, at every level, unless they ask for nothing: null, false or empty
+    optional fields    unset where they are null
     iterables          read as lists, whose first bad item is the only one that is told
     unions of objects  told apart by their `role` or `type` alone, instead of by trying each
     objects            of at most so many fields, since each field that is unknown is an error
     """
 
-    def __init__(self, definitions: Mapping[str, Any], added: Mapping[type, Sequence[str]]) -> None:
+    def __init__(self, definitions: Mapping[str, Any], sent_back: Mapping[type, Sequence[str]]) -> None:
         self._definitions = definitions
-        self._added = added
+        self._sent_back = sent_back
+        # Whether the node is in an object that is sent back.
+        self._lenient = False
 
     def node(self, node: Any) -> Any:
         """Return a node made strict."""
@@ -149,7 +156,12 @@ class _Strict:
             return node
         if node.get("type") == "union" and (tagged := self._tagged(node)) is not None:
             return tagged
-        return self._bounded({key: value if key == "metadata" else self.node(value) for key, value in node.items()})
+        outer = self._lenient
+        self._lenient = outer or (node.get("type") == "typed-dict" and node.get("cls") in self._sent_back)
+        try:
+            return self._bounded({key: value if key == "metadata" else self.node(value) for key, value in node.items()})
+        finally:
+            self._lenient = outer
 
     def _bounded(self, strict: dict[str, Any]) -> Any:
         """Return a node, whose parts are strict, that bounds the number of its errors."""
@@ -165,10 +177,11 @@ class _Strict:
     def _object(self, strict: dict[str, Any]) -> Any:
         strict["extra_behavior"] = "forbid"
         text = core_schema.nullable_schema(core_schema.str_schema())
-        for name in self._added.get(strict.get("cls", object), ()):
+        for name in self._sent_back.get(strict.get("cls", object), ()):
             strict["fields"][name] = core_schema.typed_dict_field(text, required=False)
         ref = strict.pop("ref", None)
-        return core_schema.no_info_before_validator_function(_at_most(_FIELDS), strict, ref=ref)
+        required = {name: bool(field.get("required")) for name, field in strict["fields"].items()}
+        return core_schema.no_info_before_validator_function(_asked(required, self._lenient), strict, ref=ref)
 
     def _tagged(self, union: Mapping[str, Any]) -> Any:
         """Return a union whose objects are told apart by a tag; None where they are not, or there is but one."""
@@ -232,6 +245,26 @@ def _reader(tag: str) -> Callable[[Any], str | None]:
         return _branch(kind) if isinstance(kind, str) else None
 
     return read
+
+
+def _asked(required: Mapping[str, bool], lenient: bool) -> Callable[[Any], Any]:
+    """Return a function that drops the fields of an object that ask for nothing; `required` has the known fields.
+
+    Clients send all fields of their own types, and other servers' fields in answers that they send back.
+    """
+
+    def is_dropped(name: str, value: Any) -> bool:
+        if name in required:
+            return value is None and not required[name]
+        return lenient or value is None or value is False or (isinstance(value, str | list | dict) and not value)
+
+    def check(value: Any) -> Any:
+        if not isinstance(at_most(value), dict):
+            return value
+        return {name: content for name, content in value.items() if not is_dropped(name, content)}
+
+    at_most = _at_most(_FIELDS)
+    return check
 
 
 def _at_most(limit: int) -> Callable[[Any], Any]:

@@ -104,8 +104,8 @@ class CompletionRequest(CompletionParams, Extensions, total=False):
     stream: bool | None
 
 
-# `reasoning_content` is in the answers of models that reason, and programs send it back.
-CHAT = Body(ChatRequest, {ChatCompletionAssistantMessageParam: ["reasoning_content"]})
+# The reasoning in answers has two names.
+CHAT = Body(ChatRequest, {ChatCompletionAssistantMessageParam: ["reasoning_content", "reasoning"]})
 COMPLETION = Body(CompletionRequest)
 EMBEDDING = Body(EmbeddingCreateParams)
 

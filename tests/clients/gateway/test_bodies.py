@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from loraplex_client.chat import chat_of
+from openai.types.chat import ChatCompletionMessage
 
 from clients.gateway import bodies
 from clients.gateway.errors import HttpError
@@ -53,9 +56,40 @@ def test_a_wrong_field_is_named(body: bytes, code: str, field: str) -> None:
     assert len(caught.value.message) < 300
 
 
-def test_what_programs_send_back_is_taken() -> None:
-    message = b'{"role":"assistant","content":null,"refusal":null,"reasoning_content":"hm","tool_calls":[]}'
-    assert CHAT.read(chat(USER + b"," + message))["messages"][1]["reasoning_content"] == "hm"
+CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}, "type": "function"}
+SENT_BACK: dict[str, dict[str, Any]] = {
+    "openai's text": ChatCompletionMessage(role="assistant", content="hi").model_dump(),
+    "openai's call": ChatCompletionMessage.model_validate({"role": "assistant", "tool_calls": [CALL]}).model_dump(),
+    "a call of a stream": {"role": "assistant", "tool_calls": [{**CALL, "index": 0}], "function_call": None},
+    "LiteLLM's": {"role": "assistant", "content": "hi", "provider_specific_fields": {"refusal": None}, "images": []},
+    "ours": {"role": "assistant", "content": None, "refusal": None, "reasoning_content": "hm", "tool_calls": []},
+    "vLLM's": {"role": "assistant", "content": "hi", "reasoning": "hm", "stop_reason": 3},
+}
+
+
+@pytest.mark.parametrize("name", SENT_BACK)
+def test_what_programs_send_back_is_taken(name: str) -> None:
+    (_, message) = CHAT.read(chat(USER + b"," + json.dumps(SENT_BACK[name]).encode()))["messages"]
+    sent = chat_of([message]).messages[0]
+    assert (sent.content, len(sent.tool_calls)) == (
+        SENT_BACK[name].get("content") or "",
+        len(SENT_BACK[name].get("tool_calls") or ()),
+    )
+    assert (sent.reasoning == "hm") == (name in ("ours", "vLLM's"))
+
+
+@pytest.mark.parametrize("value", [b"null", b"false", b'""', b"[]", b"{}"])
+def test_an_unknown_field_that_asks_for_nothing_is_ignored(value: bytes) -> None:
+    whole = b'{"model":"a","foo":%s,"messages":[{"role":"user","content":"x","foo":%s}]}' % (value, value)
+    assert CHAT.read(whole) == {"model": "a", "messages": [{"role": "user", "content": "x"}]}
+    with pytest.raises(HttpError, match="tempperature: unknown parameter"):
+        CHAT.read(chat(more=b',"tempperature":0'))
+
+
+def test_an_optional_field_that_is_null_is_unset() -> None:
+    assert CHAT.read(chat(more=b',"tools":null,"stop":null,"user":null')).keys() == {"model", "messages"}
+    with pytest.raises(HttpError, match="model: "):
+        CHAT.read(b'{"model":null,"messages":[]}')
 
 
 KEYS = b",".join(b'"%d":1' % number for number in range(250_000))
