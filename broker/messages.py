@@ -16,6 +16,12 @@ from msgspec import DecodeError
 
 from options import Encode, SamplingParams, StoppingParams
 
+# Integers that fit the fields of the relay's and the services' messages, which raise for others.
+U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+# A time in ms since 1970 before the year 10000, where protobuf's Timestamp ends.
+Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=253_402_300_799_999)]
+
 # Number of strikes, engines that died with the job newly in their batch, from which on a job begins apart from all jobs
 # that have none, and from which on it runs alone and ends with the next. So only the first engine has other jobs.
 SUSPECT_STRIKES = 1
@@ -32,11 +38,16 @@ class AdapterRef:
 
     revision: str
     digest: str
-    rank: int
-    weight_bytes: int
+    rank: U32
+    weight_bytes: U63
     parts: tuple[WeightedRef, ...] = ()
     # A router's grant to download the revisions; empty without credentials.
     grant: bytes = field(default=b"", compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a set within a set, which no router writes: its hash would recurse as deep."""
+        if any(part.adapter.parts for part in self.parts):
+            raise ValueError("a weighted set of revisions is part of another")
 
     @property
     def summands(self) -> tuple[AdapterRef, ...]:
@@ -72,22 +83,22 @@ class Job:
     prompt_ids: tuple[int, ...]
     stopping: StoppingParams
     request_id: str = ""
-    attempt: int = 1
+    attempt: U32 = 1
     adapter: AdapterRef | None = None
-    emitted: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    emitted: dict[U32, tuple[int, ...]] = field(default_factory=dict)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
     priority: int = 0
     # Time in ms that was left at the enqueue; 0: no deadline.
-    deadline_ms: int = 0
-    strikes: int = 0
+    deadline_ms: U63 = 0
+    strikes: U32 = 0
     # Number of alternatives to report for each token; None: no logprobs.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     # The first prompt token whose log probabilities are reported, counted from 0.
-    prompt_logprobs_start: int = 0
+    prompt_logprobs_start: U32 = 0
     # Choices that have ended, while others of the request go on.
-    done: tuple[int, ...] = ()
+    done: tuple[U32, ...] = ()
     # The W3C traceparent of the request's span; empty: not traced.
     traceparent: str = ""
     # True if the answer had begun at another router: the job was admitted before.
@@ -141,14 +152,14 @@ class DeadJob:
     model: str
     # The revision's full name, or a weighted set's digest; empty for the base model.
     adapter_revision: str
-    prompt_tokens: int
+    prompt_tokens: U32
     # Of all choices.
-    completion_tokens: int
-    attempts: int
+    completion_tokens: U32
+    attempts: U32
     # The reason that the client got, in UPPER_SNAKE_CASE.
     reason: str
     # Time in ms since 1970, by the router's clock.
-    died_at_ms: int
+    died_at_ms: Milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,21 +200,21 @@ class AdapterTiers:
     """Counts of a worker's adapters on the device, in host memory and on disk, since its start; bytes as stored."""
 
     # Adapters on the way from the store to the disk, and from the disk to the device.
-    fetching: int = 0
-    loading: int = 0
+    fetching: U32 = 0
+    loading: U32 = 0
     # Requests that found their adapter on the device, and that did not.
-    hits: int = 0
-    misses: int = 0
+    hits: U63 = 0
+    misses: U63 = 0
     # Loads that evicted another adapter from its slot.
-    swaps: int = 0
-    device_bytes: int = 0
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    disk_bytes_limit: int = 0
-    disk_adapters: int = 0
+    swaps: U63 = 0
+    device_bytes: U63 = 0
+    host_bytes: U63 = 0
+    disk_bytes: U63 = 0
+    disk_bytes_limit: U63 = 0
+    disk_adapters: U32 = 0
     # Requests that found their adapter on the disk, and that did not.
-    disk_hits: int = 0
-    disk_misses: int = 0
+    disk_hits: U63 = 0
+    disk_misses: U63 = 0
 
 
 class SealKind(StrEnum):
@@ -255,23 +266,23 @@ class WorkerState:
     phase: WorkerPhase
     model: str
     base_digest: str
-    rows_running: int
-    rows_waiting: int
-    rows_limit: int
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
-    blocks_referenced: int
-    slots_total: int
-    slots_used: int
-    slots_pinned: int
+    rows_running: U32
+    rows_waiting: U32
+    rows_limit: U32
+    blocks_total: U32
+    blocks_free: U32
+    blocks_cached: U32
+    blocks_referenced: U32
+    slots_total: U32
+    slots_used: U32
+    slots_pinned: U32
     adapters: tuple[str, ...]
-    max_rank: int
-    max_tokens: int
-    steps: int
+    max_rank: U32
+    max_tokens: U32
+    steps: U63
     host: str
-    pid: int
-    engine_pid: int
+    pid: U32
+    engine_pid: U32
     tiers: AdapterTiers = AdapterTiers()
 
 

@@ -255,7 +255,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:
         """List the live workers of all models, as they last reported."""
-        return pb.ListWorkersResponse(workers=[_worker(state) for _, state in await self._models.living()])
+        return pb.ListWorkersResponse(workers=[worker_message(state) for _, state in await self._models.living()])
 
     async def ListQueues(self, request: pb.ListQueuesRequest, context: Context) -> pb.ListQueuesResponse:
         """List how many jobs wait and run, by model."""
@@ -282,7 +282,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
                 dead += await model.queue.dead.list()
         dead.sort(key=lambda job: job.died_at_ms, reverse=True)
         who = caller()
-        return pb.ListDeadJobsResponse(jobs=[_dead_job(job) for job in dead if who.sees_tenant(job.tenant)])
+        return pb.ListDeadJobsResponse(jobs=[dead_job_message(job) for job in dead if who.sees_tenant(job.tenant)])
 
     async def ListQuarantine(self, request: pb.ListQuarantineRequest, context: Context) -> pb.ListQuarantineResponse:
         """List the tenants and adapters whose jobs are refused, of those tenants whose jobs the caller may see."""
@@ -361,7 +361,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         return pb.UnpinAdapterResponse()
 
 
-def _worker(state: WorkerState) -> pb.Worker:
+def worker_message(state: WorkerState) -> pb.Worker:
     return pb.Worker(
         worker_id=state.worker_id,
         incarnation=state.incarnation,
@@ -403,7 +403,7 @@ def _job(routed: RoutedJob) -> pb.Job:
     )
 
 
-def _dead_job(dead: DeadJob) -> pb.DeadJob:
+def dead_job_message(dead: DeadJob) -> pb.DeadJob:
     """Convert a dead letter; all fields but the time have the same names."""
     fields = asdict(dead)
     died_at_ms = fields.pop("died_at_ms")

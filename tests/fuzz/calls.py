@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
@@ -17,7 +18,7 @@ from loraplex.admin.v1 import (  # noqa: F401  # adds their services to the pool
     tenants_pb2,
 )
 
-from tests.fuzz.mutations import mutants
+from tests.fuzz.mutations import changed_message, mutants
 from tests.hostile.cases import Case
 
 # Methods that take from later calls what these need: a worker that drains answers nobody.
@@ -32,7 +33,7 @@ def changed_calls(cases: Sequence[Case], draw: random.Random) -> Iterator[Case]:
     for number in itertools.count():
         case = draw.choice(kept)
         messages, at = list(case.messages), draw.randrange(len(case.messages))
-        messages[at] = next(mutants([messages[at]], (), draw, _input_of(case.method)))
+        messages[at] = next(mutants([messages[at]], (), draw, partial(changed_message, _input_of(case.method))))
         yield replace(case, name=f"{number}, {case.name}", messages=tuple(messages), served=True)
 
 

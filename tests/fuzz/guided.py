@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import atheris
-from google.protobuf.message import Message
-
-from tests.fuzz.mutations import changed_message
 
 ROOMS = [
     "artifacts",
@@ -43,20 +41,20 @@ def main() -> None:
         words = folder / f"{name}.dict"
         words.write_text("".join(f'"{_escaped(word)}"\n' for word in target.words))
         arguments.append(f"-dict={words}")
-    if target.message is None:
+    if target.change is None:
         atheris.Setup(arguments, target.try_out)
     else:
-        atheris.Setup(arguments, target.try_out, custom_mutator=partial(_mutated, target.message))
+        atheris.Setup(arguments, target.try_out, custom_mutator=partial(_mutated, target.change))
     atheris.Fuzz()
 
 
-def _mutated(kind: type[Message], data: bytes, max_size: int, seed: int) -> bytes:
-    """Change fields of a message mostly, and bytes as libFuzzer does otherwise."""
+def _mutated(change: Callable[[bytes, random.Random], bytes], data: bytes, max_size: int, seed: int) -> bytes:
+    """Change fields mostly, and bytes as libFuzzer does otherwise."""
     draw = random.Random(seed)
     if draw.random() < 0.2:
         made: bytes = atheris.Mutate(data, len(data) + 64)
     else:
-        made = changed_message(kind, data, draw)
+        made = change(data, draw)
     return made if len(made) <= max_size else data
 
 

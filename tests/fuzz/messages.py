@@ -43,11 +43,13 @@ _RANGES: dict[int, tuple[int, int]] = {
 }
 # Maximum number of entries that a repeated field gets in one change.
 _ENTRIES = (1, 2, 17, 300)
+# Fraction of values of MessagePack that are replaced as a whole, or by one of another type.
+_REPLACED = 0.1
 # Maximum number of messages in each other that are changed.
 DEPTH = 5
 
 
-def change(message: Message, draw: random.Random, depth: int = 0) -> None:
+def change_message(message: Message, draw: random.Random, depth: int = 0) -> None:
     """Change one field, which may lie in a message within, down to DEPTH messages in each other."""
     if not message.DESCRIPTOR.fields or depth > DEPTH:
         return
@@ -62,15 +64,35 @@ def change(message: Message, draw: random.Random, depth: int = 0) -> None:
     elif field.message_type is not None:
         inner = getattr(message, name)
         inner.SetInParent()
-        change(inner, draw, depth + 1)
+        change_message(inner, draw, depth + 1)
     else:
         setattr(message, name, _value(field, draw))
+
+
+def changed_value(value: Any, draw: random.Random) -> Any:
+    """Return a value of MessagePack with one value in it changed, left out or doubled."""
+    if value and isinstance(value, dict) and draw.random() > _REPLACED:
+        key = draw.choice(list(value))
+        changed = {**value, key: changed_value(value[key], draw)}
+        if draw.random() < _REPLACED:
+            changed.pop(key)
+        return changed
+    if value and isinstance(value, list) and draw.random() > _REPLACED:
+        at = draw.randrange(len(value))
+        return [*value[:at], changed_value(value[at], draw), *value[at + draw.randrange(2) :]]
+    if isinstance(value, bytes):
+        return draw.choice(_TEXTS).encode()
+    if isinstance(value, str) and draw.random() > _REPLACED:
+        return draw.choice(_TEXTS)
+    if draw.random() < _REPLACED:  # by a value of another type
+        return draw.choice((None, True, [], {}, [value] * 3, {"parts": [value]}, *_NUMBERS))
+    return draw.choice((*_INTEGERS, 2**64 - 1))
 
 
 def _put(entries: Any, entry: Any, draw: random.Random, depth: int) -> None:
     key, value = entry.fields_by_name["key"], entry.fields_by_name["value"]
     if value.message_type is not None:
-        change(entries[_value(key, draw)], draw, depth)
+        change_message(entries[_value(key, draw)], draw, depth)
     else:
         entries[_value(key, draw)] = _value(value, draw)
 
@@ -80,7 +102,7 @@ def _extend(values: Any, field: FieldDescriptor, draw: random.Random, depth: int
         del values[draw.randrange(len(values))]
     for _ in range(draw.choice(_ENTRIES)):
         if field.message_type is not None:
-            change(values.add(), draw, depth)
+            change_message(values.add(), draw, depth)
         else:
             values.append(_value(field, draw))
 

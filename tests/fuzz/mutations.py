@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 from google.protobuf.message import DecodeError, Message
 
-from tests.fuzz.messages import change
+from tests.fuzz.messages import change_message, changed_value
 
 # Bytes that readers often take for something: lengths, ends, signs, quotes, brackets, halves of surrogates.
 _WORDS = (
@@ -42,21 +43,24 @@ _WORDS = (
 )
 # Maximum number of changes between a seed and what is made of it.
 _CHANGES = 4
-# Share of messages whose bytes are changed rather than their fields.
+# Fraction of texts with fields whose bytes are changed rather than their fields.
 _BYTES = 0.2
 # Share of what is made that others are made of in turn, and its maximum size in bytes.
 _KEPT, _KEPT_BYTES = 0.02, 4096
 
 
 def mutants(
-    seeds: Sequence[bytes], words: Sequence[bytes], draw: random.Random, kind: type[Message] | None = None
+    seeds: Sequence[bytes],
+    words: Sequence[bytes],
+    draw: random.Random,
+    change: Callable[[bytes, random.Random], bytes] | None = None,
 ) -> Iterator[bytes]:
-    """Yield bytes without end, each made of a seed by a few changes; those of a message mostly to its fields."""
+    """Yield bytes without end, each made of a seed by a few changes, mostly to its fields where it has some."""
     pool, words = list(seeds), [*_WORDS, *words]
     while True:
         made = draw.choice(pool)
-        if kind is not None and draw.random() > _BYTES:
-            made = changed_message(kind, made, draw)
+        if change is not None and draw.random() > _BYTES:
+            made = change(made, draw)
         else:
             made = _changed_bytes(made, draw, pool, words)
         if draw.random() < _KEPT and len(made) < _KEPT_BYTES:
@@ -72,9 +76,20 @@ def changed_message(kind: type[Message], data: bytes, draw: random.Random) -> by
     except (DecodeError, ValueError):
         message.Clear()
     for _ in range(draw.randint(1, _CHANGES)):
-        change(message, draw)
+        change_message(message, draw)
     made: bytes = message.SerializeToString()
     return made
+
+
+def changed_record(data: bytes, draw: random.Random) -> bytes:
+    """Return MessagePack with a few values in it changed; bytes that are none count as an empty map."""
+    try:
+        value = msgspec.msgpack.decode(data)
+    except (ValueError, RecursionError):
+        value = {}
+    for _ in range(draw.randint(1, _CHANGES)):
+        value = changed_value(value, draw)
+    return msgspec.msgpack.encode(value)
 
 
 def _changed_bytes(made: bytes, draw: random.Random, pool: Sequence[bytes], words: Sequence[bytes]) -> bytes:

@@ -17,7 +17,7 @@ def fuzz(
     """Try out so many texts, or for so long; return their number and the first finding of each kind and place."""
     found: dict[tuple[str, str, int | None], str] = {}
     made, ends_at = 0, time.monotonic() + seconds
-    for data in islice(mutants(target.seeds, target.words, draw, target.message), runs):
+    for data in islice(mutants(target.seeds, target.words, draw, target.change), runs):
         if time.monotonic() > ends_at:
             break
         made += 1

@@ -19,9 +19,11 @@ from broker.messages import (
     encode_record,
 )
 from options import Encode, StoppingParams
+from router.api.cluster import dead_job_message, worker_message
 from worker.engine.scheduling.sequence import check_sequence
 from worker.engine_api import EngineLimits, SequenceRefusedError
 from worker.io.local_jobs import LocalJobs, sequence_of
+from worker.io.relay.frames import attempt_of, next_frame
 
 _LIMITS = EngineLimits(rows=8, max_tokens=1024, max_rank=64, vocab_size=512, block_size=16, blocks=64, adapter_slots=4)
 ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:" + "0" * 64, "sha256:" + "0" * 64, 8, 1024)
@@ -85,21 +87,24 @@ PAYLOADS = (
 
 
 def read_payload(data: bytes) -> None:
-    """Read a command, a worker's state, a dead letter and an adapter request."""
-    decode_command(data)
+    """Read a command, a worker's state, a dead letter and an adapter request, and show them as routers do."""
     for read in (
-        lambda: decode_record(WorkerState, data),
-        lambda: decode_record(DeadJob, data),
-        lambda: decode_record(AdapterRequest, data),
+        lambda: decode_command(data),
+        lambda: worker_message(decode_record(WorkerState, data)),
+        lambda: dead_job_message(decode_record(DeadJob, data)),
+        lambda: hash(decode_record(AdapterRequest, data)),
     ):
         with contextlib.suppress(DecodeError):
             read()
 
 
 def read_job(data: bytes) -> None:
-    """Take a job as a worker does, up to the engine's own check."""
+    """Take a job as a worker does, up to the engine's own check, and name it to its router."""
     local = LocalJobs().add(decode_job(data))
+    attempt_of(local)
+    hash(local.job.adapter)
     for choice in local.choices.values():
+        next_frame(choice)
         try:
             check_sequence(sequence_of(choice, None), _LIMITS)
         except SequenceRefusedError:

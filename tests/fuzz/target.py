@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from google.protobuf.message import Message
+from random import Random
 
 from rpc.errors import Internal
 
@@ -26,8 +25,8 @@ class Target:
     refusals: tuple[type[Exception], ...]
     seeds: tuple[bytes, ...]
     words: tuple[bytes, ...] = ()
-    # Type of the message that the bytes are; None: they are none.
-    message: type[Message] | None = None
+    # Changes a few fields of what the bytes hold, by a seeded draw; None: the bytes have no fields.
+    change: Callable[[bytes, Random], bytes] | None = None
 
     def try_out(self, data: bytes) -> None:
         """Read the data. Raises SlowError, and what is no refusal."""

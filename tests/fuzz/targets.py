@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,7 @@ from rpc.errors import CallError
 from tenancy.api_keys import bearer, split_api_key
 from tenancy.guard import is_tenant
 from tests.fuzz.credentials import CREDENTIALS
+from tests.fuzz.mutations import changed_message, changed_record
 from tests.fuzz.queue_payloads import JOBS, PAYLOADS, read_job, read_payload
 from tests.fuzz.target import Target
 
@@ -150,7 +152,7 @@ TARGETS: dict[str, Target] = {
         _request,
         (DecodeError, CallError),
         tuple(pb.GenerateRequest(spec=spec).SerializeToString() for spec in (_SPEC, _CHAT)),
-        message=pb.GenerateRequest,
+        change=partial(changed_message, pb.GenerateRequest),
     ),
     "resumes": Target(
         _resume,
@@ -161,19 +163,19 @@ TARGETS: dict[str, Target] = {
             ).SerializeToString()
             for choice, size in ((0, 8), (1, 0), (2, 9))
         ),
-        message=pb.ResumeRequest,
+        change=partial(changed_message, pb.ResumeRequest),
     ),
     "embeddings": Target(
         lambda data: read_embed(pb.EmbedRequest.FromString(data), _TENANT),
         (DecodeError, CallError),
         (pb.EmbedRequest(spec=_ENCODE).SerializeToString(),),
-        message=pb.EmbedRequest,
+        change=partial(changed_message, pb.EmbedRequest),
     ),
     "classifications": Target(
         lambda data: read_classify(pb.ClassifyRequest.FromString(data), _TENANT),
         (DecodeError, CallError),
         (pb.ClassifyRequest(spec=_ENCODE).SerializeToString(),),
-        message=pb.ClassifyRequest,
+        change=partial(changed_message, pb.ClassifyRequest),
     ),
     "headers": Target(
         _header, (ArtifactError,), (_safetensors(_LORA), _safetensors({"__metadata__": {"format": "pt"}}, b""))
@@ -239,7 +241,7 @@ TARGETS: dict[str, Target] = {
         (b'root ::= item{2,3} | "no"\nitem ::= [^a-z\\x41]+ (" " item)? # words',),
     ),
     "grammars": Target(lambda data: lark_grammar(_text(data)), (GrammarError,), (_LARK.encode(), b"start: %lark { }")),
-    "queue": Target(read_payload, (msgspec.DecodeError,), PAYLOADS),
-    "jobs": Target(read_job, (msgspec.DecodeError,), JOBS),
+    "queue": Target(read_payload, (msgspec.DecodeError,), PAYLOADS, change=changed_record),
+    "jobs": Target(read_job, (msgspec.DecodeError,), JOBS, change=changed_record),
     **CREDENTIALS,
 }
