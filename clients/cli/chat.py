@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ from clients.cli.service import explained
 from clients.cli.terminal import CommandError, err, out, print_error, print_warning, printable, stdin_lines
 
 if TYPE_CHECKING:
-    from loraplex_client import Client, GenerationStream
+    from loraplex_client import AsyncClient, AsyncGenerationStream
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
     from rich.console import RenderableType
@@ -59,22 +60,35 @@ def chat(
 
     [bold]loraplex chat --tenant acme --adapter support --system "You are brief."[/]
     """
-    from loraplex_client import Client
+    from loraplex_client import AsyncClient
 
     options: dict[str, Any] = {"model": model or None, "max_tokens": max_tokens, "temperature": temperature}
-    with Client(router, tenant) as client:
-        conversation = Conversation(client, router, options, adapter, system)
-        if sys.stdin.isatty():
-            conversation.talk()
-        else:
-            conversation.read(stdin_lines())
+
+    async def connect() -> AsyncClient:
+        return AsyncClient(router, tenant)
+
+    with asyncio.Runner() as runner:
+        client = runner.run(connect())
+        conversation = Conversation(runner, client, router, options, adapter, system)
+        try:
+            if sys.stdin.isatty():
+                conversation.talk()
+            else:
+                conversation.read(stdin_lines())
+        finally:
+            runner.run(client.close())
 
 
 @dataclass
 class Conversation:
-    """The messages so far, and the adapter that answers."""
+    """The messages so far, and the adapter that answers.
 
-    client: Client
+    The calls run on an event loop, where Ctrl-C cancels a task between two steps of it. A KeyboardInterrupt within
+    gRPC's blocking calls can leave their locks held or released twice, and the next turn without an answer.
+    """
+
+    runner: asyncio.Runner
+    client: AsyncClient
     router: str
     options: dict[str, Any]
     adapter: str = ""
@@ -142,20 +156,23 @@ class Conversation:
         """Answer with an adapter from now on. Raises CommandError where the router does not answer or know it."""
         greeting = [{"role": "user", "content": "Hello"}]
         with explained("router", self.router):
-            self.client.tokenize(messages=greeting, adapter_id=adapter or None, model=self.options["model"] or "")
+            model = self.options["model"] or ""
+            self.runner.run(self.client.tokenize(messages=greeting, adapter_id=adapter or None, model=model))
         self.adapter = adapter
 
     def answer(self, text: str) -> None:
         """Print the answer to a turn; one that Ctrl-C stops is kept as far as it came. Raises CommandError."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         turn = {"role": "user", "content": text}
-        with (
-            explained("router", self.router),
-            self.client.chat_stream(
+
+        async def follow() -> str:
+            async with self.client.chat_stream(
                 [*system, *self.messages, turn], adapter_id=self.adapter or None, **self.options
-            ) as stream,
-        ):
-            self.messages += [turn, {"role": "assistant", "content": _follow(stream)}]
+            ) as stream:
+                return await _follow(stream)
+
+        with explained("router", self.router):
+            self.messages += [turn, {"role": "assistant", "content": self.runner.run(follow())}]
 
 
 def _is_full(error: CommandError) -> bool:
@@ -165,19 +182,19 @@ def _is_full(error: CommandError) -> bool:
     return isinstance(error.__cause__, LoraplexError) and error.__cause__.reason == "CONTEXT_EXCEEDED"
 
 
-def _follow(stream: GenerationStream) -> str:
+async def _follow(stream: AsyncGenerationStream) -> str:
     """Show the answer as it arrives, and at a terminal the reasoning before it; return its text, whole or stopped."""
     movable = out().is_terminal and not out().is_dumb_terminal
     screen, said, finished = MarkdownScreen() if movable else PlainScreen(), "", None
     try:
-        for piece in stream:
+        async for piece in stream:
             if piece.reasoning:
                 screen.reason(piece.reasoning)
             if piece.text:
                 said += piece.text
                 screen.write(piece.text)
             finished = piece.finished
-    except KeyboardInterrupt:
+    except asyncio.CancelledError:  # by Ctrl-C
         if not sys.stdout.isatty():
             raise
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from clients.cli.service import explained
 from clients.cli.terminal import err, print_json, print_rows, printable, read_stdin, read_text
 
 if TYPE_CHECKING:
-    from loraplex_client import Client, Generation, GenerationStream
+    from loraplex_client import AsyncClient, AsyncGenerationStream, Generation
     from loraplex_client.generation import Choice
 
 
@@ -81,7 +82,7 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     [bold]loraplex generate "Dear customer," --tenant acme --adapter support --max-tokens 64[/]
     [bold]loraplex generate "Yes or no?" --choices yes --choices no[/]
     """
-    from loraplex_client import Client
+    from loraplex_client import AsyncClient
 
     single, weighted = read_adapters(adapter or [])
     if prompt == "-":
@@ -89,29 +90,36 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     roles = {"system": system, "user": prompt}
     chat = None if system is None else [{"role": role, "content": text} for role, text in roles.items()]
     several = (answers or 1) > 1
-    with explained("router", router), Client(router, tenant) as client:
-        timer = AnswerTimer()
-        with client.generate_stream(
-            prompt if chat is None else None,
-            messages=chat,
-            n=answers,
-            logprobs=logprobs,
-            adapter_id=single,
-            adapters=weighted,
-            model=model or None,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-            json_schema=None if json_schema is None else read_text(json_schema, "--json-schema"),
-            json_style=json_style or None,
-            regex=regex,
-            choices=choices or None,
-        ) as stream:
-            generation = _follow(stream, timer, quiet=as_json or several)
-        texts = token_texts(client, generation, model) if logprobs is not None else {}
+    schema = None if json_schema is None else read_text(json_schema, "--json-schema")
+    timer = AnswerTimer()
+
+    # On an event loop, because a KeyboardInterrupt within gRPC's blocking calls can leave their locks held.
+    async def stream_answer() -> tuple[Generation, dict[int, str]]:
+        async with AsyncClient(router, tenant) as client:
+            async with client.generate_stream(
+                prompt if chat is None else None,
+                messages=chat,
+                n=answers,
+                logprobs=logprobs,
+                adapter_id=single,
+                adapters=weighted,
+                model=model or None,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                stop=stop,
+                json_schema=schema,
+                json_style=json_style or None,
+                regex=regex,
+                choices=choices or None,
+            ) as stream:
+                answer = await _follow(stream, timer, quiet=as_json or several)
+            return answer, await token_texts(client, answer, model) if logprobs is not None else {}
+
+    with explained("router", router):
+        generation, texts = asyncio.run(stream_answer())
     if as_json:
         print_json(answer_json(generation, texts))
         return
@@ -123,12 +131,12 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
         err().print(_closing_line(generation, timer), style="dim", markup=False, soft_wrap=True)
 
 
-def _follow(stream: GenerationStream, timer: AnswerTimer, *, quiet: bool) -> Generation:
+async def _follow(stream: AsyncGenerationStream, timer: AnswerTimer, *, quiet: bool) -> Generation:
     """Write the text as it arrives, unless `quiet`, and return the whole answer."""
     at_terminal = sys.stdout.isatty()
     text = "\n"
     try:
-        for piece in stream:
+        async for piece in stream:
             timer.record(len(piece.token_ids))
             if piece.text and not quiet:
                 text = printable(piece.text) if at_terminal else piece.text
@@ -137,7 +145,7 @@ def _follow(stream: GenerationStream, timer: AnswerTimer, *, quiet: bool) -> Gen
     finally:  # Whatever is printed next, an error included, starts a new line.
         if not text.endswith("\n"):
             sys.stdout.write("\n")
-    return stream.result()
+    return await stream.result()
 
 
 def _closing_line(generation: Generation, timer: AnswerTimer) -> str:
@@ -192,12 +200,12 @@ def format_figure(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def token_texts(client: Client, generation: Generation, model: str) -> dict[int, str]:
+async def token_texts(client: AsyncClient, generation: Generation, model: str) -> dict[int, str]:
     """Return the text of each token in the answers and beside them; bytes that are no character are escaped."""
     ids = {token for choice in generation.choices for token in choice.token_ids}
     ids |= {token for choice in generation.choices for one in choice.logprobs for token, _ in one.alternatives}
     listed = sorted(ids)
-    token_bytes = client.token_bytes(listed, model=model)
+    token_bytes = await client.token_bytes(listed, model=model)
     return {token: data.decode(errors="backslashreplace") for token, data in zip(listed, token_bytes, strict=True)}
 
 

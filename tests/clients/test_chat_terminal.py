@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
-from loraplex_client import Client
+from loraplex_client import AsyncClient
 
 from clients.cli.chat import Conversation, LineEditor
 from clients.cli.terminal import CommandError
@@ -176,8 +177,11 @@ def test_pasted_lines_history_and_markdown(server: Any, tmp_path: Path) -> None:
 
 
 def test_no_conversation_begins_without_a_router() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(CommandError, match="no router answers"):
-        Conversation(client, "127.0.0.1:1", {"model": None}).talk()
+    async def connect() -> AsyncClient:
+        return AsyncClient("127.0.0.1:1")
+
+    with asyncio.Runner() as runner, pytest.raises(CommandError, match="no router answers"):
+        Conversation(runner, runner.run(connect()), "127.0.0.1:1", {"model": None}).talk()
 
 
 def test_a_history_that_cannot_be_written_is_kept_for_the_session(
