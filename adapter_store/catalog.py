@@ -277,11 +277,11 @@ class Catalog:
         with self._database.reading() as rows:
             row = next((row for name in reference.candidates if (row := find_adapter(rows, name))), None)
             if row is None:
-                raise NotFound("adapter", asked)
+                raise NotFound("adapter", asked, hint=f"looked in {reference.tenants}")
             adapter = to_adapter(rows, row)
-            digest = reference.digest or adapter.aliases.get(reference.alias)
-            if digest is None:
-                raise NotFound("alias", f"{adapter.name}@{reference.alias}")
+            if not (digest := reference.digest or adapter.aliases.get(reference.alias)):
+                hint = f"its aliases: {', '.join(adapter.aliases) or 'none'}"
+                raise NotFound("alias", f"{adapter.name}@{reference.alias}", hint=hint)
             return adapter, read_revision(rows, RevisionName(adapter.name.tenant, adapter.name.adapter, digest))
 
     def adapters(

@@ -71,6 +71,11 @@ class Reference:
     alias: str
     digest: str | None
 
+    @property
+    def tenants(self) -> str:
+        """Return the candidates' tenants, in words."""
+        return " and ".join(f"tenant {name.tenant}" for name in self.candidates)
+
 
 def check_tenant(tenant: str) -> str:
     """Return the tenant's name if it is allowed. Raises ArtifactError("tenant")."""

@@ -56,12 +56,15 @@ class NotBuilt(CallError):
 
 
 class NotFound(CallError):
-    """An unknown resource, or one of another tenant. `kind` is such as adapter; `name` is what the client asked for."""
+    """An unknown resource, or one of another tenant. `kind` is such as adapter; `name` is what the client asked for.
+
+    `hint` says more about what is the caller's own; of what is another tenant's there is none.
+    """
 
     reason = "NOT_FOUND"
 
-    def __init__(self, kind: str, name: str, *, reason: str | None = None) -> None:
-        super().__init__(f"{kind} not found: {name}", reason=reason)
+    def __init__(self, kind: str, name: str, *, hint: str = "", reason: str | None = None) -> None:
+        super().__init__(f"{kind} not found: {name}" + (f"; {hint}" if hint else ""), reason=reason)
         self.kind = kind
         self.name = name
 

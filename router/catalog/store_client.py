@@ -326,7 +326,7 @@ class StoreClient:
             yield
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
-                raise NotFound(kind, name) from error
+                raise NotFound(kind, name, hint=(error.details() or "").partition("; ")[2]) from error
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise InvalidField(kind, error.details() or "not a name") from error
             message = f"the adapter store at {self._address} does not answer"

@@ -52,6 +52,23 @@ async def test_an_own_adapter_without_the_alias_is_not_passed_over(ready: Client
         assert refusal(caught.value)[:2] == ("NOT_FOUND", "ErrorInfo,ResourceInfo")
 
 
+@pytest.mark.parametrize(
+    ("name", "tenant", "message"),
+    [
+        ("shout", "globex", "adapter not found: shout; looked in tenant globex and tenant shared"),
+        ("tenants/acme/adapters/shot", "acme", "adapter not found: tenants/acme/adapters/shot; looked in tenant acme"),
+        ("shout@nope", "acme", "alias not found: tenants/acme/adapters/shout@nope; its aliases: beta, live"),
+        ("tenants/acme/adapters/shout@nope", "globex", "adapter not found: tenants/acme/adapters/shout@nope"),
+    ],
+)
+async def test_what_is_wrong_with_a_name_is_said(ready: Client, name: str, tenant: str, message: str) -> None:
+    await ready.upload("shout", files("1"), alias="beta")
+    await ready.upload("shout", files("2"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ready.get(name, tenant=tenant)
+    assert caught.value.details() == message
+
+
 async def test_aliases_move_roll_back_and_go(ready: Client, refusal: Refusal) -> None:
     one = (await ready.upload("support", files("1"))).revision
     two = await ready.upload("support", files("2"))

@@ -59,7 +59,7 @@ async def test_errors(client: AsyncInferenceClient, http: httpx2.AsyncClient) ->
         await client.text_generation(PROMPT, top_p=7.0)
     for path in ("/generate", "/generate_stream", "/"):
         for parameters, status, message in (
-            ({"adapter_id": "nobody"}, 404, "adapter not found: nobody"),
+            ({"adapter_id": "nobody"}, 404, "adapter not found: nobody; looked in tenant acme and tenant shared"),
             ({"watermark": True}, 422, "watermark: not served"),
             ({"tempperature": 1}, 422, "parameters.tempperature: unknown parameter"),
         ):

@@ -83,7 +83,7 @@ class Names:
         self.asked.set()
         await self.answers.wait()
         if request.name not in self.known:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such adapter")
+            await context.abort(grpc.StatusCode.NOT_FOUND, "adapter not found: b; looked in tenant acme")
         return pb.GetAdapterResponse(revision=pb.Revision(name=request.name, digest=f"sha256:{request.name}"))
 
     async def serve(self, port: int = 0) -> tuple[Server, int]:
@@ -108,7 +108,7 @@ async def test_names_outlive_a_store_that_is_away(monkeypatch: pytest.MonkeyPatc
     store = StoreClient(f"127.0.0.1:{port}")
     known = [await store.resolve("acme", name) for name in "ab"]
     names.known.remove("b")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFound, match="adapter not found: b; looked in tenant acme"):
         await store.resolve("acme", "b")
     await server.stop(0)
     assert await store.resolve("acme", "a") == known[0]
