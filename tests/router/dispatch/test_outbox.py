@@ -231,7 +231,7 @@ JOB = Job("j", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(100), 
 
 
 def worker(worker_id: str, *, used: int, max_rank: int = 64) -> WorkerState:
-    kinds = {"int": 0, "str": ""}
+    kinds = {"U32": 0, "U63": 0, "str": ""}
     rest: dict[str, Any] = {name: kinds[kind] for name, kind in WorkerState.__annotations__.items() if kind in kinds}
     rest |= {"worker_id": worker_id, "rows_running": used, "rows_limit": 8, "max_rank": max_rank, "max_tokens": 1000}
     return WorkerState(phase=WorkerPhase.SERVING, adapters=(), **rest)
