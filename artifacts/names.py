@@ -3,6 +3,7 @@
 tenants/acme/adapters/support                       an adapter
 tenants/acme/adapters/support/revisions/sha256:...  one of its revisions
 support, support@canary, support@sha256:...         in a request: the tenant's own adapter, or the shared one
+Qwen/Qwen3-0.6B                                     a base model or an adapter may have a name as hubs have them
 sha256:...                                          a digest, with 64 lower-case hexadecimal digits
 """
 
@@ -25,10 +26,16 @@ SHARED = "shared"
 LIVE = "live"
 
 _PART = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-_BASE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_ADAPTER = re.compile(r"tenants/([^/]*)/adapters/([^/]*)")
-_REVISION = re.compile(r"(tenants/[^/]*/adapters/[^/]*)/revisions/([^/]*)")
 _PART_RULE = "1 to 63 lower-case letters, digits, '-', '_' and '.', beginning with a letter or digit"
+# Beginning of the full names of adapters and revisions.
+_FULL = "tenants/"
+# A hub's name: an owner may come first. No owner is called `tenants`, with which full names begin.
+_HUB = re.compile(r"(?:(?!tenants/)[A-Za-z0-9][A-Za-z0-9._-]{0,62}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_HUB_RULE = "letters, digits, '-', '_' and '.', beginning with a letter or digit; an owner and '/' may come first"
+# Maximum length in characters of a base model's name, and of an adapter's.
+_HUB_CHARACTERS = 128
+_ADAPTER = re.compile(r"tenants/([^/]*)/adapters/([^/]*(?:/[^/]*)?)")
+_REVISION = re.compile(r"(tenants/[^/]*/adapters/[^/]*(?:/[^/]*)?)/revisions/([^/]*)")
 DIGEST_PREFIX = "sha256:"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 # Size in bytes of the pieces in which a file is read.
@@ -89,20 +96,17 @@ def check_alias(alias: str) -> str:
 
 def check_base_name(name: str) -> str:
     """Return a base model's name if it is allowed. Raises ArtifactError("model")."""
-    if not _BASE.fullmatch(name):
-        rule = "1 to 128 letters, digits, '-', '_' and '.', beginning with a letter or digit"
-        raise ArtifactError("model", f"{name!r} is not a base model's name: {rule}")
-    return name
+    return _check_hub("model", name)
 
 
 def parse_adapter_name(text: str, tenant: str) -> AdapterName:
     """Parse a full name, or a short one of the tenant's own, without alias or digest. Raises ArtifactError."""
-    if "/" not in text:
-        return AdapterName(check_tenant(tenant), _check_part("adapter", text))
+    if not text.startswith(_FULL):
+        return AdapterName(check_tenant(tenant), _check_hub("adapter", text))
     match = _ADAPTER.fullmatch(text)
     if match is None:
         raise ArtifactError("adapter", f"{text!r} is not a name like tenants/TENANT/adapters/ADAPTER")
-    return AdapterName(check_tenant(match[1]), _check_part("adapter", match[2]))
+    return AdapterName(check_tenant(match[1]), _check_hub("adapter", match[2]))
 
 
 def parse_revision_name(text: str) -> RevisionName:
@@ -121,7 +125,7 @@ def parse_reference(text: str, tenant: str) -> Reference:
     name, at, suffix = text.partition("@")
     adapter = parse_adapter_name(name, tenant)
     candidates: tuple[AdapterName, ...] = (adapter,)
-    if "/" not in name and tenant != SHARED:
+    if not name.startswith(_FULL) and tenant != SHARED:
         candidates = (adapter, AdapterName(SHARED, adapter.adapter))
     if not at:
         return Reference(candidates, LIVE, None)
@@ -130,6 +134,12 @@ def parse_reference(text: str, tenant: str) -> Reference:
             raise ArtifactError("adapter", f"{suffix!r} is not a digest: sha256: and 64 lower-case hexadecimal digits")
         return Reference(candidates, LIVE, suffix)
     return Reference(candidates, _check_part("adapter", suffix), None)
+
+
+def _check_hub(subject: str, text: str) -> str:
+    if not _HUB.fullmatch(text) or len(text) > _HUB_CHARACTERS:
+        raise ArtifactError(subject, f"{text!r} is not allowed: 1 to {_HUB_CHARACTERS} {_HUB_RULE}")
+    return text
 
 
 def _check_part(subject: str, text: str) -> str:

@@ -150,7 +150,7 @@ class AdapterNames:
 
         with StoreClient(self._store, as_tenant, timeout_s=_ASK_S) as client:
             for adapter in client.list():
-                _, tenant, _, name = adapter.name.split("/")
+                _, tenant, _, name = adapter.name.split("/", 3)
                 for alias, digest in sorted(adapter.aliases.items(), key=lambda item: item[0] == "live"):
                     self._names[digest] = f"{tenant}/{name}" + ("" if alias == "live" else f"@{alias}")
 

@@ -159,8 +159,8 @@ def _closing_line(generation: Generation, timer: AnswerTimer) -> str:
 
 def _short(revision: str) -> str:
     """Shorten .../adapters/support/revisions/sha256:0123... to .../adapters/support@sha256:0123."""
-    adapter, _, digest = revision.partition("/revisions/")
-    return f"{adapter}@{digest[:19]}" if digest else adapter
+    adapter, _, digest = revision.rpartition("/revisions/")
+    return f"{adapter}@{digest[:19]}" if adapter else revision
 
 
 class AnswerTimer:

@@ -42,7 +42,7 @@ def adapter_names(context: typer.Context, incomplete: str) -> list[str]:
     names = set()
     with suppress(LoraplexError), StoreClient(address, _tenant(context), timeout_s=_ASK_S) as store:
         for adapter in store.list():
-            name = adapter.name.rpartition("/")[2]
+            name = adapter.name.split("/", 3)[3]
             names |= {name if alias == "live" else f"{name}@{alias}" for alias in adapter.aliases}
     return sorted(name for name in names if name.startswith(incomplete))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from typing_extensions import TypedDict
 
 from clients.gateway.bodies import Body
 from clients.gateway.endpoint import HttpCall, Protocol
-from clients.gateway.errors import HttpError, check_served, http_error, not_served, renamed
+from clients.gateway.errors import HttpError, check_served, http_error, named_model, not_served, renamed
 from clients.gateway.exchange import encode
 
 REASONS = {
@@ -37,8 +36,15 @@ REASONS = {
     FinishReason.STOP: "stop_sequence",
     FinishReason.TOOL_CALLS: "tool_use",
 }
-# A tool's schema, in the cluster's words.
-_SCHEMA = re.compile(r"^(tools\[\d+\])\.parameters")
+# Names of this protocol for the cluster's.
+_NAMES = {
+    r"(tools\[\d+\])\.parameters": r"\1.input_schema",
+    "json_schema": "output_config.format.schema",
+    "template_args": "output_config.effort",
+    r"stop\b": "stop_sequences",
+    "chat$": "messages",
+    "adapter$": "model",
+}
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -63,7 +69,9 @@ def event(kind: str, **fields: Any) -> bytes:
 
 def error_of(error: HttpError) -> Mapping[str, Any]:
     """Return an error's answer."""
-    error = renamed(error, _SCHEMA, r"\1.input_schema")
+    error = named_model(renamed(error, _NAMES))
+    if error.code == "context_exceeded":
+        error.message = f"prompt is too long: {error.message}"  # what client libraries look for
     kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ _STATUSES: tuple[tuple[type[sdk.LoraplexError], int, str], ...] = (
     (sdk.LoraplexError, 500, "internal_error"),
 )
 # Messages of GenerateSpec whose fields are parameters of a request by themselves.
-_GROUPS = re.compile(r"^(?:sampling|stopping|output|chat|prompt_options)\.")
+_GROUPS = re.compile(r"\b(?:sampling|stopping|output|chat|prompt_options)\.(?=[a-z])")
 
 
 @dataclass
@@ -71,13 +71,24 @@ def check_served(request: Mapping[str, Any], refused: Sequence[str], harmless: M
             raise not_served(name)
 
 
-def renamed(error: HttpError, pattern: re.Pattern[str], replacement: str | Callable[[re.Match[str]], str]) -> HttpError:
-    """Return an error whose field has the name that the request's protocol gives it."""
-    field = pattern.sub(replacement, error.field)
-    message = error.message
+def renamed(error: HttpError, names: Mapping[str, str]) -> HttpError:
+    """Return an error whose field has the name that the request's protocol gives it.
+
+    `names` are expressions for beginnings of the cluster's names, with their replacements.
+    """
+    field, message = error.field, error.message
+    for pattern, replacement in names.items():
+        field, changed = re.subn(f"^{pattern}", replacement, field)
+        if changed:
+            break
     if error.field and message.startswith(error.field):
         message = field + message[len(error.field) :]
     return replace(error, field=field, message=message)
+
+
+def named_model(error: HttpError) -> HttpError:
+    """Return an error of a name in the words of protocols in which an adapter is a model."""
+    return replace(error, message=error.message.replace("adapter not found:", "model not found:", 1))
 
 
 def http_error(error: sdk.LoraplexError) -> HttpError:
@@ -85,10 +96,12 @@ def http_error(error: sdk.LoraplexError) -> HttpError:
     status, code = next((status, code) for kind, status, code in _STATUSES if isinstance(error, kind))
     field = _GROUPS.sub("", getattr(error, "field", ""))
     message = error.message
+    if field == "adapter":  # a name that nothing can have
+        status = 404
     if isinstance(error, sdk.NotImplementedByServerError):
         status = 400 if field else 501
     if isinstance(error, (sdk.InvalidRequestError, sdk.NotImplementedByServerError)):
-        message = _GROUPS.sub("", message)
+        message = _GROUPS.sub("", message).replace("truncate_to", "truncate_prompt_tokens")
     if isinstance(error, sdk.NotFoundError):
         field = "model"
     if error.reason == "DEADLINE_UNATTAINABLE":

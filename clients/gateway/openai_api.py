@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from typing_extensions import TypedDict
 
 from clients.gateway.bodies import Body
 from clients.gateway.endpoint import HttpCall, Protocol
-from clients.gateway.errors import HttpError, check_served, invalid, not_served, renamed
+from clients.gateway.errors import HttpError, check_served, invalid, named_model, not_served, renamed
 from clients.gateway.exchange import encode
 
 DONE = b"data: [DONE]\n\n"
@@ -29,8 +28,19 @@ REASONS = {
     FinishReason.TOOL_CALLS: "tool_calls",
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-# Fields of a tool, which the cluster has without the object around them.
-_FUNCTION = re.compile(r"^(tools\[\d+\])\.(?=name|description|parameters)")
+# Names of this protocol for the cluster's, which has a tool without the object around its fields.
+_NAMES = {
+    r"(tools\[\d+\])\.(?=name|description|parameters)": r"\1.function.",
+    r"tool_choice\.name": "tool_choice.function.name",
+    r"(messages\[\d+\])\.parts": r"\1.content",
+    r"inputs(\[\d+\])(\.(text|token_ids))?": r"input\1",
+    "json_schema": "response_format.json_schema.schema",
+    "template_args": "chat_template_kwargs",
+    "truncate_to": "truncate_prompt_tokens",
+    "token_ids": "prompt",
+    "chat$": "messages",
+    "adapter$": "model",
+}
 # Codes for which OpenAI has a word of its own.
 _CODES = {"context_exceeded": "context_length_exceeded"}
 # Tokens of a completion without `max_tokens`, and the temperature without one: OpenAI's own.
@@ -46,7 +56,7 @@ def event(payload: Mapping[str, Any]) -> bytes:
 
 def error_of(error: HttpError) -> Mapping[str, Any]:
     """Return an error's answer."""
-    error = renamed(error, _FUNCTION, r"\1.function.")
+    error = named_model(renamed(error, _NAMES))
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     code = _CODES.get(error.code, error.code)
     if error.status == 404 and error.field == "model":
@@ -234,7 +244,7 @@ def _base(model: ServedModel) -> dict[str, Any]:
 
 
 def _adapter(adapter: Adapter) -> dict[str, Any]:
-    _, tenant, _, name = adapter.name.split("/")
+    _, tenant, _, name = adapter.name.split("/", 3)
     return {
         "id": name,
         "object": "model",

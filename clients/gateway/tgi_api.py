@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -17,15 +16,17 @@ from clients.gateway.endpoint import HttpCall, Protocol
 from clients.gateway.errors import HttpError, not_served, renamed
 from clients.gateway.exchange import encode
 
-# Parameters of this protocol by the cluster's names.
-_PARAMETERS = {
+# Names of this protocol for the cluster's.
+_NAMES = {
     "adapters": "merged_adapters",
+    r"adapter\b": "adapter_id",
     "ignore_eos": "ignore_eos_token",
     "max_tokens": "max_new_tokens",
-    "prompt": "inputs",
-    "truncate_prompt_tokens": "truncate",
+    r"prompt\b": "inputs",
+    "truncate_(prompt_tokens|to)": "truncate",
+    "logprobs": "top_n_tokens",
+    "regex": "grammar.value",
 }
-_PARAMETER = re.compile(rf"^({'|'.join(_PARAMETERS)})\b")
 _TYPES = {422: "validation", 429: "overloaded", 503: "overloaded"}
 # Maximum of answers, and of stop strings, that routers take in a request.
 _BEST_OF = _STOPS = 16
@@ -38,7 +39,7 @@ def event(payload: Any) -> bytes:
 
 def error_of(error: HttpError) -> Mapping[str, Any]:
     """Return an error's answer."""
-    error = renamed(error, _PARAMETER, lambda match: _PARAMETERS[match[0]])
+    error = renamed(error, _NAMES)
     status = _STATUSES.get(error.status, error.status)
     return {"error": error.message, "error_type": _TYPES.get(status, error.code if status < 500 else "generation")}
 

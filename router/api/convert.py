@@ -40,7 +40,7 @@ from router.request import (
     ToolMode,
     WeightedAdapter,
 )
-from router.text.tokenizer import PromptTokenizer, check_text
+from router.text.tokenizer import PromptTokenizer, check_text, context_exceeded
 from rpc.errors import InvalidField, NotBuilt
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -196,8 +196,7 @@ def check_prompt_size(message: pb.GenerateSpec | pb.TokenizeRequest, model: Serv
 def check_count(field: str, values: Sequence[object], limit: int) -> None:
     """Raise InvalidField where a field has more values than the context has tokens."""
     if len(values) > limit:
-        message = f"{len(values)} do not fit the context of {limit} tokens"
-        raise InvalidField(field, message, reason="CONTEXT_EXCEEDED")
+        raise context_exceeded(field, str(len(values)), limit)
 
 
 # Maximum length of a format that is read on the event loop, in a few milliseconds.

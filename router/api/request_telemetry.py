@@ -288,5 +288,5 @@ def adapter_label(summary: Summary) -> str:
     if summary.adapters:
         return "set"
     # tenants/{tenant}/adapters/{adapter}/revisions/{digest}
-    parts = summary.adapter_revision.split("/")
-    return f"{parts[1]}/{parts[3]}" if len(parts) > 3 else ""
+    adapter = summary.adapter_revision.rpartition("/revisions/")[0].split("/", 3)
+    return f"{adapter[1]}/{adapter[3]}" if len(adapter) > 3 else ""

@@ -292,7 +292,7 @@ class SglangScheduler:
             pins = [pin for model in self._models.served for pin in await model.queue.pins.list()]
         for pin in pins:
             # tenants/{tenant}/adapters/{adapter}/revisions/{digest}
-            adapter, _, digest = pin.adapter.revision.partition("/revisions/")
+            adapter, _, digest = pin.adapter.revision.rpartition("/revisions/")
             if who.sees_tenant(owner := adapter.split("/")[1]) or owner == SHARED:
                 visible[pin.adapter.revision] = engine.LoadedLoRAAdapter(
                     lora_id=f"{adapter}@{digest}", lora_name=adapter, lora_path=pin.adapter.revision, pinned=True

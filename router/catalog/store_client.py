@@ -328,7 +328,7 @@ class StoreClient:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 raise NotFound(kind, name, hint=(error.details() or "").partition("; ")[2]) from error
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                raise InvalidField(kind, error.details() or "not a name") from error
+                raise InvalidField(kind, (error.details() or "not a name").removeprefix("name: ")) from error
             message = f"the adapter store at {self._address} does not answer"
             raise Unavailable(message, reason="STORE_DOWN") from error
 

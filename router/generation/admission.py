@@ -31,7 +31,7 @@ from router.generation.chat_reader import ChatFormat
 from router.generation.resume import Resumption
 from router.request import Chat, EncodeRequest, PromptOptions, Request
 from router.text.chat import ChatTemplate
-from router.text.tokenizer import ModelTokenizer, PromptTokenizer
+from router.text.tokenizer import ModelTokenizer, PromptTokenizer, context_exceeded
 from rpc.errors import InvalidField, Unavailable
 from rpc.server import MESSAGE_BYTES
 from rpc.shares import FairTurns
@@ -251,11 +251,8 @@ class Admission:
             if not ending:
                 raise InvalidField(f"continuations[{index}]", "has no tokens")
             if len(prompt_ids) + len(ending) > context:
-                raise InvalidField(
-                    f"continuations[{index}]",
-                    f"{len(prompt_ids)} prompt tokens and its {len(ending)} do not fit the context of {context}",
-                    reason="CONTEXT_EXCEEDED",
-                )
+                size = f"{len(prompt_ids)} prompt tokens and its {len(ending)}"
+                raise context_exceeded(f"continuations[{index}]", size, context)
         return prompt_ids, endings
 
     async def _continue(self, request: Request, prompt_ids: tuple[int, ...], text: str, index: int) -> tuple[int, ...]:
@@ -395,11 +392,8 @@ def _max_tokens(request: Request, prompt: int, context: int) -> int:
     asked = request.stopping.max_tokens
     least = 1 if asked is None else asked
     if least > remaining:
-        raise InvalidField(
-            request.prompt_field if remaining < 1 else "stopping.max_tokens",
-            f"{prompt} prompt tokens and {least} more do not fit the context of {context}",
-            reason="CONTEXT_EXCEEDED",
-        )
+        field = request.prompt_field if remaining < 1 else "stopping.max_tokens"
+        raise context_exceeded(field, f"{prompt} prompt tokens and {least} more", context)
     return min(DEFAULT_MAX_TOKENS, remaining) if asked is None else asked
 
 

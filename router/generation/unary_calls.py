@@ -219,7 +219,7 @@ def _with_revision(request: Request, summary: Summary) -> Request:
 
 def _name_of(revision: str) -> str:
     """Return tenants/T/adapters/A/revisions/D as tenants/T/adapters/A@D."""
-    return revision.replace("/revisions/", "@")
+    return revision.replace("/revisions/sha256:", "@sha256:")
 
 
 def _total(request_id: str, summaries: Sequence[Summary]) -> Summary:

@@ -34,13 +34,16 @@ class TemplateRenderer:
         self.children = ChildPool("router.text.chat_templates", "TEMPLATES_BUSY", children, wall_s)
 
     async def render(self, call: TemplateCall, tenant: str) -> str:
-        """Return the text of a chat. Raises InvalidField with the template's own words, or Unavailable."""
+        """Return the text of a chat. Raises InvalidField with the template's own words, or Unavailable.
+
+        The reason is CONTEXT_EXCEEDED where the text has more than `limit` characters.
+        """
         try:
             answer = await self.children.ask(tenant, call)
         except ChildDiedError as error:
             raise InvalidField("chat.messages", f"the chat template {error}", reason="CHAT_TEMPLATE") from None
         if "text" not in answer:
-            raise InvalidField(answer["field"], answer["error"], reason="CHAT_TEMPLATE")
+            raise InvalidField(answer["field"], answer["error"], reason=answer.get("reason", "CHAT_TEMPLATE"))
         return str(answer["text"])
 
     def close(self) -> None:

@@ -30,9 +30,10 @@ Json = dict[str, Any]
 class RefusedError(Exception):
     """A request that can't be rendered; the message says why, `field` is the field of the chat that is to blame."""
 
-    def __init__(self, message: str, field: str = "chat.messages") -> None:
+    def __init__(self, message: str, field: str = "chat.messages", reason: str = "CHAT_TEMPLATE") -> None:
         super().__init__(message)
         self.field = field
+        self.reason = reason
 
 
 class _Generation(jinja2.ext.Extension):
@@ -121,9 +122,7 @@ class Template:
             pieces.append(piece)
             size += len(piece)
             if size > limit:
-                raise RefusedError(
-                    f"the chat template makes more than the {limit} characters that the context can hold"
-                )
+                raise RefusedError(f"more than {limit} characters", reason="CONTEXT_EXCEEDED")
         return "".join(pieces)
 
 
@@ -268,7 +267,7 @@ def _answer(request: Mapping[str, Any]) -> Json:
     try:
         return {"text": render(_compiled(request["source"]), request)}
     except RefusedError as error:
-        return {"field": error.field, "error": str(error)}
+        return {"field": error.field, "error": str(error), "reason": error.reason}
     except MemoryError:
         return {"field": "chat.messages", "error": "the chat template needs too much memory", LAST: True}
     except RecursionError:

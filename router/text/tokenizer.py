@@ -196,7 +196,7 @@ class PromptTokenizer:
         if options.truncate_to is not None:
             prompt = tuple(tokenizer.cut(prompt, options.truncate_to))
         if len(prompt) > context:
-            raise _too_long(field, f"{len(prompt)} tokens", context)
+            raise context_exceeded(field, f"{len(prompt)} tokens", context, _CUT)
         return prompt
 
     async def tokenize_inputs(
@@ -237,8 +237,14 @@ class PromptTokenizer:
         limit = RENDERED_CHARACTERS if tokenizer.longest_token is None else context * tokenizer.longest_token
         if options.truncate_to is not None:
             limit = RENDERED_CHARACTERS
+        limit = min(limit, RENDERED_CHARACTERS)
         shielded = chat if options.parse_special_tokens else shielded_chat(chat, tokenizer.shield)
-        rendered = await self._renderer.render(template.call(shielded, now, min(limit, RENDERED_CHARACTERS)), tenant)
+        try:
+            rendered = await self._renderer.render(template.call(shielded, now, limit), tenant)
+        except InvalidField as error:
+            if error.reason != CONTEXT_EXCEEDED:
+                raise
+            raise context_exceeded(error.field, f"more than {limit} characters of text", context) from None
         if not rendered:
             raise InvalidField("chat.messages", "the chat template makes no text of them", reason="CHAT_TEMPLATE")
         return await self._tokenize(tokenizer, rendered, "chat", tenant, context, options, added=False)
@@ -268,7 +274,7 @@ class PromptTokenizer:
         except Internal as error:  # the tokenizer's, which this prompt led to
             raise InvalidField(field, error.message, reason=error.reason) from None
         except TooManyTokensError as error:
-            raise _too_long(field, f"{error.tokens} tokens", context) from None
+            raise context_exceeded(field, f"{error.tokens} tokens", context, _CUT) from None
 
     async def run(self, tenant: str, ids: int, work: Callable[[], T]) -> T:
         """Return what a work on so many ids returns: on many it is done in a thread, at the tenant's turn."""
@@ -297,9 +303,9 @@ def _length(entry: EncodeInput) -> int:
 def _check_input(tokenizer: ModelTokenizer, entry: EncodeInput, field: str, limit: int) -> None:
     if isinstance(entry, tuple):
         if len(entry) > limit:
-            raise _too_long_input(field, f"{len(entry)} tokens", limit)
+            raise context_exceeded(field, f"{len(entry)} tokens", limit, _TRUNCATE)
     elif size := _bytes_beyond(tokenizer, entry.first + entry.second if isinstance(entry, TextPair) else entry, limit):
-        raise _too_long_input(field, f"{size} bytes of text", limit)
+        raise context_exceeded(field, f"{size} bytes of text", limit, _TRUNCATE)
 
 
 def _ids_of(
@@ -313,14 +319,14 @@ def _ids_of(
     except Internal as error:
         raise InvalidField(field, error.message, reason=error.reason) from None
     except TooManyTokensError as error:
-        raise _too_long_input(field, f"{error.tokens} tokens", limit) from None
+        raise context_exceeded(field, f"{error.tokens} tokens", limit, _TRUNCATE) from None
     return tuple(ids), pair_tokens
 
 
 def check_text(tokenizer: ModelTokenizer, prompt: str, field: str, context: int) -> None:
     """Raise InvalidField where a text has more bytes than `context` of the model's longest tokens stand for."""
     if size := _bytes_beyond(tokenizer, prompt, context):
-        raise _too_long(field, f"{size} bytes of text", context)
+        raise context_exceeded(field, f"{size} bytes of text", context, _CUT)
 
 
 def _bytes_beyond(tokenizer: ModelTokenizer, prompt: str, context: int) -> int:
@@ -334,11 +340,14 @@ def _bytes_beyond(tokenizer: ModelTokenizer, prompt: str, context: int) -> int:
     return size if size > limit else 0
 
 
-def _too_long(field: str, size: str, context: int) -> InvalidField:
-    message = f"{size} do not fit the context of {context}; prompt_options.truncate_to cuts a prompt from the left"
-    return InvalidField(field, message, reason="CONTEXT_EXCEEDED")
+# Reason of the error of a prompt that is too long for the model.
+CONTEXT_EXCEEDED = "CONTEXT_EXCEEDED"
+# Advice for prompts, and for texts of encoders.
+_CUT = "prompt_options.truncate_to cuts a prompt from the left"
+_TRUNCATE = "set truncate to have longer texts cut"
 
 
-def _too_long_input(field: str, size: str, limit: int) -> InvalidField:
-    message = f"{size}; the model takes {limit} tokens; set truncate to have longer texts cut"
-    return InvalidField(field, message, reason="CONTEXT_EXCEEDED")
+def context_exceeded(field: str, size: str, context: int, advice: str = "") -> InvalidField:
+    """Return the error of a prompt of this size, in the words of OpenAI's that client libraries look for."""
+    message = f"This model's maximum context length is {context} tokens; {size} do not fit"
+    return InvalidField(field, f"{message}; {advice}" if advice else message, reason=CONTEXT_EXCEEDED)

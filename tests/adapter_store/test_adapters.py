@@ -43,6 +43,14 @@ async def test_short_names_mean_the_tenants_own_then_the_shared(ready: Client) -
     assert (await ready.download(shared.name))[1] == files("shared")
 
 
+async def test_an_adapter_has_a_name_as_hubs_have_them(ready: Client) -> None:
+    own = (await ready.upload("Org/Support-LoRA.1", files("own"))).revision
+    assert own.name == f"tenants/acme/adapters/Org/Support-LoRA.1/revisions/{own.digest}"
+    for name in ("Org/Support-LoRA.1@live", f"tenants/acme/adapters/Org/Support-LoRA.1@{own.digest}"):
+        assert (await ready.get(name)).revision == own
+    assert (await ready.download(own.name))[1] == files("own")
+
+
 async def test_an_own_adapter_without_the_alias_is_not_passed_over(ready: Client, refusal: Refusal) -> None:
     shared = (await ready.upload("support", files("shared"), tenant="shared", alias="canary")).revision
     await ready.upload("support", files("own"))
@@ -327,7 +335,7 @@ async def test_a_tenant_that_is_no_name_is_refused(client: Client, refusal: Refu
 @pytest.mark.parametrize(
     ("method", "request_", "field"),
     [
-        ("GetAdapter", pb.GetAdapterRequest(name="Support"), "name"),
+        ("GetAdapter", pb.GetAdapterRequest(name="Support!"), "name"),
         ("GetAdapter", pb.GetAdapterRequest(name="tenants/x"), "name"),
         ("ListAdapters", pb.ListAdaptersRequest(parent="acme"), "parent"),
         ("ListAdapters", pb.ListAdaptersRequest(parent="tenants/A"), "parent"),

@@ -130,7 +130,7 @@ async def test_pages_of_large_manifests_end_early(client: Client, tiny_base: Bas
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "a/b"}, "model.name: 'a/b' is not a base model's name"),
+        ({"name": "a/b/c"}, "model.name: 'a/b/c' is not allowed"),
         ({"digest": "sha256:1"}, "model.digest: "),
         ({"architecture": ""}, "model.architecture: "),
         ({"context_length": 0}, "model.context_length: is missing"),

@@ -137,7 +137,7 @@ BROKEN = [
         [header(), *[chunk(WEIGHTS_FILE, b"x" * 1024 * 1024)] * 5],
         "adapter_model.safetensors: is larger than the 4194304",
     ),
-    ([header("Support")], "header.adapter: 'Support' is not allowed"),
+    ([header("Support!")], "header.adapter: 'Support!' is not allowed"),
     ([header("tenants/acme/support")], "header.adapter: "),
     ([header("support@live")], "header.adapter: "),
     ([header(alias="NEW")], "header.alias: "),

@@ -28,16 +28,22 @@ from artifacts.names import (
 DIGEST = "sha256:" + "ab" * 32
 OWN_THEN_SHARED = (AdapterName("acme", "support"), AdapterName("shared", "support"))
 parts = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True)
+# Names as hubs have them; `tenants/` begins full names.
+hub_names = st.from_regex(r"([A-Za-z0-9][A-Za-z0-9._-]{0,20}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,90}", fullmatch=True).filter(
+    lambda name: not name.startswith("tenants/")
+)
 
 
 @settings(max_examples=25)
-@given(tenant=parts, adapter=parts)
+@given(tenant=parts, adapter=hub_names)
 def test_names_read_back_what_they_print(tenant: str, adapter: str) -> None:
     name = AdapterName(tenant, adapter)
     assert parse_adapter_name(str(name), "somebody") == name
     revision = RevisionName(tenant, adapter, DIGEST)
     assert parse_revision_name(str(revision)) == revision
     assert revision.adapter_name == name
+    assert parse_adapter_name(adapter, tenant) == name
+    assert check_base_name(adapter) == adapter
 
 
 @given(text=st.text(max_size=80))
@@ -55,6 +61,8 @@ def test_any_text_is_a_reference_or_one_clear_error(text: str) -> None:
     [
         ("support", Reference(OWN_THEN_SHARED, "live", None)),
         ("support@canary", Reference(OWN_THEN_SHARED, "canary", None)),
+        ("Org/X.1@v2", Reference((AdapterName("acme", "Org/X.1"), AdapterName("shared", "Org/X.1")), "v2", None)),
+        ("tenants/acme/adapters/Org/x", Reference((AdapterName("acme", "Org/x"),), "live", None)),
         (f"support@{DIGEST}", Reference(OWN_THEN_SHARED, "live", DIGEST)),
         ("tenants/acme/adapters/support", Reference((AdapterName("acme", "support"),), "live", None)),
         ("tenants/globex/adapters/x@v2", Reference((AdapterName("globex", "x"),), "v2", None)),
@@ -73,10 +81,13 @@ def test_the_shared_tenants_short_names_are_looked_for_once() -> None:
     ("text", "subject"),
     [
         ("", "adapter"),
-        ("Support", "adapter"),
+        ("Org/Support/x", "adapter"),
+        ("/support", "adapter"),
+        ("org/", "adapter"),
+        ("tenants/x", "adapter"),
         ("-support", "adapter"),
         ("..", "adapter"),
-        ("a" * 64, "adapter"),
+        ("a" * 129, "adapter"),
         ("support@", "adapter"),
         ("support@Canary", "adapter"),
         ("support@sha256:12", "adapter"),
@@ -84,7 +95,6 @@ def test_the_shared_tenants_short_names_are_looked_for_once() -> None:
         ("tenants/acme/adapters/", "adapter"),
         ("tenants//adapters/x", "tenant"),
         ("tenants/acme/adapters/x/revisions/y", "adapter"),
-        ("acme/support", "adapter"),
         ("support\n", "adapter"),
     ],
 )
@@ -101,12 +111,12 @@ def test_revision_names_need_a_digest() -> None:
 
 
 def test_tenants_aliases_and_base_models_have_rules_too() -> None:
-    assert (check_tenant("acme"), check_alias("v1.2"), check_base_name("Qwen2.5-0.5B")) == (
+    assert (check_tenant("acme"), check_alias("v1.2"), check_base_name("Qwen/Qwen3-0.6B")) == (
         "acme",
         "v1.2",
-        "Qwen2.5-0.5B",
+        "Qwen/Qwen3-0.6B",
     )
-    for check, bad in ((check_tenant, "a/b"), (check_alias, "-"), (check_base_name, "a/b"), (check_base_name, "")):
+    for check, bad in ((check_tenant, "a/b"), (check_alias, "-"), (check_base_name, "a/b/c"), (check_base_name, "")):
         with pytest.raises(ArtifactError):
             check(bad)
 

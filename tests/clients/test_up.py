@@ -80,7 +80,7 @@ def test_links_are_not_followed(tmp_path: Path, linked: str) -> None:
         ("tree/acme/support", "is an adapter itself; give its parent directory"),
         ("half", "half/globex is not an adapter, and holds none"),
         ("stray", "stray/acme/notes is not an adapter: it has no adapter_config.json"),
-        ("names", "Support Desk: adapter: .* lower-case"),
+        ("names", "Support Desk: adapter: .* letters"),
     ],
 )
 def test_what_is_no_folder_of_adapters(tmp_path: Path, given: str, message: str) -> None:

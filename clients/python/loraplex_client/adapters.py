@@ -180,7 +180,7 @@ class StoreCalls:
 
     def _full_name(self, name: str) -> str:
         """Return the full name of an adapter; a short name means the tenant's own, whom the store may know alone."""
-        return name if "/" in name or not self.tenant else f"tenants/{self.tenant}/adapters/{name}"
+        return name if name.startswith("tenants/") or not self.tenant else f"tenants/{self.tenant}/adapters/{name}"
 
 
 def _get(name: str) -> Script[tuple[Adapter, Revision]]:

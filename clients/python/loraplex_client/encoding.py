@@ -201,7 +201,7 @@ class _Parts:
 
 def _pinned(revision: str) -> str:
     """Return tenants/T/adapters/A/revisions/D as tenants/T/adapters/A@D."""
-    return revision.replace("/revisions/", "@")
+    return revision.replace("/revisions/sha256:", "@sha256:")
 
 
 def _spec_of(options: EncodeOptions) -> inference_pb2.EncodeSpec:

@@ -86,7 +86,7 @@ async def test_texts_that_are_too_long_are_cut_where_it_is_asked_for(cluster: Cl
         (long, "text", "40000 bytes of text"), ((long, "c"), "pair", "40001 bytes of text"),
         ([7] * 40_000, "token_ids", "40000 tokens"),
     ):  # fmt: skip
-        with pytest.raises(lx.InvalidRequestError, match=f"{size}; the model takes {context} tokens") as caught:
+        with pytest.raises(lx.InvalidRequestError, match=f"is {context} tokens; {size} do not fit") as caught:
             await cluster.client.embed(["fits", text])
         assert (caught.value.field, caught.value.reason) == (f"inputs[1].{field}", "CONTEXT_EXCEEDED")
 

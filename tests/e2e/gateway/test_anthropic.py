@@ -102,7 +102,8 @@ async def test_tools_and_conversations(client: Client, cluster: Cluster) -> None
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
-        ({"model": "nobody"}, anthropic.NotFoundError, "adapter not found: nobody"),
+        ({"model": "nobody"}, anthropic.NotFoundError, "model not found: nobody"),
+        ({"extra_body": {"max_tokens": 40_000}}, anthropic.BadRequestError, "prompt is too long: max_tokens: This"),
         ({"extra_body": {"tempperature": 1}}, anthropic.BadRequestError, "tempperature: unknown parameter"),
         ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError, "temperature: -1"),
         (

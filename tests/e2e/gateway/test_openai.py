@@ -159,6 +159,14 @@ async def test_embeddings_and_models(client: Client, cluster: Cluster) -> None:
     ("given", "kind", "field", "code"),
     [
         ({"model": "nobody"}, openai.NotFoundError, "model", "model_not_found"),
+        ({"model": "Not a name"}, openai.NotFoundError, "model", "model_not_found"),
+        ({"model": "Qwen/Qwen3-0.6B"}, openai.NotFoundError, "model", "model_not_found"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+         openai.BadRequestError, "response_format.json_schema.schema.not", "invalid_format"),
+        ({"extra_body": {"chat_template_kwargs": {"x": "x" * 20_000}}},
+         openai.BadRequestError, "chat_template_kwargs", "invalid_field"),
+        ({"messages": [{"role": "user", "content": "x" * 40_000}]},
+         openai.BadRequestError, "messages", "context_length_exceeded"),
         ({"extra_body": {"tempperature": 1}}, openai.BadRequestError, "tempperature", "unknown_parameter"),
         ({"top_p": 7}, openai.BadRequestError, "top_p", "invalid_field"),
         ({"temperature": "hot"}, openai.BadRequestError, "temperature", "invalid_value"),
@@ -178,6 +186,8 @@ async def test_errors(client: Client, given: Any, kind: type[openai.APIStatusErr
         with pytest.raises(kind) as caught:
             await client.chat.completions.create(**{**CHAT, "max_tokens": 500, "stream": stream, **given})
         assert (caught.value.param, caught.value.code) == (field, code)
+        if code == "context_length_exceeded":
+            assert "This model's maximum context length is 32768 tokens; " in caught.value.message
 
 
 async def test_a_client_that_leaves_cancels_its_work(client: Client, cluster: Cluster, eventually: Eventually) -> None:

@@ -66,7 +66,10 @@ async def test_errors(client: AsyncInferenceClient, http: httpx2.AsyncClient) ->
             answer = await http.post(path, json={"inputs": "x", "parameters": parameters})
             assert (answer.status_code, answer.json()["error"]) == (status, message)
     for body, begin in (
-        ({"inputs": "x", "parameters": {"max_new_tokens": 10**9}}, "max_new_tokens: 1 prompt tokens and "),
+        (
+            {"inputs": "x", "parameters": {"max_new_tokens": 10**9}},
+            "max_new_tokens: This model's maximum context length is ",
+        ),
         ({"inputs": ""}, "inputs: "),
     ):
         answer = await http.post("/generate", json=body)

@@ -136,7 +136,7 @@ async def test_a_continuation_that_fails_ends_the_call_and_the_others(scoring: U
     ("prompt", "given", "names"),
     [
         ("The quick", ["x", ()], r"continuations\[1\]: has no tokens"),
-        ("The quick", [(1,) * 60], r"continuations\[0\]: \d+ prompt tokens and its 60 do not fit the context of 40"),
+        ("The quick", [(1,) * 60], r"continuations\[0\]: .* is 40 tokens; \d+ prompt tokens and its 60 do not fit"),
         ("x" * 500, ["x"], "prompt: .* do not fit"),
     ],
 )

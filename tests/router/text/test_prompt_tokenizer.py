@@ -53,6 +53,9 @@ async def test_a_chat_whose_template_makes_no_text_is_refused(text: WatchedText)
         with pytest.raises(InvalidField, match="makes no text of them") as refused:
             await encoder.tokenize_chat(text, ChatTemplate("{{ 'x' | attr('__class__') }}"), chat, "acme", 99, 0.0)
         assert refused.value.field == "chat.messages"
+        with pytest.raises(InvalidField, match="99 tokens; more than 396 characters of text do not") as refused:
+            await encoder.tokenize_chat(text, ChatTemplate("{{ 'x' * 999 }}"), chat, "acme", 99, 0.0)
+        assert (refused.value.field, refused.value.reason) == ("chat.messages", "CONTEXT_EXCEEDED")
     finally:
         encoder.close()
 
@@ -60,18 +63,18 @@ async def test_a_chat_whose_template_makes_no_text_is_refused(text: WatchedText)
 async def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(text: WatchedText) -> None:
     encoder = PromptTokenizer(1)
     for prompt in ("x" * 401, "é" * 201, "🦊" * 101):
-        with pytest.raises(InvalidField, match="bytes of text do not fit the context of 100") as refused:
+        with pytest.raises(InvalidField, match=r"length is 100 tokens; \d+ bytes of text do") as refused:
             await encoded(text, prompt, encoder=encoder, context=100)
         assert (refused.value.field, refused.value.reason) == ("prompt", "CONTEXT_EXCEEDED")
     assert text.begun == []
     for prompt in ("x" * 400, "é" * 200, "🦊" * 100):  # at most 100 tokens of 4 bytes, as far as the bound can tell
-        with pytest.raises(InvalidField, match="400 tokens do not fit the context of 100"):
+        with pytest.raises(InvalidField, match="length is 100 tokens; 400 tokens do not fit"):
             await encoded(text, prompt, encoder=encoder, context=100)
     assert len(text.begun) == 3
 
 
 async def test_ids_beyond_the_context_are_refused(text: WatchedText) -> None:
-    with pytest.raises(InvalidField, match="token_ids: 101 tokens"):
+    with pytest.raises(InvalidField, match=r"token_ids: .+ 101 tokens"):
         await PromptTokenizer(1).tokenize(text, (1,) * 101, "token_ids", "acme", 100)
 
 

@@ -71,7 +71,7 @@ async def test_a_prompt_is_cut_from_the_left_and_keeps_its_beginning() -> None:
     assert await encode(text, "The", "prompt", "acme", 30, PromptOptions(truncate_to=12)) == tuple(
         tokenizer_of("byte-level").encode("The").ids
     )
-    with pytest.raises(InvalidField, match=r"\d+ tokens do not fit the context of 30; .*truncate_to"):
+    with pytest.raises(InvalidField, match=r"is 30 tokens; \d+ tokens do not fit; .*truncate_to"):
         await encode(text, tuple(whole), "token_ids", "acme", 30)
 
 
