@@ -107,6 +107,10 @@ class QuietHandler(WSGIRequestHandler):
 class BoundedServer(ThreadingWSGIServer):
     """Serves at most CONNECTIONS at a time, each in a thread; further ones are closed."""
 
+    # Maximum number of connections that wait to be accepted. With socketserver's 5, a burst waits a second and more,
+    # until its SYNs are sent again.
+    request_queue_size = CONNECTIONS
+
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler], family: int) -> None:
         self.address_family = family
         self._free = threading.Semaphore(CONNECTIONS)
