@@ -6,6 +6,7 @@ and for people in docs/reference/metrics.md.
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import threading
 from collections.abc import Sequence
@@ -156,10 +157,39 @@ class MetricsServer:
         self._thread.join()
 
 
+class OwnHosts:
+    """WSGI application that serves another one to requests for this machine alone.
+
+    A page of another site, in a browser of this machine, reaches loopback under a name of its own that means 127.0.0.1.
+    """
+
+    def __init__(self, application: Any) -> None:
+        self._application = application
+
+    def __call__(self, environ: Any, start_response: Any) -> Any:
+        """Serve a request."""
+        host = environ.get("HTTP_HOST", "localhost")
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if name.lower() == "localhost" or is_address(name):
+            return self._application(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain")])
+        return [b"host: not a name of this machine\n"]
+
+
+def is_address(host: str, *, of_loopback: bool = False) -> bool:
+    """Return whether a host is an IP address; `of_loopback`: one that only this machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback or not of_loopback
+    except ValueError:
+        return False
+
+
 def _listen(host: str, port: int, registry: CollectorRegistry) -> BoundedServer:
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
     server = BoundedServer((host, port), QuietHandler, family)
-    server.set_app(make_wsgi_app(registry))
+    application = make_wsgi_app(registry)
+    local = host == "localhost" or is_address(host, of_loopback=True)
+    server.set_app(OwnHosts(application) if local else application)
     return server
 
 

@@ -101,6 +101,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     from clients.cli.upload_tree import AdapterTree, find_adapters
     from deploy.local import ClusterSettings
 
+    os.umask(0o077)  # what it writes is for its own user
     for variable in CREDENTIAL_VARIABLES:  # of another cluster: this one has none
         os.environ.pop(variable, None)
     # Refuse bad arguments before any process starts.

@@ -35,6 +35,8 @@ _HEALTH_S = 2.0
 _ACCEPTED_S = 1.0
 # Maximum number of accepted credentials that are remembered, of which each is a hash of 32 bytes.
 _ACCEPTED = 100_000
+# Maximum length in characters of a tenant's name or a credential: a gRPC server reads headers of 8 KiB.
+_WHO_CHARACTERS = 6_000
 # Maximum number of tokens whose bytes are kept.
 _TOKENS = 300_000
 # Maximum number of tokens whose bytes one call asks for: routers take as many ids as the context has.
@@ -127,7 +129,11 @@ class Cluster:
         if len(tenants) > 1:
             raise invalid(TENANT_KEY, "is given twice")
         # Routers that check no credentials take the tenant as it is, and know no keys.
-        return "".join(tenants), _credential(headers) if self._checks_credentials else ""
+        who = "".join(tenants), _credential(headers) if self._checks_credentials else ""
+        if (size := max(map(len, who))) > _WHO_CHARACTERS:
+            message = f"the tenant or credential has {size} characters; at most {_WHO_CHARACTERS}"
+            raise HttpError(401, "credential_invalid", message)
+        return who
 
     async def serves(self) -> bool:
         """Return whether a router answers that requests are served."""

@@ -128,7 +128,7 @@ class Exchange:
     async def _start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
         self.status = status
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-        if status in (408, 413):  # the rest of the body is not read
+        if status == 408:  # the rest of the body is not waited for
             raw.append((b"connection", b"close"))
         start: Message = {"type": "http.response.start", "status": status, "headers": raw}
         await self._send(start)

@@ -42,6 +42,9 @@ _UNSENT_BYTES = 128 * 1024
 _HEADER_BYTES = 64 * 1024
 # Maximum bytes of a whole request as it is sent: its body may be in small chunks.
 _REQUEST_BYTES = 4 * BODY_BYTES
+# Time in seconds in which the rest of a refused request is read and dropped: closing before would reset the
+# connection, and the client would not see its answer.
+_REST_S = 10.0
 # Timeout in seconds for the headers of a request, the first one's from the connection on.
 _HEADERS_S = 10.0
 # Time in seconds after which a connection without a request is closed.
@@ -239,8 +242,15 @@ class HttpConnection(HttpToolsProtocol):
 
     _headers_timer: TimerHandle | None = None
     _stall_timer: TimerHandle | None = None
-    _in_headers = True
-    _request_bytes = 0
+    # Runs while the rest of a request that is answered already is read.
+    _rest_timer: TimerHandle | None = None
+    _in_headers = _in_request = True
+    _request_bytes = _header_bytes = 0
+    # Why the headers are refused, while the parser reads them.
+    _bad_headers: HttpError | None = None
+    # Whether the request was refused, so that nothing more is parsed.
+    _refused = False
+    _has_host = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
@@ -254,34 +264,55 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
         self.place.leave()
         self.gauge.set(len(self.connections))
-        for timer in (self._headers_timer, self._stall_timer):
+        for timer in (self._headers_timer, self._stall_timer, self._rest_timer):
             if timer is not None:
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
         self._request_bytes += len(data)
         super().data_received(data)
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
         if self._in_headers and self._request_bytes > _HEADER_BYTES:
-            self._refuse(HttpError(431, "headers_too_large", f"the headers have more than {_HEADER_BYTES} bytes"))
-        elif self._request_bytes > _REQUEST_BYTES:
+            self._refuse(_headers_too_large())
+        elif self._request_bytes > _REQUEST_BYTES and self._rest_timer is None:
             self._give_up("request_size")
 
     def on_message_begin(self) -> None:
         """See httptools."""
         super().on_message_begin()
-        self._in_headers, self._request_bytes = True, 0
+        self._in_headers = self._in_request = True
+        self._request_bytes = self._header_bytes = 0
+        self._has_host = False
         if self._headers_timer is None:
             self._headers_timer = self.loop.call_later(_HEADERS_S, self._give_up, "headers_slow")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """See httptools; headers behind a body in chunks are ignored."""
-        if self._in_headers:
-            super().on_header(name, value)
+        """See httptools; headers behind a body in chunks are ignored. Raises HttpError, which the parser ends with."""
+        if not self._in_headers:
+            return
+        self._count_head(len(name) + len(value))
+        if name.lower() == b"host":
+            if self._has_host:  # a proxy may have looked at the other one
+                self._bad_headers = HttpError(400, "invalid_http", "the request has two Host headers")
+                raise self._bad_headers
+            self._has_host = True
+        super().on_header(name, value)
+
+    def on_url(self, url: bytes) -> None:
+        """See httptools. Raises HttpError."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def _count_head(self, size: int) -> None:
+        """Count bytes of a request's line and headers. Raises HttpError beyond the limit."""
+        self._header_bytes += size
+        if self._header_bytes > _HEADER_BYTES:
+            self._bad_headers = _headers_too_large()
+            raise self._bad_headers
 
     def on_headers_complete(self) -> None:
         """See httptools."""
@@ -292,9 +323,19 @@ class HttpConnection(HttpToolsProtocol):
         super().on_headers_complete()
         self.place.work()
 
+    def on_message_complete(self) -> None:
+        """See httptools."""
+        super().on_message_complete()
+        self._in_request = False
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+
     def on_response_complete(self) -> None:
         """See HttpToolsProtocol."""
         super().on_response_complete()
+        if self._in_request and self.cycle.response_complete and not self.transport.is_closing():
+            self._rest_timer = self.loop.call_later(_REST_S, self._give_up, "request_size")
         if self.cycle.response_complete:  # else the next request came behind this one
             self.place.rest()
 
@@ -319,10 +360,11 @@ class HttpConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """See HttpToolsProtocol; the answer has the shape of other errors."""
-        self._refuse(HttpError(400, "invalid_http", msg))
+        self._refuse(self._bad_headers or HttpError(400, "invalid_http", msg))
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer a request that is not one, and close the connection."""
+        """Answer a request that is not one, and close the connection when the client has."""
+        self._refused = True
         self.closed.labels(error.code).inc()
         body = encode(self.on_error(error))
         head = (
@@ -330,7 +372,11 @@ class HttpConnection(HttpToolsProtocol):
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode("ascii") + body)
-        self.transport.close()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._rest_timer = self.loop.call_later(_REST_S, self._give_up, error.code)
+        else:
+            self.transport.close()
 
     def _make_room(self) -> None:
         self._give_up("limit")
@@ -338,6 +384,10 @@ class HttpConnection(HttpToolsProtocol):
     def _give_up(self, why: str) -> None:
         self.closed.labels(why).inc()
         self.transport.abort()
+
+
+def _headers_too_large() -> HttpError:
+    return HttpError(431, "headers_too_large", f"the headers have more than {_HEADER_BYTES} bytes")
 
 
 class HttpServer(uvicorn.Server):

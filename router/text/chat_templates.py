@@ -276,9 +276,13 @@ def _answer(request: Mapping[str, Any]) -> Json:
         return {"field": "chat.messages", "error": f"the chat template refuses them: {_line(error)}"}
 
 
+# What a message may show of this process: addresses of objects, and the directories of files.
+_OURS = re.compile(r" at 0x[0-9a-fA-F]+|(?<!\S)['\"]?(/[\w.-]+)+/(?=[\w.-])")
+
+
 def _line(error: Exception) -> str:
     where = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
-    return re.sub(r"\s+", " ", str(error))[:300] + where
+    return _OURS.sub("", re.sub(r"\s+", " ", str(error)))[:300] + where
 
 
 def main() -> None:

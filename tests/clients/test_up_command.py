@@ -62,6 +62,7 @@ async def test_a_restart_serves_what_was_live(tmp_path: Path) -> None:
     assert lines[0].startswith(f"tenants/acme/adapters/support: live stays at {first[:19]}")
     assert [line.split()[0] for line in lines[1:]] == ["ready", "metrics", "logs", "data"]
     assert lines[4] == f"data {data}, kept\n"
+    assert not [log for log in (data / "logs").iterdir() if log.stat().st_mode & 0o077], "others may read them"
     assert answer.adapter_revision.endswith(first)
     assert "acme/broken is not an adapter: it has no adapter_config.json; the others are served" in steps
     assert ["uploading adapter acme/support" in steps, "uploading adapter shared/polite" in steps] == [True, True]

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
@@ -111,6 +112,12 @@ def test_silent_connections_do_not_keep_metrics_from_a_scrape(monkeypatch: pytes
     assert threading.active_count() <= before + 1 + CONNECTIONS
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         assert b"process_open_fds" in answer.read()
+    for name in (
+        "evil.test",
+        "localhost.evil.test:9000",
+    ):  # a page of another site, under a name that it lets mean this machine
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(urllib.request.Request(f"http://{address}/metrics", headers={"Host": name}))
     for connection in silent:
         connection.close()
     server.close()

@@ -11,6 +11,7 @@ from loraplex_client import PermissionDeniedError, UnauthenticatedError, Unavail
 from starlette.datastructures import Headers
 
 from clients.gateway.cluster import Cluster
+from clients.gateway.errors import HttpError
 from clients.gateway.exchange import host_of
 from clients.gateway.http_server import Place, Places
 
@@ -81,6 +82,10 @@ async def test_made_up_keys_have_no_share_of_their_own(cluster: Cluster, routers
         with pytest.raises(UnauthenticatedError):
             await cluster.counted_as(Headers({"x-api-key": "made up"}), HOST)
     assert routers.asked == {"made up": 2}
+    for name in ("x-api-key", "x-loraplex-tenant"):  # no router could read them
+        with pytest.raises(HttpError, match="60000 characters") as caught:
+            cluster.caller(Headers({name: "x" * 60_000}))
+        assert caught.value.status == 401
     routers.fails = UnavailableError("no router")
     assert await cluster.counted_as(Headers({"x-api-key": KEY}), HOST) == HOST
 

@@ -146,6 +146,7 @@ HOSTILE = {
     "{% include '/etc/passwd' %}": "no loader",
     "{% if %}": r"line 1\)",
     "{{ raise_exception('user first') }}": "user first",
+    "{{ raise_exception(lipsum|string ~ ' /usr/lib/x.py') }}": r"them: <function generate_lorem_ipsum> x\.py$",
     '{{ "\\ud800" }}': "surrogate",
 }
 
