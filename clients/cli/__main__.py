@@ -125,7 +125,7 @@ def _run() -> int:
     except OSError as error:  # a file that can't be read or written
         print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         return 130
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Check and read audit logs.")
 
 FilesArgument = Annotated[
-    list[Path], typer.Argument(metavar="FILE...", help="The log's files, FILE and FILE.NUMBER, in any order.")
+    list[Path], typer.Argument(metavar="FILE...", help="Files of logs, each FILE and FILE.NUMBER, in any order.")
 ]
 # Maximum faults that are printed.
 _FAULTS = 20
@@ -34,21 +34,29 @@ def verify(
 ) -> None:
     """Find altered, removed, added or moved records; exit with 1 if there are any.
 
-    Prints the head: number and SHA-256 of the last record. Keep it where the log's host cannot write, and give it as
-    --known the next time: only that shows that the end was cut off, or that all of the log was written anew.
+    Prints each log's head: number and SHA-256 of the last record. Keep it where the log's host cannot write, and give
+    it as --known the next time, with one log: only that shows that the end was cut off, or that all of the log was
+    written anew.
 
-    [bold]loraplex audit verify audit.jsonl*[/]
+    [bold]loraplex audit verify router.jsonl* store.jsonl*[/]
     """
     from tenancy.audit_log import read, verify
 
-    verified = verify(read(files), _head(known))
-    for fault in verified.faults[:_FAULTS]:
-        print_error(str(fault))
-    if len(verified.faults) > _FAULTS:
-        print_error(f"{len(verified.faults) - _FAULTS} further faults")
-    say(f"{verified.records} records, head {verified.head}")
-    if verified.faults:
-        raise CommandError("the log is not as it was written", exit_code=1)
+    head, altered = _head(known), list[str]()
+    logs = _logs(files)
+    if head is not None and len(logs) > 1:
+        raise CommandError(f"--known: a head is of one log, and these files are of {', '.join(map(str, logs))}")
+    for log, parts in logs.items():
+        verified = verify(read(parts), head)
+        for fault in verified.faults[:_FAULTS]:
+            print_error(str(fault))
+        if len(verified.faults) > _FAULTS:
+            print_error(f"{len(verified.faults) - _FAULTS} further faults")
+        say(f"{f'{log}: ' if len(logs) > 1 else ''}{verified.records} records, head {verified.head}")
+        if verified.faults:
+            altered.append(str(log))
+    if altered:
+        raise CommandError(f"not as it was written: {', '.join(altered)}", exit_code=1)
 
 
 @app.command()
@@ -68,6 +76,15 @@ def show(
             print_json(record)
         return
     print_rows(("number", "time", "process", "event", "caller", "tenant", "result", "details"), map(_row, records))
+
+
+def _logs(files: list[Path]) -> dict[Path, list[Path]]:
+    """Return the files by their log: FILE, without the number of one that was rotated."""
+    logs: dict[Path, list[Path]] = {}
+    for file in files:
+        log = file.with_suffix("") if file.suffix[1:].isdecimal() else file
+        logs.setdefault(log, []).append(file)
+    return logs
 
 
 def _head(text: str) -> ChainHead | None:

@@ -153,7 +153,8 @@ def _closing_line(generation: Generation, timer: AnswerTimer) -> str:
     who = who or _short(generation.adapter_revision) or "plain base model"
     return (
         f"{who} · {generation.usage.completion_tokens} tokens · TTFT {format_figure(timer.ttft_ms, 0)} ms · "
-        f"{format_figure(timer.tokens_per_s)} tokens/s · ended by {generation.finish_reason}"
+        f"{format_figure(timer.tokens_per_s)} tokens/s · ended by {generation.finish_reason} · "
+        f"request {generation.request_id}"
     )
 
 

@@ -170,7 +170,12 @@ def purge(
     [bold]loraplex tenants purge acme --yes[/]
     """
     if not yes:
-        typer.confirm(f"Remove everything of {name}, without a way back?", abort=True)
+        try:
+            agreed = typer.confirm(f"Remove everything of {name}, without a way back?")
+        except typer.Abort as error:  # stdin has ended
+            raise CommandError("nobody answered whether to remove the tenant; --yes removes it unasked") from error
+        if not agreed:
+            return
     # The store first: so nothing new comes, and workers learn what is gone.
     purged = message_values(Service("store", store, "admin.v1.tenants").ask("PurgeTenant", tenant=name))
     cells = [cluster_service(router.strip(), "") for router in filter(None, routers.split(","))]

@@ -270,8 +270,7 @@ class RequestRecord:
         self._spans.end(span, error="" if code == "OK" else code, at_s=ended)
 
     def _log(self, code: str, error: BaseException | None, ended: float) -> None:
-        level = logging.DEBUG if code in {"OK", "CANCELLED"} else logging.INFO
-        if not log.isEnabledFor(level):
+        if not log.isEnabledFor(logging.INFO):
             return
         summary = self._summary
         log_fields: dict[str, Any] = {"code": code, "tenant": self.tenant, "s": round(ended - self._began, 4)}
@@ -280,7 +279,9 @@ class RequestRecord:
         if summary is not None:
             log_fields |= {"adapter": adapter_label(summary), "completion_tokens": summary.completion_tokens}
         request_id = summary.request_id if summary is not None else self._request_id
-        log.log(level, "request ended", extra=fields(request_id=request_id, **log_fields))
+        if self._span is not None:
+            log_fields["trace_id"] = format(self._span.get_span_context().trace_id, "032x")
+        log.info("request ended", extra=fields(request_id=request_id, **log_fields))
 
 
 def adapter_label(summary: Summary) -> str:

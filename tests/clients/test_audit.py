@@ -47,6 +47,14 @@ async def test_a_store_s_log_is_verified_and_shown(tmp_path: Path) -> None:
     assert [record["details"]["key_id"] for record in shown] == [keys[0].split("_")[1], keys[2].split("_")[1]]
     assert "KeyService/CreateKey" in audit("show", path)
     assert audit("show", path, "--since", "2999-01-01").count("\n") == 1
+    other = tmp_path / "router.jsonl"
+    (tmp_path / "router.jsonl.1").write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
+    other.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[3:]))
+    both = audit("verify", path, other, tmp_path / "router.jsonl.1").splitlines()
+    assert both == [f"{log}: 7 records, head {head}" for log in (path, other)]
+    with pytest.raises(CommandError, match="a head is of one log"):
+        audit("verify", path, other, "--known", head)
+    other.unlink()
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
     audit("verify", path)
     with pytest.raises(CommandError, match="not as it was written"):

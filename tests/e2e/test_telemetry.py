@@ -253,7 +253,10 @@ def check_trace(found: Collector, model: str, request_id: str, trace_id: str, pa
 
 def check_logs(logs: Mapping[str, str]) -> None:
     lines = [json.loads(line) for line in logs["router-1"].splitlines() if line.startswith("{")]
-    (refused,) = [line for line in lines if line["message"] == "request ended"]
+    ended = [line for line in lines if line["message"] == "request ended"]
+    assert {(line["level"], len(line["trace_id"])) for line in ended} == {("info", 32)}
+    assert any(line["code"] == "OK" and line["request_id"] for line in ended)
+    (refused,) = [line for line in ended if line["code"] != "OK"]
     assert (refused["level"], refused["code"], refused["tenant"]) == ("info", "NOT_FOUND", "acme")
     assert {line["process"] for line in lines} == {"router"}
     for log in logs.values():

@@ -137,7 +137,7 @@ def build_engine(
     loaded = choose_layouts(loaded, config.dtype)
     base = ModelLayers(loaded)
     lora = adapter_layers(loaded, config)
-    blocks = config.kv_blocks or _fitting_blocks(loaded, config)
+    blocks = _blocks(loaded, config)
     limits = EngineLimits.of(config, blocks=blocks, context=loaded.context_length, vocab_size=loaded.vocab_size)
     int8 = config.kv_cache_dtype == INT8
     cache = KvCache(loaded.kv, limits.blocks, limits.block_size, loaded.dtype, loaded.device, int8=int8)
@@ -196,10 +196,19 @@ def _grammars(loaded: LoadedModel, on_compiled: Callable[[], None]) -> GrammarTh
     return grammars
 
 
-def _fitting_blocks(loaded: LoadedModel, config: EngineConfig) -> int:
+def _blocks(loaded: LoadedModel, config: EngineConfig) -> int:
+    """Return the number of blocks of the KV cache. Raises ModelUnusableError where the memory does not hold so many."""
     # On CUDA the adapter slots have been allocated before this; on the CPU an empty slot takes no memory.
     available = available_bytes(loaded.device)
     token_bytes = loaded.kv.token_bytes(loaded.dtype.itemsize, config.kv_cache_dtype)
+    if config.kv_blocks:
+        held = available // (token_bytes * config.block_size)
+        if config.kv_blocks > held:
+            raise ModelUnusableError(
+                f"--kv-blocks: {config.kv_blocks} blocks of {config.block_size} tokens do not fit in the memory of "
+                f"{loaded.device}, which holds {held}; use fewer, or 0 for as many as fit"
+            )
+        return config.kv_blocks
     blocks = fitting_blocks(
         available, token_bytes, config.block_size, config.rows, loaded.context_length, loaded.device
     )

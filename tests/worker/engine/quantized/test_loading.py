@@ -85,6 +85,10 @@ def test_the_same_memory_holds_more_blocks_of_int8(
     blocks = [make_engine(SHIPPED, rows=64, kv_cache_dtype=name).limits.blocks for name in ("", "int8")]
     # A quarter of the memory, by blocks of 16 tokens of 6 layers, 2 KV heads and 64 numbers, keys and values.
     assert blocks == [(16 << 20) // (16 * 6 * 2 * 2 * size) for size in (64 * 4, 64 + 4)]
+    with pytest.raises(
+        ModelUnusableError, match=r"--kv-blocks: 99999999 blocks of 16 tokens do not fit .* holds 682; use"
+    ):
+        make_engine(SHIPPED, kv_blocks=99_999_999)
 
 
 @pytest.mark.parametrize(
