@@ -327,10 +327,10 @@ class _Events:
     async def send(self, stream: AsyncGenerationStream) -> None:
         """Send the whole stream. Raises LoraplexError."""
         exchange = self._call.exchange
+        await self._call.begin_when_admitted([stream], self._start())
         async for piece in stream:
             if not exchange.status:
-                await exchange.begin_events()
-                await exchange.write(self._start())
+                await self._call.begin(self._start())
             if piece.finished is not None:
                 await exchange.end(self._last(self._call.finished(piece.finished)))
             elif events := self._events(piece):

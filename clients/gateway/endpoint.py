@@ -6,13 +6,13 @@ import asyncio
 import ipaddress
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from urllib.parse import urlsplit
 
-from loraplex_client import AsyncClient, Generation, LoraplexError
+from loraplex_client import AsyncClient, AsyncGenerationStream, Generation, LoraplexError
 from opentelemetry import context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
@@ -147,6 +147,22 @@ class HttpCall:
         """Return the client of the request's tenant. Raises HttpError, LoraplexError."""
         return self.cluster.caller(self.exchange.headers)
 
+    async def begin_when_admitted(self, streams: Sequence[AsyncGenerationStream], events: bytes = b"") -> None:
+        """Begin a stream of events once all these requests wait for their first tokens, for which that may be long.
+
+        Where one is not admitted, reading it raises its error; until then the answer may have that error's status.
+        """
+        for stream in streams:
+            if not await stream.admitted():
+                return
+        await self.begin(events)
+
+    async def begin(self, events: bytes = b"") -> None:
+        """Begin a stream of events, with these."""
+        await self.exchange.begin_events()
+        if events:
+            await self.exchange.write(events)
+
     def finished(self, whole: Generation) -> Generation:
         """Count a finished answer; returns it."""
         if whole.continuations:
@@ -215,6 +231,7 @@ class HttpEndpoint:
             status = self._protocol.status(failure)
             await self._fail(exchange, failure)
         finally:
+            exchange.close()
             self._open.bytes.give(exchange.client, exchange.body_bytes)
             metrics.open.labels(self.path).dec()
             metrics.requests.labels(self.path, str(status)).inc()

@@ -20,6 +20,8 @@ BODY_S = 10.0
 # Maximum bytes of the bodies of all requests that run; an address alone gets half of them. A router's own bound of its
 # calls' messages is half as large, and bodies come before anybody looks at a credential.
 BODIES_BYTES = 512 * 1024 * 1024
+# Interval in seconds of comments in a stream without events: proxies cut a silent connection after 30 s or 60 s.
+COMMENT_S = 10.0
 # The client's own deadline in milliseconds.
 TIMEOUT_HEADER = "x-request-timeout-ms"
 
@@ -53,6 +55,9 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._ended = False
+        # Number of writes of a stream, and the task that sends comments between them.
+        self._written = 0
+        self._commenting: asyncio.Task[None] | None = None
 
     async def read_body(self, held: Shares) -> bytes:
         """Return the body; `body_bytes` of `held` are the client's from now on, who are to be given back.
@@ -109,11 +114,20 @@ class Exchange:
         await self._body(body)
 
     async def begin_events(self) -> None:
-        """Begin a stream of events."""
+        """Begin a stream of events. While it waits for one it has comments, so that no proxy takes it for dead."""
         await self._start(200, [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")])
+        self._commenting = asyncio.create_task(self._comment())
+
+    async def _comment(self) -> None:
+        while True:
+            written = self._written
+            await asyncio.sleep(COMMENT_S)
+            if self._written == written:
+                await self.write(b": waiting\n\n")
 
     async def write(self, events: bytes) -> None:
         """Send events; waits while the client reads more slowly than they come."""
+        self._written += 1
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, events: bytes = b"") -> None:
@@ -133,8 +147,14 @@ class Exchange:
         start: Message = {"type": "http.response.start", "status": status, "headers": raw}
         await self._send(start)
 
+    def close(self) -> None:
+        """Send no more comments."""
+        if self._commenting is not None:
+            self._commenting.cancel()
+
     async def _body(self, body: bytes) -> None:
         self._ended = True
+        self.close()
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -152,9 +152,10 @@ class _ChatChunks(_Chunks):
     async def send(self, stream: AsyncGenerationStream) -> None:
         """Send the whole stream. Raises LoraplexError."""
         exchange = self._call.exchange
+        await self._call.begin_when_admitted([stream])
         async for piece in stream:
             if not exchange.status:
-                await exchange.begin_events()
+                await self._call.begin()
             if piece.finished is not None:
                 await exchange.end(self._last(self._call.finished(piece.finished)))
             elif piece.ended is not None:
@@ -286,9 +287,10 @@ class _CompletionChunks(_Chunks):
     async def send(self, streams: Sequence[AsyncGenerationStream]) -> None:
         """Send the streams, merged. Raises LoraplexError."""
         exchange = self._call.exchange
+        await self._call.begin_when_admitted(streams)
         async for number, piece in _merged(streams):
             if not exchange.status:
-                await exchange.begin_events()
+                await self._call.begin()
             if piece.finished is not None:
                 self._wholes.append(self._call.finished(piece.finished))
             elif piece.ended is not None:

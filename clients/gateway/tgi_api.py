@@ -192,9 +192,10 @@ async def _whole(call: HttpCall, request: Mapping[str, Any]) -> dict[str, Any]:
 async def _stream(call: HttpCall, request: Mapping[str, Any]) -> None:
     ask, exchange, index = ask_of(request), call.exchange, 0
     async with _opened(call, request, ask) as stream:
+        await call.begin_when_admitted([stream])
         async for piece in stream:
             if not exchange.status:
-                await exchange.begin_events()
+                await call.begin()
             if piece.finished is not None:
                 call.finished(piece.finished)
             events = b""

@@ -44,7 +44,7 @@ from router.api.encoding import (
 )
 from router.api.request_telemetry import RequestTelemetry
 from router.generation.admission import Admission
-from router.generation.generation import Generation
+from router.generation.generation import Generation, OnAdmitted
 from router.generation.unary_calls import ContinuationScore, UnaryCalls
 from router.request import Message, Request, Stopping, Summary
 from rpc.errors import CallError, InvalidField
@@ -299,6 +299,18 @@ def write_scores(scores: Sequence[ContinuationScore], summary: Summary) -> pb.Sc
     )
 
 
+# Metadata of a call that asks to hear of its admission, and of the answer that says so. Others get no metadata before
+# their first message, so that the policies of their clients may send them again.
+ADMITTED_KEY = "x-loraplex-admitted"
+
+
+def _announcer(context: Context) -> OnAdmitted | None:
+    """Return what tells a call's client that it is admitted; None where it has not asked for that."""
+    if ADMITTED_KEY not in dict(context.invocation_metadata() or ()):
+        return None
+    return partial(context.send_initial_metadata, ((ADMITTED_KEY, "1"),))
+
+
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves loraplex.inference.v1.InferenceService."""
 
@@ -314,7 +326,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         with self.telemetry.new_record(context) as record:
             call = record.begin(await read_spec(request.spec, record.tenant, self.models, self.prompts))
             del request  # it may be large, and a stream long
-            async with aclosing(self.generation.run(call, context.time_remaining())) as messages:
+            answer = self.generation.run(call, context.time_remaining(), on_admitted=_announcer(context))
+            async with aclosing(answer) as messages:
                 async for message in messages:
                     record.count(message.event)
                     yield pb.GenerateResponse(event=await self._write(message, call.tenant))
@@ -327,7 +340,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             count = count_received(request.received, call.n, payload.max_tokens)
             received = await self.prompts.run(call.tenant, count, partial(read_received, request.received))
             del request
-            rest = self.generation.resume(call, payload, received, context.time_remaining())
+            rest = self.generation.resume(
+                call, payload, received, context.time_remaining(), on_admitted=_announcer(context)
+            )
             async with aclosing(rest) as messages:
                 async for message in messages:
                     record.count(message.event)

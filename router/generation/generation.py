@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +35,7 @@ from rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidFiel
 log = logging.getLogger(__name__)
 
 Key = tuple[str, str]
+OnAdmitted = Callable[[], Awaitable[None]]
 
 
 @dataclass(slots=True, eq=False)
@@ -305,7 +306,12 @@ class Generation:
         return payload
 
     def resume(
-        self, request: Request, payload: ResumePayload, received: Mapping[int, Received], deadline_s: float | None
+        self,
+        request: Request,
+        payload: ResumePayload,
+        received: Mapping[int, Received],
+        deadline_s: float | None,
+        on_admitted: OnAdmitted | None = None,
     ) -> AsyncGenerator[Message]:
         """Return the messages after what the client has received; see `run`."""
         request = replace(
@@ -315,7 +321,7 @@ class Generation:
             stopping=replace(request.stopping, max_tokens=payload.max_tokens),
             rendered_at_s=payload.rendered_at_s,
         )
-        return self.run(request, deadline_s, Resumption(payload, received))
+        return self.run(request, deadline_s, Resumption(payload, received), on_admitted=on_admitted)
 
     async def run(
         self,
@@ -323,10 +329,12 @@ class Generation:
         deadline_s: float | None,
         resumption: Resumption | None = None,
         part_of: CallBudget | None = None,
+        on_admitted: OnAdmitted | None = None,
     ) -> AsyncGenerator[Message]:
         """Yield the request's messages, a Summary last. Leaving early stops the work. Raises a CallError.
 
-        `part_of` is the reservation of a larger call, which has the request's tokens too.
+        `part_of` is the reservation of a larger call, which has the request's tokens too. `on_admitted` is called when
+        the request waits for a worker.
         """
         if resumption is not None and resumption.is_complete(request):
             yield await self._summary_alone(request, resumption, deadline_s)
@@ -338,6 +346,8 @@ class Generation:
         run, reader = await self._enter(request, resumption, deadline_s, part_of)
         try:
             run.routed.limit(deadline_s)
+            if on_admitted is not None:
+                await on_admitted()
             job = run.routed.job
             received = resumption.received if resumption else None
             make_answer = partial(

@@ -20,7 +20,7 @@ import grpc
 from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call, Script
-from loraplex_client.endpoint import Endpoint
+from loraplex_client.endpoint import ADMITTED_KEY, Endpoint
 from loraplex_client.errors import CancelledError, LoraplexError, error_of
 from loraplex_client.generation import Attempt, Generation, Piece, Recovery
 
@@ -158,6 +158,10 @@ class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
         if not self._closing:
             self._recovery.end()
         raise StopAsyncIteration
+
+    async def admitted(self) -> bool:
+        """Return True once a router has admitted the request, which then may wait for long; else read the stream."""
+        return ADMITTED_KEY in dict(await self._rpc.initial_metadata() or ())
 
     async def result(self) -> Generation:
         """Read to the end and return the whole answer. Raises LoraplexError."""

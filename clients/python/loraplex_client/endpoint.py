@@ -164,6 +164,9 @@ _CLIENT_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 TENANT_KEY = "x-loraplex-tenant"
+# Metadata of a call that asks to hear of its admission before its first token, and of the answer that says so.
+ADMITTED_KEY = "x-loraplex-admitted"
+_ASKS_FOR_ADMISSION = ((ADMITTED_KEY, "1"),)
 # The tenant of a client that has neither a credential nor a tenant.
 DEFAULT_TENANT = "default"
 
@@ -277,7 +280,8 @@ class Endpoint:
     def start(self, attempt: Attempt) -> Any:
         """Begin an RPC."""
         method = getattr(self._channels.stub(attempt.address), attempt.call.method)
-        metadata = (*self._metadata, *self._credentials.metadata(), *trace_metadata())
+        asks = _ASKS_FOR_ADMISSION if attempt.call.method in ("Generate", "Resume") else ()
+        metadata = (*self._metadata, *self._credentials.metadata(), *trace_metadata(), *asks)
         return method(attempt.call.request, timeout=attempt.timeout_s, metadata=metadata)
 
     def _recovery(self, request: inference_pb2.GenerateRequest, timeout_s: float | None) -> Recovery:

@@ -166,6 +166,24 @@ async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (b"connection", b"close") in client.sent[0]["headers"]
 
 
+async def test_a_stream_that_waits_has_comments_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clients.gateway.exchange.COMMENT_S", 0.001)
+
+    async def waits(call: HttpCall) -> None:
+        await call.exchange.begin_events()
+        while len(client.sent) < 3:  # noqa: ASYNC110  # comments come by the clock alone
+            await asyncio.sleep(0)
+        await call.exchange.end(b"data: x\n\n")
+
+    status, body = await (client := Client(waits)).ask()
+    assert status == 200
+    assert body.startswith(": waiting\n\n: waiting\n\n")
+    assert body.endswith("data: x\n\n")
+    sent = len(client.sent)
+    await asyncio.sleep(0.005)
+    assert len(client.sent) == sent
+
+
 async def test_a_trace_goes_on() -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     sent_metadata: list[Any] = []

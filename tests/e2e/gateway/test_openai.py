@@ -200,5 +200,26 @@ async def test_a_client_that_leaves_cancels_its_work(client: Client, cluster: Cl
     await eventually(cluster.idle)
 
 
+async def test_a_stream_that_waits_has_its_status_at_once(
+    client: Client, cluster: Cluster, eventually: Eventually
+) -> None:
+    """The answer to a request that waited for a worker had no byte until its first token: proxies cut it."""
+    async with asyncio.TaskGroup() as group:
+        busy = [
+            group.create_task(client.chat.completions.create(**CHAT, max_tokens=20_000, n=16)) for _ in range(4)
+        ]  # all rows of two workers
+        await eventually(lambda: _rows(cluster, 64))
+        async with asyncio.timeout(10):
+            chat = await client.chat.completions.create(**CHAT, max_tokens=3, stream=True)
+            prompts = await client.completions.create(model="a", prompt=["x", "y"], max_tokens=3, stream=True)
+        assert (chat.response.status_code, prompts.response.status_code) == (200, 200)
+        assert await _rows(cluster, 64)
+        await chat.close()
+        await prompts.close()
+        for task in busy:
+            task.cancel()
+    await eventually(cluster.idle)
+
+
 async def _rows(cluster: Cluster, count: int) -> bool:
     return sum(worker.rows_running for worker in await cluster.workers()) == count
