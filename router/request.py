@@ -177,7 +177,8 @@ class ToolCallDelta:
 class Delta:
     """The next tokens of an answer and the text that they add; `logprobs` of each, where the request asks for them.
 
-    Reasoning and calls of tools are not in `text`.
+    Reasoning and calls of tools are not in `text`. `text_lengths` goes with the log probabilities: the number of
+    characters that each token adds, where it is known.
     """
 
     offset: int
@@ -187,6 +188,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    text_lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -445,6 +445,7 @@ def _write_event(event: Event) -> pb.GenerateEvent:
         case Delta():
             delta = pb.Delta(choice=event.choice, offset=event.offset, token_ids=event.token_ids, text=event.text)
             delta.logprobs.extend(map(_write_logprobs, event.logprobs))
+            delta.text_lengths.extend(event.text_lengths)
             delta.reasoning = event.reasoning
             delta.tool_calls.extend(map(_write_tool_call, event.tool_calls))
             return pb.GenerateEvent(delta=delta)

@@ -117,7 +117,8 @@ class BestOf:
             received = self._received.get(choice, Received())
             events += self._echo.deltas(choice, received)
             if not received.token_ids and not received.finished:
-                events.append(replace(candidate.delta, choice=choice, logprobs=logprobs))
+                lengths = candidate.delta.text_lengths if logprobs else ()
+                events.append(replace(candidate.delta, choice=choice, logprobs=logprobs, text_lengths=lengths))
             elif received.token_ids != candidate.delta.token_ids:  # close to a tie, and computed in another batch
                 raise Aborted("the candidates rank otherwise than they did for the lost stream", reason="RANKS_DIFFER")
             if candidate.finished is not None and not received.finished:
@@ -142,6 +143,7 @@ class _Candidate:
             logprobs=before.logprobs + delta.logprobs,
             reasoning=before.reasoning + delta.reasoning,
             tool_calls=before.tool_calls + delta.tool_calls,
+            text_lengths=before.text_lengths + delta.text_lengths,
         )
 
     def mean_logprob(self) -> float:
@@ -406,11 +408,24 @@ class ChoiceAnswer:
         offset = self.delivered + skipped
         self.delivered += count
         logprobs = tuple(token.logprobs for token in tokens[skipped:] if token.logprobs is not None)
-        delta = Delta(offset, ids, text[skipped_characters:], self._choice, logprobs)
+        own = text[skipped_characters:]
+        delta = Delta(offset, ids, own, self._choice, logprobs)
         delta = self._filter.tell(
             delta, text[:skipped_characters], ended=ended, had_all=self._received >= self.delivered
         )
+        if logprobs and delta.text == own:
+            delta = replace(delta, text_lengths=_lengths(tokens[skipped:], len(own)))
         return delta if ids or delta.text or delta.reasoning or delta.tool_calls else None
+
+
+def _lengths(tokens: Sequence[_PendingToken], whole: int) -> tuple[int, ...]:
+    """Return how many of `whole` characters each token with an id adds; a stop string may cut the last ones."""
+    lengths: list[int] = []
+    for token in tokens:
+        if token.token_id is not None:
+            lengths.append(min(len(token.text), whole))
+            whole -= lengths[-1]
+    return tuple(lengths)
 
 
 def _finished(finish: FinishReason, ids: Sequence[int], choice: int, *, calls: bool) -> Finished:

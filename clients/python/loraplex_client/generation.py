@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import enum
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 from loraplex.inference.v1 import inference_pb2
@@ -142,6 +144,7 @@ class Generation:
 class Piece:
     """The content of a stream's message: `offset` tokens of this choice came before.
 
+    `texts` goes with the log probabilities: what each token adds to the text, where it is known.
     The last piece of a choice adds nothing and carries the whole choice in `ended`, while other choices may go on. The
     last piece of a stream adds nothing and carries the whole answer in `finished`.
     """
@@ -155,6 +158,7 @@ class Piece:
     reasoning: str = ""
     tool_calls: tuple[ToolCallPart, ...] = ()
     ended: Choice | None = None
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -382,6 +386,7 @@ class Fold:
             logprobs=logprobs,
             reasoning=delta.reasoning,
             tool_calls=calls,
+            texts=_texts(delta.text, delta.text_lengths),
         )
 
     def _end(self, finished: inference_pb2.Finished) -> Piece | None:
@@ -408,6 +413,12 @@ class Fold:
             adapters=tuple((part.adapter, part.weight) for part in summary.adapters),
         )
         return Piece("", (), len(whole.token_ids), finished=whole)
+
+
+def _texts(text: str, lengths: Sequence[int]) -> tuple[str, ...]:
+    """Return the text of each token; the last one's includes the rest."""
+    ends = [*accumulate(lengths)][:-1]
+    return tuple(text[begin:end] for begin, end in pairwise([0, *ends, len(text)])) if lengths else ()
 
 
 def _logprobs(token: inference_pb2.TokenLogprobs) -> TokenLogprobs:

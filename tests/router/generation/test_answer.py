@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 
-from options import FinishReason
+from options import FinishReason, TokenLogprobs
 from router.dispatch.links import Frame
 from router.dispatch.routed_job import RoutedJob
 from router.generation.answer import Answer, ChoiceAnswer
@@ -125,6 +126,19 @@ def test_chunking_never_changes_what_is_delivered() -> None:
         assert text(deltas) == letters[:at], (letters, stops, chunks)
         assert (finished is not None and finished.reason is FinishReason.STOP) == (at is not None)
         assert [d.offset for d in deltas] == [sum(len(e.token_ids) for e in deltas[:i]) for i in range(len(deltas))]
+
+
+@pytest.mark.parametrize("chunks", [["one two END x"], ["one", " tw", "o END x"], list("one two END x")])
+def test_each_token_has_its_text_however_tokens_come(chunks: list[str]) -> None:
+    reader, texts = answer(" END"), list[str]()
+    for chunk in chunks:
+        ids = [*chunk.encode()]
+        delta, finished = reader.push(ids, None, [TokenLogprobs(-1.0, ())] * len(ids))
+        ends = [0, *accumulate(delta.text_lengths)] if delta else []
+        texts += [delta.text[begin:end] for begin, end in pairwise(ends)] if delta else []
+        if finished:
+            break
+    assert texts == [*"one two"]
 
 
 def test_a_stop_string_is_found_across_two_reads() -> None:

@@ -143,8 +143,8 @@ class Ask:
             if self._held is not None:
                 yield StreamResponse(self._held)
             logprobs = piece.logprobs[index] if piece.logprobs else TokenLogprobs(0.0, ())
-            # The first of several tokens in a message has the text of all, because the last may be an end token.
-            text = "" if index else piece.text
+            # From an older router the first of several tokens has the text of all: the last may be an end token.
+            text = piece.texts[index] if piece.texts else "" if index else piece.text
             others = tuple(AlternativeToken(other, logprob) for other, logprob in logprobs.alternatives)
             self._held = Token(token_id, text, logprobs.logprob, special=False, alternative_tokens=others or None)
             self._count += 1
