@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -262,7 +261,7 @@ async def messages(call: HttpCall) -> None:
     request = MESSAGES.read(call.body)
     options = options_of(request)
     model = await call.cluster.named(call.caller, request["model"])
-    request_id = secrets.token_hex(12)
+    request_id = call.exchange.request_id
     head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": request["model"]}
     with named(request):
         stream = call.caller.chat_stream(

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
+from importlib.metadata import version
+from typing import Any
 
+from pydantic import TypeAdapter
 from starlette.routing import BaseRoute, Route, Router
 
+from clients.gateway.anthropic_api import COUNT, MESSAGES, count_tokens, messages
 from clients.gateway.anthropic_api import PROTOCOL as ANTHROPIC
-from clients.gateway.anthropic_api import count_tokens, messages
+from clients.gateway.bodies import Body
 from clients.gateway.cluster import Cluster
 from clients.gateway.endpoint import (
     Gateway,
@@ -24,13 +30,23 @@ from clients.gateway.endpoint import (
 )
 from clients.gateway.errors import HttpError
 from clients.gateway.http_server import http_server, listen
+from clients.gateway.openai_api import CHAT, COMPLETION, EMBEDDING, embeddings, get_model, list_models
 from clients.gateway.openai_api import PROTOCOL as OPENAI
-from clients.gateway.openai_api import embeddings, get_model, list_models
 from clients.gateway.openai_completions import chat_completions, completions
 from clients.gateway.page import cluster_state, page, page_file
 from clients.gateway.settings import GatewaySettings
+from clients.gateway.tgi_api import (
+    DETOKENIZE,
+    GENERATE,
+    TOKENIZE,
+    detokenize,
+    generate,
+    generate_either,
+    generate_stream,
+    info,
+    tokenize,
+)
 from clients.gateway.tgi_api import PROTOCOL as TGI
-from clients.gateway.tgi_api import generate, generate_either, generate_stream, info, tokenize
 from rpc.server import stop_signal
 from telemetry.metrics import serve_metrics
 
@@ -45,6 +61,21 @@ async def health(call: HttpCall) -> None:
     if not await call.cluster.serves():
         raise HttpError(503, "not_serving", "no router serves requests", retry_after_s=1.0)
     await call.exchange.answer({"status": "serving"})
+
+
+async def ping(call: HttpCall) -> None:
+    """Answer 200: the gateway itself serves."""
+    await call.exchange.answer({})
+
+
+async def show_description(call: HttpCall) -> None:
+    """Answer with an OpenAPI description of the paths."""
+    await call.exchange.answer(await asyncio.to_thread(description))
+
+
+async def show_version(call: HttpCall) -> None:
+    """Answer with the version."""
+    await call.exchange.answer({"version": version("loraplex")})
 
 
 # Advice for paths that clients ask for and that are not served.
@@ -77,11 +108,61 @@ PATHS: Mapping[str, tuple[Protocol, Mapping[str, Handler]]] = {
     "/": (TGI, {"GET": page, "POST": generate_either}),
     "/info": (TGI, {"GET": info}),
     "/tokenize": (TGI, {"POST": tokenize}),
+    "/detokenize": (TGI, {"POST": detokenize}),
     "/health": (OPENAI, {"GET": health}),
+    "/ping": (OPENAI, {"GET": ping, "POST": ping}),
+    "/openapi.json": (OPENAI, {"GET": show_description}),
+    "/version": (OPENAI, {"GET": show_version}),
     "/cluster": (OPENAI, {"GET": page}),
     "/cluster/state": (OPENAI, {"GET": cluster_state}),
     "/cluster/{file}": (OPENAI, {"GET": page_file}),
 }
+# The bodies of paths that take one.
+_BODIES: Mapping[str, Body] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/embeddings": EMBEDDING,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": COUNT,
+    "/generate": GENERATE,
+    "/generate_stream": GENERATE,
+    "/": GENERATE,
+    "/tokenize": TOKENIZE,
+    "/detokenize": DETOKENIZE,
+}
+
+
+@cache
+def description() -> Mapping[str, Any]:
+    """Return the paths and the bodies that they take in the words of OpenAPI."""
+    paths: dict[str, Any] = {}
+    schemas: dict[str, Any] = {}
+    for path, (_, handlers) in PATHS.items():
+        name = re.sub(r"\{(\w+):path\}", r"{\1}", path)
+        parameters = [
+            {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
+            for parameter in re.findall(r"\{(\w+)\}", name)
+        ]
+        for method, handler in handlers.items():
+            operation = paths.setdefault(name, {})[method.lower()] = {
+                "summary": (handler.__doc__ or "").partition(".")[0],
+                "parameters": parameters,
+                "responses": {"200": {"description": "The answer."}, "default": {"description": "An error."}},
+            }
+            if method == "POST" and (body := _BODIES.get(path)) is not None:
+                kind = body.kind.__name__
+                own = TypeAdapter(body.kind).json_schema(ref_template=f"#/components/schemas/{kind}.{{model}}")
+                schemas |= {f"{kind}.{part}": schema for part, schema in own.pop("$defs", {}).items()} | {kind: own}
+                schema = {"$ref": f"#/components/schemas/{kind}"}
+                operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Loraplex", "version": version("loraplex")},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+
+
 # Methods of a path that is not served.
 _METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS")
 
@@ -104,7 +185,7 @@ async def serving(settings: GatewaySettings, metrics: GatewayMetrics) -> AsyncIt
     At the end running answers get their time. Raises PortInUse or SettingsError before it serves.
     """
     cluster = Cluster(settings.router, settings.store, settings.ca, settings.operator_router)
-    app = application(Gateway(cluster, metrics, own_names(settings)), settings.requests_limit)
+    app = application(Gateway(cluster, metrics, own_names(settings), bool(settings.ca)), settings.requests_limit)
     server = http_server(app, settings, OPENAI.error, metrics.connections, metrics.closed)
     with listen(settings.host, settings.port) as bound:
         running = asyncio.create_task(server.serve([bound]))

@@ -31,6 +31,7 @@ class Body:
     """
 
     def __init__(self, kind: Any, sent_back: Mapping[type, Sequence[str]] | None = None) -> None:
+        self.kind = kind
         self._validator = SchemaValidator(strict_schema(kind, sent_back or {}))
 
     def read(self, body: bytes) -> dict[str, Any]:

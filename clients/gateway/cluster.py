@@ -37,6 +37,8 @@ _ACCEPTED_S = 1.0
 _ACCEPTED = 100_000
 # Maximum length in characters of a tenant's name or a credential: a gRPC server reads headers of 8 KiB.
 _WHO_CHARACTERS = 6_000
+# Names that clients of servers with one model give it.
+_ANY_MODEL = ("tgi", "dummy")
 # Maximum number of tokens whose bytes are kept.
 _TOKENS = 300_000
 # Maximum number of tokens whose bytes one call asks for: routers take as many ids as the context has.
@@ -168,6 +170,8 @@ class Cluster:
         base, colon, adapter = name.partition(":")
         if base in self._names:
             return {"model": base, "adapter_id": adapter} if colon else {"model": base}
+        if name in _ANY_MODEL:
+            return {}
         return {"adapter_id": name}
 
     async def token_bytes(self, caller: AsyncClient, model: str, ids: Iterable[int]) -> Mapping[int, bytes]:

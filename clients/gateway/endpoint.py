@@ -129,6 +129,31 @@ class Gateway:
     cluster: Cluster
     metrics: GatewayMetrics
     names: OwnNames | None = None
+    # Whether callers prove who they are, by a header that no page of another site has.
+    checks_credentials: bool = False
+
+    def reader(self, headers: Headers) -> str:
+        """Return the site whose pages may read the answer to a request; empty for none, `*` for any.
+
+        Raises HttpError for a request that a page of another site may have made.
+        """
+        if self.names is not None:
+            self.names.check(headers)
+            return headers.get("origin", "")
+        return "*" if self.checks_credentials and "origin" in headers else ""
+
+
+# The header of a browser's question whether a page of another site may send a request.
+PREFLIGHT = "access-control-request-method"
+
+
+def _preflight(headers: Headers) -> list[tuple[str, str]]:
+    """Return the headers of the answer that a page may."""
+    return [
+        ("access-control-allow-methods", "GET, POST"),
+        ("access-control-allow-headers", headers.get("access-control-request-headers", "*")),
+        ("access-control-max-age", "600"),
+    ]
 
 
 class HttpCall:
@@ -238,8 +263,10 @@ class HttpEndpoint:
             metrics.seconds.labels(self.path).observe(time.perf_counter() - began)
 
     async def _serve(self, exchange: Exchange, scope: Scope) -> None:
-        if self._gateway.names is not None:
-            self._gateway.names.check(exchange.headers)
+        exchange.reader = self._gateway.reader(exchange.headers)
+        if exchange.reader and exchange.method == "OPTIONS" and PREFLIGHT in exchange.headers:
+            await exchange.answer(b"", headers=_preflight(exchange.headers))
+            return
         handler = self._handlers.get(exchange.method)
         if handler is None:
             allowed = ", ".join(self._handlers)

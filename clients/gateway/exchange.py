@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
+import secrets
 from collections.abc import Iterable
 
 import msgspec
@@ -24,6 +26,11 @@ BODIES_BYTES = 512 * 1024 * 1024
 COMMENT_S = 10.0
 # The client's own deadline in milliseconds.
 TIMEOUT_HEADER = "x-request-timeout-ms"
+
+REQUEST_ID_HEADER = "x-request-id"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+# What goes with the site whose pages may read an answer.
+_READERS = [(b"access-control-expose-headers", b"x-request-id, retry-after"), (b"vary", b"origin")]
 
 encode = msgspec.json.Encoder().encode
 
@@ -52,6 +59,12 @@ class Exchange:
         self.client = host_of(str((scope.get("client") or ("",))[0]))
         self.status = 0
         self.body_bytes = 0
+        # The id of the request at the routers, and the one that the answer has: the client's own, if it gave one.
+        self.request_id = secrets.token_hex(12)
+        given = self.headers.get(REQUEST_ID_HEADER, "")
+        self._answered_id = given if _REQUEST_ID.fullmatch(given) else self.request_id
+        # The site whose pages may read the answer; empty: none, `*`: any.
+        self.reader = ""
         self._receive = receive
         self._send = send
         self._ended = False
@@ -142,6 +155,9 @@ class Exchange:
     async def _start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
         self.status = status
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        raw.append((REQUEST_ID_HEADER.encode(), self._answered_id.encode()))
+        if self.reader:
+            raw += [(b"access-control-allow-origin", self.reader.encode("latin-1")), *_READERS]
         if status == 408:  # the rest of the body is not waited for
             raw.append((b"connection", b"close"))
         start: Message = {"type": "http.response.start", "status": status, "headers": raw}

@@ -172,6 +172,8 @@ def _options(request: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: request[name] for name in _SAME if request.get(name) is not None}
     options |= {ours: request[name] for name, ours in _RENAMED.items() if request.get(name) is not None}
     options.setdefault("temperature", _TEMPERATURE)
+    if options.get("top_k") == -1:  # vLLM's word for no limit
+        del options["top_k"]
     if (seed := request.get("seed")) is not None:
         options["seed"] = seed % 2**64  # OpenAI's are signed
     if request.get("logit_bias"):

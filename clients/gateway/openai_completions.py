@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -80,7 +79,7 @@ async def chat_completions(call: HttpCall) -> None:
     request = CHAT.read(call.body)
     options, with_usage = chat_options(request), wants_usage(request)
     named = await call.cluster.named(call.caller, request["model"])
-    request_id = secrets.token_hex(12)
+    request_id = call.exchange.request_id
     texts = LogprobTexts(call, named.get("model", "")) if "logprobs" in options else None
     stream = call.caller.chat_stream(
         request["messages"], request_id=request_id, timeout_s=call.timeout_s, **named, **options
@@ -221,7 +220,7 @@ async def completions(call: HttpCall) -> None:
     options, with_usage = completion_options(request), wants_usage(request)
     prompts = _prompts(request["prompt"])
     named = await call.cluster.named(call.caller, request["model"])
-    request_id = secrets.token_hex(12)
+    request_id = call.exchange.request_id
     head = head_of("text_completion", "cmpl", request_id, request["model"])
     texts = None if options["logprobs"] is None else LogprobTexts(call, named.get("model", ""))
     async with AsyncExitStack() as stack:

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from clients.gateway.bodies import Body
 from clients.gateway.endpoint import HttpCall, Protocol
-from clients.gateway.errors import HttpError, not_served, renamed
+from clients.gateway.errors import HttpError, invalid, not_served, renamed
 from clients.gateway.exchange import encode
 
 # Names of this protocol for the cluster's.
@@ -114,14 +114,25 @@ class GenerateRequest(TypedDict, total=False):
 
 
 class TokenizeRequest(TypedDict, total=False):
-    """Body of a request to /tokenize."""
+    """Body of a request to /tokenize: `inputs`, or vLLM's `prompt` or `messages` with a model."""
 
-    inputs: Required[str]
+    inputs: str
     parameters: Parameters | None
     add_special_tokens: bool | None
+    model: str | None
+    prompt: str
+    messages: list[dict[str, Any]]
+    return_token_strs: bool | None
 
 
-GENERATE, TOKENIZE = Body(GenerateRequest), Body(TokenizeRequest)
+class DetokenizeRequest(TypedDict, total=False):
+    """Body of a request to /detokenize, which is vLLM's."""
+
+    model: str | None
+    tokens: Required[list[int]]
+
+
+GENERATE, TOKENIZE, DETOKENIZE = Body(GenerateRequest), Body(TokenizeRequest), Body(DetokenizeRequest)
 
 # TGI's parameters with LoRAX's names.
 _RENAMED = {"stop": "stop_sequences", "top_n_tokens": "return_k_alternatives"}
@@ -274,9 +285,52 @@ async def info(call: HttpCall) -> None:
     )
 
 
+# Fields of /tokenize that have the text.
+_PROMPTS = ("inputs", "prompt", "messages")
+
+
+async def _count(call: HttpCall, request: Mapping[str, Any]) -> None:
+    """Answer with the ids of a prompt or chat in vLLM's shape. Raises HttpError, LoraplexError."""
+    named = await _model(call, request)
+    ids = await call.caller.tokenize(
+        request.get("prompt"),
+        messages=request.get("messages"),
+        add_special_tokens=request.get("add_special_tokens"),
+        **named,
+    )
+    models = await call.cluster.models(call.caller)
+    base = named.get("model") or models[0].name
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": next((model.context_length for model in models if model.name == base), None),
+        "tokens": ids,
+        "token_strs": None,
+    }
+    if request.get("return_token_strs"):
+        texts = await call.cluster.token_bytes(call.caller, named.get("model", ""), ids)
+        answer["token_strs"] = [texts[token_id].decode(errors="replace") for token_id in ids]
+    await call.exchange.answer(answer)
+
+
+async def _model(call: HttpCall, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    return await call.cluster.named(call.caller, request["model"]) if request.get("model") else {}
+
+
+async def detokenize(call: HttpCall) -> None:
+    """Answer with the text of ids. Raises HttpError, LoraplexError."""
+    request = DETOKENIZE.read(call.body)
+    model = (await _model(call, request)).get("model", "")
+    await call.exchange.answer({"prompt": await call.caller.detokenize(request["tokens"], model=model)})
+
+
 async def tokenize(call: HttpCall) -> None:
     """Answer with the tokens of a prompt, each with its place in it. Raises HttpError, LoraplexError."""
     request = TOKENIZE.read(call.body)
+    if len(request.keys() & _PROMPTS) != 1:
+        raise invalid("inputs", f"give one of {', '.join(_PROMPTS)}")
+    if "inputs" not in request:
+        await _count(call, request)
+        return
     text = request["inputs"]
     adapter = (request.get("parameters") or {}).get("adapter_id")
     add = request.get("add_special_tokens")

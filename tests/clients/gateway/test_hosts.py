@@ -84,6 +84,37 @@ async def test_pages_of_this_machine_and_programs_are_served(origin: str) -> Non
     assert (await answer(ON_LOOPBACK, "10.1.2.3", origin=origin))[0] == 404
 
 
+async def preflight(settings: GatewaySettings, origin: str) -> dict[bytes, bytes]:
+    """Return the headers of the answer to a browser's question whether a page may send a request with a key."""
+    app = application(Gateway(AsyncMock(), GatewayMetrics(), own_names(settings), bool(settings.ca)), 8)
+    asked = {"host": "10.1.2.3", "origin": origin, "access-control-request-method": "POST"}
+    asked["access-control-request-headers"] = "authorization,content-type"
+    headers = [(name.encode(), value.encode()) for name, value in asked.items()]
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app({"type": "http", "method": "OPTIONS", "path": "/v1/models", "headers": headers}, AsyncMock(), send)
+    return dict(sent[0]["headers"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "origin", "reader"),
+    [
+        (ON_LOOPBACK, "http://localhost:3000", b"http://localhost:3000"),
+        (ON_LOOPBACK, "https://evil.test", None),
+        (WITH_CREDENTIALS, "https://app.test", b"*"),
+        (ANYWHERE, "https://app.test", None),
+    ],
+)
+async def test_pages_of_served_sites_read_answers(settings: GatewaySettings, origin: str, reader: bytes | None) -> None:
+    headers = await preflight(settings, origin)
+    assert headers.get(b"access-control-allow-origin") == reader
+    if reader:
+        assert headers[b"access-control-allow-headers"] == b"authorization,content-type"
+
+
 @pytest.mark.parametrize(
     ("path", "error"),
     [

@@ -51,6 +51,11 @@ async def test_whole_answers(client: Client, cluster: Cluster) -> None:
     for name, digest in (("hash", ""), ("a", a), (f"a@{a}", a), ("hash:a", a), ("tenants/acme/adapters/a", a)):
         completion = await client.completions.create(model=name, prompt="x", temperature=0)
         assert completion.choices[0].text == expected("x", digest, 16)
+    for name in ("tgi", "dummy"):
+        completion = await client.completions.create(
+            model=name, prompt="x", temperature=0, extra_body={"top_k": -1}, extra_headers={"x-request-id": "mine"}
+        )
+        assert (completion.choices[0].text, completion._request_id) == (expected("x", "", 16), "mine")
     several = await client.completions.create(
         model="a", prompt=["x", "y"], temperature=0, max_tokens=7, stop=expected("y", cluster.digests["a"], 4)[-6:]
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -83,6 +86,25 @@ async def test_what_is_served(http: httpx2.AsyncClient, cluster: Cluster) -> Non
     tokens = (await http.post("/tokenize", json={"inputs": "hé"})).json()
     assert [token["id"] for token in tokens] == [*"hé".encode()]
     assert (tokens[0]["text"], tokens[0]["start"], tokens[0]["stop"]) == ("h", 0, 1)
+    counted = (await http.post("/tokenize", json={"model": "hash", "prompt": "hé", "return_token_strs": True})).json()
+    ids = [*"hé".encode()]
+    assert counted == {"count": 3, "max_model_len": 32768, "tokens": ids, "token_strs": [*"hÃ©"]}
+    chat = {"model": "a", "messages": [{"role": "user", "content": "Hi"}]}
+    assert (await http.post("/tokenize", json=chat)).json()["tokens"] == [*b"user: Hi\nassistant: "]
+    assert (await http.post("/tokenize", json={"add_special_tokens": True})).status_code == 422
+    assert (await http.post("/detokenize", json={"model": "a", "tokens": [104, 105]})).json() == {"prompt": "hi"}
+    assert (await http.get("/version")).json() == {"version": importlib.metadata.version("loraplex")}
+    assert (await http.get("/ping")).status_code == (await http.post("/ping")).status_code == 200
+    described = (await http.get("/openapi.json")).json()
+    body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "messages" in described["components"]["schemas"][body["$ref"].rpartition("/")[2]]["required"]
+    refs = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(described)))
+    assert refs <= described["components"]["schemas"].keys()
+    assert not [path for path in described["paths"] if ":" in path]
+    for sent in ("mine-1", "", "x" * 200):
+        answered = (await http.get("/health", headers={"x-request-id": sent})).headers["x-request-id"]
+        assert (answered == "mine-1") == (sent == "mine-1")
+        assert answered
     assert (await http.get("/health")).status_code == 200
     page = (await http.post("/generate", json={"inputs": "x", "parameters": {"adapter_id": "a"}})).json()
     assert page == {"generated_text": expected("x", cluster.digests["a"], 20)}
