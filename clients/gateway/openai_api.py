@@ -163,7 +163,10 @@ def completion_options(request: Mapping[str, Any]) -> dict[str, Any]:
     options["max_tokens"] = _COMPLETION_TOKENS if limit is None else limit
     options["logprobs"] = request.get("logprobs")
     if options["logprobs"] is not None and request.get("echo"):
-        raise not_served("logprobs", "is not served together with echo")
+        for name, where in (("stream", "in a stream"), ("truncate_prompt_tokens", "and truncate_prompt_tokens")):
+            if request.get(name):
+                raise not_served("logprobs", f"is not served together with echo {where}")
+        options["prompt_logprobs"] = options["logprobs"]
     return options
 
 

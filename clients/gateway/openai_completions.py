@@ -48,15 +48,21 @@ class LogprobTexts:
         ]
         return {"content": content, "refusal": None}
 
-    async def of_completion(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs], at: int) -> dict[str, Any]:
-        """Return the logprobs of a completion's tokens; `at` characters of its text come before them."""
-        token_bytes = await self._bytes(ids, logprobs)
+    async def of_completion(
+        self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], at: int
+    ) -> dict[str, Any]:
+        """Return the logprobs of a completion's tokens; `at` characters of its text come before them.
+
+        The first token of a prompt has None.
+        """
+        token_bytes = await self._bytes(ids, [token for token in logprobs if token is not None])
         texts = [_text(token_bytes[token_id]) for token_id in ids]
         return {
             "tokens": texts,
-            "token_logprobs": [token.logprob for token in logprobs],
+            "token_logprobs": [None if token is None else token.logprob for token in logprobs],
             "top_logprobs": [
-                {_text(token_bytes[other]): logprob for other, logprob in token.alternatives} for token in logprobs
+                None if token is None else {_text(token_bytes[other]): logprob for other, logprob in token.alternatives}
+                for token in logprobs
             ],
             "text_offset": [at + sum(map(len, texts[:index])) for index in range(len(texts))],
         }
@@ -236,11 +242,16 @@ async def completions(call: HttpCall) -> None:
             await _CompletionChunks(call, head, texts, options.get("n", 1), with_usage=with_usage).send(streams)
         else:
             wholes = [call.finished(whole) for whole in await _results(streams)]
-            choices = [choice for whole in wholes for choice in whole.choices]
+            echoed = await _echoed(call, prompts, named, options)
+            choices = [
+                (choice, ids, whole.prompt_logprobs)
+                for whole, ids in zip(wholes, echoed, strict=True)
+                for choice in whole.choices
+            ]
             await call.exchange.answer(
                 head
                 | {
-                    "choices": [await _choice(index, choice, texts) for index, choice in enumerate(choices)],
+                    "choices": [await _choice(index, texts, *choice) for index, choice in enumerate(choices)],
                     "usage": usage_of(_sum(wholes)),
                     "system_fingerprint": wholes[0].adapter_revision or None,
                 }
@@ -263,11 +274,34 @@ async def _results(streams: Sequence[AsyncGenerationStream]) -> list[Generation]
     return list(await asyncio.gather(*(stream.result() for stream in streams)))
 
 
-async def _choice(index: int, choice: Choice, texts: LogprobTexts | None) -> dict[str, Any]:
+async def _echoed(
+    call: HttpCall, prompts: Sequence[Mapping[str, Any]], named: Mapping[str, Any], options: Mapping[str, Any]
+) -> list[Sequence[int]]:
+    """Return the ids of each prompt whose log probabilities come before the answer's. Raises LoraplexError."""
+    if "prompt_logprobs" not in options:
+        return [()] * len(prompts)
+    special = options.get("add_special_tokens")
+    return [
+        prompt.get("token_ids") or await call.caller.tokenize(prompt["prompt"], add_special_tokens=special, **named)
+        for prompt in prompts
+    ]
+
+
+async def _choice(
+    index: int,
+    texts: LogprobTexts | None,
+    choice: Choice,
+    prompt_ids: Sequence[int],
+    prompt_logprobs: Sequence[TokenLogprobs],
+) -> dict[str, Any]:
+    logprobs = None
+    if texts is not None:
+        before = (None, *prompt_logprobs) if prompt_ids else ()
+        logprobs = await texts.of_completion([*prompt_ids, *choice.token_ids], [*before, *choice.logprobs], 0)
     return {
         "index": index,
         "text": choice.text,
-        "logprobs": None if texts is None else await texts.of_completion(choice.token_ids, choice.logprobs, 0),
+        "logprobs": logprobs,
         "finish_reason": REASONS[choice.finish_reason],
     }
 
