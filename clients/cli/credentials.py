@@ -52,7 +52,7 @@ def create(
     [bold]loraplex keys create --tenant acme --label ci --ttl 90d --out acme.key[/]
     """
     duration = read_duration("--ttl", ttl) if ttl else None
-    _check_new(file)
+    check_new(file)
     answer = _service(store).ask("CreateKey", tenant=tenant, role=role, scopes=scope or (), label=label, ttl=duration)
     _give(answer.api_key, answer.key, file, as_json)
 
@@ -100,7 +100,7 @@ def rotate(
 ) -> None:
     """Make another secret of a key and print the key; the present one stays valid for a while."""
     duration = read_duration("--grace", grace)
-    _check_new(file)
+    check_new(file)
     answer = _service(store).ask("RotateKey", key_id=key_id, grace=duration)
     _give(answer.api_key, answer.key, file, as_json)
 
@@ -112,25 +112,27 @@ def bootstrap(
     """Make the first operator's key, for a store that has none. Start the store with `--bootstrap-key FILE`."""
     from tenancy.api_keys import new_api_key
 
-    _check_new(file)
+    check_new(file)
     key_id, text, _ = new_api_key()
-    _write(file, text)
+    write_key(file, text)
     say(f"wrote key {key_id} to {file}")
 
 
-def _check_new(file: Path | None) -> None:
+def check_new(file: Path | None) -> None:
+    """Raise CommandError where a file for a key exists already."""
     if file is not None and file.exists():
         raise CommandError(f"{file} exists already; name another file")
 
 
-def _write(file: Path, text: str) -> None:
+def write_key(file: Path, text: str) -> None:
+    """Write a key to a new file that only its owner may read."""
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
         opened.write(text + "\n")
 
 
 def _give(text: str, key: keys_pb2.Key, file: Path | None, as_json: bool) -> None:
     if file is not None:
-        _write(file, text)
+        write_key(file, text)
     if as_json:
         print_json({**message_values(key), **({} if file is not None else {"api_key": text})})
     elif file is not None:

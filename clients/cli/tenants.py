@@ -1,25 +1,37 @@
-"""`loraplex plans` and `loraplex tenants`: tenants' quotas, and the removal of all that is theirs."""
+"""`loraplex plans` and `loraplex tenants`: tenants' quotas, all of them from one file, and their removal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.options import ROUTER, STORE, JsonOption, StoreOption
-from clients.cli.service import Service, cluster_service
-from clients.cli.terminal import CommandError, message_values, print_json, print_rows, say
+from clients.cli.credentials import check_new, write_key
+from clients.cli.options import ROUTER, STORE, JsonOption, StoreOption, read_duration
+from clients.cli.service import Service, cluster_service, explain, store_client
+from clients.cli.terminal import Activity, CommandError, message_values, print_json, print_rows, read_text, say
+from clients.cli.upload_tree import AdapterDirectory, AdapterTree, checked_adapter, upload_tree
+from rpc.principal import TENANT_ROLES
+from tenancy.certificates import RESERVED_TENANTS
+from tenancy.guard import is_tenant
+from tenancy.permissions import SCOPES
 from tenancy.plans import FIELDS, REAL_FIELDS, PlansError, PlansFile
 
 if TYPE_CHECKING:
-    from loraplex.admin.v1 import plans_pb2
+    from google.protobuf.duration_pb2 import Duration
+    from loraplex.admin.v1 import keys_pb2, plans_pb2
 
 plans = typer.Typer(no_args_is_help=True, help="Read and change what tenants and API keys may use. For operators.")
 
 NameArgument = Annotated[str, typer.Argument(metavar="PLAN", help="default, tenants/TENANT or keys/KEYID.")]
-tenants = typer.Typer(no_args_is_help=True, help="Remove tenants. For operators.")
+tenants = typer.Typer(no_args_is_help=True, help="List, set up and remove tenants. For operators.")
 
 
 def check_plans(path: Path | None) -> None:
@@ -140,9 +152,203 @@ def _set(service: Service, name: str, limits: dict[str, float | None]) -> plans_
     return answer
 
 
-@tenants.callback()
-def _tenants_group() -> None:
-    """Keep `purge` a command of its own."""
+@dataclass(frozen=True)
+class KeySpec:
+    """An API key as a file of tenants names it."""
+
+    label: str
+    role: str = "tenant-user"
+    scopes: tuple[str, ...] = ()
+    ttl: Duration | None = None
+
+
+@dataclass(frozen=True)
+class TenantSpec:
+    """A tenant as a file names it; `plan` None: the file says nothing of its plan."""
+
+    name: str
+    plan: Mapping[str, float] | None
+    keys: tuple[KeySpec, ...]
+    adapters: tuple[AdapterDirectory, ...]
+
+
+@tenants.command("list")
+def list_tenants(store: StoreOption = STORE, as_json: JsonOption = False) -> None:
+    """List the tenants that have a plan or an API key, with their limits and numbers of valid keys and adapters."""
+    limits = {name: _limits(plan) for plan in _service(store).list("ListPlans", "plans") if (name := _tenant_of(plan))}
+    keys = Counter(key.tenant for key in _valid_keys(store) if key.tenant)
+    rows = []
+    for name in sorted({*limits, *keys}):
+        with store_client(store, name) as client:
+            owned = sum(adapter.name.startswith(f"tenants/{name}/") for adapter in client.list())
+        rows.append((name, limits.get(name) or "-", keys[name], owned))
+    if as_json:
+        print_json([dict(zip(("tenant", "plan", "keys", "adapters"), row, strict=True)) for row in rows])
+    else:
+        print_rows(("tenant", "plan", "keys", "adapters"), rows)
+
+
+@tenants.command()
+def apply(
+    file: Annotated[Path, typer.Option("-f", "--file", metavar="FILE", help="YAML file of tenants.")],
+    keys_dir: Annotated[
+        Path, typer.Option("--keys-dir", metavar="DIR", help="Where new keys go, in TENANT-LABEL.key.")
+    ] = Path("keys"),
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="The adapters' base model, if the store has several.")
+    ] = "",
+    store: StoreOption = STORE,
+) -> None:
+    """Set up tenants as a file says: plans, API keys, adapters. Applied again, it changes nothing.
+
+    A plan of the file replaces the tenant's; a key is known by its label; an adapter's `live` moves to the revision in
+    its directory. Tenants, keys and adapters that the file does not name stay as they are.
+
+    [bold]loraplex tenants apply -f teams.yaml --keys-dir ./keys[/]
+    """
+    from loraplex_client import LoraplexError
+
+    specs = read_tenants(file)
+    plans_of = {_tenant_of(plan): plan for plan in _service(store).list("ListPlans", "plans")}
+    valid = {(key.tenant, key.label): key for key in _valid_keys(store)}
+    changes = 0
+    for spec in specs:
+        if spec.plan is not None and spec.plan != _set_limits(plans_of.get(spec.name, _no_plan())):
+            removed = dict.fromkeys(_set_limits(plans_of.get(spec.name, _no_plan())))
+            plan = _set(_service(store), f"tenants/{spec.name}", {**removed, **spec.plan})
+            say(f"{spec.name}: plan {_limits(plan) or 'without limits'}")
+            changes += 1
+        for key in spec.keys:
+            changes += _apply_key(store, spec.name, key, valid.get((spec.name, key.label)), keys_dir)
+    tree = AdapterTree(tuple(adapter for spec in specs for adapter in spec.adapters))
+    if tree.adapters:
+        with Activity() as activity:
+            try:
+                changes += asyncio.run(upload_tree(store, tree, model, update=True, step=activity.step))
+            except LoraplexError as error:
+                raise explain(error, "store", store) from error
+    say(f"{len(specs)} tenants: {changes or 'no'} change{'' if changes == 1 else 's'}")
+
+
+def _apply_key(store: str, tenant: str, spec: KeySpec, stored: keys_pb2.Key | None, directory: Path) -> int:
+    """Make a key that the store lacks; return the number of changes. Raises CommandError for one of another role."""
+    if stored is not None:
+        for field, value, wanted in (
+            ("role", stored.role, spec.role),
+            ("scopes", sorted(stored.scopes), sorted(spec.scopes)),
+        ):
+            if value != wanted:
+                raise CommandError(
+                    f"tenants.{tenant}.keys.{spec.label}.{field}: {wanted}, and key {stored.key_id} has {value}; a key "
+                    f"does not change: `loraplex keys revoke {stored.key_id}`, and apply the file again"
+                )
+        return 0
+    file = directory / f"{tenant}-{spec.label}.key"
+    check_new(file)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    answer = Service("store", store, "admin.v1.keys").ask(
+        "CreateKey", tenant=tenant, role=spec.role, scopes=spec.scopes, label=spec.label, ttl=spec.ttl
+    )
+    write_key(file, answer.api_key)
+    say(f"{tenant}: key {answer.key.key_id} ({spec.label}), written to {file}")
+    return 1
+
+
+def _valid_keys(store: str) -> list[keys_pb2.Key]:
+    listed = Service("store", store, "admin.v1.keys").list("ListKeys", "keys")
+    now_s = time.time()
+    return [
+        key
+        for key in listed
+        if not key.HasField("revoke_time") and not (key.HasField("expire_time") and key.expire_time.seconds <= now_s)
+    ]
+
+
+def _tenant_of(plan: plans_pb2.Plan) -> str:
+    """Return the tenant whose plan it is; empty for the default plan and a key's."""
+    return plan.name.removeprefix("tenants/") if plan.name.startswith("tenants/") else ""
+
+
+def _no_plan() -> plans_pb2.Plan:
+    from loraplex.admin.v1 import plans_pb2
+
+    return plans_pb2.Plan()
+
+
+def read_tenants(file: Path) -> list[TenantSpec]:
+    """Read a file of tenants. Raises CommandError, naming the field at fault, before anything is changed."""
+    import yaml
+
+    try:
+        text = read_text(file, "--file")
+        values = _mapping(yaml.safe_load(text), "the file", {"tenants"})
+    except yaml.YAMLError as error:
+        raise CommandError(f"--file: {file}: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise CommandError(f"--file: {file}: lists within lists, too deep") from None
+    listed = _mapping(values.get("tenants"), "tenants")
+    return [_tenant(name, value, file.parent) for name, value in listed.items()]
+
+
+def _tenant(name: str, value: Any, directory: Path) -> TenantSpec:
+    at = f"tenants.{name}"
+    if not is_tenant(name) or name in RESERVED_TENANTS:
+        raise CommandError(f"{at}: not a tenant's name")
+    fields = _mapping(value, at, {"plan", "keys", "adapters"})
+    plan = None
+    if "plan" in fields:
+        written = _mapping(fields["plan"], f"{at}.plan", FIELDS)
+        plan = {field: _limit(f"{at}.plan.{field}", field, number) for field, number in written.items()}
+    keys = tuple(
+        _key(f"{at}.keys.{label}", label, of_key)
+        for label, of_key in _mapping(fields.get("keys"), f"{at}.keys").items()
+    )
+    adapters = tuple(
+        _adapter(f"{at}.adapters.{adapter}", name, adapter, path, directory)
+        for adapter, path in _mapping(fields.get("adapters"), f"{at}.adapters").items()
+    )
+    return TenantSpec(name, plan, keys, adapters)
+
+
+def _limit(at: str, field: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise CommandError(f"{at}: {value!r} is not a number")
+    _, number = _read_limit(f"{field}={value}")
+    if number is None:
+        raise CommandError(f"{at}: a limit needs a value")
+    return number
+
+
+def _key(at: str, label: str, value: Any) -> KeySpec:
+    if not re.fullmatch(r"[\w.-]{1,100}", label, re.ASCII):
+        raise CommandError(f"{at}: a label has 1 to 100 letters, digits, '-', '_' and '.': it names the key's file")
+    fields = _mapping(value, at, {"role", "scopes", "ttl"})
+    role, scopes, ttl = fields.get("role", "tenant-user"), fields.get("scopes", []), fields.get("ttl")
+    if role not in TENANT_ROLES:
+        raise CommandError(f"{at}.role: {role!r} is none of {', '.join(TENANT_ROLES)}")
+    if not isinstance(scopes, list) or not set(map(str, scopes)) <= SCOPES:
+        raise CommandError(f"{at}.scopes: a list of {', '.join(sorted(SCOPES))}")
+    return KeySpec(label, role, tuple(scopes), read_duration(f"{at}.ttl", str(ttl)) if ttl else None)
+
+
+def _adapter(at: str, tenant: str, name: str, path: Any, directory: Path) -> AdapterDirectory:
+    if not isinstance(path, str):
+        raise CommandError(f"{at}: name the adapter's directory, beginning at the file's")
+    return checked_adapter(tenant, name, directory / path, at)
+
+
+def _mapping(value: Any, at: str, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Return a mapping with texts as keys, of these names only; nothing is an empty one."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CommandError(f"{at}: write NAME: VALUE lines")
+    for name in value:
+        if not isinstance(name, str):
+            raise CommandError(f"{at}.{name}: write the name in quotes")
+        if names is not None and name not in names:
+            raise CommandError(f"{at}.{name}: not known; known are {', '.join(sorted(names))}")
+    return value
 
 
 @tenants.command()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from loraplex_client import Adapter, AsyncStoreClient
 
 LIVE = "live"
+# The flag that names a directory of adapters.
+FLAG = "--adapters"
 # Alias of an upload that moves no alias.
 _NONE = "-"
 
@@ -57,7 +59,7 @@ def find_adapters(root: Path) -> AdapterTree:
 
     def take(tenant: str, directory: Path) -> None:
         try:
-            directories.append(_checked(tenant, directory))
+            directories.append(checked_adapter(tenant, directory.name, directory))
         except CommandError as error:
             faults.append(str(error))
 
@@ -81,7 +83,7 @@ def _directories(parent: Path, faults: list[str]) -> list[Path]:
     directories = []
     for path in sorted(path for path in parent.iterdir() if not path.name.startswith(".")):
         try:
-            _check_no_link(path)
+            _check_no_link(path, FLAG)
         except CommandError as error:
             faults.append(str(error))
             continue
@@ -90,21 +92,22 @@ def _directories(parent: Path, faults: list[str]) -> list[Path]:
     return directories
 
 
-def _check_no_link(path: Path) -> None:
+def _check_no_link(path: Path, at: str) -> None:
     """Raise CommandError for a symbolic link: who may write to the directory could upload any file with it."""
     if path.is_symlink():
-        raise CommandError(f"--adapters: {path} is a symbolic link, and links are not followed; copy what it names")
+        raise CommandError(f"{at}: {path} is a symbolic link, and links are not followed; copy what it names")
 
 
-def _checked(tenant: str, directory: Path) -> AdapterDirectory:
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        _check_no_link(directory / name)
-        if not (directory / name).is_file():
-            raise CommandError(f"--adapters: {directory} is not an adapter: it has no {name}")
+def checked_adapter(tenant: str, name: str, directory: Path, at: str = FLAG) -> AdapterDirectory:
+    """Return a directory as an adapter. Raises CommandError that names `at` where it is none, or its name is bad."""
+    for part in (CONFIG_FILE, WEIGHTS_FILE):
+        _check_no_link(directory / part, at)
+        if not (directory / part).is_file():
+            raise CommandError(f"{at}: {directory} is not an adapter: it has no {part}")
     try:
-        parsed = parse_adapter_name(f"tenants/{tenant}/adapters/{directory.name}", tenant)
+        parsed = parse_adapter_name(f"tenants/{tenant}/adapters/{name}", tenant)
     except ArtifactError as error:
-        raise CommandError(f"--adapters: {directory}: {error}") from error
+        raise CommandError(f"{at}: {directory}: {error}") from error
     return AdapterDirectory(parsed.tenant, parsed.adapter, directory)
 
 
@@ -135,11 +138,12 @@ async def upload_tree(
     *,
     update: bool,
     step: Callable[[str], None],
-) -> None:
+) -> int:
     """Upload the adapters of a base model as revisions; print a line for each fault, and for what has changed.
 
     `live` moves to the revision of an adapter that has no `live` yet, and of every adapter with `update`. `step` gets
-    the progress. Raises LoraplexError where no store answers, CommandError where no adapter of the tree is left.
+    the progress. Returns the number of adapters that changed. Raises LoraplexError where no store answers, CommandError
+    where no adapter of the tree is left.
     """
     from loraplex_client import AsyncStoreClient, LoraplexError, UnavailableError
 
@@ -147,17 +151,19 @@ async def upload_tree(
         bases = {model.name: model.digest for model in await client.models()}
     if base_model and base_model not in bases:
         raise CommandError(f"base model not found: {base_model}; `loraplex models list` shows what is registered")
-    refused = []
+    refused, changed = [], 0
     for tenant, owned in groupby(tree.adapters, key=lambda adapter: adapter.tenant):
         async with AsyncStoreClient(store, tenant) as client:
             for adapter in owned:
                 try:
+                    uploaded = False
                     stored = await _in_store(client, adapter, {base_model: bases[base_model]} if base_model else bases)
                     if stored is None:
                         step(f"uploading adapter {tenant}/{adapter.name}")
                         pushed = await client.push(adapter.directory, adapter.name, base_model=base_model, alias=_NONE)
-                        stored = pushed.adapter, pushed.revision.digest
-                    await _make_live(client, *stored, update=update)
+                        stored, uploaded = (pushed.adapter, pushed.revision.digest), True
+                    moved = await _make_live(client, *stored, update=update)
+                    changed += uploaded or moved
                 except UnavailableError:
                     raise
                 except LoraplexError as error:
@@ -169,6 +175,7 @@ async def upload_tree(
         print_error(fault if none_left else f"{fault}; the others are served")
     if none_left:
         raise CommandError(f"none of {len(refused)} adapters was uploaded")
+    return changed
 
 
 async def _in_store(
@@ -190,17 +197,18 @@ async def _in_store(
     return (adapter, digest) if bases.get(revision.base_model) == revision.base_digest else None
 
 
-async def _make_live(client: AsyncStoreClient, adapter: Adapter, digest: str, *, update: bool) -> None:
-    """Move `live` to an uploaded revision, unless it names another one and `update` is false."""
+async def _make_live(client: AsyncStoreClient, adapter: Adapter, digest: str, *, update: bool) -> bool:
+    """Move `live` to an uploaded revision, unless it names another one and `update` is false; tell whether it moved."""
     name, before = adapter.name, adapter.aliases.get(LIVE)
     if before == digest:
-        return
+        return False
     if before is not None and not update:
         say(
             f"{name}: {LIVE} stays at {before[:19]}, and the directory's {digest[:19]} is in the store beside it; "
             f"loraplex adapters alias {name} {LIVE} {digest} moves it, --update moves all"
         )
-        return
+        return False
     await client.set_alias(name, LIVE, digest)
     if before is not None:
         say(f"{name}: {LIVE} moved from {before[:19]} to {digest[:19]}")
+    return True

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import stat
+from pathlib import Path
 
 import pytest
+from loraplex_client import AsyncStoreClient
 from typer.testing import CliRunner
 
+from artifacts.base_model import read_base_model
 from clients.cli.__main__ import app
+from clients.cli.models import registered
 from clients.cli.terminal import CommandError
 
 
@@ -33,3 +38,72 @@ async def test_a_purge_asks_and_prints_what_it_removed(store: str) -> None:
     assert said.splitlines()[-1].split() == ["store", "2", "0"]
     empty = json.loads(await loraplex(store, "tenants", "purge", "acme", "--yes", "--json", "--router", ""))
     assert empty == {"removed": [], "removed_count": 0, "left": [], "kept_for_others": [], "places": []}
+
+
+TEAMS = """
+tenants:
+  acme:
+    plan: {tokens_per_day: 2000000, weight: 2.5}
+    keys:
+      ci: {scopes: [generate], ttl: 90d}
+      admin: {role: tenant-admin}
+    adapters:
+      Support-v1.2: support
+  globex:
+    plan: {}
+"""
+
+
+async def test_a_file_of_tenants_is_applied_once(store: str, tmp_path: Path, adapter_directory: Path) -> None:
+    model = read_base_model("hash:?vocab=1024&seed=3")
+    async with AsyncStoreClient(store) as client:
+        await client.register_model(registered(model), model.files)
+    file, keys = tmp_path / "teams.yaml", tmp_path / "keys"
+    file.write_text(TEAMS)
+    applied = ("tenants", "apply", "-f", str(file), "--keys-dir", str(keys))
+    said = await loraplex(store, *applied)
+    assert said.splitlines()[0] == "acme: plan tokens_per_day=2000000 weight=2.5"
+    assert said.splitlines()[-1] == "2 tenants: 4 changes"
+    assert (keys / "acme-ci.key").read_text().startswith("lpx_")
+    assert stat.S_IMODE((keys / "acme-ci.key").stat().st_mode) == 0o600
+    assert await loraplex(store, *applied) == "2 tenants: no changes\n"
+    file.write_text(TEAMS.replace(", weight: 2.5", ""))
+    assert (await loraplex(store, *applied)).splitlines() == [
+        "acme: plan tokens_per_day=2000000",
+        "2 tenants: 1 change",
+    ]
+    listed = json.loads(await loraplex(store, "tenants", "list", "--json"))
+    assert listed == [{"tenant": "acme", "plan": "tokens_per_day=2000000", "keys": 2, "adapters": 1}]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("tokens_per_day", "tokens"), "tenants.acme.plan.tokens: not known; known are"),
+        (("2000000", "many"), "tenants.acme.plan.tokens_per_day: 'many' is not a number"),
+        (("[generate]", "[all]"), "tenants.acme.keys.ci.scopes: a list of"),
+        (("tenant-admin", "operator"), "tenants.acme.keys.admin.role: 'operator' is none of"),
+        (("support\n", "nothing\n"), "tenants.acme.adapters.Support-v1.2: .*nothing is not an adapter"),
+        (("globex", "shared"), "tenants.shared: not a tenant's name"),
+        (("plan: {}", "- x"), "tenants.globex: write NAME: VALUE lines"),
+        (("ci:", "a/b:"), "tenants.acme.keys.a/b: a label has"),
+        (("{}", "{"), "--file: .*teams.yaml: while parsing"),
+    ],
+)
+async def test_a_mistake_in_a_file_of_tenants_changes_nothing(
+    store: str, tmp_path: Path, adapter_directory: Path, change: tuple[str, str], message: str
+) -> None:
+    file = tmp_path / "teams.yaml"
+    file.write_text(TEAMS.replace(*change))
+    with pytest.raises(CommandError, match=message):
+        await loraplex(store, "tenants", "apply", "-f", str(file))
+    assert json.loads(await loraplex(store, "tenants", "list", "--json")) == []
+
+
+async def test_forty_teams(store: str, tmp_path: Path) -> None:
+    file = tmp_path / "teams.yaml"
+    teams = {f"team-{number:02}": {"plan": {"weight": number}, "keys": {"ci": {}}} for number in range(1, 41)}
+    file.write_text(json.dumps({"tenants": teams}))  # JSON is YAML
+    applied = ("tenants", "apply", "-f", str(file), "--keys-dir", str(tmp_path / "keys"))
+    assert (await loraplex(store, *applied)).splitlines()[-1] == "40 tenants: 80 changes"
+    assert await loraplex(store, *applied) == "40 tenants: no changes\n"
