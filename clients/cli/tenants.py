@@ -18,10 +18,6 @@ from clients.cli.options import ROUTER, STORE, JsonOption, StoreOption, read_dur
 from clients.cli.service import Service, cluster_service, explain, store_client
 from clients.cli.terminal import Activity, CommandError, message_values, print_json, print_rows, read_text, say
 from clients.cli.upload_tree import AdapterDirectory, AdapterTree, checked_adapter, upload_tree
-from rpc.principal import TENANT_ROLES
-from tenancy.certificates import RESERVED_TENANTS
-from tenancy.guard import is_tenant
-from tenancy.permissions import SCOPES
 from tenancy.plans import FIELDS, REAL_FIELDS, PlansError, PlansFile
 
 if TYPE_CHECKING:
@@ -291,6 +287,9 @@ def read_tenants(file: Path) -> list[TenantSpec]:
 
 
 def _tenant(name: str, value: Any, directory: Path) -> TenantSpec:
+    from tenancy.certificates import RESERVED_TENANTS  # these import gRPC
+    from tenancy.guard import is_tenant
+
     at = f"tenants.{name}"
     if not is_tenant(name) or name in RESERVED_TENANTS:
         raise CommandError(f"{at}: not a tenant's name")
@@ -320,6 +319,9 @@ def _limit(at: str, field: str, value: Any) -> float:
 
 
 def _key(at: str, label: str, value: Any) -> KeySpec:
+    from rpc.principal import TENANT_ROLES  # these import gRPC
+    from tenancy.permissions import SCOPES
+
     if not re.fullmatch(r"[\w.-]{1,100}", label, re.ASCII):
         raise CommandError(f"{at}: a label has 1 to 100 letters, digits, '-', '_' and '.': it names the key's file")
     fields = _mapping(value, at, {"role", "scopes", "ttl"})
