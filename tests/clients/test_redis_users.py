@@ -114,7 +114,7 @@ async def test_a_server_without_an_acl_file_forgets_its_users(
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--model", "a b"], "'a b' is not a base model's name"),
+        (["--model", "a b"], "model: 'a b' is not allowed"),
         (["--model", "tiny", "--cell", "*"], "--cell"),
         (["--model", "tiny", "--rotate"], "--rotate: needs --apply"),
         (["--model", "tiny", "--apply"], "--apply: name the server"),

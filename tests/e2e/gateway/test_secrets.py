@@ -24,7 +24,7 @@ TOLD = (
     ("/v1/completions", {"model": "a", "prompt": PROMPT, "stop": ANSWER, "max_tokens": 4, "stream": True}, 200),
     ("/v1/completions", {"model": "a", "prompt": PROMPT, "max_tokens": ANSWER}, 400),
     ("/v1/chat/completions", {**CHAT, "messages": PROMPT}, 400),
-    ("/v1/chat/completions", {**CHAT, "model": ANSWER}, 400),
+    ("/v1/chat/completions", {**CHAT, "model": ANSWER}, 404),
     (f"/v1/{PROMPT}?{KEY}", CHAT, 404),
 )
 
