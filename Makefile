@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run check test authz forged hostile fuzz smg lorax chaos ledger cancels formats swaps upgrade texts gpu bench json-schema-suite lint format lock sbom audit clean
+.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax chaos ledger cancels formats swaps upgrade texts gpu bench json-schema-suite lint format lock sbom audit clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -13,7 +13,7 @@ INPUTS := pyproject.toml constraints.txt clients/python/pyproject.toml clients/p
 	$(shell find protos -name '*.proto')
 ROOMS := adapter_store artifacts bench broker clients deploy examples files grammars options router rpc telemetry tenancy tests worker
 
-# Variables of `make run`.
+# Variables of `make run` and `make secured`.
 MODEL ?= examples/model
 ADAPTERS ?= $(if $(filter examples/model,$(MODEL)),examples/adapters)
 WORKERS ?= 1
@@ -23,7 +23,11 @@ QUANTIZE ?=
 KV_CACHE_DTYPE ?=
 PORT ?= 50051
 STORE_PORT ?= 50052
+HTTP_PORT ?= 8443
 ONCE ?=
+# Directory of the credentials and data of `make secured`, and the file of its tenants.
+SECURED ?= .secured
+TENANTS ?= examples/tenants.yaml
 
 # Variables of `make chaos`, `make cancels` and `make swaps`.
 REQUESTS ?= 10000
@@ -59,6 +63,10 @@ run: $(STAMP) ## Start a cluster on this machine and show answers of the model a
 		--workers $(WORKERS) --device $(DEVICE) --dtype $(DTYPE) $(if $(QUANTIZE),--quantize $(QUANTIZE)) \
 		$(if $(KV_CACHE_DTYPE),--kv-cache-dtype $(KV_CACHE_DTYPE)) \
 		--port $(PORT) --store-port $(STORE_PORT) $(if $(ONCE),--once)
+
+secured: $(STAMP) ## Start a cluster with TLS, API keys and two tenants with plans, and show an answer of each
+	@exec $(BIN)/loraplex up --demo --secured "$(SECURED)" --tenants "$(TENANTS)" --model "$(MODEL)" --http $(HTTP_PORT) \
+		--workers $(WORKERS) --device $(DEVICE) --dtype $(DTYPE) --port $(PORT) --store-port $(STORE_PORT) $(if $(ONCE),--once)
 
 # A pytest process more than cores, because tests of clusters often wait; at most four, because more of them would wait
 # for each other's clusters.

@@ -7,9 +7,9 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -24,7 +24,7 @@ from adapter_store.database import Database
 from artifacts.names import SHARED, check_tenant
 from rpc.errors import InvalidField, Mismatch, NotFound
 from rpc.principal import TENANT_ROLES, Role, caller
-from tenancy.api_keys import KEY_ROLES, HashedKey, HashedSecret, hash_of, new_api_key, split_api_key
+from tenancy.api_keys import KEY_ROLES, USED_AT_ONCE, HashedKey, HashedSecret, hash_of, new_api_key, split_api_key
 from tenancy.permissions import SCOPES
 
 _SECOND_NS = 1_000_000_000
@@ -53,6 +53,7 @@ class ApiKey:
     change: int
     # The newest first.
     secrets: tuple[HashedSecret, ...]
+    last_use_ns: int | None = None
 
     @property
     def hashed(self) -> HashedKey:
@@ -76,6 +77,8 @@ class ApiKeys:
         self._now_ns = now_ns
         # Changes are numbered within an epoch: after a restart, perhaps with an older catalog, readers begin anew.
         self.epoch = secrets.token_hex(8)
+        # When keys were used last, in nanoseconds since 1970, as far as the catalog does not know it yet.
+        self._uses = dict[str, int]()
 
     def create(
         self, tenant: str, role: Role, scopes: frozenset[str], label: str, ttl_s: float | None
@@ -130,6 +133,21 @@ class ApiKeys:
             changed.append(_touched(rows, key_id))
         return changed[0]
 
+    def note_used(self, key_ids: Iterable[str]) -> None:
+        """Note that callers were admitted with these keys just now; as `save_uses`, on the event loop."""
+        self._uses |= dict.fromkeys(key_ids, self._now_ns())
+
+    async def save_uses(self) -> None:
+        """Write when keys were used last into the catalog. Raises Exhausted on a full disk."""
+        uses = dict(self._uses)
+        if uses:
+            await asyncio.to_thread(self._write_uses, [(ns, key_id) for key_id, ns in uses.items()])
+        self._uses = {key_id: ns for key_id, ns in self._uses.items() if uses.get(key_id) != ns}
+
+    def _write_uses(self, uses: Sequence[tuple[int, str]]) -> None:
+        with self._database.transaction() as rows:
+            rows.executemany("UPDATE api_keys SET last_use_ns = ? WHERE key_id = ?", uses)
+
     def purge(self, tenant: str) -> list[str]:
         """Forget the keys of a tenant; returns their ids. Readers begin anew, and so do not have them any more."""
         with self._database.transaction() as rows:
@@ -146,7 +164,9 @@ class ApiKeys:
                 "SELECT * FROM api_keys WHERE key_id > ? AND (? = '' OR tenant = ?) ORDER BY key_id LIMIT ?",
                 (after, tenant, tenant, limit),
             )
-            return [_to_key(rows, row) for row in selected.fetchall()]
+            keys = [_to_key(rows, row) for row in selected.fetchall()]
+        uses = self._uses
+        return [replace(key, last_use_ns=uses.get(key.key_id, key.last_use_ns)) for key in keys]
 
     def changes(self, after: int, limit: int) -> list[ApiKey]:
         """Return keys in order of their last change, from the first after that number."""
@@ -224,6 +244,7 @@ def _to_key(rows: sqlite3.Connection, row: sqlite3.Row) -> ApiKey:
             HashedSecret(one["sha256"], None if one["expire_ns"] is None else one["expire_ns"] / _SECOND_NS)
             for one in secrets
         ),
+        last_use_ns=row["last_use_ns"],
     )
 
 
@@ -269,6 +290,7 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
 
     async def ListKeyChanges(self, request: pb.ListKeyChangesRequest, context: Context) -> pb.ListKeyChangesResponse:
         """Return the keys that have changed since the last call, hashed."""
+        self._keys.note_used(request.used_key_ids[:USED_AT_ONCE])
         epoch = self._keys.epoch  # a purge may begin another one meanwhile, of which this answer is not
         after = request.after if request.epoch == epoch else 0
         changes = await asyncio.to_thread(self._keys.changes, after, _CHANGES + 1)
@@ -319,6 +341,7 @@ def _to_pb(key: ApiKey) -> pb.Key:
         create_time=timestamp(key.create_ns),
         expire_time=timestamp(key.expire_ns),
         revoke_time=timestamp(key.revoke_ns),
+        last_use_time=timestamp(key.last_use_ns),
         former_expire_time=_end_of(key.secrets[1]) if len(key.secrets) > 1 else None,
     )
 

@@ -38,9 +38,10 @@ from rpc.tasks import every
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP, serve_metrics
 from tenancy.access import AccessSettings, GuardedServers
-from tenancy.api_keys import KeyDirectory
+from tenancy.api_keys import USED_AT_ONCE, KeyDirectory
 from tenancy.audit_log import FILE_HELP, AuditLog
 from tenancy.auditor import WINDOW_S, Auditor
+from tenancy.certificates import end_of
 from tenancy.permissions import Port
 from tenancy.plans import LOOK_S as PLANS_LOOK_S
 from tenancy.plans import PLANS_NAMED
@@ -53,6 +54,8 @@ log = logging.getLogger(__name__)
 DRAIN_S = 10.0
 # Interval in seconds between looks for deleted revisions whose time has passed.
 PURGE_S = 60.0
+# Interval in seconds between saves of when API keys were used last, which a store that is killed forgets.
+KEY_USES_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ class Store:
             self.port = int(self.addresses[0].rpartition(":")[2])
             await self._server.start()
             await self._server.set_serving(True)
+            self.metrics.health.set()
             self._purging = asyncio.create_task(every(PURGE_S, partial(_purge_deleted, deleted, self._data)))
             self._following = asyncio.create_task(self._follow())
         except BaseException:
@@ -173,19 +177,23 @@ class Store:
 
     async def stop(self, drain_s: float = DRAIN_S) -> None:
         """Refuse new calls, let running ones end for `drain_s`, cancel them, close the data."""
+        self.metrics.health.stop()
         await self._server.stop(drain_s)
         self._receiver.close()
         for task in (self._purging, self._following):
             task.cancel()
         await asyncio.gather(self._purging, self._following, return_exceptions=True)
+        await self._save_key_uses()
         await asyncio.to_thread(self._close)
 
     def _servers(self) -> GuardedServers:
         meter = CallMeter(*self.metrics.calls)
         bounds: dict[Port, list[grpc.aio.ServerInterceptor]] = {Port.PUBLIC: [TenantCalls()], Port.OPERATORS: []}
+        if (tls := self._settings.tls_files()) is not None:
+            self.metrics.certificate_end.set_function(lambda: end_of(tls.content.cert))
         return GuardedServers(
             self._settings,
-            self._settings.tls_files(),
+            tls,
             lambda guard, port: Server(guard, outer=[meter], interceptors=[*bounds[port], self._auditor]),
             self._directory,
             self._refused,
@@ -197,7 +205,15 @@ class Store:
 
     async def _follow(self) -> None:
         looks = every(WINDOW_S, self._auditor.flush), every(PLANS_LOOK_S, self._look_at_plans)
-        await asyncio.gather(self._server.follow(), *looks)
+        await asyncio.gather(self._server.follow(), every(KEY_USES_S, self._save_key_uses), *looks)
+
+    async def _save_key_uses(self) -> None:
+        """Save when API keys were used last, also for calls to the store itself."""
+        self._keys.note_used(self._directory.take_used(USED_AT_ONCE))
+        try:
+            await self._keys.save_uses()
+        except CallError as error:  # the disk is full
+            log.warning("the last uses of API keys are not saved: %s", error)
 
     def _look_at_plans(self) -> None:
         """Read the plans file again if it has changed."""

@@ -37,7 +37,7 @@ class BaseModels:
         if not models:
             raise NotFound("base model", "none is registered")
         if len(models) > 1:
-            raise InvalidField(field, "the store knows several base models; name one")
+            raise InvalidField(field, "the store knows several base models; name one, or set default_model in a plan")
         return models[0]
 
     def list_bases(self, after: str, limit: int) -> list[Base]:

@@ -156,6 +156,9 @@ CREATE TABLE accounts (
     month_tokens INTEGER NOT NULL
 );
 """,
+    """
+ALTER TABLE api_keys ADD COLUMN last_use_ns INTEGER;
+""",
 )
 _COLUMNS = """
 SELECT tables.name, columns.name FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns

@@ -28,7 +28,7 @@ from adapter_store.metrics import StoreMetrics
 from artifacts.names import SHARED, check_tenant
 from rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
 from rpc.principal import caller
-from tenancy.plans import DEFAULT, FIELDS, UNLIMITED, Plan, Plans, PlansFile, make_plan, plan_name
+from tenancy.plans import DEFAULT, FIELDS, UNLIMITED, Plan, Plans, PlansFile, default_model, make_plan, plan_name
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +106,12 @@ class StoredPlans:
         """Return an API key's plan."""
         stored = self._plans.get(plan_name(key_id=key_id))
         return UNLIMITED if stored is None or stored.plan is None else stored.plan
+
+    def default_model(self, tenant: str, key_id: str) -> str:
+        """Return the base model of a call that names none: of the key, the tenant or everybody; empty: none."""
+        everybody = self._plans.get(DEFAULT)
+        plans = (self.of_key(key_id), self.of(tenant), everybody.plan if everybody else None)
+        return default_model(*(plan or UNLIMITED for plan in plans))
 
     def get(self, name: str) -> NamedPlan:
         """Return a plan. Raises NotFound."""
@@ -281,6 +287,10 @@ class StoreQuotas:
     def bytes_of(self, tenant: str) -> int | None:
         """Return the maximum bytes of a tenant's adapters, which is also that of its deleted ones that are kept."""
         return self._plans.of(tenant).adapter_bytes
+
+    def default_model(self, tenant: str, key_id: str) -> str:
+        """Return the base model that an upload means where it names none; empty: no plan says one."""
+        return self._plans.default_model(tenant, key_id)
 
     def check_upload(self, rows: sqlite3.Connection, tenant: str, key_id: str, *, new_adapter: bool) -> None:
         """Check that a tenant and a key of it have room for another revision, before its bytes come."""

@@ -116,7 +116,8 @@ class Receiver:
         name = own_adapter("header.adapter", header.adapter, tenant)
         with refusals("header.alias"):
             alias = None if header.alias == _NO_ALIAS else check_alias(header.alias or LIVE)
-        base = await asyncio.to_thread(self._bases.get_or_only, header.base_model, "header.base_model")
+        model = header.base_model or self._quotas.default_model(name.tenant, caller().key_id)
+        base = await asyncio.to_thread(self._bases.get_or_only, model, "header.base_model")
         await asyncio.to_thread(self._catalog.check_upload, name, base.manifest.name, header.etag, caller().key_id)
         return _Header(name, alias, header.etag, base)
 

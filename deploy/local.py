@@ -44,6 +44,8 @@ _STOP_ORDER = (("gateway", 15.0), ("router", 15.0), ("worker", 10.0), ("store", 
 _EXIT_S = 2.0
 # Maximum number of workers that are replaced in a minute.
 _REPLACED_A_MINUTE = 5
+# File of the first operator's API key in a directory of credentials.
+FIRST_KEY = "first-operator.key"
 _MODULES = {"router": "router", "worker": "worker", "store": "adapter_store", "gateway": "clients.gateway"}
 
 
@@ -71,6 +73,8 @@ class ClusterSettings:
     redis_url: str = ""
     # Directory of logs, adapters and caches; None for a temporary one.
     data_dir: Path | None = None
+    # Directory with the files of `loraplex certs dev` and FIRST_KEY: TLS and credentials at every port. None: neither.
+    credentials: Path | None = None
     # Flags of every worker, of every router and of the store, after the launcher's own.
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
@@ -120,6 +124,8 @@ class LocalCluster:
         self._resume_key = secrets.token_hex(32)
         # Addresses HOST:PORT, set when the context is open.
         self.store = ""
+        # The store's address for operators: without credentials the same.
+        self.operators = ""
         self.router = ""
         self.routers: tuple[str, ...] = ()
         self.http = ""
@@ -167,7 +173,7 @@ class LocalCluster:
         """Start another worker and return its name at once. `processes[name].wait_ready()` waits until it serves."""
         self._started_workers += 1
         name = f"worker-{self._started_workers}"
-        own = ["--store", self.store, "--cache-dir", str(self.data_dir / "cache" / name)]
+        own = ["--store", self._store_of_parts, "--cache-dir", str(self.data_dir / "cache" / name)]
         await self._spawn_service(name, [*own, *self.settings.flags_of_worker()])
         return name
 
@@ -201,12 +207,17 @@ class LocalCluster:
             await self._spawn("valkey", valkey.command(self._runtime_dir, valkey.make_users(self._runtime_dir)))
             await self.processes["valkey"].wait_ready()
         # A chosen port is known before the store listens on it.
-        self.store = f"{settings.host}:{settings.store_port}"
-        if settings.store_port == 0:
+        self.store = self.operators = self._store_of_parts = f"{settings.host}:{settings.store_port}"
+        if settings.credentials is not None:
+            ready = await self.processes["store"].wait_ready()
+            self.store, self.operators = ready["store"], ready["operators"]
+            self._store_of_parts = ready["operators-mtls"]
+        elif settings.store_port == 0:
             self.store = (await self.processes["store"].wait_ready())["store"]
+            self.operators = self._store_of_parts = self.store
         names = [f"router-{number}" for number in range(1, settings.routers + 1)]
         for name in names:
-            flags = [*self._listen(settings.port if name == names[0] else 0), "--store", self.store]
+            flags = [*self._listen(settings.port if name == names[0] else 0), "--store", self._store_of_parts]
             await self._spawn_service(name, [*flags, *settings.router_flags])
         for _ in range(settings.workers):
             await self.start_worker()
@@ -224,6 +235,7 @@ class LocalCluster:
     async def _spawn_service(self, name: str, flags: list[str]) -> None:
         """Run one of the project's own processes."""
         room = name.partition("-")[0]
+        flags = [*flags, *self._credential_flags(room)]
         # -P: a folder named `router` in the user's directory must not replace our router.
         environ = {**os.environ, "PYTHONSAFEPATH": "1"}
         # In the environment, because a URL may contain a password and every user can read command lines.
@@ -233,6 +245,20 @@ class LocalCluster:
         if room == "router":
             environ.setdefault("LORAPLEX_ROUTER_RESUME_KEY", self._resume_key)
         await self._spawn(name, [sys.executable, "-m", _MODULES[room], *flags], environ)
+
+    def _credential_flags(self, room: str) -> list[str]:
+        """Return the flags that give a process its certificate, and what else it needs with one."""
+        if (directory := self.settings.credentials) is None:
+            return []
+        own = ["--tls-cert", str(directory / f"{room}.pem"), "--tls-key", str(directory / f"{room}-key.pem")]
+        if room == "gateway":
+            return [*own, "--ca", str(directory / "ca.pem")]
+        own += ["--tls-ca", str(directory / "ca.pem")]
+        if room == "store":
+            first = ["--bootstrap-key", str(directory / FIRST_KEY)]
+            return [*own, "--operator-port", "0", "--operator-mtls-port", "0", *first]
+        operators = ["--operator-port", "0"] if room == "router" else []
+        return [*own, "--job-key", str(directory / "job.key"), *operators]
 
     async def _spawn(self, name: str, argv: list[str], environ: dict[str, str] | None = None) -> None:
         log_path = self.data_dir / "logs" / f"{name}.log"
@@ -283,7 +309,7 @@ class LocalCluster:
             await self._router_serving(address)
 
     async def _router_serving(self, address: str) -> None:
-        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        async with self._channel(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while True:
                 try:
@@ -297,6 +323,12 @@ class LocalCluster:
                     if self._failed.done() or error.code() is not grpc.StatusCode.UNAVAILABLE:
                         message = f"the router at {address} does not tell its health: {error.details()}"
                         raise LaunchError(message) from error
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if (directory := self.settings.credentials) is None:
+            return grpc.aio.insecure_channel(address, options=channel_options())
+        credentials = grpc.ssl_channel_credentials((directory / "ca.pem").read_bytes())
+        return grpc.aio.secure_channel(address, credentials, options=channel_options())
 
     async def _stop(self) -> None:
         """Stop all processes in order; when cancelled meanwhile (a second Ctrl-C), kill the rest."""

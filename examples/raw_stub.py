@@ -46,6 +46,9 @@ def explain(error: Any) -> str:
 
 def main() -> int:
     """Print an answer, or why there is none."""
+    if len(sys.argv) != 3:
+        print("usage: python -m examples.raw_stub HOST:PORT PROMPT", file=sys.stderr)
+        return 2
     address, prompt = sys.argv[1:]
     try:
         for text in generate(address, prompt):

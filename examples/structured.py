@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-from loraplex_client import Client
+from loraplex_client import Client, LoraplexError
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -61,9 +61,19 @@ def run(client: Client) -> dict[str, list[Any]]:
     }
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Print the answers, or why there are none."""
     address = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
-    with Client(address, "globex") as router:
-        for experiment, answers in run(router).items():
-            for who, parsed in zip(("base, schema", "json, schema", "json alone"), answers, strict=True):
-                print(f"{experiment:9} {who:13} {json.dumps(parsed)}")
+    try:
+        with Client(address, "globex") as router:
+            for experiment, answers in run(router).items():
+                for who, parsed in zip(("base, schema", "json, schema", "json alone"), answers, strict=True):
+                    print(f"{experiment:9} {who:13} {json.dumps(parsed)}")
+    except LoraplexError as error:
+        print(f"error: {error}; `make run` starts a cluster with the adapter", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

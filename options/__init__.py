@@ -16,6 +16,8 @@ Pooling = Literal["", "cls", "mean", "last"]
 # Maximum number of token ids whose logits a request may change, and the largest change of one.
 LOGIT_BIASES = 300
 LOGIT_BIAS_LIMIT = 100.0
+# Maximum number of token ids that a request may restrict its answer to.
+ALLOWED_TOKEN_IDS = 4_096
 
 
 class OutOfRangeError(Exception):
@@ -51,7 +53,8 @@ class SamplingParams:
     """The sampling parameters of a request. Temperature 0 is greedy; the other defaults change nothing.
 
     First what changes the logits, greedy or not: `logit_bias` is added to those of single token ids; then the
-    repetition penalty (ids of prompt and answer), the frequency and the presence penalty (ids of the answer alone).
+    repetition penalty (ids of prompt and answer), the frequency and the presence penalty (ids of the answer alone);
+    ids outside of `allowed_token_ids` cannot come.
     Then temperature, top_k, top_p, min_p, top_n_sigma and typical_p, in this order.
     """
 
@@ -70,6 +73,8 @@ class SamplingParams:
     seed: int = 0
     # 0: no limit.
     top_n_sigma: float = _in_range(0.0, 0, 100)
+    # The token ids that can come, ascending; empty: all.
+    allowed_token_ids: tuple[int, ...] = ()
 
     @property
     def penalizes(self) -> bool:
@@ -79,7 +84,7 @@ class SamplingParams:
     @property
     def adjusts_logits(self) -> bool:
         """Tell whether the logits themselves change, and with them greedy answers."""
-        return self.penalizes or bool(self.logit_bias)
+        return self.penalizes or bool(self.logit_bias) or bool(self.allowed_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,9 @@ def check_sampling(params: SamplingParams) -> None:
     """Raise OutOfRangeError for the first field whose value means nothing."""
     for name, accepted in RANGES.items():
         accepted.check(name, getattr(params, name))
+    if len(params.allowed_token_ids) > ALLOWED_TOKEN_IDS:
+        number = len(params.allowed_token_ids)
+        raise OutOfRangeError("allowed_token_ids", f"{number} ids; at most {ALLOWED_TOKEN_IDS}")
     if len(params.logit_bias) > LOGIT_BIASES:
         raise OutOfRangeError("logit_bias", f"{len(params.logit_bias)} entries; at most {LOGIT_BIASES}")
     for token_id, bias in params.logit_bias:

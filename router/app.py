@@ -52,12 +52,13 @@ from rpc.server import Server, channel_options, relay_options, stop_signal
 from rpc.tasks import every, unless_stopped
 from rpc.tls import TlsFiles
 from telemetry.logging import LogOnce
-from telemetry.metrics import serve_metrics
+from telemetry.metrics import Health, serve_metrics
 from telemetry.tracing import set_up_tracing
 from tenancy.access import GuardedServers
 from tenancy.api_keys import KeyDirectory
 from tenancy.audit_log import AuditLog
 from tenancy.auditor import WINDOW_S, Auditor
+from tenancy.certificates import end_of
 from tenancy.guard import Guard, Refused, open_guard
 from tenancy.permissions import SGLANG_SERVICE, Port
 
@@ -83,6 +84,8 @@ def make_servers(
     """
     keys = KeyDirectory(stale_s=settings.store_away_s)
     telemetry.metrics.keys_age.set_function(keys.age_s)
+    if tls is not None:
+        telemetry.metrics.certificate_end.set_function(lambda: end_of(tls.content.cert))
     follow_keys = partial(every, KEYS_LOOK_S, KeyCopy(store, keys).look)
 
     def refused(method: str, caller: Principal | None, error: CallError, peer: str) -> None:
@@ -265,6 +268,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         seals=(seals := seals_of(tls, settings.job_key)),
         set_aside=lambda key: metrics.keys_set_aside.labels(key).inc(),
     )
+    models.default_model = plans.default_model
     dispatcher = _dispatcher(settings, models, reach := RelayReach(metrics), plans, metrics)
     telemetry = RequestTelemetry(metrics, spans, models)
     auditor = Auditor(AuditLog(settings.audit, "router", metrics.audit))
@@ -304,7 +308,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         await relay.server.start()
         await public.start()
         await unless_stopped(stop, check_advertised(settings.relay_name, relay_port, relay_service.router_id, tls))
-        print(f"ready router={' '.join(addresses)}{metrics.ready_word}", flush=True)
+        _say_ready(addresses, metrics)
         following = asyncio.create_task(
             _follow(
                 dispatcher.redispatch_missing(),
@@ -316,14 +320,14 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
                 quotas.follow(),
                 every(WINDOW_S, auditor.flush),
                 every(PINS_S, partial(renew_pins, models)),
-                _follow_workers(public, models, dispatcher, reach),
+                _follow_workers(public, models, dispatcher, reach, metrics.health),
                 every(REFRESH_S, partial(refresh_gauges, metrics, models, dispatcher)),
             )
         )
         await _run_until(stop, following)
     finally:
         # First the streams, which may end or be recovered until then; then the relay, which they need; then the rest.
-        await _drain(public, generation, settings.drain_s)
+        await _drain(public, generation, settings.drain_s, metrics.health)
         if following is not None:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
@@ -364,8 +368,14 @@ async def _run_until(stop: asyncio.Event, following: asyncio.Task[None]) -> None
         following.result()
 
 
-async def _drain(public: GuardedServers, generation: Generation | None, drain_s: float) -> None:
+def _say_ready(addresses: Sequence[str], metrics: RouterMetrics) -> None:
+    metrics.health.listens()
+    print(f"ready router={' '.join(addresses)}{metrics.ready_word}", flush=True)
+
+
+async def _drain(public: GuardedServers, generation: Generation | None, drain_s: float, probed: Health) -> None:
     """Take no new calls; after `drain_s` end those that still run, which are resumed at another router."""
+    probed.stop()
     await asyncio.sleep(ACCEPT_S)
     stopping = asyncio.create_task(public.stop(drain_s + HAND_OVER_S))
     await asyncio.wait({stopping}, timeout=drain_s)
@@ -381,13 +391,16 @@ async def _follow(*works: Coroutine[None, None, None]) -> None:
             tasks.create_task(work)
 
 
-async def _follow_workers(public: GuardedServers, models: Models, dispatcher: Dispatcher, reach: RelayReach) -> None:
+async def _follow_workers(
+    public: GuardedServers, models: Models, dispatcher: Dispatcher, reach: RelayReach, probed: Health
+) -> None:
     """Follow which workers are alive and reach this router, and set the router's health; never returns."""
     health, once = False, LogOnce(log, logging.INFO)
     while True:
         await look_at_workers(models, dispatcher, reach)
         waits_for = models.waits_for() or reach.waits_for()
         once(f"waits for {waits_for}" if waits_for else "serves")
+        probed.set(f"waits for {waits_for}" if waits_for else "")
         if health != (not waits_for):
             health = not waits_for
             await public.set_serving(health)

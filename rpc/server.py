@@ -9,7 +9,7 @@ import asyncio
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -243,6 +243,8 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         # Generated code adds services to this. Health alone is added to gRPC's own server: see Services.
         self.services: Any = Services(self._grpc)
+        # Called with what `set_serving` sets.
+        self.on_serving: Callable[[bool], None] = lambda serving: None
 
     def bind(self, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
         """Listen on host:port, 0 for a port that the system chooses; return the port. Raises PortInUse."""
@@ -280,6 +282,7 @@ class Server:
         """Set what the health service answers from now on, for the process and for each of its services."""
         for name in ("", *{method.split("/")[1] for method in self.services.methods}):
             self._health.set(name, serving=serving)
+        self.on_serving(serving)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let running ones end for `grace_s`, then cancel them."""

@@ -6,10 +6,12 @@ and for people in docs/reference/metrics.md.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -45,6 +47,51 @@ class MetricsPortError(Exception):
     """Metrics cannot be served; the message is one line."""
 
 
+# Timeout in seconds for an answer of a process's event loop, after which /livez says that it hangs.
+LOOP_S = 5.0
+
+
+class Health:
+    """Says at /livez, /readyz and /startupz of the metrics' port how a process is; its event loop sets it."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started = self._stopping = False
+        self._why_not = "starts"
+
+    def set(self, why_not: str = "") -> None:
+        """Say why requests cannot be served now; empty: they can, or the start is done where it depends on nothing."""
+        self._loop = asyncio.get_running_loop()
+        self._started = self._started or not why_not
+        self._why_not = why_not
+
+    def listens(self) -> None:
+        """Say that the start is done, though requests may not be served yet."""
+        self._loop, self._started = asyncio.get_running_loop(), True
+
+    def stop(self) -> None:
+        """Say from now on that requests cannot be served."""
+        self._stopping = True
+
+    def why_not(self, path: str) -> str:
+        """Return why the answer of a path is no; empty: it is yes. Call it in another thread than the loop's."""
+        if path == "/startupz":
+            return "" if self._started else self._why_not
+        if path == "/readyz":
+            return "stops" if self._stopping else self._why_not
+        loop, answered = self._loop, Future[None]()
+        if loop is None:  # it starts
+            return ""
+        try:
+            loop.call_soon_threadsafe(answered.set_result, None)
+            answered.result(LOOP_S)
+        except TimeoutError:
+            return f"the event loop has not answered for {LOOP_S:g} s"
+        except RuntimeError:  # it has ended, and the process is about to
+            pass
+        return ""
+
+
 class Meters:
     """Declares metrics under the project's prefix, in a registry of the process's own."""
 
@@ -52,6 +99,11 @@ class Meters:
         self.registry = CollectorRegistry()
         # The metrics' address, and others that follow it, as words of the process's ready line.
         self.ready_word = ""
+        self.health = Health()
+        # 0 for a process without a certificate.
+        self.certificate_end = self.gauge(
+            "certificate_end_timestamp_seconds", "When the process's certificate ends, in seconds since 1970."
+        )
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
         """Declare a counter, served as `loraplex_{name}_total`."""
@@ -136,13 +188,13 @@ class BoundedServer(ThreadingWSGIServer):
 
 
 class MetricsServer:
-    """Serves `/metrics` over HTTP."""
+    """Serves `/metrics` over HTTP, and the paths of Health."""
 
     def __init__(self, meters: Meters, host: str, port: int) -> None:
         """Listen on host:port, 0 for a port that the system chooses. Raises MetricsPortError."""
         ProcessCollector(registry=meters.registry)
         try:
-            self._server = _listen(host.strip("[]"), port, meters.registry)
+            self._server = _listen(host.strip("[]"), port, meters)
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             raise MetricsPortError(f"--metrics-port: cannot listen on {host}:{port}: {why}") from error
@@ -184,10 +236,26 @@ def is_address(host: str, *, of_loopback: bool = False) -> bool:
         return False
 
 
-def _listen(host: str, port: int, registry: CollectorRegistry) -> BoundedServer:
+def _application(meters: Meters) -> Any:
+    """Return the WSGI application of a process's metrics and health."""
+    metrics = make_wsgi_app(meters.registry)
+
+    def application(environ: Any, start_response: Any) -> Any:
+        path = environ.get("PATH_INFO", "")
+        if path not in {"/livez", "/readyz", "/startupz"}:
+            return metrics(environ, start_response)
+        why_not = meters.health.why_not(path)
+        status = "503 Service Unavailable" if why_not else "200 OK"
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")])
+        return [f"{why_not or 'ok'}\n".encode()]
+
+    return application
+
+
+def _listen(host: str, port: int, meters: Meters) -> BoundedServer:
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
     server = BoundedServer((host, port), QuietHandler, family)
-    application = make_wsgi_app(registry)
+    application = _application(meters)
     local = host == "localhost" or is_address(host, of_loopback=True)
     server.set_app(OwnHosts(application) if local else application)
     return server

@@ -12,8 +12,9 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from rpc.errors import Unauthenticated, Unavailable
 from rpc.principal import CredentialKind, Principal, Role
@@ -26,6 +27,8 @@ _KEY = re.compile(r"lpx_([a-z0-9]{16})_([A-Za-z0-9_-]{43})")
 # Default of the maximum age in seconds of the copy of the keys with which callers are admitted. A router that the store
 # has not answered for so long cannot know which keys are revoked: longer than a store's restart or move takes.
 STALE_S = 900.0
+# Maximum number of used keys that a router names to the store in one call.
+USED_AT_ONCE = 1_000
 # Roles that a key may have; parts of the cluster have certificates.
 KEY_ROLES = (Role.TENANT_USER, Role.TENANT_ADMIN, Role.OPERATOR, Role.AUDITOR)
 
@@ -101,6 +104,8 @@ class KeyDirectory:
         self._now = now
         self._read_at = -math.inf
         self._follows = False
+        # The keys that callers were admitted with since they were taken.
+        self._used = dict[str, None]()
 
     def follow(self) -> None:
         """Require from now on that `look_done` is called at least every `stale_s` seconds."""
@@ -119,6 +124,17 @@ class KeyDirectory:
                 self.calls.end(key.key_id, _revoked)
             else:
                 self.calls.change(key.key_id, key.ends_at)
+
+    def note_used(self, key_ids: Iterable[str]) -> None:
+        """Note that callers were admitted with these keys."""
+        self._used.update(dict.fromkeys(key_ids))
+
+    def take_used(self, at_most: int) -> list[str]:
+        """Return keys that callers were admitted with since the last call, `at_most`; the others come later."""
+        taken = list(islice(self._used, at_most))
+        for key_id in taken:
+            del self._used[key_id]
+        return taken
 
     def look_done(self) -> None:
         """Note that the keys are those of the store at this moment."""
@@ -189,4 +205,5 @@ class ApiKeyReader:
             raise _revoked(principal)
         if expires_at is not None and now >= expires_at:
             raise bad_credential("the API key has expired", "CREDENTIAL_EXPIRED", principal)
+        self._keys.note_used((key.key_id,))
         return principal

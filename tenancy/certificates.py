@@ -57,6 +57,12 @@ def principal_of(pem: bytes) -> Principal | None:
         return None
 
 
+@lru_cache(maxsize=16)
+def end_of(pem: bytes) -> float:
+    """Return when a certificate ends, in seconds since 1970."""
+    return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+
+
 def principal_in(certificate: x509.Certificate) -> Principal | None:
     """Return whom a certificate that is read already names; None where it names nobody, or several."""
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 DAYS = 365
@@ -20,12 +20,28 @@ _EARLIER = timedelta(minutes=5)
 
 
 class DevelopmentCa:
-    """An authority whose private key lies in memory, or in the file that `write` made."""
+    """An authority whose private key lies in memory, or in the file that `write_ca` made."""
 
     def __init__(self, life: timedelta = timedelta(days=DAYS)) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Loraplex development CA")])
         self._identifier = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
+        self.pem = self._own_certificate(life)
+
+    @classmethod
+    def read(cls, directory: Path) -> DevelopmentCa:
+        """Return the authority that `write_ca` wrote. Raises OSError, and ValueError for files that are not its."""
+        authority = cls.__new__(cls)
+        authority.pem = (directory / "ca.pem").read_bytes()
+        certificate = x509.load_pem_x509_certificate(authority.pem)
+        key = load_pem_private_key((directory / "ca-key.pem").read_bytes(), password=None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+            raise ValueError("ca-key.pem is not the key of ca.pem")
+        authority._key, authority._subject = key, certificate.subject
+        authority._identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        return authority
+
+    def _own_certificate(self, life: timedelta) -> bytes:
         usage = x509.KeyUsage(
             digital_signature=True,
             key_cert_sign=True,
@@ -44,7 +60,7 @@ class DevelopmentCa:
             .add_extension(self._identifier, critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        self.pem = certificate.public_bytes(Encoding.PEM)
+        return certificate.public_bytes(Encoding.PEM)
 
     def issue(self, uri: str, hosts: Sequence[str] = (), life: timedelta = timedelta(days=DAYS)) -> tuple[bytes, bytes]:
         """Return a certificate and its private key, both PEM. `hosts` are the names and addresses that it serves."""
@@ -63,6 +79,29 @@ class DevelopmentCa:
             .sign(self._key, hashes.SHA256())
         )
         return certificate.public_bytes(Encoding.PEM), _pem(key)
+
+    def ends(self, directory: Path) -> dict[str, datetime]:
+        """Return the ends of the authority's certificates in a directory, by name as `write` has it.
+
+        Raises OSError, and ValueError for a file that is no certificate.
+        """
+        ends = {}
+        for key in sorted(directory.glob("*-key.pem")):
+            path = directory / f"{key.name.removesuffix('-key.pem')}.pem"
+            certificate = x509.load_pem_x509_certificate(path.read_bytes())
+            if path.name != "ca.pem" and certificate.issuer == self._subject:
+                ends[path.stem] = certificate.not_valid_after_utc
+        return ends
+
+    def renew(self, directory: Path, name: str, life: timedelta) -> datetime:
+        """Issue a certificate anew, for the same names with another key; return its end. Raises as `ends`."""
+        certificate = x509.load_pem_x509_certificate((directory / f"{name}.pem").read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        (uri,) = names.get_values_for_type(x509.UniformResourceIdentifier)
+        addresses = map(str, names.get_values_for_type(x509.IPAddress))
+        pair = self.issue(uri, [*names.get_values_for_type(x509.DNSName), *addresses], life)
+        self.write(directory, name, pair)
+        return x509.load_pem_x509_certificate(pair[0]).not_valid_after_utc
 
     def write(self, directory: Path, name: str, pair: tuple[bytes, bytes]) -> tuple[Path, Path]:
         """Write a certificate and its key as NAME.pem and NAME-key.pem; the key is its owner's alone to read."""

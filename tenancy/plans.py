@@ -18,6 +18,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from artifacts import ArtifactError
+from artifacts.names import check_base_name
 from files import FollowedFiles
 from rpc.errors import InvalidField
 
@@ -38,7 +40,7 @@ class PlansError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The quotas of a tenant or an API key. None: no limit, a weight of 1, and QUEUE_SHARE."""
+    """The quotas of a tenant or an API key, and its default model. None: no limit, a weight of 1, and QUEUE_SHARE."""
 
     concurrent_streams: int | None = None
     requests_per_minute: int | None = None
@@ -60,6 +62,8 @@ class Plan:
     adapters: int | None = None
     adapter_bytes: int | None = None
     uploads_at_once: int | None = None
+    # Base model of a call that names none; None: the one of the tenant's plan, then of `default`.
+    default_model: str | None = None
 
 
 UNLIMITED = Plan()
@@ -68,6 +72,8 @@ QUEUE_SHARE = 0.5
 FIELDS = tuple(field.name for field in fields(Plan))
 # Fields that are shares or weights: numbers that need not be whole.
 REAL_FIELDS = frozenset({"queue_share", "weight"})
+# Fields that are names.
+NAME_FIELDS = frozenset({"default_model"})
 # Minimum and maximum weight of a tenant or a key: what is counted in tokens over the weight stays exact.
 WEIGHTS = (0.001, 1_000.0)
 Plans = Mapping[str, Plan]
@@ -78,12 +84,26 @@ def plan_name(tenant: str = "", key_id: str = "") -> str:
     return f"keys/{key_id}" if key_id else f"tenants/{tenant}"
 
 
+def default_model(*plans: Plan) -> str:
+    """Return the base model of a call that names none, whose plans these are, the first to be asked first.
+
+    Empty: none of them says one.
+    """
+    return next((plan.default_model for plan in plans if plan.default_model), "")
+
+
 def make_plan(name: str, values: Mapping[str, Any]) -> Plan:
     """Return the plan with these values. Raises InvalidField; `name` is what the field's path begins with."""
     for field, value in values.items():
         path = f"{name}.{field}"
         if field not in FIELDS:
             raise InvalidField(path, f"not a field of a plan ({', '.join(sorted(FIELDS))})")
+        if field in NAME_FIELDS:
+            try:
+                check_base_name(value if isinstance(value, str) else repr(value))
+            except ArtifactError as error:
+                raise InvalidField(path, error.message) from error
+            continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InvalidField(path, f"{value!r} is not a number")
         if field == "queue_share":

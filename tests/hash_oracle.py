@@ -8,7 +8,15 @@ from typing import Any
 from artifacts.hash_model import parse_hash_model
 from grammars.matching import compile_grammar, hash_vocabulary
 from options import Encode, SamplingParams, StoppingParams, TokenLogprobs
-from worker.engine.hash_engine import hash_logprobs, hash_root, hash_vector, id_bytes, next_allowed_token, next_token
+from worker.engine.hash_engine import (
+    hash_logprobs,
+    hash_root,
+    hash_vector,
+    id_bytes,
+    next_allowed_token,
+    next_listed_token,
+    next_token,
+)
 from worker.engine.scheduling.grammars import GrammarState
 
 
@@ -30,16 +38,19 @@ def expected_tokens(
 ) -> list[tuple[int, TokenLogprobs]]:
     """Return the whole answer like `expected_ids`, each token with its log probabilities. Raises ArtifactError."""
     model = parse_hash_model(spec)
-    stopping = stopping or StoppingParams()
+    sampling, stopping = sampling or SamplingParams(), stopping or StoppingParams()
     ends = set() if stopping.ignore_eos else set(model.end_token_ids)
     ends |= set(stopping.stop_token_ids)
-    state = hash_root(model, adapter_digest, sampling or SamplingParams(), choice)
+    state = hash_root(model, adapter_digest, sampling, choice)
     state.update(id_bytes(prompt_ids))
     matching = matching_after(spec, grammar, (), stopping) if grammar else None
     answer: list[tuple[int, TokenLogprobs]] = []
     while (answered := len(answer)) < stopping.max_tokens:
         may_end = answered >= stopping.min_tokens
-        if matching is None:
+        if listed := sampling.allowed_token_ids:
+            banned = () if may_end or set(listed) <= set(ends) else ends
+            token = next_listed_token(model, state, answered, listed, banned)
+        elif matching is None:
             token = next_token(model, state, answered, () if may_end else ends)
         else:
             allowed = matching.allowed_ids(frozenset() if may_end else frozenset(ends))

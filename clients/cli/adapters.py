@@ -68,7 +68,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A peft adapter: its configuration and safetensors.")
     ],
-    name: Annotated[str, typer.Option(metavar="NAME", help="Name that requests use.")],
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name that requests use; default: the directory's.")] = "",
     tenant: TenantOption = TENANT,
     model: Annotated[str, typer.Option(metavar="NAME", help="Its base model, needed if the store has several.")] = "",
     alias: Annotated[
@@ -92,9 +92,11 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     """
     if certify_for and model_dir is None:
         raise CommandError("--certify: give the directory of the base model with --model-dir")
+    name = name or directory.resolve().name
     with store_client(store, tenant) as client:
         with _progress_bar(f"{directory}") as progress:
             first = "-" if certify_for else alias
+            former = _digest_of(client, name, alias or "live")
             with _named_by_flags():
                 pushed = client.push(directory, name, base_model=model, alias=first, progress=progress)
         if certify_for and model_dir is not None:
@@ -112,7 +114,37 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
         return
     state = "pushed" if pushed.created else "unchanged, the store already has the same bytes:"
     say(f"{state} {pushed.revision.name}")
+    digest = pushed.revision.digest
+    if alias != "-" and former != digest:
+        moved = f"moved from {former[:19]} to" if former else "is"
+        say(f"{alias or 'live'} {moved} {digest[:19]}")
+    for note in _notes(directory):
+        say(note)
     print_certificates([pushed.revision])
+
+
+def _digest_of(client: StoreClient, name: str, alias: str) -> str:
+    """Return the digest that an alias of an adapter names; empty where there is none."""
+    from loraplex_client import LoraplexError
+
+    if alias == "-":
+        return ""
+    try:
+        return client.get(f"{name}@{alias}")[1].digest
+    except LoraplexError:  # the upload says what is wrong, if more is than that it is new
+        return ""
+
+
+def _notes(directory: Path) -> Iterator[str]:
+    """Yield what an upload took from a directory beside the weights, and what it left out."""
+    from loraplex_client.adapters import ADDED_TOKENS_FILE, TEMPLATE_FILE, added_tokens
+
+    if (directory / TEMPLATE_FILE).is_file():
+        yield f"{TEMPLATE_FILE} was taken: chats with the adapter use it"
+    if tokens := added_tokens(directory):
+        first = ", ".join(map(repr, tokens[:3]))
+        others = f" and the {len(tokens) - 3} others" if len(tokens) > 3 else ""
+        yield f"{ADDED_TOKENS_FILE} was left out: the base model's tokenizer must know {first}{others}"
 
 
 @contextmanager

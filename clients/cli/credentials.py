@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from datetime import timedelta
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,12 +14,22 @@ import typer
 
 from clients.cli.options import STORE, JsonOption, StoreOption, read_duration
 from clients.cli.service import Service
-from clients.cli.terminal import Columns, CommandError, format_timestamp, message_values, print_json, print_table, say
+from clients.cli.terminal import (
+    Columns,
+    CommandError,
+    format_timestamp,
+    message_values,
+    print_json,
+    print_rows,
+    print_table,
+    say,
+)
 
 if TYPE_CHECKING:
     from loraplex.admin.v1 import keys_pb2
 
     from broker.acl import Passwords
+    from tenancy.development_ca import DevelopmentCa
 
 keys = typer.Typer(no_args_is_help=True, help="Make, list, rotate and revoke API keys. For operators.")
 
@@ -26,7 +37,18 @@ IdArgument = Annotated[str, typer.Argument(metavar="KEYID", help="The part of th
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="New file for the key, which only its owner may read.")
 ]
-certs = typer.Typer(no_args_is_help=True, help="Make certificates for development.")
+certs = typer.Typer(no_args_is_help=True, help="Make and renew certificates of an authority for development.")
+HostOption = Annotated[
+    list[str] | None,
+    typer.Option("--host", metavar="HOST", help="A name or address of the servers, beside localhost; may be repeated."),
+]
+DaysOption = Annotated[
+    int, typer.Option("--days", metavar="N", min=1, max=3650, help="How long the certificates live.")
+]
+# Parts of a cluster that listen, and names and addresses that they have on their own machine.
+SERVING_PARTS = ("store", "router", "worker", "gateway")
+OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
+CERTIFICATE_KINDS = (*SERVING_PARTS, "valkey", "operator", "auditor", "tenant", "tenant-admin")
 _CELL = re.compile(r"[\w.-]+", re.ASCII)
 
 redis = typer.Typer(no_args_is_help=True, help="Make the users of Redis: router, worker, operator.")
@@ -76,6 +98,7 @@ def list_(
         "label": "label",
         "made": lambda key: format_timestamp(key.create_time),
         "expires": lambda key: format_timestamp(key.expire_time),
+        "last used": lambda key: format_timestamp(key.last_use_time),
         "revoked": lambda key: format_timestamp(key.revoke_time),
     }
     print_table(listed, columns)
@@ -110,12 +133,17 @@ def bootstrap(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="New file, for the store's --bootstrap-key.")],
 ) -> None:
     """Make the first operator's key, for a store that has none. Start the store with `--bootstrap-key FILE`."""
+    say(f"wrote key {make_first_key(file)} to {file}")
+
+
+def make_first_key(file: Path) -> str:
+    """Write a first operator's key to a new file; return its id. Raises CommandError."""
     from tenancy.api_keys import new_api_key
 
     check_new(file)
     key_id, text, _ = new_api_key()
     write_key(file, text)
-    say(f"wrote key {key_id} to {file}")
+    return key_id
 
 
 def check_new(file: Path | None) -> None:
@@ -145,51 +173,125 @@ def _service(store: str) -> Service:
     return Service("store", store, "admin.v1.keys")
 
 
-@certs.callback()
-def _certs_group() -> None:
-    """Keep `dev` a command of its own."""
-
-
 @certs.command()
 def dev(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go; made if it is missing.")],
-    host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST", help="A name or address of the servers, beside localhost; may be repeated."),
-    ] = None,
+    host: HostOption = None,
     tenant: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Also make a certificate of this tenant; may be repeated.")
     ] = None,
-    days: Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="How long the certificates live.")] = 365,
+    days: DaysOption = 365,
 ) -> None:
-    """Make an authority, certificates of a store, a router, a worker and an operator, and a job key.
+    """Make an authority, certificates of a store, a router, a worker, a gateway and an operator, and a job key.
 
     Files are NAME.pem and NAME-key.pem; ca.pem is the authority. Anybody with ca-key.pem can make certificates of
     everybody: for a real cluster use your own authority, with the same URIs as names.
 
     [bold]loraplex certs dev ./certs --tenant acme[/]
     """
-    from broker.job_keys import new_job_key
-    from tenancy.development_ca import DevelopmentCa, write_private
-    from tenancy.guard import is_tenant
-
     if (directory / "ca.pem").exists():
         raise CommandError(f"{directory / 'ca.pem'} exists already; name another directory")
-    for name in tenant or ():
-        if not is_tenant(name) or name == "shared":
-            raise CommandError(f"--tenant {name}: not a tenant's name")
-    directory.mkdir(parents=True, exist_ok=True)
-    ca, life = DevelopmentCa(timedelta(days=days)), timedelta(days=days)
-    ca.write_ca(directory)
-    hosts = ["localhost", "127.0.0.1", "::1", *(host or ())]
-    for part in ("store", "router", "worker"):
+    make_credentials(directory, host or (), tenant or (), timedelta(days=days))
+    say(f"wrote ca.pem, job.key, and certificates with their keys, into {directory}")
+
+
+def make_credentials(
+    directory: Path, hosts: Sequence[str] = (), tenants: Sequence[str] = (), life: timedelta = timedelta(days=365)
+) -> None:
+    """Make an authority, the parts' certificates, an operator's and those of tenants, and a job key.
+
+    Raises CommandError.
+    """
+    from broker.job_keys import new_job_key
+    from tenancy.development_ca import DevelopmentCa, write_private
+
+    for name in tenants:
+        _check_subject("tenant", name, "--tenant")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    ca = DevelopmentCa(life)
+    hosts = [*OWN_HOSTS, *hosts]
+    for part in SERVING_PARTS:
         ca.write(directory, part, ca.issue(f"loraplex://{part}/{part}", hosts, life))
     ca.write(directory, "operator", ca.issue("loraplex://operator/operator", life=life))
     write_private(directory / "job.key", new_job_key().encode())
-    for name in tenant or ():
+    for name in tenants:
         ca.write(directory, f"tenant-{name}", ca.issue(f"loraplex://tenant-admin/{name}", life=life))
-    wrote = f"wrote ca.pem, job.key, and certificates with their keys, into {directory}"
-    say(wrote)
+    ca.write_ca(directory)  # the last file: a directory with it is whole
+
+
+@certs.command()
+def issue(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where `certs dev` made the authority.")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(CERTIFICATE_KINDS)}.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name: of a tenant, a router, a person.")],
+    host: HostOption = None,
+    days: DaysOption = 365,
+) -> None:
+    """Make another certificate, as KIND-NAME.pem and KIND-NAME-key.pem. Parts serve localhost and each --host.
+
+    For Valkey's TLS: `certs issue DIR valkey valkey-1 --host redis.internal`.
+
+    [bold]loraplex certs issue ./certs router router-2 --host router-2.internal[/]
+    """
+    if kind not in CERTIFICATE_KINDS:
+        raise CommandError(f"KIND: {kind} is not one of {', '.join(CERTIFICATE_KINDS)}")
+    _check_subject(kind, name, "NAME")
+    if host and kind not in {*SERVING_PARTS, "valkey"}:
+        raise CommandError(f"--host: a certificate of kind {kind} is no server's; leave it out")
+    ca, file = _authority(directory), f"{kind}-{name}"
+    if (directory / f"{file}.pem").exists():
+        raise CommandError(f"{directory / file}.pem exists already; `loraplex certs renew` makes it anew")
+    hosts = [*OWN_HOSTS, *(host or ())] if kind in {*SERVING_PARTS, "valkey"} else []
+    ca.write(directory, file, ca.issue(f"loraplex://{kind}/{name}", hosts, timedelta(days=days)))
+    say(f"wrote {file}.pem and {file}-key.pem into {directory}")
+
+
+@certs.command()
+def renew(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where `certs dev` made the authority.")],
+    within: Annotated[int, typer.Option(metavar="N", min=0, help="Renew those that end within so many days.")] = 30,
+    days: DaysOption = 365,
+    as_json: JsonOption = False,
+) -> None:
+    """Renew the directory's certificates that end soon: the same names and files, another key, and list all.
+
+    Running processes take the new files within seconds; the authority itself is not renewed.
+
+    [bold]loraplex certs renew ./certs --within 30[/]
+    """
+    ca = _authority(directory)
+    try:
+        ends = ca.ends(directory)
+        soon = [name for name, end in ends.items() if end <= datetime.now(UTC) + timedelta(days=within)]
+        ends |= {name: ca.renew(directory, name, timedelta(days=days)) for name in soon}
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{directory}: {error}") from error
+    if as_json:
+        print_json([{"name": name, "end": end.isoformat(), "renewed": name in soon} for name, end in ends.items()])
+        return
+    rows = [(name, f"{end:%Y-%m-%d %H:%M}", "renewed" if name in soon else "-") for name, end in ends.items()]
+    print_rows(("certificate", "ends", "now"), rows)
+
+
+def _authority(directory: Path) -> DevelopmentCa:
+    from tenancy.development_ca import DevelopmentCa
+
+    try:
+        return DevelopmentCa.read(directory)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{directory}: no authority of `loraplex certs dev`: {error}") from error
+
+
+def _check_subject(kind: str, name: str, flag: str) -> None:
+    """Check the name in a certificate. Raises CommandError."""
+    from tenancy.certificates import RESERVED_TENANTS
+    from tenancy.guard import is_tenant
+
+    if kind.startswith("tenant"):
+        if not is_tenant(name) or name in RESERVED_TENANTS:
+            raise CommandError(f"{flag} {name}: not a tenant's name")
+    elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,50}", name):
+        raise CommandError(f"{flag} {name}: at most 51 letters, digits, '.', '_' and '-'")
 
 
 @redis.callback()

@@ -17,10 +17,12 @@ from loraplex_client.endpoint import DEFAULT_TENANT
 from artifacts.base_model import BaseModel
 from clients.cli.generate import AnswerTimer, format_figure
 from clients.cli.models import registered
+from clients.cli.options import ROUTER, STORE
 from clients.cli.service import explain
+from clients.cli.tenants import TenantSpec, key_file, set_up
 from clients.cli.terminal import Activity, CommandError, out, print_error, print_rows, printable
 from clients.cli.upload_tree import AdapterDirectory, AdapterTree, upload_tree
-from deploy.local import ClusterSettings, LocalCluster
+from deploy.local import FIRST_KEY, ClusterSettings, LocalCluster
 from rpc.children.process import LaunchError
 from rpc.settings import check_installed
 
@@ -42,7 +44,10 @@ _COLOURS = ("cyan", "magenta", "yellow", "green")
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The cluster to start, its model and its adapters, all validated. `once` implies `demo`."""
+    """The cluster to start, its model, adapters and tenants, all validated. `once` implies `demo`.
+
+    `tenants` are of a cluster with credentials, whose environment has those of an operator.
+    """
 
     settings: ClusterSettings
     model: BaseModel
@@ -50,6 +55,18 @@ class LaunchPlan:
     update: bool
     demo: bool
     once: bool
+    tenants: tuple[TenantSpec, ...] = ()
+
+    @property
+    def credentials(self) -> Path:
+        """Return the directory of the credentials."""
+        assert self.settings.credentials is not None
+        return self.settings.credentials
+
+    @property
+    def keys_dir(self) -> Path:
+        """Return the directory of the tenants' API keys."""
+        return self.credentials / "keys"
 
 
 def check_engine_protocol(name: str) -> None:
@@ -97,12 +114,13 @@ async def _serve(plan: LaunchPlan) -> None:
 
 async def _make_ready(plan: LaunchPlan, cluster: LocalCluster, activity: Activity) -> None:
     """Register, upload, and wait until requests are served. Raises CommandError, LaunchError."""
-    await _fill(plan, cluster.store, activity)
+    await _fill(plan, cluster.operators, activity)
     activity.step(f"loading model {plan.model.name}")
     await cluster.wait_serving(timeout_s=LOADING_S)
     activity.stop()
     http = f" http={cluster.http}" if cluster.http else ""
-    print(f"ready router={cluster.router} store={cluster.store}{http}", flush=True)
+    operators = f" operators={cluster.operators}" if plan.settings.credentials else ""
+    print(f"ready router={cluster.router} store={cluster.store}{http}{operators}", flush=True)
     for line in await _places(plan, cluster):
         print(line, flush=True)
 
@@ -110,7 +128,7 @@ async def _make_ready(plan: LaunchPlan, cluster: LocalCluster, activity: Activit
 async def _run_until_failure(plan: LaunchPlan, cluster: LocalCluster) -> None:
     """Run the demo if requested; then, unless `once`, wait until a process fails. Raises CommandError, LaunchError."""
     if plan.demo:
-        await cluster.unless_failed(run_demo(cluster.router, plan.tree.adapters))
+        await cluster.unless_failed(run_demo(cluster.router, _demo_answers(plan)))
     if not plan.once:
         _print_next_command(plan, cluster)
         await cluster.unless_failed(_report_engine_deaths(cluster))
@@ -150,8 +168,13 @@ async def _fill(plan: LaunchPlan, store: str, activity: Activity) -> None:
             other = isinstance(error, AlreadyExistsError)
             hint = "; give this one another name with --name, or another directory with --data-dir" if other else ""
             raise CommandError(f"--model {plan.settings.model}: {explain(error, 'store', store)}{hint}") from error
+    if plan.tenants:
+        activity.step("setting up tenants")
+        await asyncio.to_thread(set_up, store, plan.tenants, plan.keys_dir)
+    of_tenants = (adapter for spec in plan.tenants for adapter in spec.adapters)
+    tree = AdapterTree((*plan.tree.adapters, *of_tenants), plan.tree.faults)
     try:
-        await upload_tree(store, plan.tree, plan.model.name, update=plan.update, step=activity.step)
+        await upload_tree(store, tree, plan.model.name, update=plan.update, step=activity.step)
     except LoraplexError as error:
         raise explain(error, "store", store) from error
 
@@ -160,13 +183,31 @@ def _print_next_command(plan: LaunchPlan, cluster: LocalCluster) -> None:
     """Print a command to try next, at a terminal or after the demo."""
     if not (plan.demo or out().is_terminal):
         return
-    flags = "".join(f" --tenant {adapter.tenant} --adapter {adapter.name}" for adapter in plan.tree.adapters[:1])
     out().print(f"\nThe router listens on {cluster.router}, the adapter store on {cluster.store}. Try:", markup=False)
-    command = f'{_program()} generate "{DEMO_PROMPT}"{flags} --router {cluster.router}'
-    out().print(f"\n  {command}\n", markup=False, soft_wrap=True, style="bold")
+    lines = []
+    if (cluster.router, cluster.store) != (ROUTER, STORE):
+        lines += [f"export LORAPLEX_ADDRESS={cluster.router}", f"export LORAPLEX_STORE_ADDRESS={cluster.store}"]
+    lines.append(f"{_program()} {_next_command(plan, cluster)}")
+    out().print("".join(f"\n  {line}" for line in lines) + "\n", markup=False, soft_wrap=True, style="bold")
     if cluster.http:
-        out().print(f"http://{cluster.http}/ shows the cluster, and has a playground.", markup=False)
+        scheme = "https" if plan.settings.credentials else "http"
+        out().print(f"{scheme}://{cluster.http}/ shows the cluster, and has a playground.", markup=False)
     out().print("Ctrl-C stops everything.", markup=False)
+
+
+def _next_command(plan: LaunchPlan, cluster: LocalCluster) -> str:
+    """Return the words after `loraplex` of a command that works with this cluster."""
+    if plan.settings.credentials is None:
+        adapters = plan.tree.adapters[:1]
+        flags = "".join(f" --tenant {adapter.tenant} --adapter {adapter.name}" for adapter in adapters)
+        return f'generate "{DEMO_PROMPT}"{flags}'
+    ca = f"--ca {plan.credentials / 'ca.pem'}"
+    answers = _demo_answers(plan)
+    if not answers:
+        key = plan.credentials / FIRST_KEY
+        return f"{ca} --api-key-file {key} tenants create acme --keys-dir {plan.keys_dir} --store {cluster.operators}"
+    adapter = f" --adapter {answers[0].adapter}" if answers[0].adapter else ""
+    return f'{ca} --api-key-file {answers[0].key_file} generate "{DEMO_PROMPT}"{adapter}'
 
 
 def _program() -> str:
@@ -178,23 +219,27 @@ def _program() -> str:
 
 
 class _Answer:
-    """A streaming answer. `adapter` is empty for the plain base model."""
+    """A streaming answer. `adapter` is empty for the plain base model; the API key's file says who asks, if any."""
 
-    def __init__(self, tenant: str, adapter: str, colour: str) -> None:
+    def __init__(self, tenant: str, adapter: str, colour: str, key_file: Path | None = None) -> None:
         self.tenant = tenant
         self.adapter = adapter
         self.colour = colour
+        self.key_file = key_file
         self.text = ""
         self.timer = AnswerTimer()
 
     @property
     def label(self) -> str:
-        return f"{self.tenant}/{self.adapter}" if self.adapter else "base model"
+        if self.adapter:
+            return f"{self.tenant}/{self.adapter}"
+        return "base model" if self.key_file is None else self.tenant
 
     async def follow(self, router: str, changed: Callable[[], None]) -> None:
         """Stream the answer, calling `changed` after each message. Raises CommandError."""
         try:
-            async with AsyncClient(router, self.tenant) as client:
+            key = None if self.key_file is None else self.key_file.read_text(encoding="utf-8").strip()
+            async with AsyncClient(router, self.tenant if key is None else "", api_key=key) as client:
                 self.timer = AnswerTimer()
                 stream = client.generate_stream(
                     DEMO_PROMPT, adapter_id=self.adapter or None, max_tokens=DEMO_TOKENS, temperature=0.0
@@ -205,6 +250,8 @@ class _Answer:
                     changed()
         except LoraplexError as error:
             raise CommandError(f"{self.label}: {explain(error, 'router', router)}", 1) from error
+        except OSError as error:
+            raise CommandError(f"{self.label}: {error.filename}: {error.strerror}", 1) from error
 
     def panel(self) -> RenderableType:
         """Render the partial answer."""
@@ -215,10 +262,30 @@ class _Answer:
         return Panel(text, title=Text(self.label), title_align="left", border_style=self.colour)
 
 
-async def run_demo(router: str, adapters: Sequence[AdapterDirectory]) -> None:
-    """Stream up to three adapters' answers and the base model's at once, then their figures. Raises CommandError."""
+def _demo_answers(plan: LaunchPlan) -> list[_Answer]:
+    """Return the demo's answers: of three adapters and of the base model, or of the tenants that have an API key."""
+    if plan.settings.credentials is None:
+        return adapter_answers(plan.tree.adapters)
+    asking = [spec for spec in plan.tenants if spec.keys]
+    return [
+        _Answer(
+            spec.name,
+            next((adapter.name for adapter in spec.adapters), ""),
+            colour,
+            key_file(plan.keys_dir, spec.name, spec.keys[0].label),
+        )
+        for spec, colour in zip(asking, _COLOURS, strict=False)
+    ]
+
+
+def adapter_answers(adapters: Sequence[AdapterDirectory]) -> list[_Answer]:
+    """Return the answers of up to three adapters and of the base model."""
     chosen = [(adapter.tenant, adapter.name) for adapter in choose(adapters)] + [(DEFAULT_TENANT, "")]
-    answers = [_Answer(tenant, name, colour) for (tenant, name), colour in zip(chosen, _COLOURS, strict=False)]
+    return [_Answer(tenant, name, colour) for (tenant, name), colour in zip(chosen, _COLOURS, strict=False)]
+
+
+async def run_demo(router: str, answers: Sequence[_Answer]) -> None:
+    """Stream the answers at once, then their figures. Raises CommandError."""
     try:
         await (_stream_live if out().is_terminal else _stream_plain)(router, answers)
     except ExceptionGroup as group:

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from artifacts import ArtifactError
+from artifacts.names import check_base_name
 from clients.cli.credentials import check_new, write_key
 from clients.cli.options import ROUTER, STORE, JsonOption, StoreOption, read_duration
 from clients.cli.service import Service, cluster_service, explain, store_client
 from clients.cli.terminal import Activity, CommandError, message_values, print_json, print_rows, read_text, say
 from clients.cli.upload_tree import AdapterDirectory, AdapterTree, checked_adapter, upload_tree
-from tenancy.plans import FIELDS, REAL_FIELDS, PlansError, PlansFile
+from tenancy.plans import FIELDS, NAME_FIELDS, REAL_FIELDS, PlansError, PlansFile
 
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 plans = typer.Typer(no_args_is_help=True, help="Read and change what tenants and API keys may use. For operators.")
 
 NameArgument = Annotated[str, typer.Argument(metavar="PLAN", help="default, tenants/TENANT or keys/KEYID.")]
+KeysDirOption = Annotated[
+    Path, typer.Option("--keys-dir", metavar="DIR", help="Where new keys go, in TENANT-LABEL.key.")
+]
 tenants = typer.Typer(no_args_is_help=True, help="List, set up and remove tenants. For operators.")
 
 
@@ -66,7 +71,7 @@ def set_(
         list[str],
         typer.Argument(
             metavar="LIMIT=VALUE...",
-            help=f"Limits to set, of {', '.join(FIELDS)}; LIMIT= without a value removes one.",
+            help=f"Limits to set, of {', '.join(FIELDS)} (a name); LIMIT= without a value removes one.",
         ),
     ],
     store: StoreOption = STORE,
@@ -92,13 +97,15 @@ def delete(name: NameArgument, store: StoreOption = STORE) -> None:
     say(f"deleted {name}")
 
 
-def _read_limit(text: str) -> tuple[str, float | None]:
+def _read_limit(text: str) -> tuple[str, float | str | None]:
     """Read LIMIT=VALUE; None: the limit is removed."""
     field, equals, value = text.partition("=")
     if field not in FIELDS or not equals:
         raise CommandError(f"{text}: write LIMIT=VALUE, LIMIT one of {', '.join(FIELDS)}")
     if not value:
         return field, None
+    if field in NAME_FIELDS:  # the store says which names are allowed
+        return field, value
     try:
         number = float(value) if field in REAL_FIELDS else int(value)
     except ValueError:
@@ -108,11 +115,11 @@ def _read_limit(text: str) -> tuple[str, float | None]:
     return field, number
 
 
-def _set_limits(plan: plans_pb2.Plan) -> dict[str, float]:
+def _set_limits(plan: plans_pb2.Plan) -> dict[str, float | str]:
     return {field.name: value for field, value in plan.ListFields() if field.name in FIELDS}
 
 
-def _text(value: float) -> str:
+def _text(value: float | str) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -128,7 +135,7 @@ def _service(store: str) -> Service:
     return Service("store", store, "admin.v1.plans")
 
 
-def _set(service: Service, name: str, limits: dict[str, float | None]) -> plans_pb2.Plan:
+def _set(service: Service, name: str, limits: Mapping[str, float | str | None]) -> plans_pb2.Plan:
     """Change a plan as it was read, and return it; the store refuses that if it has changed meanwhile."""
     from loraplex.admin.v1 import plans_pb2
     from loraplex_client import NotFoundError
@@ -163,7 +170,7 @@ class TenantSpec:
     """A tenant as a file names it; `plan` None: the file says nothing of its plan."""
 
     name: str
-    plan: Mapping[str, float] | None
+    plan: Mapping[str, float | str] | None
     keys: tuple[KeySpec, ...]
     adapters: tuple[AdapterDirectory, ...]
 
@@ -185,11 +192,33 @@ def list_tenants(store: StoreOption = STORE, as_json: JsonOption = False) -> Non
 
 
 @tenants.command()
+def create(
+    name: Annotated[str, typer.Argument(metavar="TENANT", help="Its name.")],
+    limits: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[LIMIT=VALUE]...", help=f"Limits of its plan, of {', '.join(FIELDS)}."),
+    ] = None,
+    keys_dir: KeysDirOption = Path("keys"),
+    store: StoreOption = STORE,
+) -> None:
+    """Set up one tenant: its plan, and a key of its administrator in KEYS-DIR/TENANT-admin.key.
+
+    For many, and for adapters, write a file and `loraplex tenants apply` it.
+
+    [bold]loraplex tenants create acme tokens_per_day=2000000 weight=2[/]
+    """
+    plan = {field: value for field, value in map(_read_limit, limits or []) if value is not None}
+    spec = _tenant(name, {"plan": plan, "keys": {"admin": {"role": "tenant-admin"}}}, Path())
+    listed = _service(store).list("ListPlans", "plans")
+    if name in map(_tenant_of, listed) or any(key.tenant == name for key in _valid_keys(store)):
+        raise CommandError(f"{name}: is there already; `loraplex plans set` and `loraplex keys create` change it")
+    set_up(store, [spec], keys_dir)
+
+
+@tenants.command()
 def apply(
     file: Annotated[Path, typer.Option("-f", "--file", metavar="FILE", help="YAML file of tenants.")],
-    keys_dir: Annotated[
-        Path, typer.Option("--keys-dir", metavar="DIR", help="Where new keys go, in TENANT-LABEL.key.")
-    ] = Path("keys"),
+    keys_dir: KeysDirOption = Path("keys"),
     model: Annotated[
         str, typer.Option(metavar="NAME", help="The adapters' base model, if the store has several.")
     ] = "",
@@ -202,9 +231,21 @@ def apply(
 
     [bold]loraplex tenants apply -f teams.yaml --keys-dir ./keys[/]
     """
-    from loraplex_client import LoraplexError
-
     specs = read_tenants(file)
+    changes = set_up(store, specs, keys_dir)
+    tree = AdapterTree(tuple(adapter for spec in specs for adapter in spec.adapters))
+    if tree.adapters:
+        changes += _upload(store, tree, model)
+    say(f"{len(specs)} tenants: {changes or 'no'} change{'' if changes == 1 else 's'}")
+
+
+def key_file(directory: Path, tenant: str, label: str) -> Path:
+    """Return the file of a key that `set_up` makes."""
+    return directory / f"{tenant}-{label}.key"
+
+
+def set_up(store: str, specs: Sequence[TenantSpec], keys_dir: Path) -> int:
+    """Set the plans and make the keys that differ or are missing; return the number of changes."""
     plans_of = {_tenant_of(plan): plan for plan in _service(store).list("ListPlans", "plans")}
     valid = {(key.tenant, key.label): key for key in _valid_keys(store)}
     changes = 0
@@ -216,14 +257,18 @@ def apply(
             changes += 1
         for key in spec.keys:
             changes += _apply_key(store, spec.name, key, valid.get((spec.name, key.label)), keys_dir)
-    tree = AdapterTree(tuple(adapter for spec in specs for adapter in spec.adapters))
-    if tree.adapters:
-        with Activity() as activity:
-            try:
-                changes += asyncio.run(upload_tree(store, tree, model, update=True, step=activity.step))
-            except LoraplexError as error:
-                raise explain(error, "store", store) from error
-    say(f"{len(specs)} tenants: {changes or 'no'} change{'' if changes == 1 else 's'}")
+    return changes
+
+
+def _upload(store: str, tree: AdapterTree, model: str) -> int:
+    """Upload the adapters that differ or are missing; return the number of changes."""
+    from loraplex_client import LoraplexError
+
+    with Activity() as activity:
+        try:
+            return asyncio.run(upload_tree(store, tree, model, update=True, step=activity.step))
+        except LoraplexError as error:
+            raise explain(error, "store", store) from error
 
 
 def _apply_key(store: str, tenant: str, spec: KeySpec, stored: keys_pb2.Key | None, directory: Path) -> int:
@@ -239,7 +284,7 @@ def _apply_key(store: str, tenant: str, spec: KeySpec, stored: keys_pb2.Key | No
                     f"does not change: `loraplex keys revoke {stored.key_id}`, and apply the file again"
                 )
         return 0
-    file = directory / f"{tenant}-{spec.label}.key"
+    file = key_file(directory, tenant, spec.label)
     check_new(file)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     answer = Service("store", store, "admin.v1.keys").ask(
@@ -309,7 +354,12 @@ def _tenant(name: str, value: Any, directory: Path) -> TenantSpec:
     return TenantSpec(name, plan, keys, adapters)
 
 
-def _limit(at: str, field: str, value: Any) -> float:
+def _limit(at: str, field: str, value: Any) -> float | str:
+    if field in NAME_FIELDS:
+        try:
+            return check_base_name(value if isinstance(value, str) else repr(value))
+        except ArtifactError as error:
+            raise CommandError(f"{at}: {error.message}") from error
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise CommandError(f"{at}: {value!r} is not a number")
     _, number = _read_limit(f"{field}={value}")

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from clients.cli.options import CREDENTIAL_VARIABLES, KvCacheOption, QuantizeOption
+from clients.cli.options import CA_VARIABLE, CREDENTIAL_VARIABLES, KEY_FILE_VARIABLE, KvCacheOption, QuantizeOption
+from clients.cli.terminal import CommandError
 
 
 def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
@@ -82,6 +83,17 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         Path | None,
         typer.Option(metavar="FILE", help="Plans of tenants and API keys (docs/guides/quotas.md), reread on a change."),
     ] = None,
+    secured: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="TLS and API keys at every port: certificates, keys and data in DIR, made if it is missing.",
+        ),
+    ] = None,
+    tenants: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Tenants to set up, as `loraplex tenants apply` does; with --secured."),
+    ] = None,
     demo: Annotated[
         bool, typer.Option("--demo", help="Stream answers of three tenants' adapters and of the base model.")
     ] = False,
@@ -97,7 +109,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     """
     from clients.cli.launch import LaunchPlan, check_engine_protocol, launch
     from clients.cli.models import check_quantization, read_model
-    from clients.cli.tenants import check_plans
+    from clients.cli.tenants import check_plans, read_tenants
     from clients.cli.upload_tree import AdapterTree, find_adapters
     from deploy.local import ClusterSettings
 
@@ -116,6 +128,14 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         "--engine-adapter": engine_adapter,
     }
     check_engine_protocol(engine_protocol)
+    if tenants is not None and secured is None:
+        raise CommandError("--tenants: give --secured DIR too; without credentials any caller may name any tenant")
+    if plans is not None and tenants is not None:
+        raise CommandError("--plans, --tenants: give one of them; a file of tenants has their plans")
+    specs = () if tenants is None else tuple(read_tenants(tenants))
+    if secured is not None:
+        use_credentials(secured)
+        data_dir = data_dir or secured / "data"
     settings = ClusterSettings(
         model=model,
         model_name=base.name,
@@ -129,6 +149,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         kv_cache_dtype=kv_cache_dtype,
         redis_url=redis_url,
         data_dir=data_dir,
+        credentials=secured,
         worker_flags=tuple(word for flag, size in sizes.items() if size is not None for word in (flag, str(size))),
         router_flags=(
             *("--processes", str(router_processes)),
@@ -136,4 +157,17 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         ),
         store_flags=() if plans is None else ("--plans", str(plans)),
     )
-    asyncio.run(launch(LaunchPlan(settings, base, tree, update=update, demo=demo or once, once=once)))
+    shown = demo or once
+    asyncio.run(launch(LaunchPlan(settings, base, tree, update=update, demo=shown, once=once, tenants=specs)))
+
+
+def use_credentials(directory: Path) -> None:
+    """Make the certificates and the first operator's key that the directory lacks, and call with that key."""
+    from clients.cli.credentials import make_credentials, make_first_key
+    from deploy.local import FIRST_KEY
+
+    if not (directory / "ca.pem").exists():
+        make_credentials(directory)
+    if not (directory / FIRST_KEY).exists():
+        make_first_key(directory / FIRST_KEY)
+    os.environ |= {CA_VARIABLE: str(directory / "ca.pem"), KEY_FILE_VARIABLE: str(directory / FIRST_KEY)}

@@ -100,10 +100,12 @@ def _check_no_link(path: Path, at: str) -> None:
 
 def checked_adapter(tenant: str, name: str, directory: Path, at: str = FLAG) -> AdapterDirectory:
     """Return a directory as an adapter. Raises CommandError that names `at` where it is none, or its name is bad."""
+    from loraplex_client.adapters import why_no_adapter  # it imports gRPC
+
     for part in (CONFIG_FILE, WEIGHTS_FILE):
         _check_no_link(directory / part, at)
-        if not (directory / part).is_file():
-            raise CommandError(f"{at}: {directory} is not an adapter: it has no {part}")
+    if why := why_no_adapter(directory):
+        raise CommandError(f"{at}: {directory} {why}")
     try:
         parsed = parse_adapter_name(f"tenants/{tenant}/adapters/{name}", tenant)
     except ArtifactError as error:

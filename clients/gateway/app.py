@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -49,6 +50,7 @@ from clients.gateway.tgi_api import (
 from clients.gateway.tgi_api import PROTOCOL as TGI
 from rpc.server import stop_signal
 from telemetry.metrics import serve_metrics
+from tenancy.certificates import end_of
 
 log = logging.getLogger(__name__)
 
@@ -187,6 +189,8 @@ async def serving(settings: GatewaySettings, metrics: GatewayMetrics) -> AsyncIt
     cluster = Cluster(settings.router, settings.store, settings.ca, settings.operator_router)
     app = application(Gateway(cluster, metrics, own_names(settings), bool(settings.ca)), settings.requests_limit)
     server = http_server(app, settings, OPENAI.error, metrics.connections, metrics.closed)
+    if settings.tls_cert:
+        metrics.certificate_end.set_function(lambda: end_of(Path(settings.tls_cert).read_bytes()))
     with listen(settings.host, settings.port) as bound:
         running = asyncio.create_task(server.serve([bound]))
         await server.start_tried.wait()
@@ -207,8 +211,10 @@ async def run(settings: GatewaySettings) -> None:
     metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
     async with serving(settings, metrics) as (address, running):
         running.add_done_callback(lambda _: stop.set())
+        metrics.health.set()
         print(f"ready gateway={address}{metrics.ready_word}", flush=True)
         await stop.wait()
+        metrics.health.stop()
         log.info("stops; running answers get %g s", settings.drain_s)
     if metrics_server is not None:
         await asyncio.to_thread(metrics_server.close)

@@ -177,16 +177,18 @@ class Cluster:
     async def token_bytes(self, caller: AsyncClient, model: str, ids: Iterable[int]) -> Mapping[int, bytes]:
         """Return the bytes of each of these tokens. Raises LoraplexError."""
         distinct = set(ids)
-        missing = [token_id for token_id in distinct if (model, token_id) not in self._bytes]
+        # Without a name it is the caller's default model, if there are several: another caller's is another one.
+        known = self._bytes if model or len(self._names) == 1 else {}
+        missing = [token_id for token_id in distinct if (model, token_id) not in known]
         if missing:
-            if len(self._bytes) + len(missing) > _TOKENS:
-                self._bytes.clear()
+            if len(known) + len(missing) > _TOKENS:
+                known.clear()
                 missing = list(distinct)
             for start in range(0, len(missing), _TOKENS_PER_CALL):
                 part = missing[start : start + _TOKENS_PER_CALL]
                 part_bytes = await _bytes_of(caller, model, part)
-                self._bytes.update(zip(((model, token_id) for token_id in part), part_bytes, strict=True))
-        return {token_id: self._bytes[model, token_id] for token_id in distinct}
+                known.update(zip(((model, token_id) for token_id in part), part_bytes, strict=True))
+        return {token_id: known[model, token_id] for token_id in distinct}
 
 
 async def _bytes_of(caller: AsyncClient, model: str, ids: Sequence[int]) -> tuple[bytes, ...]:

@@ -92,6 +92,7 @@ class Extensions(TypedDict, total=False):
     repetition_penalty: float | None
     min_tokens: int | None
     stop_token_ids: list[int] | None
+    allowed_token_ids: list[int] | None
     ignore_eos: bool | None
     skip_special_tokens: bool | None
     add_special_tokens: bool | None

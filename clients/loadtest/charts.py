@@ -87,10 +87,10 @@ def zoom(*encodings: str) -> Spec:
 
 @dataclass(frozen=True)
 class Series:
-    """A named line through points; `labels`, if any, are written beside them."""
+    """A named line through points; `labels`, if any, are written beside them. The line ends where a value is None."""
 
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[tuple[float, float | None]]
     labels: Sequence[str] = ()
 
 

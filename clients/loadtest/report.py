@@ -179,20 +179,21 @@ def _run_plots(run: Mapping[str, Any]) -> Iterator[Plot]:
     yield from _stream_plots(run["streams"])
 
 
-def _timeline_plots(timeline: Mapping[str, Sequence[float]]) -> Iterator[Plot]:
+def _timeline_plots(timeline: Mapping[str, Sequence[Any]]) -> Iterator[Plot]:
     if not timeline:
         return
     rates = {"sent/s": "sent_per_s", "ended/s": "ended_per_s", "errors/s": "errors_per_s", "running": "running"}
     at_s = timeline["at_s"]
     series = [Series(name, list(zip(at_s, timeline[key], strict=True))) for name, key in rates.items()]
     yield Plot("Requests over time", line_chart(Axis("seconds"), Axis("requests, or requests/s"), series))
-    ttft_ms = [value * 1e3 for value in timeline["ttft_p50_s"]]
+    ttft_ms = [None if value is None else value * 1e3 for value in timeline["ttft_p50_s"]]
     yield Plot(
         "Messages and TTFT over time",
         two_axis_chart(
             Axis("seconds"),
             (Axis("messages/s"), Series("messages/s", list(zip(at_s, timeline["messages_per_s"], strict=True)))),
             (Axis("TTFT p50, milliseconds"), Series("TTFT p50, ms", list(zip(at_s, ttft_ms, strict=True)))),
+            dots=None in ttft_ms,  # a value between two spans without one is no line
         ),
     )
 

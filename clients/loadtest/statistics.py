@@ -106,8 +106,11 @@ def _error_of_blocks(mask: Mask) -> float:
     return float(np.std(means, ddof=1)) / math.sqrt(len(means))
 
 
-def timeline(samples: Samples, begin_s: float, end_s: float, buckets: int = 120) -> dict[str, list[float]]:
-    """Compute, for equal spans of time, rates of requests and messages, running requests, and the median ttft."""
+def timeline(samples: Samples, begin_s: float, end_s: float, buckets: int = 120) -> dict[str, list[Any]]:
+    """Compute, for equal spans of time, rates of requests and messages, running requests, and the median ttft.
+
+    The ttft is None in spans in which no answer began.
+    """
     edges = np.linspace(begin_s, end_s, min(buckets, max(10, len(samples))) + 1)
     span_s = max(float(edges[1] - edges[0]), 1e-9)
     sent, end = samples.column("sent_s"), samples.column("end_s")
@@ -122,7 +125,7 @@ def timeline(samples: Samples, begin_s: float, end_s: float, buckets: int = 120)
         "errors_per_s": (np.histogram(end[failed], edges)[0] / span_s).tolist(),
         "messages_per_s": (np.histogram(message_times(samples), edges)[0] / span_s).tolist(),
         "running": [int(((sent <= edge) & (end > edge)).sum()) for edge in edges[1:]],
-        "ttft_p50_s": [float(np.median(values)) if len(values) else 0.0 for values in medians],
+        "ttft_p50_s": [float(np.median(values)) if len(values) else None for values in medians],
     }
 
 

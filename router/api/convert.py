@@ -18,7 +18,16 @@ from broker.terms import PRIORITY_LIMIT
 from grammars import GrammarError
 from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
 from grammars.json_schema import JsonStyle
-from options import CLIENT_REASONS, LOGIT_BIASES, RANGES, OutOfRangeError, SamplingParams, TokenLogprobs, check_sampling
+from options import (
+    ALLOWED_TOKEN_IDS,
+    CLIENT_REASONS,
+    LOGIT_BIASES,
+    RANGES,
+    OutOfRangeError,
+    SamplingParams,
+    TokenLogprobs,
+    check_sampling,
+)
 from router.catalog.models import Models, ServedModel
 from router.request import (
     Chat,
@@ -364,7 +373,15 @@ def _sampling(message: pb.Sampling) -> SamplingParams:
     set_fields = {field.name: value for field, value in message.ListFields() if field.name in RANGES}
     if len(message.logit_bias) > LOGIT_BIASES:  # before they are sorted
         raise InvalidField("sampling.logit_bias", f"{len(message.logit_bias)} entries; at most {LOGIT_BIASES}")
-    params = SamplingParams(logit_bias=tuple(sorted(message.logit_bias.items())), **set_fields)
+    if len(message.allowed_token_ids) > ALLOWED_TOKEN_IDS:
+        raise InvalidField(
+            "sampling.allowed_token_ids", f"{len(message.allowed_token_ids)} ids; at most {ALLOWED_TOKEN_IDS}"
+        )
+    params = SamplingParams(
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(sorted(set(message.allowed_token_ids))),
+        **set_fields,
+    )
     try:
         check_sampling(params)
     except OutOfRangeError as error:

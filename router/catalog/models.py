@@ -251,10 +251,15 @@ class Models:
         # Address of this router's relay; empty until it listens.
         self._reply_to = ""
         self._log_once = LogOnce(log)
+        # Tells which model the current call means where it names none; empty: the only one.
+        self.default_model: Callable[[], str] = lambda: ""
 
     def get(self, name: str) -> ServedModel:
-        """Return the model of that name, or the only one. Raises NotFound, InvalidField or Unavailable."""
-        if name:
+        """Return the model of that name; without one the caller's default, or the only one.
+
+        Raises NotFound, InvalidField or Unavailable.
+        """
+        if name := name or self.default_model():
             if name not in self._served and not self.listed:
                 raise Unavailable("the registered base models are still being read", reason="NO_MODEL")
             if name not in self._served:
@@ -263,7 +268,10 @@ class Models:
         if not self._served:
             raise Unavailable("no base model is registered yet", reason="NO_MODEL")
         if len(self._served) > 1:
-            raise InvalidField("model", f"name one of {', '.join(sorted(self._served))}")
+            raise InvalidField(
+                "model",
+                f"name one of {', '.join(sorted(self._served))} (or have an operator set default_model in a plan)",
+            )
         return next(iter(self._served.values()))
 
     def queue_of(self, name: str) -> JobQueue:

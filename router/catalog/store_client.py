@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -26,7 +26,7 @@ from rpc.shares import FairTurns
 from rpc.tasks import SharedCalls
 from rpc.tls import LiveChannel, TlsFiles
 from telemetry.logging import LogOnce
-from tenancy.api_keys import STALE_S, HashedKey, HashedSecret, KeyDirectory
+from tenancy.api_keys import STALE_S, USED_AT_ONCE, HashedKey, HashedSecret, KeyDirectory
 
 T = TypeVar("T")
 
@@ -285,9 +285,12 @@ class StoreClient:
                     files.setdefault(part.chunk.name, bytearray()).extend(part.chunk.data)
         return read_manifest(model, {file: bytes(data) for file, data in files.items()})
 
-    async def key_changes(self, epoch: str, after: int) -> keys_pb2.ListKeyChangesResponse:
-        """Return the API keys that have changed since an answer of that epoch. Raises Unavailable."""
-        request = keys_pb2.ListKeyChangesRequest(epoch=epoch, after=after)
+    async def key_changes(self, epoch: str, after: int, used: Iterable[str] = ()) -> keys_pb2.ListKeyChangesResponse:
+        """Return the API keys that have changed since an answer of that epoch, and tell which were used.
+
+        Raises Unavailable.
+        """
+        request = keys_pb2.ListKeyChangesRequest(epoch=epoch, after=after, used_key_ids=used)
         with self._errors_of("key"):
             return await self._channel.stub(keys_pb2_grpc.KeyServiceStub).ListKeyChanges(request, timeout=CALL_S)
 
@@ -400,8 +403,9 @@ class KeyCopy:
     """Keeps a directory of keys like the store's."""
 
     def __init__(self, store: StoreClient, directory: KeyDirectory) -> None:
+        self._store = store
         self._directory = directory
-        self._changes = StoreChanges("API keys", store.key_changes)
+        self._changes = StoreChanges("API keys", self._ask)
         directory.follow()
 
     async def look(self) -> None:
@@ -413,6 +417,14 @@ class KeyCopy:
         # At once: half of the keys of another epoch would refuse the other half.
         self._directory.put([_key(key) for page in pages for key in page.keys], clear=anew)
         self._directory.look_done()
+
+    async def _ask(self, epoch: str, after: int) -> keys_pb2.ListKeyChangesResponse:
+        used = self._directory.take_used(USED_AT_ONCE)
+        try:
+            return await self._store.key_changes(epoch, after, used)
+        except CallError:
+            self._directory.note_used(used)
+            raise
 
 
 def _key(message: keys_pb2.HashedKey) -> HashedKey:

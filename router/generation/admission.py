@@ -286,6 +286,8 @@ class Admission:
         template = await self._template(request, model, adapter)
         prompt_ids = await self._tokenize(request, model, template)
         answer_format, grammar = await self._formats(request, model, template, prompt_ids)
+        if grammar and request.sampling.allowed_token_ids:
+            raise InvalidField("sampling.allowed_token_ids", f"does not go with {request.format_field or 'chat.tools'}")
         self._workers_for_new_jobs(model.manifest)
         max_tokens = _max_tokens(request, len(prompt_ids), context)
         _check_all_ids(request, prompt_ids, model.manifest.vocab_size)
@@ -401,6 +403,7 @@ def _check_all_ids(request: Request, prompt_ids: tuple[int, ...], vocab_size: in
     check_ids(request.prompt_field, prompt_ids, vocab_size)
     check_ids("stopping.stop_token_ids", request.stopping.stop_token_ids, vocab_size)
     check_ids("sampling.logit_bias", tuple(token_id for token_id, _ in request.sampling.logit_bias), vocab_size)
+    check_ids("sampling.allowed_token_ids", request.sampling.allowed_token_ids, vocab_size)
 
 
 def _check_received(resumption: Resumption, vocab_size: int) -> None:

@@ -41,10 +41,10 @@ from router.dispatch.routed_job import RoutedJob
 from router.metrics import RouterMetrics
 from router.quotas.usage import NO_FACTS, Facts, UsageLog
 from rpc.errors import Aborted, CallError, Exhausted, Unavailable
-from rpc.principal import calling_key
+from rpc.principal import calling_key, known_caller
 from rpc.tasks import every
 from telemetry.logging import LogOnce
-from tenancy.plans import DEFAULT, FIELDS, QUEUE_SHARE, UNLIMITED, Plan, plan_name
+from tenancy.plans import DEFAULT, FIELDS, QUEUE_SHARE, UNLIMITED, Plan, default_model, plan_name
 from tenancy.plans import LOOK_S as PLANS_LOOK_S
 
 
@@ -111,6 +111,15 @@ class Plans:
         if key_id and (plan := self._plans.get(plan_name(key_id=key_id))):
             owners.insert(0, Owner(tenant, key_id, plan))
         return owners
+
+    def default_model(self) -> str:
+        """Return the base model that the current call means where it names none; empty: no plan says one.
+
+        Raises as `owners` does.
+        """
+        principal = known_caller()
+        owners = self.owners(principal.tenant, principal.key_id) if principal and principal.tenant else []
+        return default_model(*(owner.plan for owner in owners), self._default)
 
     def limits_of(self, account: str) -> Mapping[str, int]:
         """Return the limits that the ledger keeps in an account, by their fields of a plan."""

@@ -15,7 +15,7 @@ from loraplex.admin.v1 import plans_pb2_grpc
 
 from adapter_store.app import Store, StoreSettings
 from adapter_store.plans import StoredPlans
-from artifacts.base_model import BaseModel
+from artifacts.base_model import BaseModel, read_base_model
 from rpc.errors import CallError, Exhausted
 from rpc.shares import Shares
 from tenancy.plans import Plan
@@ -96,6 +96,7 @@ async def test_a_deleted_plan_is_gone_and_readers_learn_it(plans: Any) -> None:
         ("default", {"weight": float("nan")}),
         ("tenants/acme", {"weight": 1e-300}),
         ("keys/0123456789abcdef", {"adapters": -1}),
+        ("default", {"default_model": "../x"}),
     ],
 )
 async def test_a_bad_plan_is_refused(plans: Any, name: str, fields: dict[str, Any]) -> None:
@@ -138,6 +139,18 @@ async def test_a_revision_beyond_the_bytes_leaves_nothing(plans: Any, ready: Any
     assert await code_of(ready.upload("a", FILES)) == "RESOURCE_EXHAUSTED"
     assert await code_of(ready.get("a")) == "NOT_FOUND"
     assert list((data / "blobs").iterdir()) == []
+
+
+async def test_an_upload_without_a_model_is_for_the_tenants_default(
+    plans: Any, ready: Any, hash_base: BaseModel
+) -> None:
+    await ready.register(replace(read_base_model("hash:?seed=9"), name="large"))
+    with pytest.raises(grpc.aio.AioRpcError, match="several base models; name one, or set default_model in a plan"):
+        await ready.upload("a", FILES)
+    await set_plan(plans, "default", default_model="large")
+    await set_plan(plans, "tenants/acme", default_model=hash_base.name)
+    uploaded = [(await ready.upload("a", FILES, tenant)).revision.base_model for tenant in ("acme", "globex", "shared")]
+    assert uploaded == [hash_base.name, "large", "large"]
 
 
 async def test_uploads_at_once_are_limited(plans: Any, ready: Any, store: Store, refusal: Refusal) -> None:

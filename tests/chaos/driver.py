@@ -235,6 +235,7 @@ def options_of(request: Request) -> dict[str, Any]:
         "stop": list(request.stop),
         "stop_token_ids": list(request.stop_token_ids),
         "logit_bias": dict(request.logit_bias),
+        "allowed_token_ids": list(request.allowed_token_ids),
         **{name: getattr(request, name) for name in named},
         **request.sampling,
         **({request.format: FORMATS[request.format]} if request.format else {}),

@@ -51,6 +51,7 @@ class Request(msgspec.Struct, frozen=True):
     # Fields of worker.engine_api.Sampling, seed included.
     sampling: dict[str, float | int] = {}
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

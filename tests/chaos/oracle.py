@@ -20,7 +20,7 @@ from tests.hash_answers import (
 from tests.hash_formats import GRAMMARS
 from tests.hash_oracle import matching_after
 from worker.engine import hash_engine
-from worker.engine.hash_engine import hash_root, id_bytes, next_allowed_token
+from worker.engine.hash_engine import hash_root, id_bytes, next_allowed_token, next_listed_token
 
 
 def truth(model: str, request: Request, choice: int) -> ExpectedChoice:
@@ -72,6 +72,8 @@ def next_token(model: str, request: Request, choice: int, digest: str, so_far: S
     parsed = parse_hash_model(model)
     state = hash_root(parsed, digest, _sampling(request), truth(model, request, choice).candidate)
     state.update(id_bytes([*prompt_ids_of(request), *so_far]))
+    if request.allowed_token_ids:
+        return next_listed_token(parsed, state, len(so_far), request.allowed_token_ids, ())
     if not request.format:
         return hash_engine.next_token(parsed, state, len(so_far), ())
     allowed = matching_after(model, GRAMMARS[request.format], so_far).allowed_ids(frozenset())
@@ -95,4 +97,5 @@ def _asked(request: Request) -> Asked:
 
 
 def _sampling(request: Request) -> SamplingParams:
-    return SamplingParams(logit_bias=request.logit_bias, **request.sampling)  # type: ignore[arg-type]  # whole numbers are whole in JSON too
+    lists = {"logit_bias": request.logit_bias, "allowed_token_ids": request.allowed_token_ids}
+    return SamplingParams(**lists, **request.sampling)  # type: ignore[arg-type]  # whole numbers are whole in JSON too

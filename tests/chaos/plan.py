@@ -165,6 +165,10 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
         format=_format(random.Random(f"format {seed} {number}")),
         echo=rng.random() < 0.1,
     )
+    listed = random.Random(f"allowed {seed} {number}")
+    if not request.format and listed.random() < 0.08:
+        allowed = tuple(sorted(listed.sample(range(32_000), listed.choice((1, 3, 50)))))
+        request = msgspec.structs.replace(request, allowed_token_ids=allowed)
     own = random.Random(f"prompt {seed} {number}")
     request = msgspec.structs.replace(
         request,

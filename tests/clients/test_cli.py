@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -408,6 +409,17 @@ def test_adapters_and_models(run: Run, server: Any, store_address: str, adapter_
     name = "tenants/acme/adapters/support"
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"pushed {name}/revisions/sha256:")
+    first = done.stdout.splitlines()[1]
+    assert re.fullmatch("live is sha256:[0-9a-f]{12}", first)
+    (adapter_directory / "chat_template.jinja").write_text("{{ messages }}")
+    (adapter_directory / "added_tokens.json").write_text('{"<a>": 9, "<b>": 10, "<c>": 11, "<d>": 12}')
+    done = run("adapters", "push", str(adapter_directory), "--name", "support", **here)
+    said = [line for line in done.stdout.splitlines() if not line.startswith("pushed ")]
+    assert said[0].startswith(f"live moved from {first.removeprefix('live is ')} to sha256:")
+    assert said[1:] == [
+        "chat_template.jinja was taken: chats with the adapter use it",
+        "added_tokens.json was left out: the base model's tokenizer must know '<a>', '<b>', '<c>' and the 1 others",
+    ]
     assert not json.loads(
         run("adapters", "push", str(adapter_directory), "--name", "support", "--json", **here).stdout
     )["created"]
@@ -447,7 +459,7 @@ def test_certificates(run: Run, store_address: str, tiny_llama: TinyModel, tmp_p
     push = ("adapters", "push", "--model", "certified", "--model-dir", model)
     done = run(*push, str(tiny_llama.adapters["plain"]), "--name", "plain", "--certify", "int8", **here)
     assert done.returncode == 0, done.stderr
-    header, row = (line.split("\t") for line in done.stdout.splitlines()[1:])
+    header, row = (line.split("\t") for line in done.stdout.splitlines() if "\t" in line)
     assert header == ["revision", "base", "agreement", "mean KL", "max KL", "prompts", "tokens", "verdict"]
     assert [row[index] for index in (1, 5, 7)] == ["int8", "16 drawn", "fit"]
     shown = json.loads(run("adapters", "show", "plain", "--json", **here).stdout)

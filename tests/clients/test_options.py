@@ -28,6 +28,7 @@ EVERYTHING: GenerateOptions = {
     "min_p": 0.25,
     "typical_p": 0.125,
     "top_n_sigma": 1.5,
+    "allowed_token_ids": [3, 7],
     "repetition_penalty": 1.5,
     "frequency_penalty": 0.5,
     "presence_penalty": -0.5,
@@ -89,6 +90,7 @@ def test_everything_finds_its_field() -> None:
             min_p=0.25,
             typical_p=0.125,
             top_n_sigma=1.5,
+            allowed_token_ids=[3, 7],
             repetition_penalty=1.5,
             frequency_penalty=0.5,
             presence_penalty=-0.5,
@@ -218,3 +220,27 @@ def test_options_are_those_between_our_processes_but_for_how_soon_a_dead_link_is
     sooner = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"}
     ours, theirs = dict(CHANNEL_OPTIONS), dict(server.channel_options())
     assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == sooner
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "words"),
+    [
+        (5, {}, "prompt: give a str; 5 is of type int"),
+        (
+            "a",
+            {"max_tokens": "many"},
+            "stopping.max_tokens: give a whole number from 0 to 4294967295; 'many' is of type str",
+        ),
+        ("a", {"top_k": -5}, "sampling.top_k: give a whole number from 0 to 4294967295; -5 is of type int"),
+        ("a", {"temperature": "hot"}, "sampling.temperature: give a number; 'hot' is of type str"),
+        ("a", {"stop": ["a", 5]}, "stopping.stop: give a list; each item is a str; ['a', 5] is of type list"),
+        ("a", {"logit_bias": [1]}, "sampling.logit_bias: give a dict; each key is a whole number from 0"),
+        ("a", {"json_schema": {"a": 1}}, "json_schema: give a str; {'a': 1} is of type dict"),
+        ("a", {"adapter_id": "x" * 80 + "\ud800"}, "adapter: has half of a surrogate pair"),
+        ("a", {"regex": ["x" * 80]}, f"regex: give a str; ['{'x' * 58}... is of type list"),
+    ],
+)
+def test_a_value_of_another_type_is_told_what_to_give(prompt: Any, options: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        generate_request(prompt, options)
+    assert str(caught.value).startswith(words)

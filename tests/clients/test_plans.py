@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from clients.cli.__main__ import app
 
+MODEL = {"default_model": "Qwen/Qwen3-0.6B"}
+
 
 async def plans(store: str, *arguments: str) -> str:
     result = await asyncio.to_thread(CliRunner().invoke, app, ["plans", *arguments, "--store", store])
@@ -20,9 +22,9 @@ async def plans(store: str, *arguments: str) -> str:
 
 async def test_limits_are_set_one_by_one(store: str) -> None:
     assert "tokens_per_day=0" in await plans(store, "set", "tenants/acme", "tokens_per_day=0", "weight=1.5")
-    await plans(store, "set", "tenants/acme", "weight=", "adapters=20")
+    await plans(store, "set", "tenants/acme", "weight=", "adapters=20", "default_model=Qwen/Qwen3-0.6B")
     shown = json.loads(await plans(store, "show", "tenants/acme", "--json"))
-    assert shown == {"name": "tenants/acme", "etag": shown["etag"], "tokens_per_day": 0, "adapters": 20}
+    assert shown == {"name": "tenants/acme", "etag": shown["etag"], "tokens_per_day": 0, "adapters": 20, **MODEL}
     assert "adapters" in await plans(store, "show", "tenants/acme")
     assert [one["name"] for one in json.loads(await plans(store, "list", "--json"))] == ["tenants/acme"]
     assert "deleted tenants/acme" in await plans(store, "delete", "tenants/acme")

@@ -80,6 +80,7 @@ async def test_a_file_of_tenants_is_applied_once(store: str, tmp_path: Path, ada
     ("change", "message"),
     [
         (("tokens_per_day", "tokens"), "tenants.acme.plan.tokens: not known; known are"),
+        (("tokens_per_day: 2000000", "default_model: [a]"), "tenants.acme.plan.default_model: .* is not allowed"),
         (("2000000", "many"), "tenants.acme.plan.tokens_per_day: 'many' is not a number"),
         (("[generate]", "[all]"), "tenants.acme.keys.ci.scopes: a list of"),
         (("tenant-admin", "operator"), "tenants.acme.keys.admin.role: 'operator' is none of"),
@@ -98,6 +99,21 @@ async def test_a_mistake_in_a_file_of_tenants_changes_nothing(
     with pytest.raises(CommandError, match=message):
         await loraplex(store, "tenants", "apply", "-f", str(file))
     assert json.loads(await loraplex(store, "tenants", "list", "--json")) == []
+
+
+async def test_one_tenant_is_created(store: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    created = ("tenants", "create", "acme", "tokens_per_day=2000000", "default_model=tiny", "--keys-dir", str(keys))
+    said = await loraplex(store, *created)
+    assert said.splitlines()[0] == "acme: plan tokens_per_day=2000000 default_model=tiny"
+    assert (keys / "acme-admin.key").read_text().startswith("lpx_")
+    listed = json.loads(await loraplex(store, "keys", "list", "--json"))
+    assert [(key["tenant"], key["role"], key["label"]) for key in listed] == [("acme", "tenant-admin", "admin")]
+    with pytest.raises(CommandError, match="acme: is there already"):
+        await loraplex(store, *created)
+    for wrong, message in (("Acme!", "not a tenant's name"), ("globex", "write LIMIT=VALUE")):
+        with pytest.raises(CommandError, match=message):
+            await loraplex(store, "tenants", "create", wrong, "tokens=1" if wrong == "globex" else "weight=1")
 
 
 async def test_forty_teams(store: str, tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from artifacts.base_model import read_base_model
 from clients.cli.generate import AnswerTimer, format_figure
-from clients.cli.launch import DEMO_PROMPT, choose, run_demo
+from clients.cli.launch import DEMO_PROMPT, LaunchPlan, _next_command, adapter_answers, choose, run_demo
 from clients.cli.terminal import CommandError, print_fields, print_json, print_rows, printable
 from clients.cli.upload_tree import AdapterDirectory, AdapterTree, find_adapters
+from deploy.local import ClusterSettings, LocalCluster
 from rpc import errors
 
 
@@ -99,7 +101,10 @@ async def test_the_demo_streams_every_answer(
     server: Any, answer: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.service.script = answer
-    await run_demo(server.address, [AdapterDirectory("acme", "shout", Path()), AdapterDirectory("b", "json", Path())])
+    await run_demo(
+        server.address,
+        adapter_answers([AdapterDirectory("acme", "shout", Path()), AdapterDirectory("b", "json", Path())]),
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{DEMO_PROMPT} ..."
     assert sorted(lines[1:4]) == ["[acme/shout]  Ahoy", "[b/json]  Ahoy", "[base model]  Ahoy"]
@@ -118,7 +123,7 @@ async def test_the_demo_streams_every_answer(
 async def test_one_failed_answer_fails_the_demo(server: Any, answer: list[Any]) -> None:
     server.service.script = [answer[0], errors.Internal("broken")]
     with pytest.raises(CommandError, match="base model: broken") as caught:
-        await run_demo(server.address, [])
+        await run_demo(server.address, adapter_answers([]))
     assert caught.value.exit_code == 1
 
 
@@ -161,3 +166,17 @@ def test_json_can_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> 
     assert json.loads(written) == value
     assert written.rstrip("\n").isprintable()
     assert "é" in written
+
+
+@pytest.mark.parametrize(
+    ("credentials", "command"),
+    [
+        (None, 'generate "Return a list of" --tenant acme --adapter shout'),
+        (Path("secured"), "--ca secured/ca.pem --api-key-file secured/first-operator.key tenants create acme"),
+    ],
+)
+def test_the_next_command_is_one_that_works(credentials: Path | None, command: str) -> None:
+    settings = ClusterSettings(model="hash:", credentials=credentials)
+    tree = AdapterTree((AdapterDirectory("acme", "shout", Path()),))
+    plan = LaunchPlan(settings, read_base_model("hash:", "tiny"), tree, update=False, demo=False, once=False)
+    assert _next_command(plan, LocalCluster(settings)).startswith(command)

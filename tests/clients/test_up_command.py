@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 import sys
+import time
+import urllib.request
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
+import httpx2
 import pytest
-from loraplex_client import AsyncClient, AsyncStoreClient
+from loraplex_client import AsyncClient, AsyncStoreClient, LoraplexError, Tls, UnauthenticatedError
 
 from adapter_store.app import Store, StoreSettings
 from artifacts.base_model import read_base_model
@@ -66,6 +70,85 @@ async def test_a_restart_serves_what_was_live(tmp_path: Path) -> None:
     assert answer.adapter_revision.endswith(first)
     assert "acme/broken is not an adapter: it has no adapter_config.json; the others are served" in steps
     assert ["uploading adapter acme/support" in steps, "uploading adapter shared/polite" in steps] == [True, True]
+
+
+def certificate_days(metrics: str) -> int:
+    """Return the whole days until a process's certificate ends, as its metrics have it."""
+    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=10) as answer:
+        (line,) = (line for line in answer if line.startswith(b"loraplex_certificate_end_timestamp_seconds "))
+    return int((float(line.split()[1]) - time.time()) // 86400)
+
+
+async def check_callers(addresses: dict[str, str], directory: Path) -> None:
+    """Check that the router and the gateway serve callers with acme's key, by TLS, and no others."""
+    tls, key = Tls(ca=directory / "ca.pem"), (directory / "keys" / "acme-app.key").read_text().strip()
+    for credential, refused in ((key, ""), ("", "no credential"), (key[:-1], "not valid")):
+        async with AsyncClient(addresses["router"], tls=tls, api_key=credential) as client:
+            if refused:
+                with pytest.raises(UnauthenticatedError, match=refused):
+                    await client.generate("x", max_tokens=3)
+            else:
+                assert (await client.generate("x", max_tokens=3)).usage.completion_tokens == 3
+    with pytest.raises(LoraplexError):
+        async with AsyncClient(addresses["router"], "acme") as plain:
+            await plain.generate("x", max_tokens=3)
+    context = ssl.create_default_context(cafile=str(directory / "ca.pem"))
+    async with httpx2.AsyncClient(verify=context, headers={"authorization": f"Bearer {key}"}) as http:
+        models = await http.get(f"https://{addresses['http']}/v1/models")
+    assert models.status_code == 200, models.text
+    assert [model["id"] for model in models.json()["data"]] == ["tiny"]
+
+
+async def test_a_secured_cluster_serves_keys_alone_and_stays_as_it_was(tmp_path: Path) -> None:
+    """From nothing: TLS at all ports, two tenants with plans and keys, an answer of each; then again over its files."""
+    (tmp_path / "teams.yaml").write_text(
+        "tenants:\n  acme:\n    plan: {tokens_per_day: 1000}\n"
+        "    keys: {app: {scopes: [generate, tokenize, adapters.read]}}\n"
+        "  globex:\n    keys: {app: {}}\n"
+    )
+    directory = tmp_path / "secured"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
+    command = [sys.executable, "-m", "clients.cli", "up", "--model", "hash:", "--name", "tiny", "--demo"]
+    command += ["--secured", str(directory), "--tenants", str(tmp_path / "teams.yaml")]
+    command += ["--port", "0", "--store-port", "0", "--http", "0"]
+    up = await asyncio.create_subprocess_exec(*command, env=environ, stdout=PIPE, stderr=PIPE)
+    try:
+        assert up.stdout is not None
+        line = ""
+        while not line.startswith("ready "):
+            line = (await up.stdout.readline()).decode()
+            assert line, (await up.communicate())[1].decode()
+        addresses = dict(word.split("=") for word in line.split()[1:])
+        metrics = dict(word.split("=") for word in (await up.stdout.readline()).decode().split()[1:])
+        assert metrics.keys() == {"gateway", "router-1", "store", "worker-1"}
+        answers = set[str]()
+        while len(answers) < 2:
+            if (line := (await up.stdout.readline()).decode()).startswith("["):
+                answers.add(line.partition("]")[0])
+        assert answers == {"[acme", "[globex"}
+        assert {part: certificate_days(address) for part, address in metrics.items()} == dict.fromkeys(metrics, 364)
+        said = ""
+        while "Ctrl-C" not in said:
+            said += (await up.stdout.readline()).decode()
+        assert f"export LORAPLEX_ADDRESS={addresses['router']}" in said
+        assert f"--ca {directory}/ca.pem --api-key-file {directory}/keys/acme-app.key generate" in said
+        await check_callers(addresses, directory)
+    finally:
+        up.send_signal(signal.SIGINT)
+        await up.communicate()
+    assert up.returncode == 0
+    assert not [path for path in directory.rglob("*") if path.lstat().st_mode & 0o077], "others may read them"
+    kept = files(directory)
+    again = await asyncio.create_subprocess_exec(*command, "--once", env=environ, stdout=PIPE, stderr=PIPE)
+    said = (await again.communicate())[0].decode()
+    assert again.returncode == 0
+    assert ["[acme]" in said, "[globex]" in said] == [True, True]
+    assert files(directory) == kept
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """Return the certificates and keys of a directory."""
+    return {path.name: path.read_bytes() for path in (*directory.glob("*.*"), *(directory / "keys").iterdir())}
 
 
 async def test_another_base_model_of_the_same_name_is_refused(store: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from artifacts.base_model import read_base_model
 from clients.cli.__main__ import app
 from clients.cli.models import registered
 from clients.cli.terminal import CommandError
+from clients.cli.upload_tree import checked_adapter
 
 MODEL = read_base_model("hash:?vocab=1024&seed=3")
 Run = Callable[..., str]
@@ -79,6 +81,48 @@ def test_a_folder_that_is_pushed_again_moves_no_alias_unasked(run: Run, store_ad
     assert second in run("download", "support", str(here), "--tenant", "acme")
     assert (here / "adapter_model.safetensors").read_bytes() == b"second"
     assert "is not an empty directory" in run("download", "support", str(here), "--tenant", "acme", code=2)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"checkpoint-500/adapter_config.json": "{}"},
+            "is not an adapter, but the parent of checkpoints: give one of the 1",
+        ),
+        (
+            {"snapshots/0a1b/adapter_config.json": "{}"},
+            "but the root of a hub's cache: give one of the 1 below it, such as",
+        ),
+        ({"config.json": "{}"}, "is not an adapter, but a whole model: `loraplex models push`"),
+        ({"adapter_config.json": "{}", "adapter_model.bin": "x"}, "has its weights in adapter_model.bin, a pickle,"),
+        (
+            {"adapter_config.json": "{}", "adapter_model.safetensors": "version https://git-lfs.github.com/spec/v1\n"},
+            "has a pointer of git-lfs as adapter_model.safetensors, and not the file: run `git lfs pull` there",
+        ),
+    ],
+)
+def test_an_adapter_as_others_leave_it_is_named(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(CommandError, match=re.escape(message)):
+        checked_adapter("acme", "support", tmp_path)
+    with (
+        lx.StoreClient("127.0.0.1:1", "acme") as client,
+        pytest.raises(lx.InvalidRequestError, match=re.escape(message)),
+    ):
+        client.push(tmp_path, "support")
+
+
+def test_a_push_without_a_name_takes_the_directorys(run: Run, store_address: str, tmp_path: Path) -> None:
+    adapter = tmp_path / "support"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.safetensors").write_bytes(b"x")
+    with lx.StoreClient(store_address, "acme") as client:
+        client.register_model(registered(MODEL), MODEL.files)
+    assert run("push", str(adapter), "--tenant", "acme").startswith("pushed tenants/acme/adapters/support/revisions/")
 
 
 def test_a_folder_whose_adapters_are_all_refused_is_an_error(run: Run, tmp_path: Path) -> None:

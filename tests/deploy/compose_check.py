@@ -190,10 +190,16 @@ _HELP_TIMEOUT_S = 120
 _SERVICE_KEYS = frozenset(
     {"build", "command", "depends_on", "environment", "expose", "healthcheck", "image", "init"}
     | {"ports", "profiles", "restart", "stop_grace_period", "user", "volumes"}
-    | {"cap_drop", "read_only", "security_opt", "tmpfs"}
+    | {"cap_drop", "logging", "mem_limit", "pids_limit", "read_only", "security_opt", "tmpfs"}
 )
 # Keys of every service that confine it; without a seccomp profile the container engine's default holds.
-_CONFINED = {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
+_CONFINED = {
+    "read_only": True,
+    "cap_drop": ["ALL"],
+    "security_opt": ["no-new-privileges:true"],
+    "logging": {"driver": "local", "options": {"max-size": "50m", "max-file": "5"}},
+    "pids_limit": 2048,
+}
 _CONDITIONS = frozenset({"service_started", "service_healthy", "service_completed_successfully"})
 _INTERPOLATED = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 # HOST:PORT in a flag's value, an operand or a URL.

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.deploy.compose_check import check
 from tests.deploy.mistakes import expect_problem
@@ -33,6 +34,21 @@ def tree(tmp_path: Path) -> Path:
 
 def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
     assert check(tree) == []
+
+
+def test_a_drained_worker_stays_down_and_each_gets_a_gpu_where_asked() -> None:
+    services = yaml.safe_load((ROOT / COMPOSE).read_text())["services"]
+    assert services["worker"]["restart"] == "on-failure"
+    assert {name for name, body in services.items() if "healthcheck" in body} >= {
+        "store",
+        "router",
+        "gateway",
+        "worker",
+    }
+    override = yaml.safe_load((ROOT / "deploy/docker/cuda.yaml").read_text())["services"]
+    assert set(override) == {"worker"}
+    (device,) = override["worker"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
 
 
 @pytest.mark.parametrize(
@@ -70,6 +86,7 @@ def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
             "router: cap_drop is not ['ALL']",
         ),
         (COMPOSE, "no-new-privileges:true", "seccomp:unconfined", "worker: security_opt is not ['no-new-privileges"),
+        (COMPOSE, "max-file: ", "files: ", "worker: logging is not {'driver': 'local'"),
         (COMPOSE, "services:", "services: [", "can't be read as services"),
         (COMPOSE, "services:", "service:", "can't be read as services"),
         (REGISTER, "loraplex models push", "loraplex models psh", "loraplex models psh: no such command"),

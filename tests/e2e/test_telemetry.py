@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,12 @@ def value(samples: Samples, name: str, **labels: str) -> float:
     return samples.get((f"loraplex_{name}", tuple(sorted(labels.items()))), 0.0)
 
 
+def probe(address: str, path: str) -> bytes:
+    with urllib.request.urlopen(f"http://{address}/{path}", timeout=10) as answer:
+        content: bytes = answer.read()
+        return content
+
+
 async def test_metrics_traces_traffic_and_logs(
     start_cluster: StartCluster,
     hash_adapters: Mapping[str, Path],
@@ -120,6 +127,8 @@ async def test_metrics_traces_traffic_and_logs(
             check_router(await scrape(ready["router-1"]["metrics"]), model)
             check_worker(await scrape(ready["worker-1"]["metrics"]))
             check_store(await scrape(ready["store"]["metrics"]))
+            for name, path in product(ready, ("livez", "readyz", "startupz")):
+                assert await asyncio.to_thread(probe, ready[name]["metrics"], path) == b"ok\n", (name, path)
             async with grpc.aio.insecure_channel(cluster.local.router) as channel:
                 stub = cluster_pb2_grpc.ClusterServiceStub(channel)
                 check_traffic(await stub.GetTraffic(cluster_pb2.GetTrafficRequest()))

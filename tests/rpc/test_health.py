@@ -12,6 +12,7 @@ from loraplex.inference.v1 import inference_pb2_grpc
 from rpc.probe import main
 from rpc.server import Server
 from rpc.shares import Shares
+from telemetry.metrics import Meters, serve_metrics
 from tenancy.guard import open_guard
 from tests.rpc.raw_http2 import UnreadingClient
 
@@ -27,6 +28,20 @@ async def test_the_probe_tells_whether_a_process_serves(capsys: pytest.CaptureFi
     await server.stop(0)
     assert await asyncio.to_thread(main, [address]) == 1
     assert f"error: {address} does not answer" in capsys.readouterr().err
+
+
+async def test_the_probe_asks_a_url_too(capsys: pytest.CaptureFixture[str]) -> None:
+    meters = Meters()
+    server = serve_metrics(meters, "127.0.0.1", 0)
+    assert server is not None
+    url = f"http://{meters.ready_word.removeprefix(' metrics=')}/readyz"
+    assert await asyncio.to_thread(main, [url]) == 1
+    assert capsys.readouterr().err == f"error: {url}: 503: starts\n"
+    meters.health.set()
+    assert await asyncio.to_thread(main, [url]) == 0
+    server.close()
+    assert await asyncio.to_thread(main, [url]) == 1
+    assert f"error: {url} does not answer: " in capsys.readouterr().err
 
 
 async def test_watch_streams_the_changes() -> None:

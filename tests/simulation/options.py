@@ -65,6 +65,9 @@ def draw_options(chance: Random, request: Request, adapter_digest: str, model: s
     if own.random() < 0.15:
         field = own.choice(list(FORMATS))
         request = replace(request, format_field=field, grammar=GRAMMARS[field])
+    elif own.random() < 0.1:
+        allowed = tuple(sorted(own.sample(range(1000), own.choice((1, 3, 50)))))
+        request = replace(request, sampling=replace(request.sampling, allowed_token_ids=allowed))
     if candidates and chance.random() < 0.05:  # the prompt's log probabilities alone
         return replace(request, stopping=replace(request.stopping, max_tokens=0, min_tokens=0), prompt_logprobs=1)
     request = _with_stop(chance, request, adapter_digest, model)

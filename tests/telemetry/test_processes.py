@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -120,6 +121,38 @@ def test_silent_connections_do_not_keep_metrics_from_a_scrape(monkeypatch: pytes
             urllib.request.urlopen(urllib.request.Request(f"http://{address}/metrics", headers={"Host": name}))
     for connection in silent:
         connection.close()
+    server.close()
+
+
+async def test_probes_tell_a_start_readiness_and_a_loop_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telemetry.metrics.LOOP_S", 0.05)
+    meters = Meters()
+    server = serve_metrics(meters, "127.0.0.1", 0)
+    assert server is not None
+    address = meters.ready_word.removeprefix(" metrics=")
+
+    def probe(path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://{address}{path}", timeout=60) as answer:
+                return answer.status, answer.read().decode().strip()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode().strip()
+
+    async def probes() -> list[tuple[int, str]]:
+        return [await asyncio.to_thread(probe, path) for path in ("/livez", "/startupz", "/readyz")]
+
+    ok = (200, "ok")
+    assert await probes() == [ok, (503, "starts"), (503, "starts")]
+    meters.health.set("no engine serves")
+    assert await probes() == [ok, (503, "no engine serves"), (503, "no engine serves")]
+    meters.health.set()
+    assert await probes() == [ok, ok, ok]
+    meters.health.set("waits for Redis to answer")
+    assert await probes() == [ok, ok, (503, "waits for Redis to answer")]
+    meters.health.set()
+    meters.health.stop()
+    assert await probes() == [ok, ok, (503, "stops")]
+    assert probe("/livez") == (503, "the event loop has not answered for 0.05 s")  # this call keeps it busy
     server.close()
 
 

@@ -37,9 +37,8 @@ if TYPE_CHECKING:  # imported by the first grammar
 
 # Numbers of a request that change the logits, and all others, which only choose among them; new fields are among these.
 _ADJUSTING = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-_DRAWING = tuple(
-    declared.name for declared in fields(SamplingParams) if declared.name not in {*_ADJUSTING, "logit_bias"}
-)
+_LISTS = ("logit_bias", "allowed_token_ids")
+_DRAWING = tuple(declared.name for declared in fields(SamplingParams) if declared.name not in {*_ADJUSTING, *_LISTS})
 _FLOATS = frozenset(declared.name for declared in fields(SamplingParams) if declared.type == "float")
 
 
@@ -85,6 +84,15 @@ def next_token(model: HashModel, state: blake2b, answered: int, banned: Collecti
     while banned and token in banned:
         token = (token + 1) % span
     return token
+
+
+def next_listed_token(
+    model: HashModel, state: blake2b, answered: int, allowed: Collection[int], banned: Collection[int]
+) -> int:
+    """Return the token after `answered` tokens of the allowed ones, as `next_allowed_token` does."""
+    import numpy as np
+
+    return next_allowed_token(model, state, answered, np.array([one for one in allowed if one not in banned]))
 
 
 def next_allowed_token(model: HashModel, state: blake2b, answered: int, allowed: np.ndarray) -> int:
@@ -178,7 +186,9 @@ class HashEngine(Engine[Scheduler]):
             state.update(id_bytes(sequence.ids))
         banned = sequence.banned_ids(sequence.answered)
         grammar = sequence.grammar
-        if grammar is not None:
+        if ids := sequence.spec.sampling.allowed_token_ids:
+            token = next_listed_token(self._model, state, sequence.answered, ids, banned)
+        elif grammar is not None:
             allowed = grammar.allowed_ids(banned)
             if not len(allowed):
                 return grammar.problem(), None

@@ -359,6 +359,7 @@ async def run(settings: Settings) -> None:
         if metrics_server is not None:
             stack.callback(metrics_server.close)
         health = Server()
+        health.on_serving = lambda serving: metrics.health.set("" if serving else "no engine serves")
         address = f"{settings.health_host}:{health.bind(settings.health_host, settings.health_port)}"
         await health.start()
         stack.push_async_callback(health.stop, 0)
@@ -414,8 +415,10 @@ async def run_sessions(
 def _credentials(settings: Settings, metrics: WorkerMetrics, refusals: RefusedCallers) -> WorkerCredentials | None:
     if (tls := settings.tls_files()) is None:
         return None
+    from tenancy.certificates import end_of
     from worker.io.credentials import credentials_of
 
+    metrics.certificate_end.set_function(lambda: end_of(tls.content.cert))
     return credentials_of(tls, settings.job_key, metrics, refusals)
 
 

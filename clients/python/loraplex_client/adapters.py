@@ -37,6 +37,11 @@ CHAT_FIELD = "loraplex_chat"
 # field of the configuration too.
 PROMPTS_FILE = "certificate_prompts.jsonl"
 PROMPTS_FIELD = "loraplex_certificate_prompts"
+# Tokens that training added to the tokenizer, by transformers and peft.
+ADDED_TOKENS_FILE = "added_tokens.json"
+# The beginning of a file that git checked out without git-lfs.
+_LFS_POINTER = b"version https://git-lfs."
+_PICKLE = "adapter_model.bin"
 CHUNK_BYTES = 512 * 1024
 PAGE_SIZE = 1000
 
@@ -188,14 +193,52 @@ def _get(name: str) -> Script[tuple[Adapter, Revision]]:
     return resource_of(Adapter, response.adapter), resource_of(Revision, response.revision)
 
 
+def why_no_adapter(directory: Path) -> str:
+    """Return why a directory cannot be uploaded as an adapter, and what to do, after its name; empty: it can."""
+    if not (directory / CONFIG_FILE).is_file():
+        return _why_no_config(directory)
+    if not (directory / WEIGHTS_FILE).is_file():
+        if (directory / _PICKLE).is_file():
+            return (
+                f"has its weights in {_PICKLE}, a pickle, which may run code when it is read; save them as "
+                f"{WEIGHTS_FILE}: model.save_pretrained(DIR), or safetensors.torch.save_file(torch.load('{_PICKLE}', "
+                f"weights_only=True), '{WEIGHTS_FILE}')"
+            )
+        return f"is not an adapter: it has no {WEIGHTS_FILE}"
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with (directory / name).open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                return f"has a pointer of git-lfs as {name}, and not the file: run `git lfs pull` there"
+    return ""
+
+
+def _why_no_config(directory: Path) -> str:
+    below = [*directory.glob(f"checkpoint-*/{CONFIG_FILE}"), *directory.glob(f"snapshots/*/{CONFIG_FILE}")]
+    if below:
+        newest = max(below, key=lambda path: path.stat().st_mtime).parent
+        kind = "the root of a hub's cache" if newest.parent.name == "snapshots" else "the parent of checkpoints"
+        return f"is not an adapter, but {kind}: give one of the {len(below)} below it, such as {newest}"
+    if (directory / "config.json").is_file():
+        return "is not an adapter, but a whole model: `loraplex models push` registers one"
+    return f"is not an adapter: it has no {CONFIG_FILE}"
+
+
+def added_tokens(directory: Path) -> tuple[str, ...]:
+    """Return the tokens that an adapter's directory says were added to the tokenizer; its upload leaves them out."""
+    try:
+        tokens = json.loads((directory / ADDED_TOKENS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ()
+    return tuple(tokens) if isinstance(tokens, dict) else ()
+
+
 def read_config(directory: Path) -> bytes:
     """Return an adapter's configuration as it is uploaded, with the template and the prompts in `directory`.
 
     Raises InvalidRequestError if there is no adapter in it, or a line of the prompts is none.
     """
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (directory / name).is_file():
-            raise InvalidRequestError(f"{directory}: not an adapter: it has no {name}", field="directory")
+    if why := why_no_adapter(directory):
+        raise InvalidRequestError(f"{directory} {why}", field="directory")
     config = _with_template((directory / CONFIG_FILE).read_bytes(), directory / TEMPLATE_FILE)
     return _with_prompts(config, directory / PROMPTS_FILE)
 

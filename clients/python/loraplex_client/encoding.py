@@ -14,7 +14,7 @@ from loraplex_client.calls import Call, Script
 from loraplex_client.connection import method
 from loraplex_client.errors import InternalError, InvalidRequestError
 from loraplex_client.generation import Timings, Usage
-from loraplex_client.options import weighted_adapters, with_keywords
+from loraplex_client.options import bad_value, weighted_adapters, with_keywords
 
 # A text, a pair of texts, or the ids of one.
 EncodeInput: TypeAlias = str | tuple[str, str] | Sequence[int]
@@ -216,10 +216,11 @@ def _spec_of(options: EncodeOptions) -> inference_pb2.EncodeSpec:
         if name == "adapters":
             spec.adapters.extend(weighted_adapters(value))
             continue
+        field = "adapter" if name == "adapter_id" else name
         try:
-            setattr(spec, "adapter" if name == "adapter_id" else name, value)
+            setattr(spec, field, value)
         except (TypeError, ValueError) as error:
-            raise InvalidRequestError(f"{name}: {error}", field=name) from error
+            raise bad_value(spec, field, name, value) from error
     return spec
 
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from loraplex.inference.v1 import inference_pb2
 
@@ -149,6 +150,8 @@ class ChatOptions(TypedDict, total=False):
     frequency_penalty: float | None
     presence_penalty: float | None
     logit_bias: Mapping[int, float] | None
+    # only these tokens can come, and the end token only if it is among them
+    allowed_token_ids: Sequence[int] | None
     seed: int | None
 
     # 128 when unset
@@ -279,5 +282,35 @@ def _place(spec: inference_pb2.GenerateSpec, path: str, value: Any) -> None:
             current.update(value)
         else:
             setattr(target, name, value)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"{path}: {error}", field=path) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise bad_value(target, name, path, value) from error
+
+
+_NUMBERS = {
+    FieldDescriptor.CPPTYPE_INT32: "a whole number from -2147483648 to 2147483647",
+    FieldDescriptor.CPPTYPE_INT64: "a whole number of 64 bits",
+    FieldDescriptor.CPPTYPE_UINT32: "a whole number from 0 to 4294967295",
+    FieldDescriptor.CPPTYPE_UINT64: "a whole number from 0 to 18446744073709551615",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_STRING: "a str",
+}
+# Maximum number of characters of a wrong value that an error shows.
+_SHOWN = 60
+
+
+def bad_value(target: Message, name: str, path: str, value: Any) -> InvalidRequestError:
+    """Return the error of a value that a field of a message does not take: what it takes, and what the value is."""
+    field = target.DESCRIPTOR.fields_by_name[name]
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key, of = (field.message_type.fields_by_name[part] for part in ("key", "value"))
+        takes = f"a dict; each key is {_NUMBERS[key.cpp_type]}, each value {_NUMBERS[of.cpp_type]}"
+    else:
+        takes = _NUMBERS.get(field.cpp_type, "something else")
+        takes = f"a list; each item is {takes}" if hasattr(getattr(target, name), "extend") else takes
+    if isinstance(value, str) and field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        return InvalidRequestError(f"{path}: has half of a surrogate pair, which UTF-8 cannot encode", field=path)
+    shown = repr(value)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    return InvalidRequestError(f"{path}: give {takes}; {shown} is of type {type(value).__name__}", field=path)

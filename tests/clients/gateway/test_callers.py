@@ -1,9 +1,10 @@
-"""Shares of the gateway: a request takes that of a checked credential or of a host, a connection that of a host."""
+"""Callers of the gateway: the shares that they take, and the bytes of their models' tokens."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,3 +153,23 @@ def test_the_idle_connections_of_the_host_that_has_most_make_room_for_others() -
     quiet.leave()  # as it does when it ends
     assert sum(connections.places._of_host.values()) == 8
     assert connections.places.resting.keys() == {"loud", "new", "quiet"}
+
+
+async def test_bytes_of_tokens_of_a_default_model_are_asked_for_each_caller() -> None:
+    """Two callers may have other default models; one of a name is the same for both."""
+
+    class Caller:
+        def __init__(self, own: bytes) -> None:
+            self.own = own
+
+        async def models(self) -> list[Any]:
+            return [SimpleNamespace(name=name, digest=name) for name in ("large", "tiny")]
+
+        async def token_bytes(self, ids: Sequence[int], *, model: str) -> tuple[bytes, ...]:
+            return tuple(model.encode() or self.own for _ in ids)
+
+    cluster = Cluster("127.0.0.1:1", "", "")
+    callers: list[Any] = [Caller(b"acme's"), Caller(b"globex's")]
+    await cluster.models(callers[0])
+    assert [await cluster.token_bytes(caller, "", [7]) for caller in callers] == [{7: b"acme's"}, {7: b"globex's"}]
+    assert [await cluster.token_bytes(caller, "tiny", [7, 8]) for caller in callers] == [{7: b"tiny", 8: b"tiny"}] * 2

@@ -13,7 +13,7 @@ from clients.loadtest.arrivals import Constant, Extent
 from clients.loadtest.conditions import parse_slo
 from clients.loadtest.plan import LoadPlan, Tenant
 from clients.loadtest.samples import LEFT, OK, Outcome, Recorder, Samples, merge
-from clients.loadtest.statistics import histogram, measured, message_times, spread, summarise
+from clients.loadtest.statistics import histogram, measured, message_times, spread, summarise, timeline
 
 PLAN = LoadPlan("test", Constant(1.0), Extent(10), (Tenant("acme"), Tenant("globex")))
 
@@ -159,6 +159,12 @@ def test_the_first_message_of_each_status_survives_merging() -> None:
     assert len(summarise(PLAN, parts[2], [])["messages"]["UNAVAILABLE"]) == 500
     warm = dataclasses.replace(PLAN, extent=Extent(4, warm_up_requests=2))
     assert set(summarise(warm, merge(parts), [])["messages"]) == {"UNAVAILABLE"}, "of measured requests"
+
+
+def test_a_timeline_has_no_ttft_where_no_answer_began() -> None:
+    times = timeline(samples(answered(0, 0.0), answered(1, 9.0)), 0.0, 10.0)
+    assert [value is None for value in times["ttft_p50_s"]] == [False, *[True] * 8, False]
+    assert times["sent_per_s"] == [1.0, *[0.0] * 8, 1.0]
 
 
 def test_message_times_are_the_first_and_then_the_gaps() -> None:

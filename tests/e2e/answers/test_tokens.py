@@ -47,6 +47,10 @@ async def test_a_seed_gives_the_same_tokens_again(cluster: Cluster) -> None:
     sampling = SamplingParams(temperature=0.5, top_k=7, top_p=0.25, seed=9)
     truth = expected("x", cluster.digests["a"], 20, sampling)
     assert [list(answer.token_ids) for answer in answers] == [truth, truth]
+    allowed = await cluster.client.generate("x", adapter_id="a", max_tokens=20, allowed_token_ids=[9, 3, 77, 3])
+    assert list(allowed.token_ids) == expected(
+        "x", cluster.digests["a"], 20, SamplingParams(allowed_token_ids=(3, 9, 77))
+    )
     unseeded = [await cluster.client.generate("x", max_tokens=20, temperature=1.0) for _ in range(2)]
     assert unseeded[0].token_ids != unseeded[1].token_ids
 

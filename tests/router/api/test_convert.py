@@ -50,6 +50,7 @@ def test_priority_has_its_range() -> None:
         (pb.Sampling(repetition_penalty=0), "sampling.repetition_penalty: 0 is not greater than 0 and at most 100"),
         (pb.Sampling(temperature=-1), "sampling.temperature: -1 is not between 0 and 100"),
         (pb.Sampling(frequency_penalty=2.5), "sampling.frequency_penalty: 2.5 is not between -2 and 2"),
+        (pb.Sampling(allowed_token_ids=range(4097)), "sampling.allowed_token_ids: 4097 ids; at most 4096"),
         (pb.Sampling(logit_bias={3: 101}), "sampling.logit_bias: 101 for id 3 is not between -100 and 100"),
     ],
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from loraplex.admin.v1 import keys_pb2_grpc
 
 from adapter_store.app import Store, StoreSettings
 from router.catalog.store_client import KeyCopy, StoreClient
-from rpc.errors import Unavailable
+from rpc.errors import Unauthenticated, Unavailable
 from rpc.principal import Role
 from tenancy.api_keys import ApiKeyReader, KeyDirectory
 
@@ -59,6 +60,36 @@ async def test_the_copy_follows_the_store(store: Store) -> None:
     assert key is not None
     assert key.revoked
     await client.close()
+
+
+async def test_the_store_learns_when_keys_were_used_last_and_keeps_it(store: Store, tmp_path: Path) -> None:
+    client, directory = StoreClient(f"127.0.0.1:{store.port}"), KeyDirectory()
+    copy, reader = KeyCopy(client, directory), ApiKeyReader(directory)
+    made = [await create(store) for _ in range(3)]
+    await copy.look()
+    began = time.time()
+    for _, text in made[:2]:
+        with pytest.raises(Unauthenticated):
+            reader.read((("authorization", f"Bearer {text[:-1]}!"),), {})
+        assert reader.read((("authorization", f"Bearer {text}"),), {}) is not None
+    used = directory.take_used(1)
+    assert used == [made[0][0]]
+    directory.note_used(used)  # as where the store does not answer
+    await copy.look()
+    await client.close()
+
+    async def last_uses(store: Store) -> dict[str, float]:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
+            stub: Any = keys_pb2_grpc.KeyServiceStub(channel)
+            listed = (await stub.ListKeys(pb.ListKeysRequest())).keys
+        return {key.key_id: key.last_use_time.ToNanoseconds() / 1e9 for key in listed if key.HasField("last_use_time")}
+
+    uses = await last_uses(store)
+    assert set(uses) == {key_id for key_id, _ in made[:2]}
+    assert all(began - 1 < at < time.time() + 1 for at in uses.values())
+    await store.stop(drain_s=0)
+    await store.start()
+    assert await last_uses(store) == uses
 
 
 async def test_another_epoch_forgets_the_keys_of_the_one_before(store: Store, tmp_path: Path) -> None:
@@ -126,7 +157,7 @@ class Pages:
             pb.ListKeyChangesResponse(epoch="b", latest=1, more=True, keys=[hashed("one")]),
         ]
 
-    async def key_changes(self, epoch: str, after: int) -> pb.ListKeyChangesResponse:
+    async def key_changes(self, epoch: str, after: int, used: Sequence[str]) -> pb.ListKeyChangesResponse:
         """Return the next page."""
         if not self.answers:
             raise Unavailable("away")

@@ -19,7 +19,7 @@ from broker.terms import ASIDE_MS, QueueLimits
 from options import StoppingParams
 from router.catalog.models import LOOK_S, LiveWorkers, Models
 from router.catalog.store_client import Manifest, RegisteredModel
-from rpc.errors import Mismatch, NotFound, Unavailable
+from rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
 from rpc.tasks import every
 from tests.broker.clocked_queue import make_job
 from tests.broker.test_liveness import worker
@@ -30,14 +30,16 @@ KEYS = Keys("tiny", "main")
 
 
 class OneModel:
-    """A store in which one model is registered."""
+    """A store in which one model is registered, or one under several names."""
 
     digest = BASE.digest
+
+    names: tuple[str, ...] = (BASE.name,)
 
     tasks: tuple[str, ...] = ("generate",)
 
     async def models(self) -> dict[str, RegisteredModel]:
-        return {BASE.name: RegisteredModel(self.digest, self.tasks)}
+        return {name: RegisteredModel(self.digest, self.tasks) for name in self.names}
 
     async def manifest(self, name: str) -> Manifest:
         sizes = (BASE.context_length, BASE.vocab_size)
@@ -111,6 +113,20 @@ async def test_a_router_that_has_not_read_the_store_yet_knows_no_model_but_denie
     with pytest.raises(Unavailable) as resumed:
         router.models.with_digest("other", "sha256:0")
     assert resumed.value.reason == "NO_MODEL"
+
+
+async def test_a_call_without_a_model_means_the_default_one_or_the_only_one(redis: Redis) -> None:
+    router = await following(redis)
+    assert router.models.get("").manifest.name == "tiny"
+    router.store.names = ("tiny", "large")
+    await router.models.look_at_store()
+    with pytest.raises(InvalidField, match=r"name one of large, tiny \(or have an operator set default_model"):
+        router.models.get("")
+    router.models.default_model = lambda: "tiny"
+    assert [router.models.get(name).manifest.name for name in ("", "large")] == ["tiny", "large"]
+    router.models.default_model = lambda: "missing"
+    with pytest.raises(NotFound, match="missing"):
+        router.models.get("")
 
 
 async def test_a_key_of_another_type_is_set_aside_and_named(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:

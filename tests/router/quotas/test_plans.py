@@ -8,6 +8,7 @@ import pytest
 
 from broker.terms import NO_KEY, KeyTerms
 from router.quotas.quotas import Plans
+from rpc.principal import CredentialKind, Principal, set_caller
 from tenancy.plans import Plan
 from tests.plans_file import plans_in
 
@@ -52,6 +53,20 @@ def test_a_call_must_fit_its_keys_plan_and_its_tenants(path: Path) -> None:
     assert plans.limits_of("keys/k2") == {}
     assert [plans.key_terms(key) for key in ("k1", "k2", "")] == [NO_KEY] * 3
     assert set(plans.accounts) == {"acme", "globex", "keys/k1"}
+
+
+def test_the_default_model_is_the_keys_the_tenants_or_everybodys(path: Path) -> None:
+    path.write_text(
+        '[default]\ndefault_model = "large"\n[tenants.acme]\ndefault_model = "small"\n[tenants.globex]\nweight = 2\n'
+        '[keys.k1]\ndefault_model = "Qwen/Qwen3-0.6B"\n[keys.k2]\nweight = 2\n'
+    )
+    plans = plans_in(path)
+    defaults = dict[tuple[str, str], str]()
+    for tenant, key in (("acme", "k1"), ("acme", "k2"), ("acme", ""), ("globex", ""), ("other", ""), ("", "")):
+        set_caller(Principal("x", frozenset(), CredentialKind.API_KEY, tenant=tenant, key_id=key))
+        defaults[tenant, key] = plans.default_model()
+    assert list(defaults.values()) == ["Qwen/Qwen3-0.6B", "small", "small", "large", "large", "large"]
+    assert plans.limits_of("acme") == {}
 
 
 def test_a_key_may_have_a_share_of_its_tenants_queue_and_a_weight(path: Path) -> None:

@@ -288,3 +288,16 @@ def test_no_sequence_is_larger_than_the_blocks() -> None:
     assert engine.limits.max_tokens == 40
     with pytest.raises(SequenceRefusedError):
         engine.add_sequence(NewSequence("s", (1,) * 30, stopping=StoppingParams(max_tokens=11)))
+
+
+def test_only_allowed_ids_come_and_the_end_before_min_tokens_only_where_nothing_else_may(
+    running: RunningEngine,
+) -> None:
+    def spec(name: str, allowed: tuple[int, ...], stopping: StoppingParams) -> NewSequence:
+        return NewSequence(name, PROMPT, sampling=SamplingParams(allowed_token_ids=allowed), stopping=stopping)
+
+    plain, late = StoppingParams(max_tokens=12), StoppingParams(max_tokens=12, min_tokens=4, stop_token_ids=(8,))
+    answers = running.answers(spec("few", (5, 9, 300), plain), spec("one", (7,), plain), spec("stop", (8,), late))
+    assert set(answers["few"][0]) == {5, 9, 300}
+    assert answers["one"][0] == (7,) * 12
+    assert len(answers["stop"][0]) == 5

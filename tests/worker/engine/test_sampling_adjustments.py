@@ -120,3 +120,34 @@ def test_banned_ids_stay_banned_whatever_their_bias() -> None:
         draw = Draw(one, 0, 0, frozenset({3}), Adjustments(one, 1))
         assert int(sample(torch.zeros(1, VOCAB), [draw])) != 3
         assert int(sample(torch.zeros(1, VOCAB), [replace(draw, banned_ids=frozenset())])) == 3
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.9, seed=3),
+        SamplingParams(temperature=1.1, top_k=5, seed=4),
+        SamplingParams(temperature=1.0, typical_p=0.7, seed=5, repetition_penalty=1.2),
+    ],
+)
+def test_only_allowed_ids_come_and_as_if_there_were_no_others(sampling: SamplingParams) -> None:
+    """The draw is that of logits whose other ids are -inf, as transformers' forced and suppressed tokens are made."""
+    allowed = (3, 40, 41, 96)
+    scores = logits(20)
+    hidden = torch.full_like(scores, float("-inf"))
+    hidden[:, allowed] = scores[:, allowed]
+
+    def draws(each: SamplingParams) -> list[Draw]:
+        made = []
+        for row in range(20):
+            adjustments = Adjustments(each, 2) if each.adjusts_logits else None
+            if adjustments is not None:
+                adjustments.catch_up([40, 41, 3])
+            made.append(Draw(each, row, 12, frozenset({41}) if row % 3 == 0 else frozenset(), adjustments))
+        return made
+
+    restricted = sample(scores, draws(replace(sampling, allowed_token_ids=allowed))).tolist()
+    assert restricted == sample(hidden, draws(sampling)).tolist()
+    assert set(restricted) <= set(allowed)
+    assert 41 not in restricted[::3]

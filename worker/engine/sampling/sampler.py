@@ -5,7 +5,8 @@
 
 A batch of plain greedy rows costs one pass over the logits, with grammars one more.
 
-    adjustments     + logit_bias ──▶ repetition_penalty ──▶ frequency and presence penalty ──▶ banned ids to -inf
+    adjustments     + logit_bias ──▶ repetition_penalty ──▶ frequency and presence penalty ──▶ banned ids, and all but
+                    allowed_token_ids, to -inf
     limits          top_k, top_p, min_p, top_n_sigma and typical_p, each of the tokens that the one before kept
 
 The repetition penalty (Keskar et al. 2019, CTRL, section 4.1; as in transformers) counts tokens of prompt and answer;
@@ -241,6 +242,7 @@ class Adjustments:
         self._penalizes = sampling.penalizes
         self.bias_ids = np.array([token for token, _ in sampling.logit_bias], dtype=np.int64)
         self.bias = np.array([bias for _, bias in sampling.logit_bias], dtype=np.float32)
+        self.allowed_ids = np.array(sampling.allowed_token_ids, dtype=np.int64)
         self.ids = array("q")
         self.counts = array("i")
         self._places: dict[int, int] = {}
@@ -275,6 +277,12 @@ def adjust_logits(scores: Tensor, rows: Sequence[Adjustments | None], banned: Se
     if pairs:
         index = upload(pairs, scores.device)
         scores[index[:, 0], index[:, 1]] = float("-inf")
+    restricted = [(row, each.allowed_ids) for row, each in enumerate(rows) if each and len(each.allowed_ids)]
+    if restricted:
+        where = _places(scores, restricted)
+        allowed = scores[where]
+        scores[upload([row for row, _ in restricted], scores.device)] = float("-inf")
+        scores[where] = allowed
 
 
 def _penalize(scores: Tensor, rows: Sequence[tuple[int, Adjustments]]) -> None:

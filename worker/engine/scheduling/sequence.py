@@ -182,10 +182,14 @@ class Sequence:
         return (token,)
 
     def banned_ids(self, answered: int) -> frozenset[int]:
-        """Return the ids that may not follow `answered` tokens: they would end the answer before `min_tokens`."""
+        """Return the ids that may not follow `answered` tokens: they would end the answer before `min_tokens`.
+
+        There are none where the request allows no others.
+        """
         if answered >= self.min_tokens:
             return frozenset()
-        return self.end_ids | self.stop_ids
+        ending, allowed = self.end_ids | self.stop_ids, self.spec.sampling.allowed_token_ids
+        return frozenset() if allowed and ending.issuperset(allowed) else ending
 
     def finish(self) -> FinishReason | None:
         """Return why the answer is complete with the ids that it has, or None."""
@@ -384,6 +388,7 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     seed = sampling.seed
     _require(0 <= seed < 1 << 64, "sampling.seed", f"must be 0 or more and below 2^64, is {seed}")
     _check_ids("sampling.logit_bias", (token for token, _ in sampling.logit_bias), vocab_size)
+    _check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size)
 
 
 def _check_stopping(stopping: StoppingParams, vocab_size: int) -> None:

@@ -43,6 +43,8 @@ GOOD = NewSequence("new", (1, 2), stopping=StoppingParams(max_tokens=4))
         (replace(GOOD, sampling=SamplingParams(presence_penalty=-2.1)), "sampling.presence_penalty"),
         (replace(GOOD, sampling=SamplingParams(logit_bias=((VOCAB, 1.0),))), "sampling.logit_bias"),
         (replace(GOOD, sampling=SamplingParams(logit_bias=((-1, 1.0),))), "sampling.logit_bias"),
+        (replace(GOOD, sampling=SamplingParams(allowed_token_ids=(1, VOCAB))), "sampling.allowed_token_ids"),
+        (replace(GOOD, sampling=SamplingParams(allowed_token_ids=(1,) * 4097)), "sampling.allowed_token_ids"),
         (replace(GOOD, sampling=SamplingParams(logit_bias=((1, 100.5),))), "sampling.logit_bias"),
         (replace(GOOD, sampling=SamplingParams(logit_bias=((1, float("nan")),))), "sampling.logit_bias"),
         (replace(GOOD, sampling=SamplingParams(logit_bias=((1, 1.0),) * 301)), "sampling.logit_bias"),
