@@ -447,11 +447,11 @@ def _check(row: sqlite3.Row | None, name: AdapterName, base_model: str, etag: st
 
 
 def _check_base(rows: sqlite3.Connection, revision: Revision) -> None:
-    row = rows.execute(
+    selected = rows.execute(
         "SELECT digest, json_extract(manifest, '$.original_digest') AS original FROM base_models WHERE name = ?",
         (revision.base_model,),
-    ).fetchone()
-    if row is None or (row["original"] or row["digest"]) != revision.base_digest:
+    )
+    if all((row["original"] or row["digest"]) != revision.base_digest for row in selected):
         raise Aborted(f"base model {revision.base_model} was replaced during the upload; upload again")
 
 

@@ -173,6 +173,7 @@ def base_to_pb(base: Base) -> pb.BaseModel:
         ],
         files=[pb.FileInfo(name=name, size=blob.size, sha256=blob.digest) for name, blob in base.files.items()],
         create_time=timestamp(base.create_ns),
+        state=base.state,
     )
 
 

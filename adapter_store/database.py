@@ -159,6 +159,35 @@ CREATE TABLE accounts (
     """
 ALTER TABLE api_keys ADD COLUMN last_use_ns INTEGER;
 """,
+    # A base model has revisions. `live_ns` is when one last became live, NULL for one that never was: the last is live.
+    """
+CREATE TABLE base_revisions (
+    name TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    manifest TEXT NOT NULL,
+    create_ns INTEGER NOT NULL,
+    live_ns INTEGER,
+    PRIMARY KEY (name, digest)
+);
+CREATE TABLE base_revision_files (
+    model TEXT NOT NULL,
+    revision TEXT NOT NULL,
+    name TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    PRIMARY KEY (model, revision, name),
+    FOREIGN KEY (model, revision) REFERENCES base_revisions (name, digest) ON DELETE CASCADE
+);
+INSERT INTO base_revisions SELECT name, digest, manifest, create_ns, create_ns FROM base_models;
+INSERT INTO base_revision_files
+SELECT model, base_models.digest, base_files.name, base_files.digest, bytes
+FROM base_files JOIN base_models ON base_models.name = model;
+DROP TABLE base_files;
+DROP TABLE base_models;
+ALTER TABLE base_revisions RENAME TO base_models;
+ALTER TABLE base_revision_files RENAME TO base_files;
+CREATE INDEX base_files_by_digest ON base_files (digest);
+""",
 )
 _COLUMNS = """
 SELECT tables.name, columns.name FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns

@@ -107,7 +107,7 @@ class Receiver:
             async with _received(self._data, coming, "model", _base_file_limit, _BASE_FILES_BYTES) as upload:
                 blobs = await asyncio.to_thread(upload.finish)
                 _check_announced(first.model, blobs)
-                yield NewBase(manifest, blobs, first.replace), upload
+                yield NewBase(manifest, blobs, first.replace, first.stage), upload
 
     async def _header(self, first: UploadPart | None, tenant: str) -> _Header:
         if first is None or first.WhichOneof("part") != "header":

@@ -82,20 +82,25 @@ class NewRevision:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A registered base model. The manifest's own `files` are empty: the files are blobs."""
+    """A revision of a base model: live, staged or former. The manifest's own `files` are empty: the files are blobs."""
 
     manifest: BaseModel
     files: Mapping[str, Blob]
     create_ns: int
+    state: str
 
 
 @dataclass(frozen=True, slots=True)
 class NewBase:
-    """A checked registration before it is kept. `replace` allows it to replace a model that differs."""
+    """A checked registration before it is kept.
+
+    Where the name's live revision differs, `replace` makes this one live, and `stage` keeps it beside that one.
+    """
 
     manifest: BaseModel
     files: Mapping[str, Blob]
     replace: bool
+    stage: bool
 
 
 def find_adapter(rows: sqlite3.Connection, name: AdapterName) -> sqlite3.Row | None:

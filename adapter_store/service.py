@@ -290,8 +290,17 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
 
     async def ListBaseModels(self, request: pb.ListBaseModelsRequest, context: Context) -> pb.ListBaseModelsResponse:
         """Return a page of the registered models, in order of name."""
-        page, token = await list_page(request, self._bases.list_bases, base_to_pb, lambda base: base.manifest.name)
+        read = partial(self._bases.list_bases, all_revisions=request.all_revisions)
+        page, token = await list_page(request, read, base_to_pb, BaseModels.position)
         return pb.ListBaseModelsResponse(models=page, next_page_token=token)
+
+    async def PromoteBaseModel(
+        self, request: pb.PromoteBaseModelRequest, context: Context
+    ) -> pb.PromoteBaseModelResponse:
+        """Make a revision of a base model the live one."""
+        base = await asyncio.to_thread(self._bases.promote, request.name, request.digest)
+        log.info("promoted base model %s, %s", request.name, request.digest)
+        return pb.PromoteBaseModelResponse(model=base_to_pb(base))
 
     @asynccontextmanager
     async def _making_room(self) -> AsyncIterator[None]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -430,7 +431,7 @@ async def refresh_gauges(metrics: RouterMetrics, models: Models, dispatcher: Dis
     count_jobs(metrics, tuple(dispatcher.jobs), _slots(models))
     for model in models.served:
         name = model.manifest.name
-        count_workers(metrics, name, models.workers(name))
+        count_workers(metrics, name, models.workers(name), model.manifest.digest)
         with suppress(*REDIS_DOWN):  # keep the last count; other metrics show the outage
             metrics.waiting.labels(name).set(await model.queue.count_waiting())
 
@@ -445,11 +446,11 @@ def count_jobs(metrics: RouterMetrics, jobs: Sequence[RoutedJob], slots: int) ->
     metrics.lora_requests.labels(slots, _adapters(running), _adapters(queued)).set(time.time())
 
 
-def count_workers(metrics: RouterMetrics, model: str, workers: Sequence[WorkerState]) -> None:
-    """Set the gauges of a model's live workers."""
-    phases = Counter(state.phase for state in workers)
-    for phase in WorkerPhase:
-        metrics.workers.labels(model, phase.value).set(phases[phase])
+def count_workers(metrics: RouterMetrics, model: str, workers: Sequence[WorkerState], live_digest: str) -> None:
+    """Set the gauges of a model's live workers: those that serve its live revision, and those of others."""
+    phases = Counter((state.phase, state.base_digest == live_digest) for state in workers)
+    for phase, is_live in product(WorkerPhase, (True, False)):
+        metrics.workers.labels(model, phase.value, "live" if is_live else "other").set(phases[phase, is_live])
     blocks = sum(state.blocks_total for state in workers)
     used = sum(state.blocks_referenced for state in workers)
     metrics.kv_usage.labels(model).set(used / blocks if blocks else 0.0)

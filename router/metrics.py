@@ -67,7 +67,11 @@ class RouterMetrics(Meters):
         # Refreshed by router.app.
         self.open_requests = self.gauge("requests_open", "This router's requests, queued or running.", ("state",))
         self.waiting = self.gauge("queue_jobs_waiting", "Jobs in a model's queue, of all routers.", model)
-        self.workers = self.gauge("workers", "Live workers, by phase.", ("model", "phase"))
+        self.workers = self.gauge(
+            "workers",
+            "Live workers, by phase, and whether they serve the live revision.",
+            ("model", "phase", "revision"),
+        )
         self.kv_usage = self.gauge("cluster_kv_cache_usage_perc", "Share of all workers' KV blocks in use.", model)
         # Labelled as inference gateways expect; the value is the wall clock's time of the refresh in seconds.
         self.lora_requests = self.gauge(

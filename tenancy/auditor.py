@@ -60,7 +60,8 @@ AUDITED: Mapping[str, Audited] = {
             "CertifyRevision": Audited(("name", "certificate.quantization")),
             "SetAlias": Audited(("adapter", "alias", "digest")),
             "DeleteAdapter": Audited(("name", "purge")),
-            "RegisterBaseModel": Audited(answer=("model.name", "model.digest")),
+            "RegisterBaseModel": Audited(answer=("model.name", "model.digest", "model.state")),
+            "PromoteBaseModel": Audited(("name", "digest")),
         },
     ),
     **_of(

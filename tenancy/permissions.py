@@ -113,6 +113,7 @@ PERMISSIONS: Mapping[str, Permission] = {
             "GetAdapter": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _OPERATORS | _ROUTERS}),
             "DownloadRevision": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _PARTS}),
             "RegisterBaseModel": Permission(MODELS_WRITE, {Port.OPERATORS: _OPERATORS}),
+            "PromoteBaseModel": Permission(MODELS_WRITE, {Port.OPERATORS: _OPERATORS}),
             "GetBaseModel": _READ_MODELS,
             "ListBaseModels": _READ_MODELS,
             "DownloadBaseModel": _READ_MODELS,

@@ -148,6 +148,7 @@ def workers(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_jso
         "adapters": lambda worker: f"{worker['adapter_slots']['used']}/{worker['adapter_slots']['total']}",
         "pinned": lambda worker: worker["adapter_slots"]["pinned"],
         "steps": "steps",
+        "base": lambda worker: worker["base_digest"][:19],
     }
     print_table(ClusterReader(router, tenant).workers(), columns, as_json=as_json)
 

@@ -1,15 +1,27 @@
-"""`loraplex models`: registers and lists the adapter store's base models."""
+"""`loraplex models`: registers, lists, promotes and rolls back the adapter store's base models."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clients.cli.options import STORE, TENANT, JsonOption, KvCacheOption, QuantizeOption, StoreOption, TenantOption
+from clients.cli.cluster import ClusterReader
+from clients.cli.options import (
+    ROUTER,
+    STORE,
+    TENANT,
+    JsonOption,
+    KvCacheOption,
+    QuantizeOption,
+    RouterOption,
+    StoreOption,
+    TenantOption,
+)
 from clients.cli.service import store_client
 from clients.cli.terminal import Columns, CommandError, print_table, say
 
@@ -18,7 +30,17 @@ if TYPE_CHECKING:
 
     import artifacts.base_model
 
-app = typer.Typer(no_args_is_help=True, help="Register and list base models.")
+app = typer.Typer(no_args_is_help=True, help="Register and list base models, and promote their revisions.")
+
+# Interval in seconds between looks at the workers that are waited for.
+LOOK_S = 0.5
+
+WorkersOption = Annotated[
+    int, typer.Option("--workers", min=0, metavar="N", help="Number of workers that must serve it first.")
+]
+WaitOption = Annotated[
+    float, typer.Option("--wait-s", min=0, metavar="SECONDS", help="Maximum time to wait for these workers.")
+]
 
 
 @app.command()
@@ -29,7 +51,12 @@ def push(
     name: Annotated[str, typer.Option(metavar="NAME", help="Name to register; the directory's by default.")] = "",
     quantize: QuantizeOption = "",
     kv_cache_dtype: KvCacheOption = "",
-    replace: Annotated[bool, typer.Option("--replace", help="Replace another model of that name.")] = False,
+    stage: Annotated[
+        bool, typer.Option("--stage", help="Keep it beside the live revision of that name, for `models promote`.")
+    ] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Make it live at once, before any worker serves it.")
+    ] = False,
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
@@ -37,19 +64,101 @@ def push(
 
     With --quantize or --kv-cache-dtype the model's workers need the same flag.
     """
+    if stage and replace:
+        raise CommandError("--stage keeps the live revision and --replace does not; give one of them")
     model = read_model(path, name, quantize, kv_cache_dtype)
     with store_client(store, tenant) as client:
-        client.register_model(registered(model), model.files, replace=replace)
-    say(f"registered {model.name} {model.digest}")
+        kept = client.register_model(registered(model), model.files, replace=replace, stage=stage)
+    if kept.state in {"live", ""}:
+        say(f"registered {model.name} {model.digest}")
+    else:
+        say(f"{kept.state} {model.name} {model.digest}; start its workers, then: loraplex models promote {model.name}")
+
+
+@app.command()
+def promote(
+    model: Annotated[
+        str, typer.Argument(metavar="NAME[@DIGEST]", help="The base model; without digest the staged revision.")
+    ],
+    workers: WorkersOption = 1,
+    wait_s: WaitOption = 600.0,
+    tenant: TenantOption = TENANT,
+    router: RouterOption = ROUTER,
+    store: StoreOption = STORE,
+) -> None:
+    """Make a staged revision of a base model live once workers serve it. Running calls end on the former one.
+
+    The former revision's workers go on: calls with adapters that were uploaded for it, and calls that run. Roll back
+    while they do, or stop them.
+    """
+    name, _, digest = model.partition("@")
+    _promote(name, digest, "staged", workers, wait_s, tenant, router, store)
+
+
+@app.command()
+def rollback(
+    model: Annotated[str, typer.Argument(metavar="NAME", help="The base model.")],
+    workers: WorkersOption = 1,
+    wait_s: WaitOption = 600.0,
+    tenant: TenantOption = TENANT,
+    router: RouterOption = ROUTER,
+    store: StoreOption = STORE,
+) -> None:
+    """Make the former revision of a base model live again, once workers serve it."""
+    _promote(model, "", "former", workers, wait_s, tenant, router, store)
+
+
+def _promote(
+    name: str, digest: str, state: str, workers: int, wait_s: float, tenant: str, router: str, store: str
+) -> None:
+    with store_client(store, tenant) as client:
+        revisions = [model for model in client.models(all_revisions=True) if model.name == name]
+        if not revisions:
+            raise CommandError(f"base model {name} is not registered; register it with: loraplex models push")
+        found = [model for model in revisions if (model.digest == digest if digest else model.state == state)]
+        if not found:
+            have = ", ".join(f"{model.state} {model.digest}" for model in revisions)
+            hint = "; stage one with: loraplex models push --stage" if state == "staged" and not digest else ""
+            raise CommandError(f"base model {name} has no {digest or state} revision, only {have}{hint}")
+        if found[0].state == "live":
+            say(f"{name} {found[0].digest} is live")
+            return
+        _wait_for_workers(ClusterReader(router, tenant), name, found[0].digest, workers, wait_s)
+        client.promote_model(name, found[0].digest)
+        say(f"promoted {name} {found[0].digest}")
+        former = next((model.digest for model in revisions if model.state == "live"), "")
+        if former:
+            say(f"former revision {former}; roll back with: loraplex models rollback {name}")
+
+
+def _wait_for_workers(reader: ClusterReader, name: str, digest: str, wanted: int, wait_s: float) -> None:
+    """Wait until so many workers serve a revision. Raises CommandError."""
+    end, shown = time.monotonic() + wait_s, -1
+    while True:
+        serving = sum(
+            (worker["model"], worker["base_digest"], worker["phase"]) == (name, digest, "serving")
+            for worker in reader.workers()
+        )
+        if serving >= wanted:
+            return
+        if time.monotonic() >= end:
+            raise CommandError(
+                f"{serving} of {wanted} workers serve {name} {digest} after {wait_s:g} s; nothing was promoted"
+            )
+        if serving != shown:
+            say(f"waits for workers that serve {name} {digest}: {serving} of {wanted}")
+            shown = serving
+        time.sleep(LOOK_S)
 
 
 @app.command("list")
 def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False) -> None:
-    """List the registered base models."""
+    """List the registered base models with their revisions: live, staged and former."""
     with store_client(store, tenant) as client:
-        models = client.models()
+        models = client.models(all_revisions=True)
     columns: Columns = {
         "model": "name",
+        "state": "state",
         "architecture": "architecture",
         "context": "context_length",
         "vocabulary": "vocab_size",
@@ -93,7 +202,7 @@ def registered(model: artifacts.base_model.BaseModel) -> BaseModel:
     from loraplex_client import BaseModel, Module
 
     modules = tuple(Module(module.name, module.in_features, module.out_features) for module in model.modules)
-    names = {field.name for field in dataclasses.fields(BaseModel)} - {"files", "create_time", "modules"}
+    names = {field.name for field in dataclasses.fields(BaseModel)} - {"files", "create_time", "state", "modules"}
     return BaseModel(modules=modules, **{name: getattr(model, name) for name in names})
 
 

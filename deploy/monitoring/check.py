@@ -131,7 +131,7 @@ CLUSTER = Dashboard(
                 Panel(
                     "Workers, by phase",
                     COUNT,
-                    (("max by (model, phase) (loraplex_workers)", "{{model}} {{phase}}"),),
+                    (("max by (model, phase, revision) (loraplex_workers)", "{{model}} {{phase}} {{revision}}"),),
                 ),
                 Panel(
                     "Rows",

@@ -63,7 +63,7 @@ class AdapterCommands:
                 await self._check(verb, resolved, request, worker_id)
             if not worker_id and verb is not Verb.WARM:
                 # Before the look at live workers: a worker that starts meanwhile is seen, or reads the pin itself.
-                for model in self._models_of(resolved):
+                for model in self._queues_of(resolved):
                     pins = model.queue.pins
                     await (pins.pin(request) if verb is Verb.PIN else pins.unpin(request.adapter))
             for model, state in await self._workers(resolved, worker_id):
@@ -85,24 +85,30 @@ class AdapterCommands:
         check_rank(resolved.ref, max((state.max_rank for state in states), default=None))
         if verb is Verb.PIN and states:
             most = max(state.slots_total for state in states) - 1
-            for model in self._models_of(resolved):
+            for model in self._queues_of(resolved):
                 _check_slots(request, await model.queue.pins.list(), most)
 
     def _models_of(self, resolved: ResolvedAdapter) -> list[ServedModel]:
-        models = [model for model in self._models.served if model.manifest.adapted_digest == resolved.base_digest]
+        known = (model for live in self._models.served for model in self._models.revisions(live.manifest.name))
+        models = [model for model in known if model.manifest.adapted_digest == resolved.base_digest]
         if not models:
             raise Mismatch(resolved.ref.revision, "made for a base model that is not served here", reason="WRONG_BASE")
         return models
 
+    def _queues_of(self, resolved: ResolvedAdapter) -> list[ServedModel]:
+        """Return one revision of each model: its revisions have the same queue and pins."""
+        return list({model.manifest.name: model for model in self._models_of(resolved)}.values())
+
     async def _workers(self, resolved: ResolvedAdapter, worker_id: str) -> list[tuple[ServedModel, WorkerState]]:
         """Return the live workers with the adapter's base; only the named one, if a name is given."""
-        digests = {model.manifest.digest for model in self._models_of(resolved)}
+        of = {(model.manifest.name, model.manifest.digest): model for model in self._models_of(resolved)}
         living = await self._models.living()
         if worker_id:
             living = [(model, state) for model, state in living if state.worker_id == worker_id]
             if not living:
                 raise NotFound("worker", worker_id)
-        workers = [(model, state) for model, state in living if state.base_digest in digests]
+        keys = (((model.manifest.name, state.base_digest), state) for model, state in living)
+        workers = [(of[key], state) for key, state in keys if key in of]
         if worker_id and not workers:
             raise Mismatch(
                 resolved.ref.revision, f"made for another base model than worker {worker_id}'s", reason="WRONG_BASE"
@@ -383,6 +389,7 @@ def worker_message(state: WorkerState) -> pb.Worker:
         host=state.host,
         pid=state.pid,
         engine_pid=state.engine_pid,
+        base_digest=state.base_digest,
     )
 
 

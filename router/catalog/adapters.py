@@ -168,13 +168,27 @@ def _warn_once(revision: str, message: str) -> None:
     log.warning("%s is %s", revision, message)
 
 
-async def resolve_adapters(request: Request | EncodeRequest, model: Manifest, store: StoreClient) -> AdapterRef | None:
-    """Return the job's adapter; None for the base model. Raises NotFound, InvalidField, Mismatch or Unavailable."""
+async def resolve_adapters(
+    request: Request | EncodeRequest, revisions: Sequence[Manifest], store: StoreClient
+) -> tuple[Manifest, AdapterRef | None]:
+    """Return the job's adapter, None for the base model alone, and the revision of the base model that it is for.
+
+    `revisions`: the live one, which jobs without an adapter are for, then the others that workers serve; a job with
+    adapters is for that which these were made for. Raises NotFound, InvalidField, Mismatch or Unavailable.
+    """
     if request.adapters:
-        return await _weighted_set(request.tenant, request.adapters, model, store)
+        resolved = await _resolve_all(request.tenant, request.adapters, store)
+        model = _made_for(resolved[0], revisions)
+        return model, _weighted_set(request.adapters, resolved, model)
     if request.adapter:
-        return _checked(await store.resolve(request.tenant, request.adapter), model)
-    return None
+        one = await store.resolve(request.tenant, request.adapter)
+        model = _made_for(one, revisions)
+        return model, _checked(one, model)
+    return revisions[0], None
+
+
+def _made_for(resolved: ResolvedAdapter, revisions: Sequence[Manifest]) -> Manifest:
+    return next((one for one in revisions if one.adapted_digest == resolved.base_digest), revisions[0])
 
 
 def check_rank(ref: AdapterRef | None, max_rank: int | None) -> None:
@@ -190,19 +204,26 @@ def check_rank(ref: AdapterRef | None, max_rank: int | None) -> None:
         )
 
 
-async def _weighted_set(
-    tenant: str, weighted: Sequence[WeightedAdapter], model: Manifest, store: StoreClient
-) -> AdapterRef:
+async def _resolve_all(tenant: str, weighted: Sequence[WeightedAdapter], store: StoreClient) -> list[ResolvedAdapter]:
     # Wait for all answers, so that the error names the first adapter of the request that has one.
     resolutions = await asyncio.gather(
         *(store.resolve(tenant, part.adapter) for part in weighted), return_exceptions=True
     )
-    parts: dict[str, WeightedRef] = {}
-    for index, (part, resolved) in enumerate(zip(weighted, resolutions, strict=True)):
+    found = list[ResolvedAdapter]()
+    for index, resolved in enumerate(resolutions):
         if isinstance(resolved, InvalidField):
             raise InvalidField(f"adapters[{index}]", resolved.message) from resolved
         if isinstance(resolved, BaseException):
             raise resolved
+        found.append(resolved)
+    return found
+
+
+def _weighted_set(
+    weighted: Sequence[WeightedAdapter], resolutions: Sequence[ResolvedAdapter], model: Manifest
+) -> AdapterRef:
+    parts: dict[str, WeightedRef] = {}
+    for index, (part, resolved) in enumerate(zip(weighted, resolutions, strict=True)):
         ref = _checked(resolved, model)
         if ref.digest in parts:
             raise InvalidField(
@@ -219,6 +240,7 @@ async def _weighted_set(
 
 def _checked(resolved: ResolvedAdapter, model: Manifest) -> AdapterRef:
     if resolved.base_digest != model.adapted_digest:
-        raise Mismatch(resolved.ref.revision, f"made for another base model than {model.name}", reason="WRONG_BASE")
+        message = f"made for another base model than {model.name}, or a revision of it that no worker serves"
+        raise Mismatch(resolved.ref.revision, message, reason="WRONG_BASE")
     check_fitness(resolved, model)
     return resolved.ref

@@ -245,8 +245,9 @@ class Models:
         # True once everything that is registered with the store has been read.
         self.listed = False
         self._tokenizers = ModelTokenizers(clock)
-        # Models that another one has replaced under their name, by digest, while workers serve them.
-        self._replaced: dict[str, ServedModel] = {}
+        # Revisions that are not live, by name and digest: while the store has them, or workers serve them.
+        self._others: dict[tuple[str, str], ServedModel] = {}
+        self._registered: set[tuple[str, str]] = set()
         self._live = LiveWorkers(clock, answer_s, set_aside)
         # Address of this router's relay; empty until it listens.
         self._reply_to = ""
@@ -255,7 +256,7 @@ class Models:
         self.default_model: Callable[[], str] = lambda: ""
 
     def get(self, name: str) -> ServedModel:
-        """Return the model of that name; without one the caller's default, or the only one.
+        """Return the live revision of the model of that name; without one of the caller's default, or the only one.
 
         Raises NotFound, InvalidField or Unavailable.
         """
@@ -280,8 +281,13 @@ class Models:
 
     @property
     def served(self) -> list[ServedModel]:
-        """Return the served models, by name."""
+        """Return the served models' live revisions, by name."""
         return [self._served[name] for name in sorted(self._served)]
+
+    def revisions(self, name: str) -> list[ServedModel]:
+        """Return the revisions of a served model that calls may use: the live one, then others that workers have."""
+        others = [other for key, other in self._others.items() if key[0] == name and self._may_live(other)]
+        return [self._served[name], *others]
 
     def workers(self, name: str) -> list[WorkerState]:
         """Return the model's live workers, at most LOOK_S stale."""
@@ -293,17 +299,18 @@ class Models:
         return [s for s in self.workers(name) if s.phase is WorkerPhase.SERVING and s.base_digest == digest]
 
     def with_digest(self, name: str, digest: str) -> ServedModel:
-        """Return the model of a job, by name and digest; one that was replaced is known while its workers live.
+        """Return the revision of a job, by the model's name and digest.
 
-        Raises Mismatch once none does, Unavailable where only another router knows the model or the replaced one.
+        One that is not live is known while the store has it or its workers live. Raises Mismatch once neither does,
+        Unavailable where only another router knows the model or the revision.
         """
         if name not in self._served:
             raise Unavailable(f"this router does not know base model {name} yet", reason="NO_MODEL")
         model = self._served[name]
         if model.manifest.digest == digest:
             return model
-        if digest in self._replaced:
-            return self._replaced[digest]
+        if (name, digest) in self._others:
+            return self._others[name, digest]
         live = self._live.of(name)
         if live is None or any(state.base_digest == digest for state in live):
             raise Unavailable(f"{name} was replaced, and this router does not know what it was", reason=BASE_REPLACED)
@@ -348,38 +355,55 @@ class Models:
         """Ask Redis for the live workers; return their incarnations, or None while no worker may count as dead."""
         models = {model.manifest.name: model.liveness for model in self.served}
         living = await self._live.look(models, self._reply_to)
-        self._replaced = {digest: one for digest, one in self._replaced.items() if self._may_live(one, digest)}
+        self._others = {
+            key: other for key, other in self._others.items() if key in self._registered or self._may_live(other)
+        }
         return living
 
-    def _may_live(self, model: ServedModel, digest: str) -> bool:
+    def _may_live(self, model: ServedModel) -> bool:
         workers = self._live.of(model.manifest.name)
-        return workers is None or any(state.base_digest == digest for state in workers)
+        return workers is None or any(state.base_digest == model.manifest.digest for state in workers)
 
     async def look_at_store(self) -> None:
         """Serve the models that are registered with the store."""
         try:
-            for name, listed in (await self._store.models()).items():
-                if not self._tokenizers.is_refused(listed.digest) and not self._has(name, listed):
-                    await self._serve(name)
+            models = await self._store.models()
+            self._registered = {(name, listed.digest) for name, revisions in models.items() for listed in revisions}
+            for name, revisions in models.items():
+                for listed in sorted(revisions, key=lambda listed: not listed.live):
+                    await self._follow(name, listed)
             self.listed = True
         except CallError as error:
             self._log_once(error.message)
 
-    def _has(self, name: str, listed: RegisteredModel) -> bool:
-        served = self._served.get(name)
-        if served is None:
-            return False
-        return (served.manifest.digest, served.manifest.tasks) == (listed.digest, listed.tasks)
+    async def _follow(self, name: str, listed: RegisteredModel) -> None:
+        """Serve a revision as the store lists it: its files are read once, so that a promotion waits for nothing."""
+        key, live = (name, listed.digest), self._served.get(name)
+        is_live = live is not None and live.manifest.digest == listed.digest
+        known = live if is_live else self._others.get(key)
+        if known is None or known.manifest.tasks != listed.tasks:
+            # By the plain name the live one: a store of the version before this one knows no other.
+            asked = name if listed.live else f"{name}@{listed.digest}"
+            known = None if self._tokenizers.is_refused(listed.digest) else await self._load(asked)
+        if known is None:
+            return
+        if not listed.live:
+            if not is_live:  # the live one comes first in the list, and has moved the former
+                self._others[key] = known
+            return
+        if live is not None and not is_live:
+            self._others[name, live.manifest.digest] = live
+        self._others.pop(key, None)
+        if known is not live:
+            self._served[name] = known
+            log.info("serves base model %s (%s)", name, listed.digest)
 
-    async def _serve(self, name: str) -> None:
+    async def _load(self, name: str) -> ServedModel | None:
+        """Load a live revision by its name, another as `NAME@DIGEST`; None where its files cannot be used."""
         manifest = await self._store.manifest(name)
         tokenizer = await self._tokenizers.load(manifest)
         if tokenizer is None:
-            return
-        if (replaced := self._served.get(name)) is not None:
-            self._replaced[replaced.manifest.digest] = replaced
-        self._replaced.pop(manifest.digest, None)
-        keys = Keys(name, self._cell)
+            return None
+        keys = Keys(manifest.name, self._cell)
         queue = JobQueue(self._redis, keys, limits=self._limits, seals=self._seals)
-        self._served[name] = ServedModel(manifest, tokenizer, queue, Liveness(self._redis, keys))
-        log.info("serves base model %s (%s)", name, manifest.digest)
+        return ServedModel(manifest, tokenizer, queue, Liveness(self._redis, keys))

@@ -65,15 +65,17 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredModel:
-    """A base model as the store lists it. `tasks` change where it is registered again with others."""
+    """A revision of a base model as the store lists it. `tasks` change where it is registered again with others."""
 
     digest: str
     tasks: tuple[str, ...] = ("generate",)
+    live: bool = True
 
 
 def registered_model(model: pb.BaseModel) -> RegisteredModel:
-    """Return a base model of the store's list."""
-    return RegisteredModel(model.digest, tuple(model.tasks))
+    """Return a revision of the store's list."""
+    # A store of a version that knows no revisions lists one of each model, without a state.
+    return RegisteredModel(model.digest, tuple(model.tasks), model.state in {"live", ""})
 
 
 def read_manifest(model: pb.BaseModel, files: Mapping[str, bytes]) -> Manifest:
@@ -261,20 +263,24 @@ class StoreClient:
         with self._errors_of("adapter", revision):
             return await _until_answered(ask)
 
-    async def models(self) -> dict[str, RegisteredModel]:
-        """Return every registered base model, by name. Raises Unavailable."""
-        models: dict[str, RegisteredModel] = {}
+    async def models(self) -> dict[str, list[RegisteredModel]]:
+        """Return the revisions of every registered base model, by name. Raises Unavailable."""
+        models: dict[str, list[RegisteredModel]] = {}
         token = ""
         while True:
-            request = pb.ListBaseModelsRequest(page_size=1000, page_token=token)
+            request = pb.ListBaseModelsRequest(page_size=1000, page_token=token, all_revisions=True)
             with self._errors_of("base model"):
                 page = await self._stub.ListBaseModels(request, timeout=CALL_S)
-            models |= {model.name: registered_model(model) for model in page.models}
+            for model in page.models:
+                models.setdefault(model.name, []).append(registered_model(model))
             if not (token := page.next_page_token):
                 return models
 
     async def manifest(self, name: str) -> Manifest:
-        """Download a base model's manifest with its small files. Raises NotFound or Unavailable."""
+        """Download the manifest and small files of a base model's live revision, or of `NAME@DIGEST`.
+
+        Raises NotFound or Unavailable.
+        """
         files: dict[str, bytearray] = {}
         model = pb.BaseModel()
         with self._errors_of("base model", name):

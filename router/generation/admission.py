@@ -165,9 +165,8 @@ class Admission:
 
     async def admit(self, request: Request, deadline_s: float | None) -> Admitted:
         """Admit a new request. Raises a CallError where it can't be served."""
-        model = self.models.get(request.model)
-        adapter = await resolve_adapters(request, model.manifest, self._store)
-        workers = self.models.serving(model.manifest.name)
+        model, adapter = await self._resolve(request)
+        workers = self.models.serving(model.manifest.name, model.manifest.digest)
         check_rank(adapter, max((state.max_rank for state in workers), default=None))
         # A job that is longer than every worker's KV cache would wait for ever.
         largest = max((state.max_tokens for state in workers), default=model.manifest.context_length)
@@ -205,9 +204,8 @@ class Admission:
 
         Raises a CallError where any input can't be served.
         """
-        model = self.models.get(request.model)
+        model, adapter = await self._resolve(request)
         manifest = model.manifest
-        adapter = await resolve_adapters(request, manifest, self._store)
         classifier = await find_classifier(request, manifest, adapter, self._configs)
         workers = self._workers_for_new_jobs(manifest)
         check_rank(adapter, max(state.max_rank for state in workers))
@@ -239,12 +237,13 @@ class Admission:
         self, request: Request, continuations: Sequence[str | tuple[int, ...]]
     ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
         """Return the ids of a request's prompt, and those of each continuation. Raises a CallError."""
-        context = self.models.get(request.model).manifest.context_length
+        model, _ = await self._resolve(request)
+        context = model.manifest.context_length
         prompt_ids = await self.prompt_ids(request)
         if not prompt_ids:
             raise InvalidField(request.prompt_field, "has no tokens")
         endings = [
-            ending if isinstance(ending, tuple) else await self._continue(request, prompt_ids, ending, index)
+            ending if isinstance(ending, tuple) else await self._continue(request, model, prompt_ids, ending, index)
             for index, ending in enumerate(continuations)
         ]
         for index, ending in enumerate(endings):
@@ -255,9 +254,11 @@ class Admission:
                 raise context_exceeded(f"continuations[{index}]", size, context)
         return prompt_ids, endings
 
-    async def _continue(self, request: Request, prompt_ids: tuple[int, ...], text: str, index: int) -> tuple[int, ...]:
+    async def _continue(
+        self, request: Request, model: ServedModel, prompt_ids: tuple[int, ...], text: str, index: int
+    ) -> tuple[int, ...]:
         """Return the ids of a continuation: those that the prompt's text gains with it, if the prompt's own stay."""
-        model, field = self.models.get(request.model), f"continuations[{index}]"
+        field = f"continuations[{index}]"
         options = replace(request.prompt_options, truncate_to=None)
 
         async def tokenize(whole: str, options: PromptOptions) -> tuple[int, ...]:
@@ -272,11 +273,16 @@ class Admission:
 
     async def prompt_ids(self, request: Request) -> tuple[int, ...]:
         """Return the ids of a request's prompt, as its job would have them. Raises a CallError."""
-        model = self.models.get(request.model)
-        adapter = await resolve_adapters(request, model.manifest, self._store)
+        model, adapter = await self._resolve(request)
         prompt_ids = await self._tokenize(request, model, await self._template(request, model, adapter))
         check_ids(request.prompt_field, prompt_ids, model.manifest.vocab_size)
         return prompt_ids
+
+    async def _resolve(self, request: Request | EncodeRequest) -> tuple[ServedModel, AdapterRef | None]:
+        """Return the revision of the base model and the adapter that a new request is for."""
+        revisions = self.models.revisions(self.models.get(request.model).manifest.name)
+        manifest, adapter = await resolve_adapters(request, [one.manifest for one in revisions], self._store)
+        return next(one for one in revisions if one.manifest is manifest), adapter
 
     async def _admit(
         self, request: Request, model: ServedModel, adapter: AdapterRef | None, context: int, deadline_s: float | None

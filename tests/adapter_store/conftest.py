@@ -40,7 +40,7 @@ class Client:
         """A unary method's answer."""
         return await getattr(self.stub, method)(request, metadata=metadata(tenant))
 
-    async def register(self, base: BaseModel, replace: bool = False) -> Any:
+    async def register(self, base: BaseModel, replace: bool = False, stage: bool = False) -> Any:
         """Register a base model with its files."""
         model = pb.BaseModel(
             name=base.name,
@@ -59,7 +59,7 @@ class Client:
             original_digest=base.original_digest,
             kv_cache_dtype=base.kv_cache_dtype,
         )
-        parts = [pb.RegisterBaseModelRequest(model=model, replace=replace)]
+        parts = [pb.RegisterBaseModelRequest(model=model, replace=replace, stage=stage)]
         parts += [pb.RegisterBaseModelRequest(chunk=part) for part in chunks(base.files)]
         return (await self.stub.RegisterBaseModel(iter(parts))).model
 

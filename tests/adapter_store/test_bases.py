@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
+from adapter_store.database import MIGRATIONS, Database
 from artifacts.base_model import BaseModel, ModuleShape
 from artifacts.names import sha256_bytes
 
@@ -63,15 +65,94 @@ async def test_fields_that_a_later_version_wrote_are_left_out(client: Client, ti
     assert await client.register(tiny_base) == registered
 
 
-async def test_another_digest_needs_replace(client: Client, tiny_base: BaseModel, refusal: Refusal, data: Path) -> None:
-    await client.register(tiny_base)
-    other = dataclasses.replace(tiny_base, digest="sha256:" + "2" * 64, files={"config.json": b"{}"})
-    with pytest.raises(grpc.aio.AioRpcError, match=f"registered with digest {tiny_base.digest}, not") as caught:
-        await client.register(other)
+def of_digest(base: BaseModel, digit: str) -> BaseModel:
+    """A revision of a base model with a digest and a file of its own."""
+    return dataclasses.replace(
+        base, digest="sha256:" + digit * 64, files={"config.json": b'{"n": %s}' % digit.encode()}
+    )
+
+
+async def states(client: Client) -> dict[str, str]:
+    """The first digit of each revision's digest, by state."""
+    request = pb.ListBaseModelsRequest(all_revisions=True, page_size=1)
+    found = dict[str, str]()
+    while True:
+        page = await client.call("ListBaseModels", request, tenant=None)
+        found |= {model.state: model.digest[7] for model in page.models}
+        if not page.next_page_token:
+            return found
+        request.page_token = page.next_page_token
+
+
+async def test_another_digest_needs_replace_or_stage(
+    client: Client, tiny_base: BaseModel, refusal: Refusal, data: Path
+) -> None:
+    await client.register(of_digest(tiny_base, "1"))
+    with pytest.raises(grpc.aio.AioRpcError, match=r"with digest sha256:1+, not sha256:2+; stage this one") as caught:
+        await client.register(of_digest(tiny_base, "2"))
     assert refusal(caught.value)[:2] == ("ALREADY_EXISTS", "ErrorInfo")
-    assert (await client.register(other, replace=True)).digest == other.digest
-    assert (await download(client, "tiny"))[1] == other.files
-    assert len(list((data / "blobs").iterdir())) == 1
+    assert (await client.register(of_digest(tiny_base, "2"), replace=True)).state == "live"
+    assert (await download(client, "tiny"))[1] == {"config.json": b'{"n": 2}'}
+    assert await states(client) == {"live": "2", "former": "1"}
+    await client.register(of_digest(tiny_base, "3"), replace=True)
+    assert await states(client) == {"live": "3", "former": "2"}
+    assert len(list((data / "blobs").iterdir())) == 2
+
+
+async def promote(client: Client, digit: str) -> pb.BaseModel:
+    request = pb.PromoteBaseModelRequest(name="tiny", digest="sha256:" + digit * 64)
+    model: pb.BaseModel = (await client.call("PromoteBaseModel", request, tenant=None)).model
+    return model
+
+
+async def test_a_staged_revision_is_promoted_and_rolled_back(client: Client, tiny_base: BaseModel) -> None:
+    first, second = of_digest(tiny_base, "1"), of_digest(tiny_base, "2")
+    assert (await client.register(first, stage=True)).state == "live"  # there was none
+    assert (await client.register(second, stage=True)).state == "staged"
+    assert (await client.register(second, stage=True)).state == "staged"  # again changes nothing
+    assert await states(client) == {"live": "1", "staged": "2"}
+    for name, files in (("tiny", first.files), (f"tiny@{second.digest}", second.files)):
+        assert (await download(client, name))[1] == files
+    with pytest.raises(grpc.aio.AioRpcError, match="as a staged revision; promote it"):
+        await client.register(second)
+    assert (await promote(client, "2")).state == "live"
+    assert (await promote(client, "2")).state == "live"
+    assert await states(client) == {"live": "2", "former": "1"}
+    assert (await download(client, "tiny"))[1] == second.files
+    await promote(client, "1")
+    assert await states(client) == {"live": "1", "former": "2"}
+    with pytest.raises(grpc.aio.AioRpcError, match=r"not found: tiny@sha256:9+"):
+        await promote(client, "9")
+
+
+async def test_the_live_the_former_and_the_last_staged_revision_are_kept(
+    client: Client, tiny_base: BaseModel, data: Path
+) -> None:
+    for digit in "12":
+        await client.register(of_digest(tiny_base, digit), replace=True)
+    for digit in "345":
+        await client.register(of_digest(tiny_base, digit), stage=True)
+    assert await states(client) == {"former": "1", "live": "2", "staged": "5"}
+    assert len(list((data / "blobs").iterdir())) == 3
+    for digit in "56":
+        await client.register(of_digest(tiny_base, digit), stage=True)
+        await promote(client, digit)
+    assert await states(client) == {"former": "5", "live": "6"}
+
+
+async def test_a_catalog_of_one_revision_a_model_gets_states(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "catalog.db")) as catalog:
+        catalog.executescript(";".join(MIGRATIONS[:2]) + "; PRAGMA user_version = 2;")
+        catalog.execute("INSERT INTO base_models VALUES ('tiny', 'sha256:1', '{}', 7)")
+        catalog.execute("INSERT INTO base_files VALUES ('tiny', 'config.json', 'sha256:2', 3)")
+        catalog.commit()
+    database = Database(tmp_path / "catalog.db")
+    with database.reading() as rows:
+        assert [tuple(row) for row in rows.execute("SELECT * FROM base_models")] == [("tiny", "sha256:1", "{}", 7, 7)]
+        files = rows.execute("SELECT * FROM base_files").fetchall()
+    assert [tuple(row) for row in files] == [("tiny", "sha256:1", "config.json", "sha256:2", 3)]
+    assert database.referenced_blobs() == {"sha256:2"}
+    database.close()
 
 
 async def test_other_small_files_need_replace_too(client: Client, tiny_base: BaseModel) -> None:

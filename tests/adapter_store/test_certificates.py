@@ -121,18 +121,18 @@ async def test_routers_refuse_an_unfit_adapter_on_such_a_base_alone(
             await client.register(tiny_base)
             revision = (await client.upload("support", adapter_files())).revision
             await certify(client, revision.name, certificate(tiny_base, agreement=0.25, mean_kl=3, max_kl=9))
-            assert await resolve_adapters(request, await catalog.manifest("tiny"), catalog) is not None
+            assert (await resolve_adapters(request, [await catalog.manifest("tiny")], catalog))[1] is not None
             await client.register(quantized, replace=True)
             for each in (request, weighted):
                 with pytest.raises(Mismatch) as caught:
-                    await resolve_adapters(each, await catalog.manifest("tiny"), catalog)
+                    await resolve_adapters(each, [await catalog.manifest("tiny")], catalog)
                 assert caught.value.reason == "ADAPTER_UNFIT"
                 assert "int4: greedy agreement 0.25 is below 0.8, mean divergence 3 nats is above 0.2" in str(
                     caught.value
                 )
         else:
             for _ in range(2):
-                assert await resolve_adapters(request, await catalog.manifest("tiny"), catalog) is not None
+                assert (await resolve_adapters(request, [await catalog.manifest("tiny")], catalog))[1] is not None
             assert [record.message for record in caplog.records if "unfit" in record.message] == [
                 f"{revision.name} is unfit for tiny, whose weights are int4: {broken}"
             ]

@@ -121,7 +121,16 @@ async def test_metrics_traces_traffic_and_logs(
             await eventually(cluster.idle)
 
             async def looked() -> bool:
-                return value(await scrape(ready["router-1"]["metrics"]), "workers", model=model, phase="serving") == 1
+                return (
+                    value(
+                        await scrape(ready["router-1"]["metrics"]),
+                        "workers",
+                        model=model,
+                        phase="serving",
+                        revision="live",
+                    )
+                    == 1
+                )
 
             await eventually(looked)  # the router looks every second
             check_router(await scrape(ready["router-1"]["metrics"]), model)

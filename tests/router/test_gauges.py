@@ -1,13 +1,14 @@
-"""The gauges that an inference gateway's endpoint picker reads."""
+"""The gauges of jobs and workers, which an inference gateway's endpoint picker and alerts read."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from broker.messages import AdapterRef, WeightedRef
-from router.app import count_jobs
+from broker.messages import AdapterRef, WeightedRef, WorkerPhase
+from router.app import count_jobs, count_workers
 from router.dispatch.routed_job import RoutedJob
 from router.metrics import RouterMetrics
+from tests.broker.test_liveness import worker
 from tests.router.recording_link import RecordingLink, job
 
 
@@ -38,3 +39,15 @@ def test_the_adapters_of_running_and_queued_requests_are_named_once() -> None:
     count_jobs(metrics, [], slots=32)
     (info,) = (family for family in metrics.registry.collect() if family.name == "loraplex_lora_requests_info")
     assert [sample.labels["running_lora_adapters"] for sample in info.samples] == [""]
+
+
+def test_workers_of_the_live_revision_are_counted_apart() -> None:
+    """LoraplexNoWorker looks at these alone: the former one's workers serve no new call."""
+    metrics = RouterMetrics()
+    former, new = (replace(worker(name), base_digest=name, phase=WorkerPhase.SERVING) for name in ("former", "new"))
+    for live, others in ((0.0, 2.0), (1.0, 1.0)):
+        count_workers(metrics, "tiny", [former, new], "new" if live else "replaced at once")
+        serving = {"model": "tiny", "phase": "serving"}
+        sample = metrics.registry.get_sample_value
+        assert sample("loraplex_workers", {**serving, "revision": "live"}) == live
+        assert sample("loraplex_workers", {**serving, "revision": "other"}) == others

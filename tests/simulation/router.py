@@ -98,9 +98,9 @@ class SimulatedStore:
         """See StoreClient."""
         return 0
 
-    async def models(self) -> dict[str, RegisteredModel]:
+    async def models(self) -> dict[str, list[RegisteredModel]]:
         """See StoreClient."""
-        return {self._base.name: RegisteredModel(self._base.digest, self._base.tasks)}
+        return {self._base.name: [RegisteredModel(self._base.digest, self._base.tasks)]}
 
     async def manifest(self, name: str) -> Manifest:
         """See StoreClient."""

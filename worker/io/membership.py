@@ -39,20 +39,31 @@ CALL_S = 5.0
 
 
 async def wait_until_registered(store: adapters_pb2_grpc.AdapterServiceAsyncStub, base: BaseModel) -> None:
-    """Return once the store has the model. Raises MismatchError where it has another one under the name."""
+    """Return once the store has the model, be it live or not. Raises MismatchError where it has others alone."""
     once = LogOnce(log, logging.INFO)
+
+    async def ask() -> None:
+        live = (await store.GetBaseModel(pb.GetBaseModelRequest(name=base.name), timeout=CALL_S)).model
+        if live.digest == base.digest:
+            return
+        try:
+            named = pb.GetBaseModelRequest(name=f"{base.name}@{base.digest}")
+            other = (await store.GetBaseModel(named, timeout=CALL_S)).model
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+            raise MismatchError(f"base model {base.name}", _what_differs(live, base)) from None
+        log.info("serves %s, a %s revision of base model %s", base.digest, other.state, base.name)
+
     while True:
         try:
-            answer = await store.GetBaseModel(pb.GetBaseModelRequest(name=base.name), timeout=CALL_S)
+            await ask()
+            return
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 waits_for = f"base model {base.name} to be registered (loraplex models push)"
             else:
                 waits_for = f"the adapter store ({error.code().name})"
-        else:
-            if answer.model.digest == base.digest:
-                return
-            raise MismatchError(f"base model {base.name}", _what_differs(answer.model, base))
         once(f"waits for {waits_for}")
         await asyncio.sleep(ASK_S)
 
@@ -68,7 +79,8 @@ def _what_differs(registered: pb.BaseModel, base: BaseModel) -> str:
         return f"it is registered {theirs}, this worker runs {ours}; give both the same"
     return (
         f"the store has {registered.digest} under this name, this worker's files are {base.digest}; "
-        "serve the registered files, or register these under another name"
+        "serve the registered files, stage these beside them (loraplex models push --stage), or register these under "
+        "another name"
     )
 
 

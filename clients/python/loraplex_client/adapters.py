@@ -165,10 +165,14 @@ class StoreCalls:
 
     @method
     def register_model(
-        self, model: BaseModel, files: Mapping[str, bytes], *, replace: bool = False
+        self, model: BaseModel, files: Mapping[str, bytes], *, replace: bool = False, stage: bool = False
     ) -> Script[BaseModel]:
-        """Register a base model with its small files; `replace` allows another digest for an existing name."""
-        header = adapters_pb2.RegisterBaseModelRequest(model=model_message(model), replace=replace)
+        """Register a base model with its small files.
+
+        For a name with another digest `stage` keeps it beside the live revision, for `promote_model`, and `replace`
+        makes it live at once.
+        """
+        header = adapters_pb2.RegisterBaseModelRequest(model=model_message(model), replace=replace, stage=stage)
         # The number of files goes first, so that the store notices a stream that is cut short.
         for name, content in sorted(files.items()):
             sha256 = f"sha256:{hashlib.sha256(content).hexdigest()}"
@@ -177,11 +181,21 @@ class StoreCalls:
         return resource_of(BaseModel, response.model)
 
     @method
-    def models(self) -> Script[tuple[BaseModel, ...]]:
-        """Return the registered base models."""
-        request = adapters_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE)
+    def models(self, *, all_revisions: bool = False) -> Script[tuple[BaseModel, ...]]:
+        """Return the registered base models: the live revision of each, or also the staged and the former ones."""
+        request = adapters_pb2.ListBaseModelsRequest(page_size=PAGE_SIZE, all_revisions=all_revisions)
         messages = yield from pages("ListBaseModels", request, lambda page: page.models)
         return tuple(resource_of(BaseModel, message) for message in messages)
+
+    @method
+    def promote_model(self, name: str, digest: str) -> Script[BaseModel]:
+        """Make a staged or former revision of a base model live: calls get it from now on.
+
+        It does not look whether a worker serves it, as `loraplex models promote` does.
+        """
+        request = adapters_pb2.PromoteBaseModelRequest(name=name, digest=digest)
+        response = yield Call("PromoteBaseModel", request)
+        return resource_of(BaseModel, response.model)
 
     def _full_name(self, name: str) -> str:
         """Return the full name of an adapter; a short name means the tenant's own, whom the store may know alone."""

@@ -96,7 +96,7 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The properties of a base model that all parts share. The store fills in `files` and `create_time`.
+    """The properties of a base model that all parts share. The store fills in `files`, `create_time` and `state`.
 
     `digest` covers configuration, tensor headers and sizes, and sampled bytes of every tensor; `architecture` is
     transformers' model_type; `context_length` counts tokens of prompt and answer together.
@@ -122,6 +122,8 @@ class BaseModel:
     original_digest: str = ""
     # The dtype of the KV cache, int8; empty: that in which the model computes.
     kv_cache_dtype: str = ""
+    # The store's: live, which calls get; staged, registered beside it and not live yet; former, live before.
+    state: str = ""
 
 
 T = TypeVar("T")
@@ -162,7 +164,7 @@ def certificate_message(certificate: FitnessCertificate) -> adapters_pb2.Fitness
 
 def model_message(model: BaseModel) -> adapters_pb2.BaseModel:
     """Return the message that registers a base model."""
-    return adapters_pb2.BaseModel(**_without(model, "files", "create_time"))
+    return adapters_pb2.BaseModel(**_without(model, "files", "create_time", "state"))
 
 
 def _without(resource: Any, *names: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def commands_of(slots: int) -> tuple[AdapterCommands, Pins]:
     async def living() -> list[Any]:
         return [(model, state)]
 
-    models: Any = SimpleNamespace(served=[model], living=living)
+    models: Any = SimpleNamespace(served=[model], living=living, revisions=lambda name: [model])
     store: Any = Store()
     return AdapterCommands(models, store), pins
 

@@ -39,7 +39,7 @@ class Store:
 async def resolve(base_digest: str, model: Manifest) -> AdapterRef | None:
     store: Any = Store(base_digest)
     request = Request("acme", "a prompt", "prompt", adapter="a")
-    return await resolve_adapters(request, model, store)
+    return (await resolve_adapters(request, [model], store))[1]
 
 
 @pytest.mark.parametrize("model", [ORIGINAL, QUANTIZED])

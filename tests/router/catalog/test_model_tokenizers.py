@@ -71,10 +71,11 @@ async def test_files_that_panic_hang_or_blow_up_are_not_loaded(name: str, caplog
 class Registered:
     """A store with two models, one of which is made to end its readers."""
 
-    async def models(self) -> dict[str, RegisteredModel]:
-        return {name: RegisteredModel(f"sha256:{name}") for name in ("bad", "good")}
+    async def models(self) -> dict[str, list[RegisteredModel]]:
+        return {name: [RegisteredModel(f"sha256:{name}")] for name in ("bad", "good")}
 
     async def manifest(self, name: str) -> Manifest:
+        name = name.partition("@")[0]
         return manifest(name, files_of("byte-level") if name == "good" else HOSTILE["an empty map panics"][0])
 
 

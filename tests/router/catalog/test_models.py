@@ -38,12 +38,17 @@ class OneModel:
 
     tasks: tuple[str, ...] = ("generate",)
 
-    async def models(self) -> dict[str, RegisteredModel]:
-        return {name: RegisteredModel(self.digest, self.tasks) for name in self.names}
+    # Digests of the staged and former revisions.
+    others: tuple[str, ...] = ()
+
+    async def models(self) -> dict[str, list[RegisteredModel]]:
+        live = RegisteredModel(self.digest, self.tasks)
+        return {name: [*(RegisteredModel(one, live=False) for one in self.others), live] for name in self.names}
 
     async def manifest(self, name: str) -> Manifest:
         sizes = (BASE.context_length, BASE.vocab_size)
-        return Manifest(name, self.digest, BASE.architecture, *sizes, dict(BASE.files), tasks=self.tasks)
+        name, _, digest = name.partition("@")
+        return Manifest(name, digest or self.digest, BASE.architecture, *sizes, dict(BASE.files), tasks=self.tasks)
 
 
 class Router:
@@ -227,6 +232,31 @@ async def test_the_jobs_of_a_replaced_model_go_on_while_its_workers_live(redis: 
     assert models.why_unservable(replace(JOB, base_digest="sha256:new")) is None
 
 
+async def test_a_staged_revision_is_promoted_and_rolled_back_with_the_files_that_were_read(redis: Redis) -> None:
+    router, liveness = await following(redis), Liveness(redis, KEYS)
+    models, first = router.models, router.models.get("tiny")
+    router.store.others = ("sha256:new",)
+    await models.look_at_store()
+    await router.look()
+    assert models.get("tiny") is first
+    assert models.revisions("tiny") == [first]  # no worker serves the other one yet
+    await liveness.beat(OLD)
+    await liveness.beat(replace(OLD, worker_id="new", incarnation="new-inc", base_digest="sha256:new"))
+    await router.look()
+    _, staged = models.revisions("tiny")
+    assert [state.worker_id for state in models.serving("tiny")] == ["old"]
+    for live, other in ((staged, first), (first, staged)):
+        router.store.digest, router.store.others = live.manifest.digest, (other.manifest.digest,)
+        await models.look_at_store()
+        assert models.revisions("tiny") == [live, other]
+        assert models.get("tiny") is live
+        assert models.with_digest("tiny", other.manifest.digest) is other
+    await liveness.declare_dead("new-inc")
+    await router.look()
+    assert models.revisions("tiny") == [first]
+    assert models.with_digest("tiny", "sha256:new") is staged  # the store has it
+
+
 async def test_a_router_that_never_had_the_replaced_manifest_sends_a_resume_elsewhere(redis: Redis) -> None:
     router = await following(redis)
     with pytest.raises(Unavailable):  # it has not looked at the workers yet
@@ -252,27 +282,14 @@ async def test_a_job_that_is_larger_than_each_live_worker_is_unservable(redis: R
     assert error.reason == "NO_WORKER_FITS"
 
 
-async def test_a_manifest_that_is_registered_again_with_its_tasks_is_read_again(
-    redis: Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_manifest_that_is_registered_again_with_its_tasks_is_read_again(redis: Redis) -> None:
     """The digest stays: a version without tasks had registered the model."""
-    router, read = Router(redis, 1.0), asyncio.Queue[str]()
-    serve = router.models._serve
-
-    async def note(name: str) -> None:
-        await serve(name)
-        read.put_nowait(name)
-
-    monkeypatch.setattr(router.models, "_serve", note)
-    following = asyncio.create_task(every(0.001, router.models.look_at_store))
+    router = Router(redis, 1.0)
     for tasks in (("generate",), ("generate", "embed")):
         router.store.tasks = tasks
-        async with asyncio.timeout(20):
-            await read.get()
+        await router.models.look_at_store()
         assert router.models.get("tiny").manifest.tasks == tasks
     assert router.models.with_digest("tiny", BASE.digest) is router.models.get("tiny")
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
 
 
 class Censuses:

@@ -55,6 +55,9 @@ class Cluster:
             raise NotFound("model", name)
         return self.served["tiny"]
 
+    def revisions(self, name: str) -> list[Any]:
+        return [self.get(name)]
+
     def serving(self, name: str, digest: str = "") -> Any:
         return self.workers
 

@@ -51,6 +51,9 @@ class Cluster:
     def get(self, name: str) -> Any:
         return SimpleNamespace(manifest=self.manifest, tokenizer=HashTokenizer())
 
+    def revisions(self, name: str) -> list[Any]:
+        return [self.get(name)]
+
     def serving(self, name: str, digest: str = "") -> Any:
         return self.workers
 

@@ -76,6 +76,9 @@ def scoring(answers: Any) -> UnaryCalls:
     models: Any = SimpleNamespace(get=lambda name: model)
 
     class Unresolved(Admission):
+        async def _resolve(self, request: Any) -> Any:
+            return model, None
+
         async def prompt_ids(self, request: Request) -> tuple[int, ...]:
             assert isinstance(request.prompt, str)
             field, tenant = request.prompt_field, request.tenant

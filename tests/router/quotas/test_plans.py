@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,9 @@ def test_the_default_model_is_the_keys_the_tenants_or_everybodys(path: Path) -> 
     plans = plans_in(path)
     defaults = dict[tuple[str, str], str]()
     for tenant, key in (("acme", "k1"), ("acme", "k2"), ("acme", ""), ("globex", ""), ("other", ""), ("", "")):
-        set_caller(Principal("x", frozenset(), CredentialKind.API_KEY, tenant=tenant, key_id=key))
-        defaults[tenant, key] = plans.default_model()
+        context = copy_context()  # a caller that stays set would be that of every later test of the process
+        context.run(set_caller, Principal("x", frozenset(), CredentialKind.API_KEY, tenant=tenant, key_id=key))
+        defaults[tenant, key] = context.run(plans.default_model)
     assert list(defaults.values()) == ["Qwen/Qwen3-0.6B", "small", "small", "large", "large", "large"]
     assert plans.limits_of("acme") == {}
 

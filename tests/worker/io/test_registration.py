@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
@@ -20,30 +21,41 @@ OTHER = replace(PLAIN, digest="sha256:other")
 
 
 class Store:
-    """Has one model."""
+    """Has one model, the first one live."""
 
-    def __init__(self, base: BaseModel) -> None:
-        self._model = pb.BaseModel(
-            name=base.name,
-            digest=base.digest,
-            quantization=base.quantization,
-            original_digest=base.original_digest,
-            kv_cache_dtype=base.kv_cache_dtype,
-        )
+    def __init__(self, *revisions: BaseModel) -> None:
+        self._revisions = [
+            pb.BaseModel(
+                name=base.name,
+                digest=base.digest,
+                quantization=base.quantization,
+                original_digest=base.original_digest,
+                kv_cache_dtype=base.kv_cache_dtype,
+            )
+            for base in revisions
+        ]
 
     async def GetBaseModel(self, request: pb.GetBaseModelRequest, timeout: float) -> pb.GetBaseModelResponse:  # noqa: ASYNC109
         """See the service."""
-        return pb.GetBaseModelResponse(model=self._model)
+        digest = request.name.partition("@")[2]
+        for model in self._revisions:
+            if digest in {model.digest, ""}:
+                return pb.GetBaseModelResponse(model=model)
+        raise grpc.aio.AioRpcError(grpc.StatusCode.NOT_FOUND, grpc.aio.Metadata(), grpc.aio.Metadata())
 
 
-async def register(registered: BaseModel, own: BaseModel) -> None:
-    store: Any = Store(registered)
+async def register(registered: BaseModel, own: BaseModel, *others: BaseModel) -> None:
+    store: Any = Store(registered, *others)
     await wait_until_registered(store, own)
 
 
 @pytest.mark.parametrize("base", [PLAIN, INT8, KV8])
 async def test_the_same_model_is_served(base: BaseModel) -> None:
     await register(base, base)
+
+
+async def test_a_revision_that_is_not_live_is_served() -> None:
+    await register(PLAIN, OTHER, replace(OTHER, name=PLAIN.name))
 
 
 @pytest.mark.parametrize(
