@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from anthropic.types import ToolParam
@@ -15,9 +13,6 @@ from loraplex_client import (
     AsyncGenerationStream,
     FinishReason,
     Generation,
-    InvalidRequestError,
-    LoraplexError,
-    NotImplementedByServerError,
     Piece,
     Usage,
 )
@@ -25,8 +20,9 @@ from pydantic import ConfigDict, Discriminator, Tag, with_config
 from typing_extensions import TypedDict
 
 from clients.gateway.bodies import Body
+from clients.gateway.conversation import ChatBuilder
 from clients.gateway.endpoint import HttpCall, Protocol
-from clients.gateway.errors import HttpError, check_served, http_error, named_model, not_served, renamed
+from clients.gateway.errors import HttpError, check_served, named_model, not_served, renamed
 from clients.gateway.exchange import encode
 
 REASONS = {
@@ -86,19 +82,6 @@ def usage_of(usage: Usage) -> dict[str, int]:
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
-
-
-@dataclass
-class ChatBuilder:
-    """The messages of a chat, and the place in the request that each comes from."""
-
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)
-
-    def add(self, origin: str, **message: Any) -> None:
-        """Add a message."""
-        self.messages.append(message)
-        self.origins.append(origin)
 
 
 def conversation(request: Mapping[str, Any]) -> ChatBuilder:
@@ -203,12 +186,11 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the SDK, `messages` among them. Raises HttpError on a field that is not served."""
+    """Return the options of the SDK beside the messages. Raises HttpError on a field that is not served."""
     check_served(request, _NOT_SERVED, _NOTHING)
     if (request.get("thinking") or {}).get("type", "disabled") != "disabled":
         raise not_served("thinking", "is the model's own choice here; only `disabled` is taken, without effect")
     options: dict[str, Any] = {
-        "messages": conversation(request).messages,
         "temperature": request.get("temperature", _TEMPERATURE),
         "top_p": request.get("top_p"),
         "top_k": request.get("top_k"),
@@ -237,35 +219,16 @@ def _tool(at: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
 
 
-@contextmanager
-def named(request: Mapping[str, Any]) -> Iterator[None]:
-    """Let an error of the cluster name fields by their places in the request. Raises HttpError, LoraplexError."""
-    try:
-        yield
-    except (InvalidRequestError, NotImplementedByServerError) as error:
-        raise _renamed(error, request) from error
-
-
-def _renamed(error: LoraplexError, request: Mapping[str, Any]) -> Exception:
-    failure = http_error(error)
-    place, dot, rest = failure.field.partition("]")
-    if dot and place.startswith("messages[") and place[9:].isdecimal():
-        origin = conversation(request).origins[int(place[9:])]
-        failure.message = failure.message.replace(f"{place}]", origin, 1)
-        failure.field = origin + rest
-    return failure
-
-
 async def messages(call: HttpCall) -> None:
     """Answer a conversation, whole or as a stream. Raises HttpError, LoraplexError."""
     request = MESSAGES.read(call.body)
-    options = options_of(request)
+    options, chat = options_of(request), conversation(request)
     model = await call.cluster.named(call.caller, request["model"])
     request_id = call.exchange.request_id
     head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": request["model"]}
-    with named(request):
+    with chat.naming_origins():
         stream = call.caller.chat_stream(
-            options.pop("messages"), request_id=request_id, timeout_s=call.timeout_s, **model, **options
+            chat.messages, request_id=request_id, timeout_s=call.timeout_s, **model, **options
         )
         async with stream:
             if request.get("stream"):
@@ -280,10 +243,10 @@ async def messages(call: HttpCall) -> None:
 async def count_tokens(call: HttpCall) -> None:
     """Answer with the number of tokens of a conversation. Raises HttpError, LoraplexError."""
     request = COUNT.read(call.body)
-    options = options_of(request)
+    options, chat = options_of(request), conversation(request)
     model = await call.cluster.named(call.caller, request["model"])
-    with named(request):
-        count = await call.caller.count_tokens(**model, **options)
+    with chat.naming_origins():
+        count = await call.caller.count_tokens(messages=chat.messages, **model, **options)
     await call.exchange.answer({"input_tokens": count})
 
 

@@ -34,6 +34,9 @@ from clients.gateway.http_server import http_server, listen
 from clients.gateway.openai_api import CHAT, COMPLETION, EMBEDDING, embeddings, get_model, list_models
 from clients.gateway.openai_api import PROTOCOL as OPENAI
 from clients.gateway.openai_completions import chat_completions, completions
+from clients.gateway.openai_responses import PROTOCOL as RESPONSES
+from clients.gateway.openai_responses import responses
+from clients.gateway.openai_responses_input import RESPONSE
 from clients.gateway.page import cluster_state, page, page_file
 from clients.gateway.settings import GatewaySettings
 from clients.gateway.tgi_api import (
@@ -48,6 +51,7 @@ from clients.gateway.tgi_api import (
     tokenize,
 )
 from clients.gateway.tgi_api import PROTOCOL as TGI
+from clients.gateway.turns import Turns
 from rpc.server import stop_signal
 from telemetry.metrics import serve_metrics
 from tenancy.certificates import end_of
@@ -83,8 +87,6 @@ async def show_version(call: HttpCall) -> None:
 # Advice for paths that clients ask for and that are not served.
 _HINTS = {
     "/metrics": "; the gateway's metrics have an address of their own, which --metrics-port sets",
-    "/v1/responses": "; use /v1/chat/completions",
-    "/responses": "; use /v1/chat/completions: a client's base URL ends with /v1",
 }
 
 
@@ -100,6 +102,7 @@ async def unknown_path(call: HttpCall) -> None:
 PATHS: Mapping[str, tuple[Protocol, Mapping[str, Handler]]] = {
     "/v1/chat/completions": (OPENAI, {"POST": chat_completions}),
     "/v1/completions": (OPENAI, {"POST": completions}),
+    "/v1/responses": (RESPONSES, {"POST": responses}),
     "/v1/embeddings": (OPENAI, {"POST": embeddings}),
     "/v1/models": (OPENAI, {"GET": list_models}),
     "/v1/models/{model:path}": (OPENAI, {"GET": get_model}),
@@ -123,6 +126,7 @@ PATHS: Mapping[str, tuple[Protocol, Mapping[str, Handler]]] = {
 _BODIES: Mapping[str, Body] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
+    "/v1/responses": RESPONSE,
     "/v1/embeddings": EMBEDDING,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": COUNT,
@@ -187,7 +191,8 @@ async def serving(settings: GatewaySettings, metrics: GatewayMetrics) -> AsyncIt
     At the end running answers get their time. Raises PortInUse or SettingsError before it serves.
     """
     cluster = Cluster(settings.router, settings.store, settings.ca, settings.operator_router)
-    app = application(Gateway(cluster, metrics, own_names(settings), bool(settings.ca)), settings.requests_limit)
+    gateway = Gateway(cluster, metrics, own_names(settings), bool(settings.ca), Turns(settings.responses_kept_s))
+    app = application(gateway, settings.requests_limit)
     server = http_server(app, settings, OPENAI.error, metrics.connections, metrics.closed)
     if settings.tls_cert:
         metrics.certificate_end.set_function(lambda: end_of(Path(settings.tls_cert).read_bytes()))

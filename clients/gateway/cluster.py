@@ -102,9 +102,12 @@ class Cluster:
             return f"tenant {tenant}"
         if not credential or not await self._accepts(credential):
             return address
-        # Leave the signature out: one signature can be spelled in several ways, the signed part cannot.
-        signed = credential.rpartition(".")[0] or credential
-        return f"credential {sha256(signed.encode()).hexdigest()}"
+        return _name_of(credential)
+
+    def claimed(self, headers: Headers) -> str:
+        """Return the name of the caller that a request claims to be of, accepted or not. Raises HttpError."""
+        tenant, credential = self._who(headers)
+        return _name_of(credential) if self._checks_credentials else f"tenant {tenant}"
 
     async def _accepts(self, credential: str) -> bool:
         """Return whether a router accepts a credential; False where none says. Raises UnauthenticatedError."""
@@ -189,6 +192,12 @@ class Cluster:
                 part_bytes = await _bytes_of(caller, model, part)
                 known.update(zip(((model, token_id) for token_id in part), part_bytes, strict=True))
         return {token_id: known[model, token_id] for token_id in distinct}
+
+
+def _name_of(credential: str) -> str:
+    # Leave the signature out: one signature can be spelled in several ways, the signed part cannot.
+    signed = credential.rpartition(".")[0] or credential
+    return f"credential {sha256(signed.encode()).hexdigest()}"
 
 
 async def _bytes_of(caller: AsyncClient, model: str, ids: Sequence[int]) -> tuple[bytes, ...]:

@@ -22,6 +22,7 @@ from clients.gateway.cluster import Cluster
 from clients.gateway.errors import HttpError, full, http_error
 from clients.gateway.exchange import BODIES_BYTES, Exchange
 from clients.gateway.settings import GatewaySettings
+from clients.gateway.turns import Turns
 from rpc.shares import Shares
 from telemetry.metrics import LONG_S, Meters
 from tenancy.guard import is_loopback
@@ -131,6 +132,7 @@ class Gateway:
     names: OwnNames | None = None
     # Whether callers prove who they are, by a header that no page of another site has.
     checks_credentials: bool = False
+    turns: Turns = field(default_factory=Turns)
 
     def reader(self, headers: Headers) -> str:
         """Return the site whose pages may read the answer to a request; empty for none, `*` for any.
@@ -163,6 +165,7 @@ class HttpCall:
         self.exchange = exchange
         self.cluster = gateway.cluster
         self.metrics = gateway.metrics
+        self.turns = gateway.turns
         self.body = body
         self.parameters = parameters
         self.timeout_s = exchange.timeout_s()
@@ -171,6 +174,11 @@ class HttpCall:
     def caller(self) -> AsyncClient:
         """Return the client of the request's tenant. Raises HttpError, LoraplexError."""
         return self.cluster.caller(self.exchange.headers)
+
+    @property
+    def claimed(self) -> str:
+        """Return the name of the caller that the request claims to come from, proven or not. Raises HttpError."""
+        return self.cluster.claimed(self.exchange.headers)
 
     async def begin_when_admitted(self, streams: Sequence[AsyncGenerationStream], events: bytes = b"") -> None:
         """Begin a stream of events once all these requests wait for their first tokens, for which that may be long.

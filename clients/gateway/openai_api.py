@@ -54,9 +54,9 @@ def event(payload: Mapping[str, Any]) -> bytes:
     return b"data: " + encode(payload) + b"\n\n"
 
 
-def error_of(error: HttpError) -> Mapping[str, Any]:
-    """Return an error's answer."""
-    error = named_model(renamed(error, _NAMES))
+def error_of(error: HttpError, names: Mapping[str, str] = _NAMES) -> Mapping[str, Any]:
+    """Return an error's answer; `names` are those of the request's fields for the cluster's."""
+    error = named_model(renamed(error, names))
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     code = _CODES.get(error.code, error.code)
     if error.status == 404 and error.field == "model":
@@ -143,7 +143,8 @@ _SAME = (
 
 def chat_options(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a chat, without its model. Raises HttpError on a field that is not served."""
-    options = _options(request)
+    check_served(request, _NOT_SERVED, _NOTHING)
+    options = common_options(request)
     options["max_tokens"] = request.get("max_completion_tokens") or request.get("max_tokens")
     if request.get("logprobs"):
         options["logprobs"] = request.get("top_logprobs") or 0
@@ -151,7 +152,7 @@ def chat_options(request: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid("top_logprobs", "needs logprobs")
     if (effort := request.get("reasoning_effort")) is not None:
         options["template_args"] = {**(options.get("template_args") or {}), "reasoning_effort": effort}
-    _check_tools(request)
+    check_tools(request)
     form = request.get("response_format")
     options["response_format"] = None if form is None or form["type"] == "text" else form
     return options
@@ -159,7 +160,8 @@ def chat_options(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def completion_options(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a completion, without model and prompt. Raises HttpError on a field that is not served."""
-    options = _options(request)
+    check_served(request, _NOT_SERVED, _NOTHING)
+    options = common_options(request)
     limit = request.get("max_tokens")
     options["max_tokens"] = _COMPLETION_TOKENS if limit is None else limit
     options["logprobs"] = request.get("logprobs")
@@ -171,8 +173,8 @@ def completion_options(request: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _options(request: Mapping[str, Any]) -> dict[str, Any]:
-    check_served(request, _NOT_SERVED, _NOTHING)
+def common_options(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options whose fields have the same names in all of the protocol's requests. Raises HttpError."""
     options = {name: request[name] for name in _SAME if request.get(name) is not None}
     options |= {ours: request[name] for name, ours in _RENAMED.items() if request.get(name) is not None}
     options.setdefault("temperature", _TEMPERATURE)
@@ -192,7 +194,8 @@ def _biases(biases: Mapping[str, float]) -> dict[int, float]:
         raise invalid("logit_bias", "each key is a token id") from None
 
 
-def _check_tools(request: Mapping[str, Any]) -> None:
+def check_tools(request: Mapping[str, Any]) -> None:
+    """Raise HttpError on a tool, or a choice of one, that is not a function of the client's."""
     for index, tool in enumerate(request.get("tools") or ()):
         if tool["type"] != "function":
             raise not_served(f"tools[{index}].type", f"{tool['type']} is not served, only function")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from clients.gateway.turns import KEPT_S
 from rpc.settings import check_bounds, setting
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
@@ -50,6 +51,12 @@ class GatewaySettings:
     requests_limit: int = setting("maximum of requests that run at once; a caller gets a share of them", 8_192, least=1)
     client_stall_s: float = setting(
         "seconds that a client may leave an answer unread; then its connection is closed", 15.0, above=0
+    )
+    responses_kept_s: float = setting(
+        "seconds that an answer of /v1/responses is remembered for `previous_response_id`, in this process's memory; "
+        "0: it is not",
+        KEPT_S,
+        least=0,
     )
     drain_s: float = setting("seconds that running answers get when the gateway is told to stop", 5.0)
     metrics_port: int = setting(PORT_HELP, 0)

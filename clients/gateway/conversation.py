@@ -1,0 +1,42 @@
+"""A chat made of another protocol's messages, so that errors name the places that these came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from loraplex_client import InvalidRequestError, LoraplexError, NotImplementedByServerError
+
+from clients.gateway.errors import HttpError, http_error
+
+
+@dataclass
+class ChatBuilder:
+    """The messages of a chat, and the place in the request that each comes from."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+
+    def add(self, origin: str, **message: Any) -> None:
+        """Add a message."""
+        self.messages.append(message)
+        self.origins.append(origin)
+
+    @contextmanager
+    def naming_origins(self) -> Iterator[None]:
+        """Let an error of the cluster name fields by their places in the request. Raises HttpError, LoraplexError."""
+        try:
+            yield
+        except (InvalidRequestError, NotImplementedByServerError) as error:
+            raise self._renamed(error) from error
+
+    def _renamed(self, error: LoraplexError) -> HttpError:
+        failure = http_error(error)
+        place, bracket, rest = failure.field.partition("]")
+        if bracket and place.startswith("messages[") and place[9:].isdecimal():
+            origin = self.origins[int(place[9:])]
+            failure.message = failure.message.replace(f"{place}]", origin, 1)
+            failure.field = origin + rest
+        return failure

@@ -1,0 +1,244 @@
+"""Requests to /v1/responses of OpenAI's protocol: their shapes, the chats that they are, and the turns before them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Required
+
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
+from pydantic import ConfigDict, Discriminator, Tag, with_config
+from typing_extensions import TypedDict
+
+from clients.gateway.bodies import Body
+from clients.gateway.conversation import ChatBuilder
+from clients.gateway.errors import check_served, invalid, not_served
+from clients.gateway.openai_api import Extensions, check_tools, common_options
+
+_LOGPROBS = "message.output_text.logprobs"
+# What an answer may include besides: reasoning is never encrypted here, and comes as it is.
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
+
+
+class TextPart(TypedDict, total=False):
+    """A part of a content: a text, of the request or of an answer."""
+
+    type: Required[Literal["input_text", "output_text", "text"]]
+    text: Required[str]
+    annotations: Any
+    logprobs: Any
+
+
+class RefusalPart(TypedDict):
+    """A part of a content: an answer that declined."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+@with_config(ConfigDict(extra="allow"))
+class Other(TypedDict):
+    """A part, an item or a tool of OpenAI's servers; it is read so that the error can name it."""
+
+    type: str
+
+
+_PARTS = {"input_text": "Text", "output_text": "Text", "text": "Text", "refusal": "Refusal"}
+
+
+def _part_kind(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return _PARTS.get(kind, "Other") if isinstance(kind, str) else "Text"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")] | Annotated[Other, Tag("Other")],
+    Discriminator(_part_kind),
+]
+
+
+class InputMessage(TypedDict, total=False):
+    """A message to the model."""
+
+    type: Literal["message"]
+    role: Required[Literal["user", "system", "developer"]]
+    content: Required[str | list[Part]]
+    id: str
+    status: str
+
+
+class AnsweredMessage(TypedDict, total=False):
+    """A message of the model's, as an answer has it or in short."""
+
+    type: Literal["message"]
+    role: Required[Literal["assistant"]]
+    content: Required[str | list[Part]]
+
+
+class FunctionCall(TypedDict, total=False):
+    """A call of a function by the model."""
+
+    type: Required[Literal["function_call"]]
+    call_id: Required[str]
+    name: Required[str]
+    arguments: Required[str]
+
+
+class FunctionResult(TypedDict, total=False):
+    """The result of a call."""
+
+    type: Required[Literal["function_call_output"]]
+    call_id: Required[str]
+    output: Required[str | list[Part]]
+    id: str
+    status: str
+
+
+class Reasoning(TypedDict, total=False):
+    """The reasoning before an answer."""
+
+    type: Required[Literal["reasoning"]]
+    content: list[Mapping[str, Any]]
+
+
+_ITEMS = {"function_call": "Call", "function_call_output": "Result", "reasoning": "Reasoning"}
+
+
+def _item_kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    if kind == "message":
+        return "Answered" if isinstance(item, dict) and item.get("role") == "assistant" else "Message"
+    return _ITEMS.get(kind, "Other") if isinstance(kind, str) else "Message"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("Message")]
+    | Annotated[AnsweredMessage, Tag("Answered")]
+    | Annotated[FunctionCall, Tag("Call")]
+    | Annotated[FunctionResult, Tag("Result")]
+    | Annotated[Reasoning, Tag("Reasoning")]
+    | Annotated[Other, Tag("Other")],
+    Discriminator(_item_kind),
+]
+
+
+class FunctionTool(TypedDict, total=False):
+    """A function that the client runs."""
+
+    type: Required[Literal["function"]]
+    name: Required[str]
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+    return "Other" if isinstance(kind, str) and kind != "function" else "Function"
+
+
+Tool = Annotated[Annotated[FunctionTool, Tag("Function")] | Annotated[Other, Tag("Other")], Discriminator(_tool_kind)]
+
+
+class ResponseRequest(ResponseCreateParamsBase, Extensions, total=False):
+    """Body of a request to /v1/responses."""
+
+    input: Required[str | list[Item]]  # type: ignore[misc]
+    model: Required[str]  # type: ignore[misc]
+    tools: list[Tool]  # type: ignore[misc]
+    include: list[str] | None  # type: ignore[misc]
+    stream: bool | None
+    seed: int | None
+
+
+RESPONSE = Body(ResponseRequest, {AnsweredMessage: [], FunctionCall: [], Reasoning: []})
+
+# Fields that are refused, unless their value asks for nothing.
+_NOT_SERVED = (
+    "access_programs", "background", "background_options", "context_management", "conversation", "image",
+    "max_tool_calls", "moderation", "prompt", "service_tier", "truncation",
+)  # fmt: skip
+_NOTHING = {"background": (False,), "service_tier": ("auto", "default"), "truncation": ("disabled",)}
+
+
+def items_of(request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the items of a request."""
+    given = request["input"]
+    return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else list(given)
+
+
+def conversation(
+    instructions: str | None, earlier: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, Any]]
+) -> ChatBuilder:
+    """Return the chat of a request and the turns before it. Raises HttpError on an item that is not served.
+
+    An answer's reasoning, its text and its calls are items of their own, and one message of a chat.
+    """
+    chat = ChatBuilder()
+    if instructions:
+        chat.add("instructions", role="system", content=instructions)
+    places = ["previous_response_id"] * len(earlier) + [f"input[{index}]" for index in range(len(items))]
+    for at, item in zip(places, (*earlier, *items), strict=True):
+        kind = item.get("type", "message")
+        if kind == "function_call_output":
+            chat.add(at, role="tool", tool_call_id=item["call_id"], content=_text(f"{at}.output", item["output"]))
+        elif kind == "message" and item["role"] != "assistant":
+            chat.add(at, role=item["role"], content=_text(f"{at}.content", item["content"]))
+        elif kind == "reasoning":
+            thought = "".join(str(part.get("text", "")) for part in item.get("content") or ())
+            if thought:
+                chat.add(at, role="assistant", content="", reasoning=thought)
+        elif kind == "message":
+            text = _text(f"{at}.content", item["content"])
+            if (open_answer := _open_answer(chat)) is not None and not open_answer["content"]:
+                open_answer["content"] = text
+            else:
+                chat.add(at, role="assistant", content=text)
+        elif kind == "function_call":
+            if _open_answer(chat) is None:
+                chat.add(at, role="assistant", content="")
+            function = {"id": item["call_id"], "name": item["name"], "arguments": item["arguments"]}
+            chat.messages[-1].setdefault("tool_calls", []).append(function)
+        else:
+            raise not_served(f"{at}.type", f"{kind} is not served")
+    return chat
+
+
+def _open_answer(chat: ChatBuilder) -> dict[str, Any] | None:
+    """Return the last message where it is an answer to which another item may belong."""
+    last = chat.messages[-1] if chat.messages else {}
+    return last if last.get("role") == "assistant" else None
+
+
+def _text(at: str, content: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        if part["type"] not in _PARTS:
+            raise not_served(f"{at}[{index}].type", f"{part['type']} is not served, only text")
+        texts.append(part["refusal"] if part["type"] == "refusal" else part["text"])
+    return "".join(texts)
+
+
+def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a chat, without model and messages. Raises HttpError on a field that is not served."""
+    check_served(request, _NOT_SERVED, _NOTHING)
+    check_tools(request)
+    options = common_options(request)
+    options["max_tokens"] = request.get("max_output_tokens")
+    included = request.get("include") or ()
+    for index, name in enumerate(included):
+        if name not in _INCLUDED:
+            raise not_served(f"include[{index}]", f"{name[:100]} is not served, only {' and '.join(_INCLUDED)}")
+    if _LOGPROBS in included:
+        options["logprobs"] = request.get("top_logprobs") or 0
+    elif request.get("top_logprobs"):
+        raise invalid("top_logprobs", f"needs {_LOGPROBS} in include")
+    if (effort := (request.get("reasoning") or {}).get("effort")) is not None:
+        options["template_args"] = {"reasoning_effort": effort}
+    form = (request.get("text") or {}).get("format") or {"type": "text"}
+    if form["type"] == "json_schema":
+        options["response_format"] = {"type": "json_schema", "schema": form["schema"]}
+    elif form["type"] != "text":
+        options["response_format"] = {"type": form["type"]}
+    return options
