@@ -439,8 +439,9 @@ def _runbook_problems(rules: list[dict[str, Any]], runbook: str) -> Iterator[str
     yield from (f"{RUNBOOK}: no section {name}" for name in sorted(alerts - sections))
     yield from (f"{RUNBOOK}: no alert {name}" for name in sorted(sections - alerts))
     for rule in rules:
-        if rule["annotations"]["runbook_url"] != f"{RUNBOOK}#{rule['alert'].lower()}":
-            yield f"{RULES}: {rule['alert']}: runbook_url is not {RUNBOOK}#{rule['alert'].lower()}"
+        link = f"{{{{ $externalLabels.docs }}}}/{RUNBOOK.relative_to('docs')}#{rule['alert'].lower()}"
+        if rule["annotations"]["runbook_url"] != link:
+            yield f"{RULES}: {rule['alert']}: runbook_url is not {link}"
 
 
 def main() -> int:

@@ -46,7 +46,7 @@ def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
             "alert: LoraplexPoisoned",
             "docs/guides/runbook.md: no section LoraplexPoisoned",
         ),
-        (RULES, "#loraplexkvfull", "#kv", "runbook_url is not docs/guides/runbook.md#loraplexkvfull"),
+        (RULES, "#loraplexkvfull", "#kv", "docs }}/guides/runbook.md#loraplexkvfull"),
         (RUNBOOK, "## LoraplexKvFull", "## KV", "docs/guides/runbook.md: no section LoraplexKvFull"),
         (METRICS, "| `loraplex_relay_links` |", "| `relay_links` |", "Relay: no metric loraplex_relay_links"),
         (DASHBOARD, "Rows", "Lines", "loraplex-cluster.json: is not what deploy.monitoring.check says"),
@@ -73,13 +73,16 @@ def test_every_alert_fires_for_its_fault_and_none_for_a_cluster_that_is_well() -
     subprocess.run(["promtool", "test", "rules", "rules_test.yml"], check=True, cwd=ROOT / RULES.parent)
 
 
-def test_prometheus_asks_each_router_process_of_the_compose_file() -> None:
-    command = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["router"]["command"]
-    flags = dict(word.split("=", 1) for word in command if "=" in word)
-    first, count = int(flags["--metrics-port"]), int(flags["--processes"])
+def test_prometheus_asks_each_router_of_the_compose_file() -> None:
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    routers = [name for name, service in services.items() if "router" in service.get("command", ())]
+    flags = dict(word.split("=", 1) for word in services["router"]["command"] if "=" in word)
     (job,) = [
         job
         for job in yaml.safe_load((ROOT / "deploy/monitoring/prometheus.yml").read_text())["scrape_configs"]
         if job["job_name"] == "router"
     ]
-    assert [target["port"] for target in job["dns_sd_configs"]] == list(range(first, first + count))
+    (target,) = job["dns_sd_configs"]
+    assert (target["names"], target["port"]) == (routers, int(flags["--metrics-port"]))
+    # Each is reached by workers at a name of its own.
+    assert [services[name]["environment"]["LORAPLEX_ROUTER_RELAY_ADVERTISE"] for name in routers] == routers
