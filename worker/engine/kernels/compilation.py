@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -49,13 +49,13 @@ def compile_kernel(
     constants: Mapping[str, int],
     integers: str,
     reals: str = "",
-    emitting: ModuleType | None = None,
+    emitting: Sequence[ModuleType] = (),
 ) -> Kernel:
     """Compile a kernel. Takes some seconds where it is not cached.
 
     Its parameters are 64-bit integers (addresses, counts, strides in bytes), then float32. The `constants` are known
     when it is compiled: they are encoded as the lengths of further fields, whose contents are never read, because numba
-    specializes a kernel by its parameters' type (see llvm.Parameters). `emitting` is a module whose code it calls.
+    specializes a kernel by its parameters' type (see llvm.Parameters). `emitting` are modules whose code it calls.
     """
     numbers, floats = integers.split(), reals.split()
     fields = [(name, "i8") for name in numbers] + [(name, "f4") for name in floats]
@@ -90,7 +90,9 @@ def _locked(file: IO[bytes]) -> bool:
     return True
 
 
-def _named(kernel: Callable[..., None], parameters: np.dtype[Any], emitting: ModuleType | None) -> Callable[..., None]:
+def _named(
+    kernel: Callable[..., None], parameters: np.dtype[Any], emitting: Sequence[ModuleType]
+) -> Callable[..., None]:
     """Return the function under a name that contains a digest of its sources and of its parameters' dtype.
 
     numba's cache is keyed by a function's name and its own file: without the digest it would miss changes of what
@@ -98,7 +100,7 @@ def _named(kernel: Callable[..., None], parameters: np.dtype[Any], emitting: Mod
     """
     assert isinstance(kernel, FunctionType), "a function of Python"
     digest = sha256(repr(parameters.descr).encode())
-    for module in (llvm, emitting, inspect.getmodule(kernel)):
+    for module in (llvm, *emitting, inspect.getmodule(kernel)):
         digest.update(inspect.getsource(module).encode() if module else b"")
     named = FunctionType(kernel.__code__, kernel.__globals__)
     # numba's cache goes by the qualified name, which a copy takes from the code.

@@ -262,7 +262,7 @@ INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} q_bytes factor_bytes sums_of_q scr
 def compile_fixed(format_name: str, kind: str, *, zeros: bool) -> Kernel:
     """Compile the kernel for a format and a dtype in KINDS. Threads called with the same zeroed counters share it."""
     constants = {"of_format": FORMATS[format_name], "of_kind": KINDS[kind], "of_zeros": 1 + zeros}
-    return compile_kernel(_multiply, constants, INTEGERS, emitting=weight_vectors)
+    return compile_kernel(_multiply, constants, INTEGERS, emitting=(weight_vectors,))
 
 
 def spread(rows: int) -> int:

@@ -1,30 +1,33 @@
-"""The CPU's kernel for linear layers: x float32 [rows, columns] times a weight in panels, read once, in its own format.
+"""The CPU's kernel for linear layers: rows of x times a weight in panels, read once, in its own format.
 
     for each task (some panels), taken by the next free thread:
-        for each panel:
-            few rows:  for each tile of rows, sums += x * columns, unpacked in registers
-            more:      the panel as float32 in this thread's scratch, then the same from there
-            y[row, outputs] = sums + bias, rounded once to y's dtype
+        few rows:  for each tile of rows and each panel, sums += x * columns, unpacked in registers
+        more:      the panels in the products' own format in this thread's scratch, then the same from there
+        y[row, outputs] = sums + bias, rounded once to y's dtype
 
     sums[row, output] = sum over segments of scale[output] * sum over columns of x[row, column] * (code - zero)
 
-Both ways add the same numbers in the same order, column by column, whatever the number of rows: a row's bits do not
-depend on it. fixed_linear.py is for activations in fixed point.
+Products are of float32, of pairs of bfloat16 columns (vdpbf16ps) or of tiles of bfloat16 (AMX, see tiles.py), as the
+processor has them: bfloat16 holds codes, less their zeros, exactly. Both ways add the same numbers in the same order,
+whatever the number of rows: a row's bits do not depend on it. fixed_linear.py is for activations in fixed point.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from numba import carray
+from llvmlite import ir
+from numba import carray, types
 from numba.core import cgutils
 
-from worker.engine.kernels import weight_vectors
+from worker.engine.kernels import tiles, weight_vectors
 from worker.engine.kernels.compilation import Kernel, compile_kernel
 from worker.engine.kernels.llvm import (
     CONTRACT,
     F32,
+    I32,
     I64,
     KINDS,
     Parameters,
@@ -37,10 +40,15 @@ from worker.engine.kernels.llvm import (
     load,
     load_floats,
     store,
+    vector_of,
+    vector_type,
 )
+from worker.engine.kernels.tiles import configure, multiply_tiles, release
 from worker.engine.kernels.weight_vectors import (
     AHEAD,
+    BFLOAT16,
     CALL_INTEGERS,
+    FEATURES,
     FLOAT32,
     FORMATS,
     HALVES,
@@ -58,46 +66,76 @@ from worker.engine.kernels.weight_vectors import (
     write_row,
 )
 
-# Maximum rows of a tile: the sums of more do not fit AVX2's 16 registers, beside what codes are unpacked in.
-TILE_ROWS = 6
-_PACKED_TILE_ROWS = 4
+# The products that a kernel is compiled for: float32, pairs and tiles of bfloat16; tiles in memory are for tests.
+FLOATS, PAIRS, TILES, EMULATED = 1, 2, 3, 4
+# Maximum rows of a tile by products: so many sums fit 16 registers of AVX2, or 32 of AVX-512, or AMX's tiles; and those
+# of one that unpacks codes, which takes registers too.
+_ROWS = {FLOATS: 6, PAIRS: 12, TILES: tiles.ROWS, EMULATED: tiles.ROWS}
+_UNPACKING_ROWS = {FLOATS: 4, PAIRS: 8, TILES: 0, EMULATED: 0}
+# Maximum rows for which panels are unpacked in registers, by products and format: measured, others unpack them first.
+_DIRECT_ROWS: dict[int, dict[str, int]] = {
+    FLOATS: {"float32": 12, "bfloat16": 12, "int8": 8, "int4": 8},
+    PAIRS: {"int8": 8, "int4": 8},
+    TILES: {},
+    EMULATED: {},
+}
+# Bytes of panels that a tile of rows passes before the next tile does: they stay in a core's second-level cache.
+_PASSED_BYTES = 512 * 1024
+# Columns that one pass of the loop over unpacked pairs takes: each column is a few instructions.
+_PAIRS_STEP = 8
+
+
+@cache
+def bfloat16_products(columns: int) -> int:
+    """Return the fastest products of bfloat16 inputs that this processor has, for multiples of so many columns."""
+    if V == 16 and columns % tiles.COLUMNS == 0 and tiles.can_use_tiles():
+        return TILES
+    return PAIRS if V == 16 and "+avx512bf16" in FEATURES else FLOATS
 
 
 @emits()
 def multiply_codes(b, p, count, x, weights, scales, zeros, sums):
-    """Write sums float32 [count, PANEL] for rows of x float32 and a panel, which is unpacked in registers."""
-    for rows in cases(b, count, range(1, _PACKED_TILE_ROWS + 1)):
+    """Write sums float32 [count, PANEL] for rows of x and a panel, which is unpacked in registers."""
+    for rows in cases(b, count, range(1, _UNPACKING_ROWS[p.constant("of_products")] + 1)):
         _multiply_rows(b, p, rows, False, x, weights, scales, zeros, sums)
 
 
 @emits()
 def multiply_unpacked(b, p, count, x, weights, scales, zeros, sums):
-    """Write the same for a panel that `unpack` wrote."""
-    for rows in cases(b, count, range(1, TILE_ROWS + 1)):
+    """Write the same for a panel that `unpack` wrote, or whose format is that of the products."""
+    for rows in cases(b, count, range(1, _ROWS[p.constant("of_products")] + 1)):
         _multiply_rows(b, p, rows, True, x, weights, scales, zeros, sums)
 
 
 def _multiply_rows(
     b: Any, p: Parameters, rows: int, unpacked: bool, x: Any, weights: Any, scales: Any, zeros: Any, sums: Any
 ) -> None:
-    code = FLOAT32 if unpacked else p.constant("of_format")
+    pairs = p.constant("of_products") != FLOATS
+    code = (BFLOAT16 if pairs else FLOAT32) if unpacked else p.constant("of_format")
     has_zeros = p.constant("of_zeros") > 1 and not unpacked
     has_scales = p.constant("of_scales") > 1
     unit, unit_bytes = unit_sizes(code)
-    x_bytes, step = (p.load(name) for name in ("x_bytes", "scale_step"))
+    step = max(unit, _PAIRS_STEP) if pairs else unit
+    x_bytes, scale_step = (p.load(name) for name in ("x_bytes", "scale_step"))
     lines = [b.add(x, b.mul(x_bytes, int64(row))) for row in range(rows)]
     totals, parts = TileSums(b, F32, rows), TileSums(b, F32, rows)
     totals.clear()
     with each_segment(b, p) as (first, stop, number):
         parts.clear()
-        of_segment = b.mul(number, step)
+        of_segment = b.mul(number, scale_step)
         zero_points = _load_panel(b, b.add(zeros, of_segment)) if has_zeros else [None for _ in HALVES]
-        with cgutils.for_range_slice(b, first, stop, int64(unit), I64) as (index, _):
+        with cgutils.for_range_slice(b, first, stop, int64(step), I64) as (index, _):
             address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
-            if not unpacked:
-                fetch(b, address, AHEAD, unit_bytes)
-            offset = b.mul(index, int64(4))
-            _add_unit(b, code, address, zero_points, [b.add(line, offset) for line in lines], parts)
+            if not unpacked or (pairs and code == p.constant("of_format")):
+                fetch(b, address, AHEAD, step // unit * unit_bytes)
+            offset = b.mul(index, int64(2 if pairs else 4))
+            of_rows = [b.add(line, offset) for line in lines]
+            for at in range(0, step, unit):
+                here = b.add(address, int64(at // unit * unit_bytes))
+                if pairs:
+                    _add_pairs(b, code, here, zero_points, [b.add(line, int64(2 * at)) for line in of_rows], parts)
+                else:
+                    _add_unit(b, code, here, zero_points, of_rows, parts)
         scale = _load_panel(b, b.add(scales, of_segment)) if has_scales else None
         for row, half in totals.places:
             part = parts[row, half]
@@ -125,74 +163,172 @@ def _add_unit(b: Any, code: int, address: Any, zeros: list[Any], lines: list[Any
                 parts[row, half] = b.fadd(parts[row, half], product, flags=CONTRACT)
 
 
+def _add_pairs(b: Any, code: int, address: Any, zeros: list[Any], lines: list[Any], parts: TileSums) -> None:
+    """Add a unit's products with the rows' bfloat16 at `lines`, two columns at a time."""
+    halves = [load_half(b, code, address, half) for half in HALVES]
+    for pair in range(unit_sizes(code)[0] // 2):
+        words = [_pair_of(b, code, half, pair, zero) for half, zero in zip(halves, zeros, strict=True)]
+        for row, line in enumerate(lines):
+            word = load(b, line, 4 * pair, I32, 4)
+            one = b.insert_element(ir.Constant(vector_type(I32, V), ir.Undefined), word, ir.Constant(I32, 0))
+            of_row = b.shuffle_vector(one, one, vector_of(I32, 0, V))
+            for half in HALVES:
+                parts[row, half] = _dot(b, parts[row, half], of_row, words[half])
+
+
+def _pair_of(b: Any, code: int, half: list[Any], pair: int, zeros: Any) -> Any:
+    """Return words of two bfloat16 columns of a half that load_half gave, less `zeros`: codes times 65536."""
+    if code == BFLOAT16:
+        return half[pair]
+    low, high = (b.bitcast(column_of(b, code, half, 2 * pair + at, zeros), vector_type(I32, V)) for at in (0, 1))
+    # Codes less zeros have at most eight bits, so that the lower half of their float32 is empty.
+    return b.or_(high, b.lshr(low, vector_of(I32, 16, V)))
+
+
+def _dot(b: Any, total: Any, one: Any, other: Any) -> Any:
+    """Add the products of two pairs of bfloat16 in each word to float32."""
+    kind = ir.FunctionType(total.type, [one.type, other.type, total.type])
+    return b.call(ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0"), [one, other, total])
+
+
 @emits()
 def unpack(b, p, weights, zeros, out):
-    """Write the codes of a panel, less their zeros, as float32 [columns, PANEL]."""
-    format_code = p.constant("of_format")
+    """Write the codes of a panel, less their zeros, in the products' format."""
+    code, pairs = p.constant("of_format"), p.constant("of_products") != FLOATS
     has_zeros = p.constant("of_zeros") > 1
 
-    unit, unit_bytes = unit_sizes(format_code)
+    unit, unit_bytes = unit_sizes(code)
     step = p.load("scale_step")
     with each_segment(b, p) as (first, stop, number):
         of_segment = b.mul(number, step)
         with cgutils.for_range_slice(b, first, stop, int64(unit), I64) as (index, _):
             address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
             fetch(b, address, AHEAD, unit_bytes)
-            line = b.add(out, b.mul(index, int64(4 * PANEL)))
+            line = b.add(out, b.mul(index, int64((2 if pairs else 4) * PANEL)))
             for half in HALVES:
                 zero = load_floats(b, b.add(zeros, of_segment), V * half, V) if has_zeros else None
-                loaded = load_half(b, format_code, address, half)
-                for column in range(unit):
-                    value = column_of(b, format_code, loaded, column, zero)
-                    store(b, value, line, 4 * (PANEL * column + V * half), 4)
+                loaded = load_half(b, code, address, half)
+                for column in range(0, unit, 2 if pairs else 1):
+                    if pairs:
+                        value = _pair_of(b, code, loaded, column // 2, zero)
+                    else:
+                        value = column_of(b, code, loaded, column, zero)
+                    store(b, value, line, 4 * (PANEL * (column // 2 if pairs else column) + V * half), 4)
+
+
+@emits()
+def add_scaled(b, p, rows, parts, scales, sums):
+    """Add the sums of a segment, times its scales, to all sums [rows, PANEL]."""
+    has_scales = p.constant("of_scales") > 1
+    with cgutils.for_range(b, rows) as loop:
+        offset = b.mul(loop.index, int64(4 * PANEL))
+        part, total = b.add(parts, offset), b.add(sums, offset)
+        for half in HALVES:
+            value = load_floats(b, part, V * half, V)
+            if has_scales:
+                value = b.fmul(value, load_floats(b, scales, V * half, V), flags=CONTRACT)
+            store(b, b.fadd(load_floats(b, total, V * half, V), value, flags=CONTRACT), total, 4 * V * half, 4)
+
+
+@emits()
+def clear(b, p, rows, sums):
+    """Set sums [rows, PANEL] to 0."""
+    with cgutils.for_range(b, rows) as loop:
+        for half in HALVES:
+            store(b, vector_of(F32, 0.0, V), b.add(sums, b.mul(loop.index, int64(4 * PANEL))), 4 * V * half, 4)
+
+
+@emits(types.int64)
+def uses_tiles(b, p):
+    """Return 1 where products are of tiles."""
+    return int64(int(p.constant("of_products") in (TILES, EMULATED)))
 
 
 # Counters that threads share, 64-bit integers at these byte offsets: tasks taken, threads that have begun.
 COUNTERS = 2
 _TASKS, _THREADS = 0, 8
 
-# With up to `direct` rows codes are unpacked in registers, with more to scratch, if `unpacks`; `scratch` has
-# `scratch_bytes` for each thread.
-INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} direct unpacks scratch_bytes"
+# With up to `direct` rows panels are unpacked in registers, by tiles of `unpacking` rows; with more to scratch, if
+# `unpacks`, by tiles of `tile` rows, each of which passes `block` panels before the next one; `scratch` has
+# `scratch_bytes` for each thread, and a panel in it `unpacked_bytes`.
+INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} direct unpacking unpacks tile block scratch_bytes unpacked_bytes"
+# Bytes of a thread's scratch in front of the unpacked panels: sums, parts of them, the memory of tiles.
+_SUMS = tiles.ROWS * PANEL * 4
+_UNPACKED = 2 * _SUMS + tiles.MEMORY_BYTES
 
 
 @cache
-def compile_linear(format_name: str, kind: str, *, scales: bool, zeros: bool) -> Kernel:
-    """Compile the kernel for a format and y's dtype in KINDS. Threads called with the same zeroed counters share it."""
-    constants = {"of_format": FORMATS[format_name], "of_kind": KINDS[kind]}
-    optional = {"of_scales": 1 + scales, "of_zeros": 1 + zeros}
-    return compile_kernel(_multiply, constants | optional, INTEGERS, emitting=weight_vectors)
+def compile_linear(format_name: str, kind: str, products: int, *, scales: bool, zeros: bool) -> Kernel:
+    """Compile the kernel for a format, products, and y's dtype in KINDS. x is float32, or bfloat16 for its products.
+
+    Threads called with the same zeroed counters share a call.
+    """
+    constants = {"of_format": FORMATS[format_name], "of_kind": KINDS[kind], "of_products": products}
+    optional = {"of_scales": 1 + scales, "of_zeros": 1 + zeros, "of_emulated": 1 + (products == EMULATED)}
+    return compile_kernel(_multiply, constants | optional, INTEGERS, emitting=(weight_vectors, tiles))
 
 
-def scratch_floats(columns: int) -> int:
-    """Return the float32 of a thread's scratch: a tile's sums, and a panel."""
-    return (TILE_ROWS + columns) * PANEL
+@dataclass(frozen=True)
+class Plan:
+    """How a kernel goes through a layer: its parameters from `direct` on, and the scratch of a thread."""
+
+    integers: tuple[int, ...]
+    scratch_floats: int
+
+
+def plan(format_name: str, columns: int, products: int) -> Plan:
+    """Plan a layer of so many columns."""
+    unpacks = FORMATS[format_name] != (FLOAT32 if products == FLOATS else BFLOAT16)
+    direct = _DIRECT_ROWS[products].get(format_name, 0)
+    panel_bytes = columns * PANEL * (4 if products == FLOATS else 2)
+    block = max(1, _PASSED_BYTES // panel_bytes)
+    scratch = _UNPACKED + (block * panel_bytes if unpacks else 0)
+    rows = _UNPACKING_ROWS[products], unpacks, _ROWS[products]
+    return Plan((direct, *rows, block, scratch, panel_bytes), scratch // 4)
 
 
 @kernel_part()
-def _panel(p, at, panel, scratch):
-    weights = at.weights + panel * at.panel_bytes
-    scales = at.scales + panel * at.scale_panel
-    zeros = at.zeros + panel * at.scale_panel
-    first = panel * PANEL
-    width = min(PANEL, at.outputs - first)
+def _sum(p, at, rows, x, panel, weights, direct, scratch):
+    """Write the sums of a tile of rows and a panel to scratch."""
+    scales, zeros = at.scales + panel * at.scale_panel, at.zeros + panel * at.scale_panel
+    if direct:
+        multiply_codes(p, rows, x, weights, scales, zeros, scratch)
+    elif uses_tiles(p):
+        clear(p, rows, scratch)
+        segment = at.columns if at.scale_step == 0 else at.segment
+        for first in range(0, at.columns, segment):
+            stop = min(first + segment, at.columns)
+            multiply_tiles(p, scratch + 2 * _SUMS, rows, x, at.x_bytes, weights, first, stop, scratch + _SUMS)
+            add_scaled(p, rows, scratch + _SUMS, scales + first // segment * at.scale_step, scratch)
+    else:
+        multiply_unpacked(p, rows, x, weights, scales, zeros, scratch)
+
+
+@kernel_part()
+def _block(p, at, first, stop, scratch):
+    """Multiply all rows by panels [first, stop)."""
     direct = at.rows <= at.direct
-    most = _PACKED_TILE_ROWS if direct else TILE_ROWS
-    if not direct and at.unpacks:
-        unpacked = scratch + TILE_ROWS * PANEL * 4
-        unpack(p, weights, zeros, unpacked)
-        weights = unpacked
-    row = 0
+    unpacked = not direct and at.unpacks
+    if unpacked:
+        for panel in range(first, stop):
+            to = scratch + _UNPACKED + (panel - first) * at.unpacked_bytes
+            unpack(p, at.weights + panel * at.panel_bytes, at.zeros + panel * at.scale_panel, to)
+    row = configured = 0
     while row < at.rows:
-        count = tile_rows(at.rows - row, most)
-        x = at.x + row * at.x_bytes
-        if direct:
-            multiply_codes(p, count, x, weights, scales, zeros, scratch)
-        else:
-            multiply_unpacked(p, count, x, weights, scales, zeros, scratch)
-        for index in range(count):
-            y = at.y + (row + index) * at.y_bytes + first * at.y_size
-            write_row(p, scratch + index * PANEL * 4, at.bias + first * 4, y, width)
+        count = tile_rows(at.rows - row, at.unpacking if direct else at.tile)
+        if uses_tiles(p) and count != configured:
+            configure(p, scratch + 2 * _SUMS, count)
+            configured = count
+        for panel in range(first, stop):
+            weights = at.weights + panel * at.panel_bytes
+            if unpacked:
+                weights = scratch + _UNPACKED + (panel - first) * at.unpacked_bytes
+            _sum(p, at, count, at.x + row * at.x_bytes, panel, weights, direct, scratch)
+            begin = panel * PANEL
+            width = min(PANEL, at.outputs - begin)
+            for index in range(count):
+                y = at.y + (row + index) * at.y_bytes + begin * at.y_size
+                write_row(p, scratch + index * PANEL * 4, at.bias + begin * 4, y, width)
         row += count
 
 
@@ -202,6 +338,10 @@ def _multiply(p):
     while True:
         task = fetch_add(at.counters + _TASKS)
         if task >= at.tasks:
+            if uses_tiles(p):
+                release(p)
             return
-        for panel in range(at.panels * task // at.tasks, at.panels * (task + 1) // at.tasks):
-            _panel(p, at, panel, scratch)
+        panel, stop = at.panels * task // at.tasks, at.panels * (task + 1) // at.tasks
+        while panel < stop:
+            _block(p, at, panel, min(stop, panel + at.block), scratch)
+            panel += at.block

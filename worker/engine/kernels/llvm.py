@@ -10,10 +10,13 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+# numba's own code has no instruction in assembly; that of kernels has those that llvmlite's IR cannot express.
+binding.initialize_native_asmparser()
 
 # Codes of the dtypes that kernels are compiled for.
 KINDS = {"float32": 1, "bfloat16": 2, "float16": 3, "int8": 4}

@@ -59,12 +59,12 @@ PANEL_VECTORS = 2
 
 
 # The processor's features, as numba's settings say (NUMBA_CPU_FEATURES).
-_FEATURES = str(cpu_target.target_context.codegen().magic_tuple()[2]).split(",")
+FEATURES = str(cpu_target.target_context.codegen().magic_tuple()[2]).split(",")
 # Number of float32 in a vector register, and of outputs of a panel.
-V = 16 if "+avx512f" in _FEATURES else 8
+V = 16 if "+avx512f" in FEATURES else 8
 PANEL = PANEL_VECTORS * V
 # Whether the processor has the instruction of fixed_linear.py; LLVM ends the process where it has not.
-FIXED_POINT_COMPILES = ("+avx512bw" if V == 16 else "+avx2") in _FEATURES
+FIXED_POINT_COMPILES = ("+avx512bw" if V == 16 else "+avx2") in FEATURES
 HALVES = range(PANEL_VECTORS)
 FLOAT32, BFLOAT16, INT4 = (FORMATS[name] for name in ("float32", "bfloat16", "int4"))
 _UNITS = {FORMATS[name]: (UNIT_COLUMNS[name], UNIT_BYTES[name] * PANEL) for name in FORMATS}

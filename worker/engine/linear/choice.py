@@ -1,7 +1,9 @@
 """Chooses the layouts of a model's linear layers on the CPU, and the dtype that it computes in, by measuring them.
 
 Every layout is exact for the model's own dtype, so the fastest is taken: the largest layers are laid out in each way,
-one after the other, and multiplied with 1 and with 8 rows, from memory, not from the cache, as steps do.
+one after the other, and multiplied with a few rows and with many, from memory, not from the cache, as steps do. A
+layout in which a row's bits depend on the rows beside it is taken only where all are of this kind: an answer would
+depend on its company.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear
 
 _log = logging.getLogger(__name__)
 
-# Rows of the measured products: a lone request's decode, and a batch's.
-_ROWS = (1, 8)
+# Rows of the measured products: a lone request's decode, a batch's, a part of a prompt, and a whole one.
+_ROWS = (1, 8, 64, 512)
 # Number of shapes of layers that are measured, the largest, and of runs, of which the fastest counts.
 _SHAPES = 2
 _RUNS = 4
@@ -87,7 +89,8 @@ def measured(model: nn.Module, own: torch.dtype, computes: Sequence[torch.dtype]
             for layout in (*_layouts(kind, compute, rounded=own != torch.float32), *_narrow_layouts(samples, compute))
         ]
         times = [_measure(layer, count, candidates) for layer, count in samples]
-        for candidate in candidates:
+        alike = [candidate for candidate in candidates if all(candidate in of_layer for of_layer in times)]
+        for candidate in alike:
             # Every number of rows weighs the same, though the larger takes longer.
             by_rows = [sum(of_layer[candidate][index] for of_layer in times) for index in range(len(_ROWS))]
             seconds[candidate] = prod(by_rows) ** (1 / len(by_rows))
@@ -126,9 +129,14 @@ def _samples(model: nn.Module) -> dict[str, list[tuple[AnyLinear, int]]]:
 
 
 def _measure(layer: AnyLinear, count: int, candidates: Sequence[Candidate]) -> dict[Candidate, list[float]]:
-    """Return the seconds of `count` such layers in each layout, for each of _ROWS."""
+    """Return the seconds of `count` such layers in each layout, for each of _ROWS.
+
+    Layouts whose rows depend on others are left out, unless all are of this kind.
+    """
     flush = torch.zeros(_CACHE_BYTES // 4)
     laid_out = {candidate: candidate.layout.make(layer) for candidate in candidates}
+    alike = [candidate for candidate in candidates if _rows_are_alike(laid_out[candidate], layer, candidate.compute)]
+    candidates = alike or candidates
     seconds: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
     for rows in _ROWS:
         fastest = dict.fromkeys(candidates, float("inf"))
@@ -146,6 +154,13 @@ def _measure(layer: AnyLinear, count: int, candidates: Sequence[Candidate]) -> d
         for candidate, taken in fastest.items():
             seconds[candidate].append(count * taken)
     return seconds
+
+
+def _rows_are_alike(laid_out: nn.Module, layer: AnyLinear, compute: torch.dtype) -> bool:
+    """Tell whether a row's product has the same bits alone as among many."""
+    x = torch.randn(_ROWS[-1], layer.in_features, generator=torch.Generator().manual_seed(0)).to(compute)
+    y = laid_out(x)
+    return all(torch.equal(laid_out(x[:rows]), y[:rows]) for rows in _ROWS[:-1])
 
 
 def _fastest(seconds: Mapping[Candidate, float], compute: torch.dtype) -> list[Candidate]:

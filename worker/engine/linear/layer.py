@@ -8,6 +8,7 @@ kernels/weight_vectors.py for how they are unpacked.
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -150,8 +151,6 @@ def _groups_in_panels(of_groups: Tensor, panels: int) -> Tensor:
     return padded.view(panels, PANEL, groups).transpose(1, 2).contiguous()
 
 
-# Maximum rows for which each tile unpacks the codes again, in registers: measured, the others unpack a panel first.
-_DIRECT_ROWS = {"float32": 12, "bfloat16": 12, "int8": 8, "int4": 8}
 # Tasks per thread that a layer is cut into: no thread waits long for the last one.
 _TASKS_PER_THREAD = 8
 # Bytes of a cache line.
@@ -242,29 +241,41 @@ class PanelLayer(nn.Module):
 
 
 class PanelLinear(PanelLayer):
-    """A linear layer whose sums are float32."""
+    """A linear layer whose sums are float32; the products are exact."""
 
-    def __init__(self, linear: AnyLinear, dtype: torch.dtype) -> None:
-        """Lay out the weight, and compile the kernel for inputs of `dtype`."""
+    def __init__(self, linear: AnyLinear, dtype: torch.dtype, products: int | None = None) -> None:
+        """Lay out the weight, and compile the kernel for inputs of `dtype`.
+
+        `products` are those of float_linear; None: the fastest that this processor has for the dtype and the weight.
+        """
         panels = make_panels(linear)
         super().__init__(linear, dtype, panels)
+        if products is None:
+            products = _products(panels, dtype)
         self._kernel = float_linear.compile_linear(
-            panels.format, dtype_name(dtype), scales=panels.scales is not None, zeros=panels.zeros is not None
+            panels.format, dtype_name(dtype), products, scales=panels.scales is not None, zeros=panels.zeros is not None
         )
-        self._scratch_floats = float_linear.scratch_floats(panels.columns)
+        plan = float_linear.plan(panels.format, panels.columns, products)
+        self._scratch_floats = plan.scratch_floats
+        self._input_dtype = torch.float32 if products == float_linear.FLOATS else torch.bfloat16
         self._call = _struct(CALL_INTEGERS)
-        self._integers_buffer = _integers(
-            *(*self._places, panels.columns * 4),
-            *(_DIRECT_ROWS[panels.format], panels.format != "float32", self._scratch_floats * 4),
-        )
+        self._integers_buffer = _integers(*self._places, panels.columns * self._input_dtype.itemsize, *plan.integers)
 
     @property
     def input_dtype(self) -> torch.dtype:
         """See PanelLayer."""
-        return torch.float32
+        return self._input_dtype
 
     def _multiply(self, x: Tensor, rows: int, y: Tensor) -> None:
-        self._run(x.float(), rows, y, _scratch.workspace.address(torch.get_num_threads() * self._scratch_floats))
+        scratch = _scratch.workspace.address(torch.get_num_threads() * self._scratch_floats)
+        self._run(x.to(self._input_dtype), rows, y, scratch)
+
+
+def _products(panels: Panels, dtype: torch.dtype) -> int:
+    """Return the products of a layer whose inputs are of `dtype`."""
+    if dtype != torch.bfloat16 or panels.format == "float32":
+        return float_linear.FLOATS
+    return float_linear.bfloat16_products(math.gcd(panels.columns, panels.segment))
 
 
 class FixedLinear(PanelLayer):

@@ -79,14 +79,15 @@ class Layout:
 def float_layouts(stored: torch.dtype, compute: torch.dtype) -> Iterator[Layout]:
     """Yield the layouts of a float weight whose numbers are of dtype `stored`, for inputs of dtype `compute`.
 
-    All are exact: none rounds a weight or an input. The first is the one to take where nothing is measured.
+    All are exact: none rounds a weight or an input. The first is the one to take where nothing is measured: a row's
+    product in panels never depends on the rows beside it.
     """
-    packs = packing_works(compute)
-    if packs:
-        yield Layout(f"mkldnn {dtype_name(compute)}", lambda linear: PackedLinear(_cast(linear, compute)))
-    if _panels_work(dtype_name(stored), compute, fixed=False):
+    panels = _panels_work(dtype_name(stored), compute, fixed=False)
+    if panels:
         yield Layout(f"{dtype_name(stored)} panels", lambda linear: _panels(linear, compute))
-    elif not packs:
+    if packs := packing_works(compute):
+        yield Layout(f"mkldnn {dtype_name(compute)}", lambda linear: PackedLinear(_cast(linear, compute)))
+    if not panels and not packs:
         yield Layout(f"torch {dtype_name(compute)}", lambda linear: _cast(linear, compute))
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from worker.engine.kernels.linear import EMULATED, PAIRS, TILES, bfloat16_products, compile_linear
+from worker.engine.kernels.weight_vectors import V
 from worker.engine.linear.layer import FixedLinear, PanelLayer, PanelLinear
 from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, quantize
 
@@ -58,6 +60,29 @@ def _check(layer: PanelLayer, linear: AnyLinear, tolerance: float, dtype: torch.
 def test_products_are_those_of_the_weight(outputs: int, columns: int, kind: str) -> None:
     linear = _linear(outputs, columns, kind)
     _check(PanelLinear(linear, torch.float32), linear, 1e-6, torch.float32)
+
+
+@pytest.mark.skipif(V != 16, reason="tiles have panels of 32 outputs")
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int8 zeros", "int4", "int4 zeros"])
+@pytest.mark.parametrize(("outputs", "columns"), [(33, 96), (100, 288), (5, 2304)])
+def test_products_of_tiles_are_those_of_the_weight(outputs: int, columns: int, kind: str) -> None:
+    """The code for AMX, over tiles in memory."""
+    linear = _linear(outputs, columns, kind)
+    _check(PanelLinear(linear, torch.bfloat16, EMULATED), linear, 5e-3, torch.bfloat16)
+
+
+@pytest.mark.skipif(V != 16, reason="tiles have panels of 32 outputs")
+def test_instructions_of_tiles_are_assembled() -> None:
+    """They are compiled on every processor, but run only where there are any."""
+    assert compile_linear("int4", "bfloat16", TILES, scales=True, zeros=True).address
+
+
+@pytest.mark.skipif(bfloat16_products(16) != PAIRS, reason="no products of pairs of bfloat16 on this processor")
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int8 zeros", "int4", "int4 zeros"])
+@pytest.mark.parametrize(("outputs", "columns"), SHAPES)
+def test_products_of_pairs_are_those_of_the_weight(outputs: int, columns: int, kind: str) -> None:
+    linear = _linear(outputs, columns, kind)
+    _check(PanelLinear(linear, torch.bfloat16, PAIRS), linear, 5e-3, torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int8 zeros", "int4", "int4 zeros"])

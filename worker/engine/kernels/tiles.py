@@ -1,0 +1,202 @@
+"""Products of a tile of rows and a panel by AMX: tdpbf16ps multiplies 16 rows x 32 columns by 32 columns x 16 outputs.
+
+    tiles 0, 1   sums of rows 0 to 15, outputs 0 to 15 and 16 to 31        2, 3   the same of rows 16 to 31
+    tiles 4, 5   32 columns of rows 0 to 15 and 16 to 31                   6, 7   the same columns of the outputs
+
+A panel of bfloat16 is [columns / 2, PANEL] words of two columns, which is what the instruction reads as its second
+operand, with PANEL words from row to row. A row's sums are made of its own products in the order of the columns, 32 by
+32, so that its bits are the same alone and beside others.
+
+For processors without AMX, where nothing of it can run, tests compile the same code over tiles in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from worker.engine.kernels.llvm import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    Parameters,
+    emits,
+    int64,
+    kernel_part,
+    load,
+    store,
+    vector_of,
+    vector_type,
+)
+from worker.engine.kernels.weight_vectors import FEATURES, PANEL
+
+# Rows of a tile's sums, columns of a product, and rows that are multiplied together.
+_HALF, COLUMNS, ROWS = 16, 32, 32
+# Bytes of a row of a tile, of a row of a panel, and of an emulated tile.
+_LINE, _PANEL_LINE, _TILE = 64, 4 * PANEL, 1024
+# Bytes of the memory that `configure` needs: the configuration, and, where tiles are emulated, eight tiles behind it.
+MEMORY_BYTES = _LINE + 8 * _TILE
+# Linux' number of arch_prctl on x86-64, its request for a feature of the state, and the number of tiles' data.
+_ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
+
+
+def can_use_tiles() -> bool:
+    """Ask the system to let this process use tiles; False where processor or system have none."""
+    if not {"+amx-tile", "+amx-bf16"} <= set(FEATURES) or platform.system() != "Linux":
+        return False
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
+
+
+def _run(b: Any, instruction: str, *values: Any) -> None:
+    """Emit an instruction of tiles; `values` are its addresses and strides."""
+    kind = ir.FunctionType(ir.VoidType(), [I64] * len(values))
+    constraints = ",".join(["r"] * len(values) + ["~{memory}"])
+    b.call(ir.InlineAsm(kind, instruction, constraints, side_effect=True), values)
+
+
+def _emulated(b: Any, memory: Any, tile: int) -> Any:
+    return b.add(memory, int64(_LINE + _TILE * tile))
+
+
+def _rows_of(b: Any, memory: Any, tile: int) -> Any:
+    return b.zext(load(b, memory, 48 + tile, I8, 1), I64)
+
+
+@emits()
+def configure(b, p, memory, rows):
+    """Configure this thread's tiles for 1 to ROWS rows, in memory of MEMORY_BYTES; all tiles are 0 then."""
+    first = b.select(b.icmp_signed("<", rows, int64(_HALF)), rows, int64(_HALF))
+    second = b.sub(rows, first)
+    second = b.select(b.icmp_signed("<", second, int64(1)), int64(1), second)
+    for at in range(0, _LINE, 8):
+        store(b, int64(1 if at == 0 else 0), memory, at, 8)  # the first byte is the palette
+    for tile in range(8):
+        count = int64(_HALF) if tile >= 6 else (second if tile in (2, 3, 5) else first)
+        store(b, ir.Constant(I16, _LINE), memory, 16 + 2 * tile, 2)
+        store(b, b.trunc(count, I8), memory, 48 + tile, 1)
+    if not p.constant("of_emulated") > 1:
+        _run(b, "ldtilecfg ($0)", memory)
+
+
+@emits()
+def release(b, p):
+    """Release this thread's tiles: the processor need not keep them any more."""
+    if not p.constant("of_emulated") > 1:
+        _run(b, "tilerelease")
+
+
+def _zero(b: Any, p: Parameters, memory: Any, tile: int) -> None:
+    if not p.constant("of_emulated") > 1:
+        _run(b, f"tilezero %tmm{tile}")
+        return
+    for at in range(0, _TILE, _LINE):
+        store(b, vector_of(I32, 0, 16), _emulated(b, memory, tile), at, 4)
+
+
+def _move(b: Any, p: Parameters, memory: Any, tile: int, address: Any, stride: Any, *, out: bool) -> None:
+    """Load a tile from rows of memory, or store it there."""
+    if not p.constant("of_emulated") > 1:
+        of = f"tilestored %tmm{tile}, ($0,$1,1)" if out else f"tileloadd ($0,$1,1), %tmm{tile}"
+        _run(b, of, address, stride)
+        return
+    line = vector_type(I32, 16)
+    with cgutils.for_range(b, _rows_of(b, memory, tile)) as loop:
+        there = b.add(address, b.mul(loop.index, stride))
+        here = b.add(_emulated(b, memory, tile), b.mul(loop.index, int64(_LINE)))
+        of, to = (here, there) if out else (there, here)
+        store(b, load(b, of, 0, line, 1), to, 0, 1)
+
+
+def _multiply(b: Any, p: Parameters, memory: Any, sums: int, rows: int, weights: int) -> None:
+    """Add the products of two tiles to a third."""
+    if not p.constant("of_emulated") > 1:
+        _run(b, f"tdpbf16ps %tmm{weights}, %tmm{rows}, %tmm{sums}")
+        return
+    places = [_emulated(b, memory, tile) for tile in (sums, rows, weights)]
+    with cgutils.for_range(b, _rows_of(b, memory, sums)) as row:
+        at_sums, at_x = (b.add(place, b.mul(row.index, int64(_LINE))) for place in places[:2])
+        # Even and odd columns are added up apart, then to each other.
+        parts = [cgutils.alloca_once_value(b, vector_of(F32, 0.0, 16)) for _ in range(2)]
+        for part in parts:
+            b.store(vector_of(F32, 0.0, 16), part)
+        with cgutils.for_range(b, int64(COLUMNS // 2)) as pair:
+            word = load(b, b.add(at_x, b.mul(pair.index, int64(4))), 0, I32, 4)
+            words = load(b, b.add(places[2], b.mul(pair.index, int64(_LINE))), 0, vector_type(I32, 16), 4)
+            one = b.insert_element(ir.Constant(vector_type(I32, 16), ir.Undefined), word, ir.Constant(I32, 0))
+            all_x = b.shuffle_vector(one, one, vector_of(I32, 0, 16))
+            for part, of in zip(parts, (_even, _odd), strict=True):
+                b.store(b.fadd(b.load(part), b.fmul(of(b, all_x), of(b, words))), part)
+        total = b.fadd(*(b.load(part) for part in parts))
+        store(b, b.fadd(load(b, at_sums, 0, vector_type(F32, 16), 4), total), at_sums, 0, 4)
+
+
+def _even(b: Any, words: Any) -> Any:
+    return b.bitcast(b.shl(words, vector_of(I32, 16, 16)), vector_type(F32, 16))
+
+
+def _odd(b: Any, words: Any) -> Any:
+    return b.bitcast(b.and_(words, vector_of(I32, 0xFFFF0000, 16)), vector_type(F32, 16))
+
+
+@emits()
+def _begin(b, p, memory):
+    """Set the sums of 32 rows to 0."""
+    for tile in range(4):
+        _zero(b, p, memory, tile)
+
+
+@emits()
+def _add(b, p, memory, x, x_bytes, weights):
+    """Add the products of 32 columns of up to 16 rows."""
+    _move(b, p, memory, 6, weights, int64(_PANEL_LINE), out=False)
+    _move(b, p, memory, 7, b.add(weights, int64(_LINE)), int64(_PANEL_LINE), out=False)
+    _move(b, p, memory, 4, x, x_bytes, out=False)
+    _multiply(b, p, memory, 0, 4, 6)
+    _multiply(b, p, memory, 1, 4, 7)
+
+
+@emits()
+def _add_second(b, p, memory, x, x_bytes):
+    """Add the products of the same columns of the rows from 16 on."""
+    _move(b, p, memory, 5, x, x_bytes, out=False)
+    _multiply(b, p, memory, 2, 5, 6)
+    _multiply(b, p, memory, 3, 5, 7)
+
+
+@emits()
+def _end(b, p, memory, sums):
+    """Write the sums of up to 16 rows [rows, PANEL]."""
+    for tile in range(2):
+        _move(b, p, memory, tile, b.add(sums, int64(_LINE * tile)), int64(_PANEL_LINE), out=True)
+
+
+@emits()
+def _end_second(b, p, memory, sums):
+    """Write the sums of the rows from 16 on."""
+    for tile in range(2):
+        _move(b, p, memory, 2 + tile, b.add(sums, int64(_LINE * tile)), int64(_PANEL_LINE), out=True)
+
+
+@kernel_part()
+def multiply_tiles(p, memory, rows, x, x_bytes, weights, first, stop, sums):
+    """Write sums float32 [rows, PANEL] of columns [first, stop) of rows x and of a panel, both bfloat16.
+
+    The columns are whole COLUMNS. `configure` was called for this number of rows.
+    """
+    _begin(p, memory)
+    column = first
+    while column < stop:
+        at = x + 2 * column
+        _add(p, memory, at, x_bytes, weights + column * 2 * PANEL)
+        if rows > _HALF:
+            _add_second(p, memory, at + _HALF * x_bytes, x_bytes)
+        column += COLUMNS
+    _end(p, memory, sums)
+    if rows > _HALF:
+        _end_second(p, memory, sums + _HALF * PANEL * 4)
