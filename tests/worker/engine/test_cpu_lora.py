@@ -84,7 +84,7 @@ MIXES = {
     "distinct": [-1, 0, 1, 2, 3, 4, 5],
     "identical": [4] * 4,
     "five of one, seven of another": [1] * 5 + [2] * 7,
-    "as many as the kernel takes": [0] * 96 + [4] * 3,
+    "a prompt in pieces": [0] * 300 + [2] * 97 + [4] * 3,
     "none between": [-1, -1, 0, 0, 0, 5, 5],
 }
 
@@ -95,13 +95,6 @@ def test_every_row_gets_what_its_adapter_makes_of_it(dtype: torch.dtype, dora: b
     group = Group(dtype, RANKS, dora=dora)
     for slots in MIXES.values():
         group.check(slots)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_more_rows_than_the_kernel_takes_are_products_of_torch(dtype: torch.dtype) -> None:
-    group = Group(dtype, RANKS, dora=True)
-    group.check([0] * 96 + [2] * 97 + [4] * 3, roundings=4)
-    assert [stop - first for _, first, stop in group.step.long] == [97]
 
 
 def test_a_row_without_an_adapter_keeps_its_bits() -> None:
@@ -122,12 +115,14 @@ def test_company_changes_no_bit(dtype: torch.dtype) -> None:
         assert torch.equal(group.result([slot], x[row : row + 1], y[row : row + 1])[0], together[row])
 
 
-def test_a_prompt_of_its_adapter_changes_no_bit_of_a_decode() -> None:
-    group = Group(torch.bfloat16, RANKS)
-    x, y = group.inputs(202)
-    together = group.result([0, 4], x, y, prompt=(4, 200))
-    assert group.step.long == [(4, 2, 202)]
-    assert torch.equal(group.result([0, 4], x[:2], y[:2]), together[:2])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_prompt_s_rows_have_the_bits_of_decodes(dtype: torch.dtype) -> None:
+    group = Group(dtype, RANKS)
+    x, y = group.inputs(302)
+    together = group.result([0, 4], x, y, prompt=(4, 300))
+    assert [stop - first for _, first, stop in group.step.segments] == [1, 128, 128, 45]
+    for row, slot in ((0, 0), (1, 4), (2, 4), (129, 4), (301, 4)):
+        assert torch.equal(group.result([slot], x[row : row + 1], y[row : row + 1])[0], together[row])
 
 
 @pytest.mark.parametrize("given", ["another number of rows", "another dtype"])

@@ -3,8 +3,6 @@
     x ──▶ q, k and v's weights, one product ──▶ y [rows, q | k | v] ──▶ CpuGroup adds to y ──▶ views of y
 
     rows of a step, sorted by slot    │ slot 3 │ slot 3, a prompt │ slot 5 │ slot 7 │ none │
-    at most _KERNEL_ROWS of a slot      kernel                      kernel   kernel
-    more                                         x A^T B in torch
 
 Nothing is copied into a slot: a slot is a line of a table with the addresses of the adapter's tensors in host memory.
 Rows without an adapter keep the base model's bits. A step costs time for the adapters of its own rows, not for all that
@@ -16,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from types import MappingProxyType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from worker.engine.device import dtype_name
 from worker.engine.kernels.lora import COUNTERS, PAIR_FIELDS, SEGMENT_FIELDS, compile_lora
@@ -31,29 +29,8 @@ from worker.engine.lora.base_layers import FusedPart, FusedProduct, fused_groups
 from worker.engine.lora.weights import AdapterWeights, LoraPair
 from worker.engine.quantized.weight import QuantizedEmbedding
 
-
-class CpuEmbedding(nn.Module):
-    """Token embeddings plus, for each token, its row of the adapter's A^T times B; CUDA does not serve them yet."""
-
-    def __init__(self, base: nn.Embedding | QuantizedEmbedding, slots: int, step: CpuStep) -> None:
-        super().__init__()
-        self.base = base
-        self.pairs: list[LoraPair | None] = [None] * slots
-        self._step = step
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Look up ids [...] and add each row's adapter: [..., features]."""
-        y: Tensor = self.base(ids)
-        out, flat = y.view(-1, y.shape[-1]), ids.reshape(-1)
-        for slot, first, stop in self._step.segments:
-            pair = self.pairs[slot]
-            if pair is not None:
-                pair.add_to(out[first:stop], pair.a.index_select(1, flat[first:stop]).t())
-        return y
-
-
-# Maximum number of consecutive rows of one adapter for the kernel; torch's matrix products are faster on more.
-_KERNEL_ROWS = 96
+# Maximum number of rows of a segment: the threads share the work of a long prompt, whatever stands beside it.
+_SEGMENT_ROWS = 128
 # Minimum number of tasks per thread that a step is cut into: with two, no thread waits long for the last one.
 _TASKS_PER_THREAD = 2
 
@@ -62,15 +39,14 @@ _TASKS_PER_THREAD = 2
 class CpuStep:
     """The rows of a step, shared by all groups that see the same rows.
 
-    `tokens` is their number. `segments` are (slot, first row, last row + 1) of consecutive rows with one adapter:
-    `short` [n, SEGMENT_FIELDS] for the kernel, `long` for torch. The kernel cuts a short segment's work in one layer
-    into `parts`. `addresses` are those of the arrays `short` and `counters`.
+    `tokens` is their number. `segments` are (slot, first row, last row + 1) of consecutive rows with one adapter, and
+    `table` [n, SEGMENT_FIELDS] the same for the kernel, which cuts a segment's work in one layer into `parts`.
+    `addresses` are those of the arrays `table` and `counters`.
     """
 
     tokens: int = 0
     segments: list[tuple[int, int, int]] = field(default_factory=list)
-    short: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, SEGMENT_FIELDS), np.int64))
-    long: list[tuple[int, int, int]] = field(default_factory=list)
+    table: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, SEGMENT_FIELDS), np.int64))
     parts: int = 1
     counters: NDArray[np.int64] = field(default_factory=lambda: np.zeros(COUNTERS, np.int64))
     addresses: tuple[int, int] = (0, 0)
@@ -78,21 +54,19 @@ class CpuStep:
     workspace: Workspace = field(default_factory=Workspace)
 
     def set_rows(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Set the next step's rows: (slot or -1, tokens), first those with one token, then the rest, each by slot."""
+        """Set the next step's rows: (slot or -1, tokens), those of a slot beside each other."""
         self.segments = []
         first = 0
-        # Decodes and prompts of one slot are separate segments: a decode's bits must not depend on a prompt beside it.
-        for (slot, _), group in groupby(rows, key=lambda row: (row[0], row[1] > 1)):
+        for slot, group in groupby(rows, key=itemgetter(0)):
             stop = first + sum(tokens for _, tokens in group)
-            if slot >= 0 and stop > first:
-                self.segments.append((slot, first, stop))
+            if slot >= 0:
+                begins = range(first, stop, _SEGMENT_ROWS)
+                self.segments += [(slot, begin, min(stop, begin + _SEGMENT_ROWS)) for begin in begins]
             first = stop
         self.tokens = first
-        short = [segment for segment in self.segments if segment[2] - segment[1] <= _KERNEL_ROWS]
-        self.long = [segment for segment in self.segments if segment[2] - segment[1] > _KERNEL_ROWS]
-        self.short = np.array(short, np.int64).reshape(-1, SEGMENT_FIELDS)
-        self.addresses = self.short.ctypes.data, self.counters.ctypes.data
-        self.parts = max(1, -(-_TASKS_PER_THREAD * torch.get_num_threads() // max(1, len(short))))
+        self.table = np.array(self.segments, np.int64).reshape(-1, SEGMENT_FIELDS)
+        self.addresses = self.table.ctypes.data, self.counters.ctypes.data
+        self.parts = max(1, -(-_TASKS_PER_THREAD * torch.get_num_threads() // max(1, len(self.segments))))
 
 
 class CpuGroup(FusedProduct):
@@ -114,15 +88,14 @@ class CpuGroup(FusedProduct):
         self.width = sum(widths)
         self._step = step
         self._max_rank = max_rank
-        ends = np.cumsum([0, *widths])
-        self._columns = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
         self._dtype = dtype
         self._kernel = compile_lora(dtype_name(dtype))
-        self._kernel_columns = np.array([[first, stop - first] for first, stop in self._columns], np.int64)
+        # The first column of each layer in y, and its number of columns.
+        self._columns = np.stack([np.cumsum([0, *widths[:-1]]), widths], 1).astype(np.int64)
         # The pairs whose addresses are in the table, by slot and layer: references keep them from being freed.
         self._pairs: list[list[LoraPair | None]] = [[None] * len(widths) for _ in range(slots)]
         self._table = np.zeros((slots, len(widths), PAIR_FIELDS), np.int64)
-        self._addresses = self._table.ctypes.data, self._kernel_columns.ctypes.data
+        self._addresses = self._table.ctypes.data, self._columns.ctypes.data
         self._used: set[int] = set()
 
     @property
@@ -151,17 +124,6 @@ class CpuGroup(FusedProduct):
 
     def add_adapters(self, x: Tensor, y: Tensor) -> None:
         """Add each row's adapter to the base product y [..., sum of the widths] of x [..., in_features], in place."""
-        step = self._step
-        if len(step.short):
-            self._run_kernel(x, y)
-        rows, out = x.view(-1, self.in_features), y.view(-1, self.width)
-        for slot, first, stop in step.long:
-            for (begin, end), pair in zip(self._columns, self._pairs[slot], strict=True):
-                if pair is not None:
-                    pair.add_to(out[first:stop, begin:end], linear(rows[first:stop], pair.a))
-
-    def _run_kernel(self, x: Tensor, y: Tensor) -> None:
-        """Add the short segments' adapters to y [..., width] of x [..., in_features], in place."""
         step, layers, size = self._step, len(self._columns), self._dtype.itemsize
         # The kernel checks nothing: with other sizes or dtypes it would write outside these tensors.
         assert (x.numel(), y.numel()) == (step.tokens * self.in_features, step.tokens * self.width), "the step's rows"
@@ -170,7 +132,7 @@ class CpuGroup(FusedProduct):
         step.counters[:] = 0
         self._kernel.run(
             *(x.data_ptr(), self.in_features * size, self.in_features, y.data_ptr(), self.width * size),
-            *(*self._addresses, layers, step.addresses[0], len(step.short), step.parts, step.addresses[1]),
+            *(*self._addresses, layers, step.addresses[0], len(step.segments), step.parts, step.addresses[1]),
             *(shrunk, layers * self._max_rank * 4, self._max_rank, size),
         )
 
@@ -182,6 +144,40 @@ def _table_line(pair: LoraPair | None) -> tuple[int, ...]:
     change = pair.rescale
     gain, shift = (0, 0) if change is None else (change.gain.data_ptr(), change.shift.data_ptr())
     return pair.a.data_ptr(), pair.b.data_ptr(), len(pair.a), gain, shift
+
+
+class CpuEmbedding(nn.Module):
+    """Token embeddings plus, for each token, its row of the adapter's A^T times B; CUDA does not serve them yet."""
+
+    def __init__(
+        self, base: nn.Embedding | QuantizedEmbedding, slots: int, max_rank: int, dtype: torch.dtype, step: CpuStep
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self._pairs: list[LoraPair | None] = [None] * slots
+        self._step = step
+        # Adds B: a token's row of A^T, with zeros behind it, is multiplied by the identity first.
+        self._group = CpuGroup(base, max_rank, [base.embedding_dim], slots, max_rank, dtype, step)
+
+    def set_slot(self, slot: int, pair: LoraPair | None) -> None:
+        """Replace the pair of a slot; None where the adapter does not change the embeddings."""
+        self._pairs[slot] = pair
+        if pair is not None:
+            identity = torch.eye(len(pair.a), self._group.in_features, dtype=pair.a.dtype)
+            pair = LoraPair(identity, pair.b, pair.rescale)
+        self._group.set_slot(slot, [pair])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up ids [...] and add each row's adapter: [..., features]."""
+        y: Tensor = self.base(ids)
+        if self._group.adapts:
+            flat = ids.reshape(-1)
+            shrunk = y.new_zeros(len(flat), self._group.in_features)
+            for slot, first, stop in self._step.segments:
+                if (pair := self._pairs[slot]) is not None:
+                    shrunk[first:stop, : len(pair.a)] = pair.a.index_select(1, flat[first:stop]).t()
+            self._group.add_adapters(shrunk, y)
+        return y
 
 
 class CpuLayers:
@@ -225,7 +221,7 @@ class CpuLayers:
         for name in ends:
             base = model.get_submodule(name)
             if isinstance(base, nn.Embedding | QuantizedEmbedding):
-                self._embeddings[name] = CpuEmbedding(base, slots, self._step)
+                self._embeddings[name] = CpuEmbedding(base, slots, max_rank, dtype, self._step)
                 model.set_submodule(name, self._embeddings[name])
             else:
                 add_group([name], ends, self._head_step)
@@ -235,7 +231,7 @@ class CpuLayers:
         for names, group in self._groups:
             group.set_slot(slot, [weights.pairs.get(name) for name in names])
         for name, embedding in self._embeddings.items():
-            embedding.pairs[slot] = weights.pairs.get(name)
+            embedding.set_slot(slot, weights.pairs.get(name))
 
     def begin_step(self, rows: Sequence[tuple[int, int]], logit_counts: Sequence[int] = ()) -> None:
         """See AdapterLayers."""
