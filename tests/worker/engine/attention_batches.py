@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from artifacts.families import KvShape
-from worker.engine.attention.cpu import chunk_from_row
 from worker.engine.attention.paged import KvCache, LayerCall
 from worker.engine.scheduling.sequence import Batch, Row, Sequence
 from worker.engine_api import NewSequence
@@ -111,16 +110,25 @@ class Numbers:
         return torch.randn(shape, generator=self._generator).to(self.dtype).float()
 
     def in_torch(self) -> Tensor:
-        """The attention of every token, [tokens, heads, dim] in float32."""
-        new = [slot for row in self.batch.rows for slot in _slots(row, self.case.block_size)[row.start :]]
-        k, v = (tensor[new] for tensor in self.exact.slots[0])
-        sinks = self.sinks if self.case.sinks else None
-        call = LayerCall(0, self.query, k, v, 0.3, self.case.window, self.case.softcap, sinks)
-        out, first = torch.empty(self.batch.tokens, self.case.heads, self.case.value_dim), 0
+        """The attention of every token, [tokens, heads, dim] in float32: token by token, head by head."""
+        case, out, token = self.case, [], 0
         for row in self.batch.rows:
-            chunk_from_row(row, first, self.exact).attend(call, self.exact, out[first : first + row.count])
-            first += row.count
-        return out
+            slots = _slots(row, case.block_size)
+            for position in range(row.start, row.start + row.count):
+                first = 0 if case.window is None else max(0, position + 1 - case.window)
+                seen = slots[first : position + 1]
+                keys, values = (
+                    tensor[seen].repeat_interleave(case.heads // case.kv_heads, 1) for tensor in self.exact.slots[0]
+                )
+                scores = torch.einsum("hd,phd->hp", self.query[token], keys) * 0.3
+                if case.softcap is not None:
+                    scores = torch.tanh(scores / case.softcap) * case.softcap
+                if case.sinks:
+                    scores = torch.cat([scores, self.sinks[:, None]], 1)
+                weights = scores.softmax(1)[:, : len(seen)]
+                out.append(torch.einsum("hp,phd->hd", weights, values))
+                token += 1
+        return torch.stack(out)
 
     def call(self, tokens: int) -> LayerCall:
         """The kernels' attention of the first tokens. Their keys and values are to come from the cache."""

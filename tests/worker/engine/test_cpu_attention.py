@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.worker.engine.attention_batches import CPU, Case, Numbers, cases
 from worker.engine.attention.cpu import CpuPlan, cpu_plan
-from worker.engine.kernels.attention import heads_at_once
 from worker.engine.kernels.rows import compile_rows
 from worker.engine.scheduling.sequence import Batch
 
@@ -43,9 +42,7 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 def by_kernel(numbers: Numbers, batch: Batch | None = None) -> Tensor:
     batch = batch or numbers.batch
-    plan = cpu_plan(batch, numbers.cache)
-    assert not plan.chunks, "all of it is the kernel's"
-    return plan.attend(numbers.call(batch.tokens), numbers.cache).float()
+    return cpu_plan(batch, numbers.cache).attend(numbers.call(batch.tokens), numbers.cache).float()
 
 
 def check(numbers: Numbers) -> None:
@@ -54,27 +51,16 @@ def check(numbers: Numbers) -> None:
     torch.testing.assert_close(by_kernel(numbers), expected, rtol=ROUNDING[numbers.dtype], atol=atol)
 
 
-def short(case: Case) -> Case:
-    """With chunks that are the kernel's alone: the others' keys are not in the cache of these cases."""
-    return replace(case, chunks=tuple((start, min(count, 12)) for start, count in case.chunks))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_is_what_torch_makes_of_it(name: str) -> None:
-    check(Numbers(short(CASES[name]), CPU, torch.float32))
+    check(Numbers(CASES[name], CPU, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_halves_are_rounded_once(dtype: torch.dtype) -> None:
     # Vectors of 16 numbers and of 8: one shape, because each is compiled anew.
-    case = replace(short(CASES["window 5, softcap 1.5, sinks True"]), heads=4, kv_heads=2, dim=24, value_dim=24)
+    case = replace(CASES["window 5, softcap 1.5, sinks True"], heads=4, kv_heads=2, dim=24, value_dim=24)
     check(Numbers(case, CPU, dtype))
-
-
-def test_more_heads_than_a_product_is_written_out_for() -> None:
-    case = Case(heads=35, kv_heads=1, dim=64, value_dim=64, block_size=16)
-    assert heads_at_once(35, 64) == 7
-    check(Numbers(case, CPU, torch.float32))
 
 
 def test_company_changes_no_bit() -> None:
@@ -107,7 +93,7 @@ def test_every_thread_takes_part_and_every_task_is_done_once() -> None:
     plan.attend(numbers.call(numbers.batch.tokens), numbers.cache)
     taken, threads = plan.counters.tolist()
     assert threads == 2
-    assert taken == len(plan.tasks) + threads, "each thread looks once more and finds nothing"
+    assert taken == len(plan.tasks_of(2).lines) + threads, "each thread looks once more and finds nothing"
 
 
 def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

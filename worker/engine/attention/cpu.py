@@ -1,12 +1,6 @@
-"""Attention on the CPU: rows of a few tokens by the compiled kernel, longer chunks as matrix products in torch.
+"""Attention on the CPU: decodes and prompts by one compiled kernel, kernels/attention.py.
 
-    flat batch   │ decode rows, one token each │ short chunk │ chunk │ ...
-                   kernels/attention.py                        Chunk
-
-A chunk is many tokens of one sequence over all its positions so far. torch's scaled_dot_product_attention with a mask
-takes about twice as long for more than a few scores in bfloat16: keys are the right factor of its product, and mkldnn
-reorders a right factor in each call. Here keys are the left factor, and queries are processed in blocks, whose scores
-stay in the CPU's caches.
+    flat batch   │ decode rows, one token each │ chunk, cut into tasks of a few tokens │ chunk │ ...
 
 A further kernel, compiled for one shape, writes keys and values into a KV cache of int8:
 
@@ -31,11 +25,16 @@ from llvmlite import ir
 from numba import carray
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from worker.engine.attention.paged import KvCache, LayerCall
 from worker.engine.device import dtype_name
-from worker.engine.kernels.attention import compile_attention, heads_at_once, scratch_floats
+from worker.engine.kernels.attention import (
+    compile_attention,
+    fastest_products,
+    own_parameters,
+    scratch_floats,
+    span_of,
+)
 from worker.engine.kernels.compilation import Kernel, compile_kernel
 from worker.engine.kernels.llvm import (
     F32,
@@ -53,117 +52,7 @@ from worker.engine.kernels.llvm import (
     vector_pieces,
     vector_type,
 )
-from worker.engine.scheduling.sequence import Batch, Row
-
-
-def eager_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: LayerCall, sinks: Tensor | None) -> Tensor:
-    """Attend with a softcap or sinks, which scaled_dot_product_attention has not.
-
-    q [..., queries, dim]; k, v [..., positions, dim]; mask [queries, positions], additive; sinks [heads, queries]. The
-    formulas are those of LayerCall.
-    """
-    scores = torch.matmul(q, k.transpose(-1, -2)) * call.scaling
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    scores = scores + mask
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[None, ..., None].expand(*scores.shape[:-1], 1)], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
-    return torch.matmul(weights[..., : k.shape[-2]], v)
-
-
-# Tokens of a block of queries. Measured: 32 to 128 take the same time, fewer and more are slower.
-_BLOCK_TOKENS = 64
-# Maximum number of scores of a key head for which one call of scaled_dot_product_attention is faster.
-_ONE_CALL_SCORES = 6_000
-# Minimum number of columns for a softmax over rows, which torch vectorizes by 16 columns; fewer are transposed first.
-_SOFTMAX_COLUMNS = 24
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens [first, stop) of the flat batch: the positions from `start` on of one sequence.
-
-    `table` [blocks] covers all positions up to the chunk's last; None where the chunk's own keys and values are all
-    that it needs: it begins its sequence, and the cache would give them back as they are.
-    """
-
-    first: int
-    stop: int
-    start: int
-    table: Tensor | None
-    # Additive masks by (first token, first position, window), made by the first layer that needs them.
-    masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
-
-    def attend(self, call: LayerCall, cache: KvCache, out: Tensor) -> None:
-        """Compute the chunk's attention into out [tokens, heads, dim of the values]."""
-        q, keys, values = (tensor[self.first : self.stop] for tensor in (call.query, call.key, call.value))
-        tokens, heads, dim = q.shape
-        end = self.start + tokens
-        if self.table is not None:
-            keys, values = (blocks[:end] for blocks in cache.gather_blocks(call.layer, self.table))
-        # Query heads that share a key head are concatenated along tokens, as if they were more tokens of one head.
-        kv_heads = keys.shape[1]
-        shared = heads // kv_heads
-        grouped = q.view(tokens, kv_heads, shared, dim).permute(1, 2, 0, 3)
-        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-        plain = call.softcap is None and call.sinks is None
-        if plain and shared * tokens * end > _ONE_CALL_SCORES:
-            self._attend_blocks(call, grouped * call.scaling, keys, values, out.view(tokens, kv_heads, shared, -1))
-            return
-        packed, mask = grouped.flatten(1, 2), self._mask(0, tokens, 0, call).t().repeat(shared, 1)
-        if plain:
-            attended = scaled_dot_product_attention(
-                packed[None], keys[None], values[None], attn_mask=mask, scale=call.scaling
-            )
-        else:
-            sinks = None if call.sinks is None else call.sinks.view(kv_heads, -1).repeat_interleave(tokens, 1)
-            attended = eager_attention(packed[None], keys[None], values[None], mask, call, sinks)
-        ungrouped = attended.view(kv_heads, shared, tokens, -1).permute(2, 0, 1, 3)
-        out.view(ungrouped.shape).copy_(ungrouped)
-
-    def _attend_blocks(self, call: LayerCall, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Attend block by block: scaled q [kv_heads, shared, tokens, dim]; keys and values [kv_heads, end, dim]."""
-        kv_heads, shared, tokens, dim = q.shape
-        for first in range(0, tokens, _BLOCK_TOKENS):
-            stop = min(first + _BLOCK_TOKENS, tokens)
-            begin, end = self.start + first, self.start + stop
-            low = 0 if call.window is None else max(0, begin - call.window + 1)
-            block = q[:, :, first:stop].reshape(kv_heads, -1, dim)
-            scores = torch.bmm(keys[:, low:end], block.transpose(1, 2))
-            # Without a window all tokens of the block attend to all positions before it: only the rest needs a mask.
-            mask = self._mask(first, stop, begin if call.window is None else low, call)
-            scores[:, -len(mask) :] += mask.repeat(1, shared)
-            if scores.shape[2] < _SOFTMAX_COLUMNS:
-                weights = scores.transpose(1, 2).contiguous().softmax(-1)
-            else:
-                weights = scores.softmax(1).transpose(1, 2)
-            attended = torch.bmm(weights, values[:, low:end])
-            out[first:stop] = attended.view(kv_heads, shared, stop - first, -1).permute(2, 0, 1, 3)
-
-    def _mask(self, first: int, stop: int, low: int, call: LayerCall) -> Tensor:
-        """Return the additive mask [positions, tokens] of tokens [first, stop) over positions from `low` on."""
-        mask = self.masks.get((first, low, call.window))
-        if mask is None:
-            device, end = call.query.device, self.start + stop
-            keys = torch.arange(low, end, device=device)[:, None]
-            queries = torch.arange(self.start + first, end, device=device)[None]
-            seen = keys <= queries
-            if call.window is not None:
-                seen &= keys > queries - call.window
-            mask = torch.zeros(seen.shape, dtype=call.query.dtype, device=device).masked_fill_(~seen, float("-inf"))
-            self.masks[first, low, call.window] = mask
-        return mask
-
-
-def chunk_from_row(row: Row, first: int, cache: KvCache) -> Chunk:
-    """Return a row as a chunk that begins at token `first` of the flat batch."""
-    past = None
-    if row.start or cache.scales:
-        blocks = -(-(row.start + row.count) // cache.block_size)
-        past = torch.tensor(row.sequence.block_table[:blocks])
-    return Chunk(first, first + row.count, row.start, past)
-
+from worker.engine.scheduling.sequence import Batch
 
 _INTEGERS = (
     "keys key_token key_head values value_token value_head slots tokens kv_heads key_codes value_codes key_scales "
@@ -237,71 +126,17 @@ def _write(p):
             _store_value(p, value, at.value_codes + place * at.value_dim, at.value_scales + place * 4)
 
 
-# Maximum of a row for the kernel: this many tokens, or this many tokens times the last one's positions. Above both,
-# matrix products are faster.
-_KERNEL_TOKENS, _KERNEL_PAIRS = 31, 16_000
+# Maximum number of scores of a task, rows times positions: they stay in a core's second-level cache.
+_TASK_SCORES = 128 * 1024
+# Maximum number of tokens of a task: more would gain nothing, and leave threads without work at the end.
+_TASK_TOKENS = 64
 # Minimum number of tasks of about equal size per thread: with two, no thread waits long for the last one.
 _TASKS_PER_THREAD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class CpuPlan:
-    """A step's short rows as `tasks` [n, TASK_FIELDS] over their block `tables`, and its chunks.
-
-    `rows` and `scores` are the maxima of a task, per query head of a key head.
-    """
-
-    tasks: NDArray[np.int64]
-    tables: NDArray[np.int64]
-    counters: NDArray[np.int64]
-    addresses: tuple[int, int, int]
-    rows: int
-    scores: int
-    chunks: tuple[Chunk, ...]
-
-    def attend(self, call: LayerCall, cache: KvCache, out: Tensor | None = None) -> Tensor:
-        """See AttentionPlan; `out` takes the result where it is given."""
-        query = call.query if call.query.stride(-1) == 1 else call.query.contiguous()
-        if out is None:
-            out = query.new_empty(*query.shape[:2], call.value.shape[-1])
-        if len(self.tasks):
-            self._attend_short(call, query, cache, out)
-        for chunk in self.chunks:
-            chunk.attend(call, cache, out[chunk.first : chunk.stop])
-        return out
-
-    def quantize(self, call: LayerCall, slots: Tensor, cache: KvCache) -> None:
-        """See AttentionPlan."""
-        write_codes(call, slots, cache)
-
-    def _attend_short(self, call: LayerCall, query: Tensor, cache: KvCache, out: Tensor) -> None:
-        keys, values = cache.slots[call.layer]
-        _, kv_heads, key_dim = keys.shape
-        value_dim = values.shape[2]
-        shared = query.shape[1] // kv_heads
-        floats = shared * (self.scores + self.rows * scratch_floats(key_dim, value_dim))
-        scratch = cache.workspace.address(floats * torch.get_num_threads())
-        sinks = None if call.sinks is None else call.sinks.float().contiguous()
-        number, size = query.element_size(), keys.element_size()
-        key_scales, value_scales = (
-            (scales.data_ptr() for scales in cache.scales[call.layer]) if cache.scales else (0, 0)
-        )
-        kernel = compile_attention(shared, key_dim, value_dim, dtype_name(query.dtype), dtype_name(keys.dtype))
-        self.counters[:] = 0
-        addresses = self.addresses
-        kernel.run(
-            *(query.data_ptr(), query.stride(0) * number, query.stride(1) * number),
-            *(out.data_ptr(), out.stride(0) * number, out.stride(1) * number),
-            *(keys.data_ptr(), values.data_ptr(), key_dim * size, value_dim * size, key_scales, value_scales),
-            *(cache.block_size, 0 if sinks is None else sinks.data_ptr(), call.window or 0),
-            *(addresses[0], len(self.tasks), addresses[1], addresses[2], scratch, floats * 4),
-            *(kv_heads, shared, heads_at_once(shared, key_dim), key_dim, value_dim, call.scaling, call.softcap or 0.0),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Short:
-    """A row for the kernel: its first token in the flat batch, the number of tokens, and the position of the first."""
+class _Row:
+    """A row of the batch: its first token there, the number of tokens, the position of the first, its blocks."""
 
     first: int
     count: int
@@ -309,48 +144,119 @@ class _Short:
     blocks: Ids[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Tasks:
+    """A step's work for the kernel: `lines` [n, TASK_FIELDS], and the maxima of a task."""
+
+    lines: NDArray[np.int64]
+    address: int
+    rows: int
+    scores: int
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    """A step's rows over their block `tables`, which begin at `table_places`; `counters` are the kernel's."""
+
+    rows: Ids[_Row]
+    tables: NDArray[np.int64]
+    table_places: Ids[int]
+    counters: NDArray[np.int64]
+    addresses: tuple[int, int]
+    kv_heads: int
+    # By the number of query heads that share a key head.
+    tasks: dict[int, _Tasks] = field(default_factory=dict)
+
+    def attend(self, call: LayerCall, cache: KvCache, out: Tensor | None = None) -> Tensor:
+        """See AttentionPlan; `out` takes the result where it is given."""
+        query = call.query if call.query.stride(-1) == 1 else call.query.contiguous()
+        keys, values = cache.slots[call.layer]
+        (_, kv_heads, key_dim), value_dim = keys.shape, values.shape[2]
+        if out is None:
+            out = query.new_empty(*query.shape[:2], value_dim)
+        kind, shared = dtype_name(query.dtype), query.shape[1] // kv_heads
+        tasks, products = self.tasks_of(shared), fastest_products(key_dim, kind)
+        floats = scratch_floats(tasks.rows, tasks.scores, tasks.positions, key_dim, value_dim, products)
+        scratch = cache.workspace.address(floats * torch.get_num_threads())
+        sinks = None if call.sinks is None else call.sinks.float().contiguous()
+        number, size = query.element_size(), keys.element_size()
+        key_scales, value_scales = (
+            (scales.data_ptr() for scales in cache.scales[call.layer]) if cache.scales else (0, 0)
+        )
+        kernel = compile_attention(key_dim, value_dim, kind, dtype_name(keys.dtype), products)
+        self.counters[:] = 0
+        kernel.run(
+            *(query.data_ptr(), query.stride(0) * number, query.stride(1) * number),
+            *(out.data_ptr(), out.stride(0) * number, out.stride(1) * number),
+            *(keys.data_ptr(), values.data_ptr(), key_dim * size, value_dim * size, key_scales, value_scales),
+            *(cache.block_size, 0 if sinks is None else sinks.data_ptr(), call.window or 0),
+            *(tasks.address, len(tasks.lines), *self.addresses, scratch, floats * 4, kv_heads, shared),
+            *(*own_parameters(key_dim, value_dim, products), call.scaling, call.softcap or 0.0),
+        )
+        return out
+
+    def quantize(self, call: LayerCall, slots: Tensor, cache: KvCache) -> None:
+        """See AttentionPlan."""
+        write_codes(call, slots, cache)
+
+    def tasks_of(self, shared: int) -> _Tasks:
+        """Return the tasks, where so many query heads share a key head."""
+        if shared not in self.tasks:
+            self.tasks[shared] = self._cut(shared)
+        return self.tasks[shared]
+
+    def _cut(self, shared: int) -> _Tasks:
+        pieces = []
+        for row, table in zip(self.rows, self.table_places, strict=True):
+            tokens = max(1, min(_TASK_TOKENS, _TASK_SCORES // (shared * span_of(row.start + row.count))))
+            pieces += [
+                (row.first + begin, min(tokens, row.count - begin), row.start + begin, table)
+                for begin in range(0, row.count, tokens)
+            ]
+        work = [count * (start + count) for _, count, start, _ in pieces]
+        # A piece is one task, unless it is so long that other threads would wait for it: then one task per key head.
+        share = sum(work) / (_TASKS_PER_THREAD * torch.get_num_threads())
+        tasks: list[tuple[int, ...]] = []
+        most = [0, 0, 0]
+        # The largest first, so that no thread starts a large task last.
+        for index in sorted(range(len(pieces)), key=work.__getitem__, reverse=True):
+            _, count, start, _ = pieces[index]
+            rows, span = count * shared, span_of(start + count)
+            whole = work[index] <= share and self.kv_heads * rows * span <= _TASK_SCORES
+            heads = self.kv_heads if whole else 1
+            tasks += [(*pieces[index], head, heads) for head in range(0, self.kv_heads, heads)]
+            most = list(map(max, most, (heads * rows, heads * rows * span, start + count)))
+        lines = np.array(tasks, np.int64)
+        return _Tasks(lines, lines.ctypes.data, *most)
+
+
 def cpu_plan(batch: Batch, cache: KvCache) -> CpuPlan:
     """Lay out the attention of a batch."""
-    short: list[_Short] = []
-    chunks: list[Chunk] = []
+    rows: list[_Row] = []
     first = 0
     for row in batch.rows:
-        end = row.start + row.count
-        if row.count <= _KERNEL_TOKENS or row.count * end <= _KERNEL_PAIRS:
-            blocks = row.sequence.block_table[: -(-end // cache.block_size)]
-            short.append(_Short(first, row.count, row.start, blocks))
-        else:
-            chunks.append(chunk_from_row(row, first, cache))
+        blocks = row.sequence.block_table[: -(-(row.start + row.count) // cache.block_size)]
+        rows.append(_Row(first, row.count, row.start, blocks))
         first += row.count
-    return _plan(short, tuple(chunks), cache)
+    return _plan(rows, cache)
 
 
 def decode_plan(tables: Ids[Ids[int]], positions: Ids[int], cache: KvCache) -> CpuPlan:
     """Lay out a step of one token for each block table, at these positions."""
-    short = [
-        _Short(index, 1, position, table[: position // cache.block_size + 1])
+    rows = [
+        _Row(index, 1, position, table[: position // cache.block_size + 1])
         for index, (table, position) in enumerate(zip(tables, positions, strict=True))
     ]
-    return _plan(short, (), cache)
+    return _plan(rows, cache)
 
 
-def _plan(short: Ids[_Short], chunks: tuple[Chunk, ...], cache: KvCache) -> CpuPlan:
-    kv_heads = cache.slots[0][0].shape[1]
-    work = [row.count * (row.start + row.count) for row in short]
-    # A row is one task, unless it is so long that other threads would wait for it: then one task per key head.
-    share = sum(work) / (_TASKS_PER_THREAD * torch.get_num_threads())
-    tasks: list[tuple[int, ...]] = []
+def _plan(rows: Ids[_Row], cache: KvCache) -> CpuPlan:
     tables: list[int] = []
-    rows = scores = 0
-    # The largest first, so that no thread starts a large task last.
-    for index in sorted(range(len(short)), key=work.__getitem__, reverse=True):
-        row, heads = short[index], kv_heads if work[index] <= share else 1
-        span = len(row.blocks) * cache.block_size
-        tasks += [
-            (row.first, row.count, row.start, len(tables), head, heads, span) for head in range(0, kv_heads, heads)
-        ]
+    places: list[int] = []
+    for row in rows:
+        places.append(len(tables))
         tables += row.blocks
-        rows, scores = max(rows, heads * row.count), max(scores, heads * row.count * span)
-    lines, table, counters = np.array(tasks, np.int64), np.array(tables, np.int64), np.zeros(2, np.int64)
-    addresses = lines.ctypes.data, table.ctypes.data, counters.ctypes.data
-    return CpuPlan(lines, table, counters, addresses, rows, scores, chunks)
+    table, counters = np.array(tables, np.int64), np.zeros(2, np.int64)
+    kv_heads = cache.slots[0][0].shape[1]
+    return CpuPlan(rows, table, places, counters, (table.ctypes.data, counters.ctypes.data), kv_heads)

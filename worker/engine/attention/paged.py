@@ -43,7 +43,7 @@ _CPU_TOKENS_PER_ROW = 4096
 
 
 class KvCache:
-    """Keys and values by layer, as slots to write to and as blocks to gather.
+    """Keys and values by layer, as slots.
 
     The model computes in `dtype`; `int8` says that keys and values are kept as codes.
     """
@@ -64,32 +64,8 @@ class KvCache:
         # Of int8 for each layer the scales of keys and values [slots, kv_heads]; else empty.
         scales = [torch.empty(sizes, device=device) for _ in range(2 if int8 else 0)]
         self.scales = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in zip(*scales, strict=True)]
-        # Buffers of gather_blocks, shared by all layers: new memory for each would cost page faults and cache misses.
-        self._gathered = [torch.empty(0, *pool.shape[2:], dtype=dtype, device=device) for pool in pools]
         # Scratch memory of the CPU's attention kernel.
         self.workspace = Workspace()
-
-    def gather_blocks(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather a sequence's keys and values by its block table [n]: each [n * block_size, heads, dim].
-
-        The results are valid until the next call.
-        """
-        if len(table) > len(self._gathered[0]):
-            self._gathered = [store.new_empty(len(table), *store.shape[1:]) for store in self._gathered]
-        outs = [store[: len(table)] for store in self._gathered]
-        for index, out in enumerate(outs):
-            blocks = self._by_block(self.slots[layer][index])
-            if self.scales:
-                scales = self._by_block(self.scales[layer][index])
-                torch.mul(blocks.index_select(0, table), scales.index_select(0, table)[..., None], out=out)
-            else:
-                torch.index_select(blocks, 0, table, out=out)
-        keys, values = (out.flatten(0, 1) for out in outs)
-        return keys, values
-
-    def _by_block(self, slots: Tensor) -> Tensor:
-        """Return slots [slots, ...] as [blocks + 1, block_size, ...]."""
-        return slots.view(-1, self.block_size, *slots.shape[1:])
 
 
 def fitting_blocks(

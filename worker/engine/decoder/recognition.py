@@ -9,8 +9,7 @@ number of tokens, over memory that all programs share:
     hidden states, rotation, slots   copied there before a program runs
     attention, adapters              calls whose arguments differ from step to step: one of each is recorded again
 
-Long chunks are computed by torch's operators, so a step that has one has no program. A row's bits are the same either
-way: the kernels are.
+A row's bits are the same either way: the kernels are.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ class DecoderSteps:
         plan = step.plan
         assert isinstance(plan, CpuPlan), "a step on the CPU"
         self._cache = self._cache or step.cache
-        few = len(x) <= _MOST_TOKENS and not plan.chunks and step.cache is self._cache
+        few = len(x) <= _MOST_TOKENS and step.cache is self._cache
         if index == 0 and few and self._has_programs:
             try:
                 out = self._run_program(x, rotation, step, plan)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
 
@@ -41,26 +40,27 @@ from worker.engine.kernels.llvm import (
     load_floats,
     store,
     vector_of,
-    vector_type,
 )
 from worker.engine.kernels.tiles import configure, multiply_tiles, release
 from worker.engine.kernels.weight_vectors import (
     AHEAD,
     BFLOAT16,
     CALL_INTEGERS,
-    FEATURES,
     FLOAT32,
     FORMATS,
     HALVES,
+    HAS_PAIRS,
     LAYER_INTEGERS,
     PANEL,
     TileSums,
     V,
     column_of,
+    dot_pairs,
     each_segment,
     fetch,
     keep_order,
     load_half,
+    pair_of,
     tile_rows,
     unit_sizes,
     write_row,
@@ -90,7 +90,7 @@ def bfloat16_products(columns: int) -> int:
     """Return the fastest products of bfloat16 inputs that this processor has, for multiples of so many columns."""
     if V == 16 and columns % tiles.COLUMNS == 0 and tiles.can_use_tiles():
         return TILES
-    return PAIRS if V == 16 and "+avx512bf16" in FEATURES else FLOATS
+    return PAIRS if HAS_PAIRS else FLOATS
 
 
 @emits()
@@ -167,28 +167,11 @@ def _add_pairs(b: Any, code: int, address: Any, zeros: list[Any], lines: list[An
     """Add a unit's products with the rows' bfloat16 at `lines`, two columns at a time."""
     halves = [load_half(b, code, address, half) for half in HALVES]
     for pair in range(unit_sizes(code)[0] // 2):
-        words = [_pair_of(b, code, half, pair, zero) for half, zero in zip(halves, zeros, strict=True)]
+        words = [pair_of(b, code, half, pair, zero) for half, zero in zip(halves, zeros, strict=True)]
         for row, line in enumerate(lines):
-            word = load(b, line, 4 * pair, I32, 4)
-            one = b.insert_element(ir.Constant(vector_type(I32, V), ir.Undefined), word, ir.Constant(I32, 0))
-            of_row = b.shuffle_vector(one, one, vector_of(I32, 0, V))
+            of_row = broadcast(b, load(b, line, 4 * pair, I32, 4), V)
             for half in HALVES:
-                parts[row, half] = _dot(b, parts[row, half], of_row, words[half])
-
-
-def _pair_of(b: Any, code: int, half: list[Any], pair: int, zeros: Any) -> Any:
-    """Return words of two bfloat16 columns of a half that load_half gave, less `zeros`: codes times 65536."""
-    if code == BFLOAT16:
-        return half[pair]
-    low, high = (b.bitcast(column_of(b, code, half, 2 * pair + at, zeros), vector_type(I32, V)) for at in (0, 1))
-    # Codes less zeros have at most eight bits, so that the lower half of their float32 is empty.
-    return b.or_(high, b.lshr(low, vector_of(I32, 16, V)))
-
-
-def _dot(b: Any, total: Any, one: Any, other: Any) -> Any:
-    """Add the products of two pairs of bfloat16 in each word to float32."""
-    kind = ir.FunctionType(total.type, [one.type, other.type, total.type])
-    return b.call(ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0"), [one, other, total])
+                parts[row, half] = dot_pairs(b, parts[row, half], of_row, words[half])
 
 
 @emits()
@@ -210,7 +193,7 @@ def unpack(b, p, weights, zeros, out):
                 loaded = load_half(b, code, address, half)
                 for column in range(0, unit, 2 if pairs else 1):
                     if pairs:
-                        value = _pair_of(b, code, loaded, column // 2, zero)
+                        value = pair_of(b, code, loaded, column // 2, zero)
                     else:
                         value = column_of(b, code, loaded, column, zero)
                     store(b, value, line, 4 * (PANEL * (column // 2 if pairs else column) + V * half), 4)

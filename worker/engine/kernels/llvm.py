@@ -167,8 +167,8 @@ def round_to_kind(b: Any, kind: int, wide: Any, lanes: int) -> Any:
 
 
 def broadcast(b: Any, number: Any, lanes: int) -> Any:
-    """Return a vector with a float32 in every lane."""
-    first = b.insert_element(ir.Constant(vector_type(F32, lanes), ir.Undefined), number, ir.Constant(I32, 0))
+    """Return a vector with a number in every lane."""
+    first = b.insert_element(ir.Constant(vector_type(number.type, lanes), ir.Undefined), number, ir.Constant(I32, 0))
     return b.shuffle_vector(first, first, vector_of(I32, 0, lanes))
 
 

@@ -26,6 +26,7 @@ from worker.engine.kernels.llvm import (
     I32,
     I64,
     Parameters,
+    broadcast,
     emits,
     int64,
     kernel_part,
@@ -126,10 +127,8 @@ def _multiply(b: Any, p: Parameters, memory: Any, sums: int, rows: int, weights:
         for part in parts:
             b.store(vector_of(F32, 0.0, 16), part)
         with cgutils.for_range(b, int64(COLUMNS // 2)) as pair:
-            word = load(b, b.add(at_x, b.mul(pair.index, int64(4))), 0, I32, 4)
+            all_x = broadcast(b, load(b, b.add(at_x, b.mul(pair.index, int64(4))), 0, I32, 4), 16)
             words = load(b, b.add(places[2], b.mul(pair.index, int64(_LINE))), 0, vector_type(I32, 16), 4)
-            one = b.insert_element(ir.Constant(vector_type(I32, 16), ir.Undefined), word, ir.Constant(I32, 0))
-            all_x = b.shuffle_vector(one, one, vector_of(I32, 0, 16))
             for part, of in zip(parts, (_even, _odd), strict=True):
                 b.store(b.fadd(b.load(part), b.fmul(of(b, all_x), of(b, words))), part)
         total = b.fadd(*(b.load(part) for part in parts))

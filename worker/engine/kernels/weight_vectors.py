@@ -1,4 +1,4 @@
-"""Vector code of both kernels for linear layers: reads weights from panels, and writes rows of outputs.
+"""Vector code that kernels share: reads weights from panels, multiplies pairs of bfloat16, writes rows of outputs.
 
 A half is one vector of a panel, V lanes: one register. The formats keep two consecutive columns of an output in a
 32-bit word, the first in the lower half, so that one load gives vectors of both columns, or pairs of int16:
@@ -65,6 +65,8 @@ V = 16 if "+avx512f" in FEATURES else 8
 PANEL = PANEL_VECTORS * V
 # Whether the processor has the instruction of fixed_linear.py; LLVM ends the process where it has not.
 FIXED_POINT_COMPILES = ("+avx512bw" if V == 16 else "+avx2") in FEATURES
+# Whether the processor multiplies pairs of bfloat16: vdpbf16ps, of AVX-512.
+HAS_PAIRS = V == 16 and "+avx512bf16" in FEATURES
 HALVES = range(PANEL_VECTORS)
 FLOAT32, BFLOAT16, INT4 = (FORMATS[name] for name in ("float32", "bfloat16", "int4"))
 _UNITS = {FORMATS[name]: (UNIT_COLUMNS[name], UNIT_BYTES[name] * PANEL) for name in FORMATS}
@@ -107,6 +109,22 @@ def column_of(b: Any, format_code: int, half: list[Any], column: int, zeros: Any
         return b.bitcast(bits, vector_type(F32, V))
     value = b.sitofp(bits, vector_type(F32, V))
     return value if zeros is None else b.fsub(value, zeros)
+
+
+def pair_of(b: Any, format_code: int, half: list[Any], pair: int, zeros: Any) -> Any:
+    """Return words of two bfloat16 columns of a half that load_half gave, less `zeros`; of codes times 65536."""
+    if format_code == BFLOAT16:
+        return half[pair]
+    columns = (column_of(b, format_code, half, 2 * pair + at, zeros) for at in (0, 1))
+    low, high = (b.bitcast(column, vector_type(I32, V)) for column in columns)
+    # Codes less zeros have at most eight bits, so that the lower half of their float32 is empty.
+    return b.or_(high, b.lshr(low, vector_of(I32, 16, V)))
+
+
+def dot_pairs(b: Any, total: Any, one: Any, other: Any) -> Any:
+    """Add the products of the two bfloat16 in each word to float32; needs HAS_PAIRS."""
+    kind = ir.FunctionType(total.type, [one.type, other.type, total.type])
+    return b.call(ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0"), [one, other, total])
 
 
 def fetch(b: Any, address: Any, offset: int, size: int) -> None:
