@@ -80,6 +80,7 @@ class ServedCluster:
             token_ids=request.prompt_ids,
             adapter_id=adapter,
             max_tokens=request.tokens,
+            temperature=0.0,
             # Random weights may choose an end token, if the model has one. A structured answer ends with its schema.
             ignore_eos=request.json_schema is None,
             json_schema=request.json_schema,
