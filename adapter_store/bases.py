@@ -12,6 +12,7 @@ from adapter_store.database import Database
 from adapter_store.records import Base, Blob, NewBase
 from adapter_store.storage import BlobReader, DataDirectory, Upload
 from artifacts.base_model import BaseModel, ModuleShape
+from artifacts.generation_config import UNSAID, GenerationConfig
 from rpc.errors import AlreadyExists, InvalidField, NotFound
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(BaseModel))
@@ -77,8 +78,10 @@ class BaseModels:
             if same is not None:
                 changed = (same.files, same.manifest) != (files, manifest)
                 if not changed and (new.stage or same.state == "live"):
-                    return same
-                if not new.replace:
+                    if manifest.generation_config in (UNSAID, same.manifest.generation_config):
+                        return same
+                    # Written below: a version that did not read the file has registered the model.
+                elif not new.replace:
                     raise AlreadyExists(_what_differs(same, manifest) if changed else _not_live(same))
                 blobs |= {blob.digest for blob in same.files.values()}
             elif live is not None and not (new.replace or new.stage):
@@ -145,6 +148,7 @@ def _to_base(rows: sqlite3.Connection, row: sqlite3.Row) -> Base:
     for field in ("end_token_ids", "tasks", "labels"):
         fields[field] = tuple(fields[field])
     fields["modules"] = tuple(ModuleShape(*module) for module in fields["modules"])
+    fields["generation_config"] = GenerationConfig.of(fields.get("generation_config", {}))
     files = rows.execute(
         "SELECT name, digest, bytes FROM base_files WHERE model = ? AND revision = ? ORDER BY name",
         (row["name"], row["digest"]),
@@ -160,6 +164,7 @@ def _to_base(rows: sqlite3.Connection, row: sqlite3.Row) -> Base:
 def _insert(rows: sqlite3.Connection, manifest: BaseModel, files: Mapping[str, Blob]) -> None:
     fields = {name: getattr(manifest, name) for name in _FIELDS}
     fields["modules"] = [dataclasses.astuple(module) for module in manifest.modules]
+    fields["generation_config"] = manifest.generation_config.given
     del fields["files"]
     revision = (manifest.name, manifest.digest)
     rows.execute("DELETE FROM base_files WHERE model = ? AND revision = ?", revision)

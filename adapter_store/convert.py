@@ -23,8 +23,10 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from adapter_store.records import Adapter, Base, FitnessCertificate, FitnessPolicy, Revision
 from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import TASKS, BaseModel, ModuleShape
+from artifacts.generation_config import GenerationConfig
 from artifacts.names import SHARED, AdapterName, check_base_name, check_tenant, is_digest, parse_adapter_name
 from artifacts.revision import Figures
+from options import OutOfRangeError
 from rpc.errors import InvalidField, Mismatch, NotFound
 
 DEFAULT_SIZE = 100
@@ -46,7 +48,9 @@ _WORDS = {
     "architecture": (r"[a-z0-9_-]{1,64}", "model_type such as llama"),
 }
 # Fields that a manifest and its message have alike.
-_BASE_FIELDS = tuple(field.name for field in dataclasses.fields(BaseModel) if field.name not in {"modules", "files"})
+_BASE_FIELDS = tuple(
+    field.name for field in dataclasses.fields(BaseModel) if field.name not in {"modules", "files", "generation_config"}
+)
 _KEY_ID = re.compile(r"[a-z0-9]{16}")
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
@@ -172,6 +176,7 @@ def base_to_pb(base: Base) -> pb.BaseModel:
             for module in manifest.modules
         ],
         files=[pb.FileInfo(name=name, size=blob.size, sha256=blob.digest) for name, blob in base.files.items()],
+        generation_config=pb.GenerationConfig(**given) if (given := manifest.generation_config.given) else None,
         create_time=timestamp(base.create_ns),
         state=base.state,
     )
@@ -202,7 +207,16 @@ def base_from_pb(model: pb.BaseModel) -> BaseModel:
         raise InvalidField("model.pooling", f"{model.pooling!r} is not cls, mean or last")
     plain = {name: getattr(model, name) for name in _BASE_FIELDS}
     tuples = {name: tuple(plain[name]) for name in ("end_token_ids", "tasks", "labels")}
-    return BaseModel(modules=_modules(model), **plain | tuples)
+    return BaseModel(modules=_modules(model), generation_config=_generation_config(model), **plain | tuples)
+
+
+def _generation_config(model: pb.BaseModel) -> GenerationConfig:
+    config = GenerationConfig.of({field.name: value for field, value in model.generation_config.ListFields()})
+    try:
+        config.check()
+    except OutOfRangeError as error:
+        raise InvalidField(f"model.generation_config.{error.field}", error.message) from error
+    return config
 
 
 def masked(model: pb.BaseModel, mask: FieldMask) -> pb.BaseModel:

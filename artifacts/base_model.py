@@ -12,6 +12,7 @@ from artifacts.base_modules import LinearWeight, linear_weights
 from artifacts.checkpoint import Checkpoint, read_checkpoint, read_small_file
 from artifacts.encoders import ENCODERS, EncoderFamily, check_encoder, encoder_weights, has_head, label_names
 from artifacts.families import FAMILIES, HEAD, check_kv_cache_dtype, config_count, is_embedding, is_head, is_inner
+from artifacts.generation_config import GENERATION_CONFIG, UNSAID, GenerationConfig, read_generation_config
 from artifacts.hash_model import is_hash_spec, parse_hash_model
 from artifacts.json_object import parse_object
 from artifacts.names import check_base_name, sha256_json
@@ -33,10 +34,9 @@ HASH_ARCHITECTURE = "hash"
 HASH_LABELS = ("LABEL_0", "LABEL_1")
 TASKS = ("generate", "embed", "classify")
 _CONFIG = "config.json"
-_GENERATION = "generation_config.json"
 _SMALL_FILES = (
     _CONFIG,
-    _GENERATION,
+    GENERATION_CONFIG,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -102,6 +102,8 @@ class BaseModel:
     quantization: str = ""
     original_digest: str = ""
     kv_cache_dtype: str = ""
+    # What one of `files` says. Those are compared: a version that did not read it has registered the same model.
+    generation_config: GenerationConfig = field(default=UNSAID, compare=False)
 
     def serves(self, task: str) -> bool:
         """Tell whether the model alone does a task: "generate", "embed" or "classify"."""
@@ -243,6 +245,7 @@ def _read_decoder(
         modules=_modules(linear_weights(config, checkpoint, stored_weights(scheme, checkpoint)), quantize),
         tasks=("generate", "embed"),
         pooling=manifest.pooling or "last",
+        generation_config=read_generation_config(manifest.files),
     )
 
 
@@ -264,11 +267,11 @@ def _modules(weights: Mapping[str, LinearWeight], quantize: Quantization | None)
 def _end_token_ids(config: dict[str, Any], files: Mapping[str, bytes]) -> tuple[int, ...]:
     """Return the end tokens of the generation config if there is one, else of the config, as transformers does."""
     ids = config.get("eos_token_id")
-    if _GENERATION in files:
-        ids = parse_object(files[_GENERATION], _GENERATION).get("eos_token_id", ids)
+    if GENERATION_CONFIG in files:
+        ids = parse_object(files[GENERATION_CONFIG], GENERATION_CONFIG).get("eos_token_id", ids)
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise ArtifactError(
-            _GENERATION if _GENERATION in files else _CONFIG, "eos_token_id is not a token id or a list"
+            GENERATION_CONFIG if GENERATION_CONFIG in files else _CONFIG, "eos_token_id is not a token id or a list"
         )
     return tuple(ids)

@@ -65,7 +65,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """Conditions that end an answer; max_tokens None: 128, capped by the context."""
+    """Conditions that end an answer; max_tokens None: the model's number or 128, capped by the context."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -117,6 +117,8 @@ class Request:
     # A weighted set instead of `adapter`.
     adapters: tuple[WeightedAdapter, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    # The names of its fields that the client has set; the model may have values for the others.
+    sampling_set: frozenset[str] = frozenset()
     seed: int | None = None
     stopping: Stopping = field(default_factory=Stopping)
     skip_special_tokens: bool = True

@@ -67,6 +67,11 @@ class Settings(AccessSettings):
     accepted_resume_keys: str = setting(
         "further resume keys whose tokens are accepted, with commas between them: former ones, or the next one", ""
     )
+    generation_config: str = setting(
+        "auto: what a request leaves unset of sampling and max_tokens is as in the model's generation_config.json; "
+        "none: that file is not used, so an unset temperature is greedy",
+        "auto",
+    )
     engine_protocol: str = setting(
         "a protocol for gateways that is served too: sglang (docs/reference/engine-protocol.md); empty: none", ""
     )
@@ -98,6 +103,8 @@ class Settings(AccessSettings):
             if not self.usage_file:
                 raise ValueError("--usage-url: give --usage-file too, which the events are sent from")
         self._check_engine_protocol()
+        if self.generation_config not in {"auto", "none"}:
+            raise ValueError(f"--generation-config {self.generation_config}: give auto or none")
         check_bounds(self)
         if self.processes > 1 and sys.platform != "linux":
             raise ValueError(f"--processes {self.processes}: only Linux spreads the connections to a shared port")

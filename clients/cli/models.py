@@ -73,6 +73,8 @@ def push(
         say(f"registered {model.name} {model.digest}")
     else:
         say(f"{kept.state} {model.name} {model.digest}; start its workers, then: loraplex models promote {model.name}")
+    if defaults := model.generation_config.text:
+        say(f"requests that leave them unset get the values of its generation_config.json: {defaults}")
 
 
 @app.command()
@@ -156,6 +158,8 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
     """List the registered base models with their revisions: live, staged and former."""
     with store_client(store, tenant) as client:
         models = client.models(all_revisions=True)
+    from artifacts.generation_config import GenerationConfig
+
     columns: Columns = {
         "model": "name",
         "state": "state",
@@ -165,6 +169,7 @@ def list_(tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: Js
         "layers": "layers",
         "weights": lambda model: model["quantization"] or "as given",
         "KV cache": lambda model: model["kv_cache_dtype"] or "as computed",
+        "defaults": lambda model: GenerationConfig.of(model["generation_config"]).text or "none",
         "digest": lambda model: model["digest"][:19],
     }
     print_table(map(_model_json, models), columns, as_json=as_json)
@@ -183,6 +188,8 @@ def read_model(path: str, name: str, quantize: str = "", kv_cache_dtype: str = "
             raise CommandError(str(error)) from error
         lost = not is_hash_spec(path) and not Path(path).is_dir()
         hint = "; give a transformers directory with safetensors weights, or hash:?..." if lost else ""
+        if error.subject.endswith(".json"):
+            raise CommandError(f"{Path(path) / error.subject}: {error.message}") from error
         raise CommandError(f"{path}: {error.message}{hint}" if path not in str(error) else f"{error}{hint}") from error
 
 
@@ -199,11 +206,13 @@ def check_quantization(quantize: str, device: str) -> None:
 
 def registered(model: artifacts.base_model.BaseModel) -> BaseModel:
     """Convert a manifest to the SDK's class."""
-    from loraplex_client import BaseModel, Module
+    from loraplex_client import BaseModel, GenerationConfig, Module
 
     modules = tuple(Module(module.name, module.in_features, module.out_features) for module in model.modules)
-    names = {field.name for field in dataclasses.fields(BaseModel)} - {"files", "create_time", "state", "modules"}
-    return BaseModel(modules=modules, **{name: getattr(model, name) for name in names})
+    own = {"files", "create_time", "state", "modules", "generation_config"}
+    names = {field.name for field in dataclasses.fields(BaseModel)} - own
+    config = GenerationConfig(**model.generation_config.given)
+    return BaseModel(modules=modules, generation_config=config, **{name: getattr(model, name) for name in names})
 
 
 def layer_count(model: BaseModel) -> int:
@@ -215,4 +224,5 @@ def layer_count(model: BaseModel) -> int:
 def _model_json(model: BaseModel) -> dict[str, Any]:
     counts = {"layers": layer_count(model), "modules": len(model.modules)}
     fields = {name: value for name, value in vars(model).items() if name not in ("create_time", "end_token_ids")}
-    return {**fields, **counts, "files": [file.name for file in model.files]}
+    config = {name: value for name, value in vars(model.generation_config).items() if value is not None}
+    return {**fields, **counts, "files": [file.name for file in model.files], "generation_config": config}

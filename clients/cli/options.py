@@ -166,10 +166,14 @@ KvCacheOption = Annotated[
     ),
 ]
 MaxTokensOption = Annotated[
-    int | None, typer.Option(metavar="N", help="Maximum number of tokens of an answer; 128 by default.")
+    int | None,
+    typer.Option(metavar="N", help="Maximum number of tokens of an answer; unset: the model's own, else 128."),
 ]
 TemperatureOption = Annotated[
-    float | None, typer.Option(metavar="T", help="Sampling temperature; 0, the default, is greedy.")
+    float | None,
+    typer.Option(
+        metavar="T", help="Sampling temperature, 0: greedy; unset: the model's own (loraplex models list), else greedy."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -49,7 +49,7 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# The temperature of a request without one: Anthropic's own.
+# The temperature where neither request nor model has one: Anthropic's own.
 _TEMPERATURE = 1.0
 
 
@@ -191,7 +191,8 @@ def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
     if (request.get("thinking") or {}).get("type", "disabled") != "disabled":
         raise not_served("thinking", "is the model's own choice here; only `disabled` is taken, without effect")
     options: dict[str, Any] = {
-        "temperature": request.get("temperature", _TEMPERATURE),
+        "temperature": request.get("temperature"),
+        "default_temperature": _TEMPERATURE,
         "top_p": request.get("top_p"),
         "top_k": request.get("top_k"),
         "max_tokens": request.get("max_tokens"),

@@ -43,7 +43,7 @@ _NAMES = {
 }
 # Codes for which OpenAI has a word of its own.
 _CODES = {"context_exceeded": "context_length_exceeded"}
-# Tokens of a completion without `max_tokens`, and the temperature without one: OpenAI's own.
+# Tokens of a completion without `max_tokens`, and the temperature where neither request nor model has one: OpenAI's.
 _COMPLETION_TOKENS = 16
 _TEMPERATURE = 1.0
 _OWNER = "loraplex"
@@ -177,9 +177,9 @@ def common_options(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options whose fields have the same names in all of the protocol's requests. Raises HttpError."""
     options = {name: request[name] for name in _SAME if request.get(name) is not None}
     options |= {ours: request[name] for name, ours in _RENAMED.items() if request.get(name) is not None}
-    options.setdefault("temperature", _TEMPERATURE)
+    options["default_temperature"] = _TEMPERATURE
     if options.get("top_k") == -1:  # vLLM's word for no limit
-        del options["top_k"]
+        options["top_k"] = 0
     if (seed := request.get("seed")) is not None:
         options["seed"] = seed % 2**64  # OpenAI's are signed
     if request.get("logit_bias"):

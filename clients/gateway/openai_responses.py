@@ -54,12 +54,12 @@ def _head(request: Mapping[str, Any], response_id: str) -> dict[str, Any]:
         "reasoning": {"effort": None, "summary": None, **(request.get("reasoning") or {})},
         "service_tier": "default",
         "store": request.get("store", True),
-        "temperature": request.get("temperature", 1.0),
+        "temperature": request.get("temperature"),  # null: the model's own, which the router knows
         "text": {"format": {"type": "text"}, **(request.get("text") or {})},
         "tool_choice": request.get("tool_choice", "auto"),
         "tools": [{"parameters": None, "strict": None, **tool} for tool in request.get("tools") or ()],
         "top_logprobs": request.get("top_logprobs") or 0,
-        "top_p": request.get("top_p", 1.0),
+        "top_p": request.get("top_p"),
         "truncation": "disabled",
         "user": request.get("user"),
     }

@@ -298,6 +298,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         adapter=spec.adapter,
         adapters=read_adapters(spec),
         sampling=_sampling(spec.sampling),
+        sampling_set=frozenset(field.name for field, _ in spec.sampling.ListFields()),
         seed=spec.sampling.seed if spec.sampling.HasField("seed") else None,
         stopping=_stopping(spec.stopping),
         skip_special_tokens=not spec.output.HasField("skip_special_tokens") or spec.output.skip_special_tokens,
@@ -377,12 +378,15 @@ def _sampling(message: pb.Sampling) -> SamplingParams:
         raise InvalidField(
             "sampling.allowed_token_ids", f"{len(message.allowed_token_ids)} ids; at most {ALLOWED_TOKEN_IDS}"
         )
+    if message.HasField("default_temperature"):
+        set_fields.setdefault("temperature", message.default_temperature)
     params = SamplingParams(
         logit_bias=tuple(sorted(message.logit_bias.items())),
         allowed_token_ids=tuple(sorted(set(message.allowed_token_ids))),
         **set_fields,
     )
     try:
+        RANGES["temperature"].check("default_temperature", message.default_temperature)
         check_sampling(params)
     except OutOfRangeError as error:
         raise InvalidField(f"sampling.{error.field}", error.message) from error

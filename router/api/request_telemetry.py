@@ -70,15 +70,12 @@ def asked_attributes(request: Request | EncodeRequest, model: str) -> Attributes
     }
     if isinstance(request, EncodeRequest):
         return attributes | {"loraplex.texts": len(request.inputs)}
-    sampling = request.sampling
     attributes |= {
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-        "gen_ai.request.presence_penalty": sampling.presence_penalty,
-        "gen_ai.request.choice.count": request.n,
+        f"gen_ai.request.{name}": getattr(request.sampling, name)
+        for name in ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
+        if name in request.sampling_set
     }
+    attributes["gen_ai.request.choice.count"] = request.n
     if request.stopping.max_tokens is not None:
         attributes["gen_ai.request.max_tokens"] = request.stopping.max_tokens
     if request.seed is not None:

@@ -25,6 +25,7 @@ from smg_grpc_proto import sglang_scheduler_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 
 from artifacts import ArtifactError
+from artifacts.generation_config import GENERATION_CONFIG, GenerationConfig
 from artifacts.json_object import parse_object
 from artifacts.names import SHARED
 from broker.commands import Verb
@@ -92,13 +93,16 @@ def _name(request: Any, others: tuple[str, ...]) -> str:
 
 
 _SECTIONS = frozenset({"all", "core", "memory", "spec", "lora", "disagg", "queues"})
-_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_CONFIG = "config.json"
 _VERSION = f"loraplex {version('loraplex')}"
 
 
-def model_info(manifest: Manifest, adapter: str) -> Any:
-    """Describe a base model, by the name of the adapter that calls without lora_id get, if there is one."""
-    config, generation = _read(manifest, _CONFIG), _read(manifest, _GENERATION)
+def model_info(manifest: Manifest, defaults: GenerationConfig, adapter: str) -> Any:
+    """Describe a base model, by the name of the adapter that calls without lora_id get, if there is one.
+
+    Gateways fill in `defaults` themselves: the protocol's requests have a value of every field.
+    """
+    config, generation = _read(manifest, _CONFIG), _read(manifest, GENERATION_CONFIG)
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     labels = {str(index): label for index, label in enumerate(manifest.labels)}
     return engine.GetModelInfoResponse(
@@ -118,6 +122,7 @@ def model_info(manifest: Manifest, adapter: str) -> Any:
         bos_token_id=_id_of(config.get("bos_token_id")),
         id2label_json=json.dumps(labels) if labels else "",
         num_labels=len(labels),
+        default_sampling_params_json=json.dumps(defaults.sampling) if defaults.sampling else "",
     )
 
 
@@ -226,7 +231,8 @@ class SglangScheduler:
 
     async def GetModelInfo(self, request: Any, context: Context) -> Any:
         """Describe the base model."""
-        return model_info(self._models.get("").manifest, self._adapter)
+        model = self._models.get("")
+        return model_info(model.manifest, model.generation_config, self._adapter)
 
     async def GetServerInfo(self, request: Any, context: Context) -> Any:
         """Describe the router, with the number of the caller's own requests that run."""

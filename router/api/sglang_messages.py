@@ -19,7 +19,6 @@ from options import LOGIT_BIASES, FinishReason, TokenLogprobs
 from router.api.convert import STOP_STRINGS, STOP_TOKEN_IDS, check_count, read_spec
 from router.api.encoding import read_embed
 from router.catalog.models import Models
-from router.generation.admission import DEFAULT_MAX_TOKENS
 from router.request import Delta, EncodeRequest, Finished, PromptLogprobs, Request, Summary
 from router.text.chat import REASONING
 from router.text.tokenizer import ModelTokenizer, PromptTokenizer
@@ -151,7 +150,7 @@ async def read_generate(request: Any, tenant: str, adapter: str, models: Models,
         case "structural_tag":
             raise NotBuilt("sampling_params.structural_tag")
     read = await read_spec(spec, tenant, models, prompts)
-    _check_size(read, 0 if start is None else len(ids) - start)
+    _check_size(read, 0 if start is None else len(ids) - start, models.get("").default_max_tokens)
     # The spec has no such field: two requests that differ in it alone are two.
     fingerprint = f"{read.fingerprint}/{start or 0}"
     return replace(read, keep_stop=True, prompt_logprobs_start=start or 0, fingerprint=fingerprint)
@@ -225,12 +224,12 @@ def _logprob_start(request: Any) -> int | None:
     return int(start)
 
 
-def _check_size(request: Request, prompt: int) -> None:
+def _check_size(request: Request, prompt: int, default_max_tokens: int) -> None:
     """Raise InvalidField where the log probabilities of the answer, and of `prompt` tokens, do not fit one message."""
     if request.logprobs is None:
         return
     asked = request.stopping.max_tokens
-    tokens = prompt + (DEFAULT_MAX_TOKENS if asked is None else asked)
+    tokens = prompt + (default_max_tokens if asked is None else asked)
     most = ((MESSAGE_BYTES - _REST_BYTES) // max(1, tokens) - _TOKEN_BYTES) // _ALTERNATIVE_BYTES
     if request.logprobs > most:
         message = f"{request.logprobs} for each of {tokens} tokens do not fit a message"

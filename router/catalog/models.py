@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from redis.asyncio import Redis
 
+from artifacts.generation_config import UNSAID, GenerationConfig
 from artifacts.names import sha256_bytes, sha256_json
 from broker.connection import REDIS_DOWN
 from broker.keys import Keys
@@ -198,6 +199,8 @@ def _load(manifest: Manifest) -> ModelTokenizer:
 
 
 _NO_MODEL = "a base model to be registered (loraplex models push)"
+# Tokens of an answer where neither request nor model sets a maximum; fewer where the context ends before.
+DEFAULT_MAX_TOKENS = 128
 # Reasons of errors: the base model of a request was replaced; no live worker is large enough for a request.
 BASE_REPLACED, NO_WORKER_FITS = "BASE_REPLACED", "NO_WORKER_FITS"
 
@@ -213,12 +216,21 @@ def asking_redis() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A base model with its tokenizer and its queue."""
+    """A base model with its tokenizer and its queue.
+
+    `generation_config` has what requests get that leave it unset; it is empty where the router does not use it.
+    """
 
     manifest: Manifest
     tokenizer: ModelTokenizer
     queue: JobQueue
     liveness: Liveness
+    generation_config: GenerationConfig = UNSAID
+
+    @property
+    def default_max_tokens(self) -> int:
+        """Return the maximum number of tokens of an answer whose request sets none, before the context caps it."""
+        return self.generation_config.max_new_tokens or DEFAULT_MAX_TOKENS
 
 
 class Models:
@@ -254,6 +266,8 @@ class Models:
         self._log_once = LogOnce(log)
         # Tells which model the current call means where it names none; empty: the only one.
         self.default_model: Callable[[], str] = lambda: ""
+        # False: requests get nothing of what models' files say of sampling.
+        self.use_generation_config = True
 
     def get(self, name: str) -> ServedModel:
         """Return the live revision of the model of that name; without one of the caller's default, or the only one.
@@ -381,7 +395,7 @@ class Models:
         key, live = (name, listed.digest), self._served.get(name)
         is_live = live is not None and live.manifest.digest == listed.digest
         known = live if is_live else self._others.get(key)
-        if known is None or known.manifest.tasks != listed.tasks:
+        if known is None or not listed.is_of(known.manifest):
             # By the plain name the live one: a store of the version before this one knows no other.
             asked = name if listed.live else f"{name}@{listed.digest}"
             known = None if self._tokenizers.is_refused(listed.digest) else await self._load(asked)
@@ -397,6 +411,12 @@ class Models:
         if known is not live:
             self._served[name] = known
             log.info("serves base model %s (%s)", name, listed.digest)
+            if defaults := known.generation_config.text:
+                log.info(
+                    "requests for %s that leave them unset get the values of its generation_config.json: %s "
+                    "(not with --generation-config none)",
+                    *(name, defaults),
+                )
 
     async def _load(self, name: str) -> ServedModel | None:
         """Load a live revision by its name, another as `NAME@DIGEST`; None where its files cannot be used."""
@@ -406,4 +426,5 @@ class Models:
             return None
         keys = Keys(manifest.name, self._cell)
         queue = JobQueue(self._redis, keys, limits=self._limits, seals=self._seals)
-        return ServedModel(manifest, tokenizer, queue, Liveness(self._redis, keys))
+        config = manifest.generation_config if self.use_generation_config else UNSAID
+        return ServedModel(manifest, tokenizer, queue, Liveness(self._redis, keys), config)

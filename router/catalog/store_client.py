@@ -16,6 +16,7 @@ from loraplex.adapters.v1 import adapters_pb2_grpc
 from loraplex.admin.v1 import accounts_pb2, accounts_pb2_grpc, keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
 
 from artifacts import ArtifactError
+from artifacts.generation_config import UNSAID, GenerationConfig
 from artifacts.json_object import parse_object
 from broker.commands import is_of_tenant
 from broker.messages import AdapterRef
@@ -56,6 +57,7 @@ class Manifest:
     labels: tuple[str, ...] = ()
     # transformers' name of the task that its classifier solves; empty: one label of several.
     problem_type: str = ""
+    generation_config: GenerationConfig = UNSAID
 
     @property
     def adapted_digest(self) -> str:
@@ -65,17 +67,26 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredModel:
-    """A revision of a base model as the store lists it. `tasks` change where it is registered again with others."""
+    """A revision of a base model as the store lists it.
+
+    `tasks` and `generation_config` change where it is registered again with others.
+    """
 
     digest: str
     tasks: tuple[str, ...] = ("generate",)
     live: bool = True
+    generation_config: GenerationConfig = UNSAID
+
+    def is_of(self, manifest: Manifest) -> bool:
+        """Tell whether a manifest of this digest, which was read before, is still what is registered."""
+        return (self.tasks, self.generation_config) == (manifest.tasks, manifest.generation_config)
 
 
 def registered_model(model: pb.BaseModel) -> RegisteredModel:
     """Return a revision of the store's list."""
     # A store of a version that knows no revisions lists one of each model, without a state.
-    return RegisteredModel(model.digest, tuple(model.tasks), model.state in {"live", ""})
+    live = model.state in {"live", ""}
+    return RegisteredModel(model.digest, tuple(model.tasks), live, _generation_config(model))
 
 
 def read_manifest(model: pb.BaseModel, files: Mapping[str, bytes]) -> Manifest:
@@ -92,7 +103,12 @@ def read_manifest(model: pb.BaseModel, files: Mapping[str, bytes]) -> Manifest:
         tasks=tuple(model.tasks),
         labels=tuple(model.labels),
         problem_type=_problem_type(files.get(_CONFIG, b"{}")),
+        generation_config=_generation_config(model),
     )
+
+
+def _generation_config(model: pb.BaseModel) -> GenerationConfig:
+    return GenerationConfig.of({field.name: value for field, value in model.generation_config.ListFields()})
 
 
 def _problem_type(config: bytes) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+from artifacts.generation_config import GenerationConfig
 from broker.messages import AdapterRef, Job, WorkerState
 from grammars import GrammarError
 from grammars.matching import special_tokens
@@ -23,7 +25,7 @@ from router.catalog.adapters import (
     find_classifier,
     resolve_adapters,
 )
-from router.catalog.models import Models, ServedModel
+from router.catalog.models import DEFAULT_MAX_TOKENS, Models, ServedModel
 from router.catalog.store_client import Manifest, StoreClient
 from router.dispatch.links import RelayReach
 from router.generation.chat_format import call_grammar, chat_format
@@ -129,17 +131,29 @@ class GrammarProofs:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-# Tokens of an answer where the client sets no maximum; fewer where the context ends before.
-DEFAULT_MAX_TOKENS = 128
-
-
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """An admitted request: its job, the tokenizer, and how to read the answer to a chat that is not text alone."""
+    """An admitted request: its job, the tokenizer, and how to read the answer to a chat that is not text alone.
+
+    `filled` has the fields of sampling that the request left unset and the model has values for.
+    """
 
     job: Job
     tokenizer: ModelTokenizer
     chat_format: ChatFormat | None = None
+    filled: Mapping[str, Any] = field(default_factory=dict)
+
+
+def unset_values(request: Request, config: GenerationConfig) -> dict[str, Any]:
+    """Return a model's values for the fields of sampling that a request leaves unset.
+
+    They are penalties alone where the request sets temperature 0, and none where it asks for no tokens.
+    """
+    if request.stopping.max_tokens == 0:
+        return {}
+    greedy = "temperature" in request.sampling_set and request.sampling.temperature == 0
+    values = replace(config, do_sample=False).sampling if greedy else config.sampling
+    return {name: value for name, value in values.items() if name not in request.sampling_set}
 
 
 class Admission:
@@ -171,7 +185,10 @@ class Admission:
         # A job that is longer than every worker's KV cache would wait for ever.
         largest = max((state.max_tokens for state in workers), default=model.manifest.context_length)
         context = min(model.manifest.context_length, largest)
-        admitted = await self._admit(request, model, adapter, context, deadline_s)
+        # Here alone: whoever goes on with the request has the values in its job, or in its resume token.
+        filled = unset_values(request, model.generation_config)
+        request = replace(request, sampling=replace(request.sampling, **filled))
+        admitted = replace(await self._admit(request, model, adapter, context, deadline_s), filled=filled)
         if admitted.job.grammar:
             field = request.format_field or "chat.tools"
             await self._proofs.check(admitted.job.grammar, field, request.tenant, model.manifest)
@@ -185,6 +202,7 @@ class Admission:
         """
         payload = resumption.payload
         model = self.models.with_digest(payload.model, payload.base_digest)
+        request = replace(request, sampling=replace(request.sampling, **payload.filled))
         admitted = await self._admit(request, model, payload.adapter, model.manifest.context_length, deadline_s)
         job = replace(admitted.job, resumed=True, prompt_logprobs=None)
         if unservable := self.models.why_unservable(job):  # it was admitted: a worker that fits may be restarting
@@ -197,7 +215,7 @@ class Admission:
             job = replace(
                 job, emitted=emitted, done=tuple(sorted(choice for choice, part in received if part.finished))
             )
-        return replace(admitted, job=job)
+        return replace(admitted, job=job, filled=payload.filled)
 
     async def admit_texts(self, request: EncodeRequest) -> tuple[Sequence[Job], Classifier]:
         """Return the jobs of a request's inputs, in order, all of one revision, and the classifier that they ask for.
@@ -211,10 +229,10 @@ class Admission:
         check_rank(adapter, max(state.max_rank for state in workers))
         limit = min(manifest.context_length, max(state.max_tokens for state in workers))
         inputs = await self.prompts.tokenize_inputs(model.tokenizer, request, limit)
-        for (ids, _), field in zip(inputs, request.fields, strict=True):
+        for (ids, _), path in zip(inputs, request.fields, strict=True):
             if not ids:
-                raise InvalidField(field, "has no tokens")
-            check_ids(field, ids, manifest.vocab_size)
+                raise InvalidField(path, "has no tokens")
+            check_ids(path, ids, manifest.vocab_size)
         job = self._job(
             replace(request, request_id=request.request_id or secrets.token_hex(8)),
             manifest,
@@ -295,7 +313,7 @@ class Admission:
         if grammar and request.sampling.allowed_token_ids:
             raise InvalidField("sampling.allowed_token_ids", f"does not go with {request.format_field or 'chat.tools'}")
         self._workers_for_new_jobs(model.manifest)
-        max_tokens = _max_tokens(request, len(prompt_ids), context)
+        max_tokens = _max_tokens(request, len(prompt_ids), context, model.default_max_tokens)
         _check_all_ids(request, prompt_ids, model.manifest.vocab_size)
         stopping = StoppingParams(
             max_tokens, request.stopping.min_tokens, request.stopping.stop_token_ids, request.stopping.ignore_eos
@@ -323,7 +341,7 @@ class Admission:
 
     async def _tokenize(self, request: Request, model: ServedModel, template: ChatTemplate | None) -> tuple[int, ...]:
         prompt, tenant, context = request.prompt, request.tenant, model.manifest.context_length
-        options = _resolved(request, context)
+        options = _resolved(request, context, model.default_max_tokens)
         if template is not None and isinstance(prompt, Chat):
             now = request.rendered_at_s or time.time()
             return await self.prompts.tokenize_chat(model.tokenizer, template, prompt, tenant, context, now, options)
@@ -383,17 +401,19 @@ class Admission:
         return serving
 
 
-def _resolved(request: Request, context: int) -> PromptOptions:
-    """Return the prompt's options, with `truncate_to` 0 as what the context leaves beside the answer."""
+def _resolved(request: Request, context: int, default: int) -> PromptOptions:
+    """Return the prompt's options, with `truncate_to` 0 as what the context leaves beside the answer.
+
+    Beside one without max_tokens, for which a model may propose its whole context, DEFAULT_MAX_TOKENS at most.
+    """
     if request.prompt_options.truncate_to != 0:
         return request.prompt_options
     asked = request.stopping.max_tokens
-    return replace(
-        request.prompt_options, truncate_to=max(1, context - (DEFAULT_MAX_TOKENS if asked is None else asked))
-    )
+    answer = min(default, DEFAULT_MAX_TOKENS) if asked is None else asked
+    return replace(request.prompt_options, truncate_to=max(1, context - answer))
 
 
-def _max_tokens(request: Request, prompt: int, context: int) -> int:
+def _max_tokens(request: Request, prompt: int, context: int, default: int) -> int:
     if prompt == 0:
         raise InvalidField(request.prompt_field, "has no tokens")
     remaining = context - prompt
@@ -402,7 +422,7 @@ def _max_tokens(request: Request, prompt: int, context: int) -> int:
     if least > remaining:
         field = request.prompt_field if remaining < 1 else "stopping.max_tokens"
         raise context_exceeded(field, f"{prompt} prompt tokens and {least} more", context)
-    return min(DEFAULT_MAX_TOKENS, remaining) if asked is None else asked
+    return min(default, remaining) if asked is None else asked
 
 
 def _check_all_ids(request: Request, prompt_ids: tuple[int, ...], vocab_size: int) -> None:

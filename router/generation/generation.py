@@ -99,6 +99,7 @@ class Run:
             rendered_at_s=self.rendered_at_s,
             reservation=self.budget.reservation.id if self.budget else "",
             epochs=self.resumption.payload.epochs if self.resumption else (),
+            filled=dict(self.admitted.filled),
         )
 
     def move_to(self, call: CallBudget) -> None:
@@ -122,6 +123,8 @@ class Run:
             return self.resumption is None
         payload, job = resumption.payload, self.routed.job
         if (payload.seed, payload.adapter, payload.base_digest) != (job.sampling.seed, job.adapter, job.base_digest):
+            return False
+        if (payload.filled, payload.max_tokens) != (self.admitted.filled, job.stopping.max_tokens):
             return False
         began_with = self.resumption.received if self.resumption else {}
         return all(

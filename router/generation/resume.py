@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
@@ -222,6 +223,8 @@ def _ended(what: str) -> InvalidField:
 
 # Version of the payload's layout, the first byte of a payload; tokens of other versions are refused by that name.
 VERSION = 2
+# Version of a payload with values of the model's: a router of an earlier version would leave them out, and refuses it.
+FILLED_VERSION = 3
 # Time in seconds for which a token is good.
 TOKEN_S = 86_400.0
 _MAC_BYTES = hashlib.sha256().digest_size
@@ -265,6 +268,8 @@ class ResumePayload(msgspec.Struct, frozen=True, array_like=True):
     api_key: str = ""
     # Epochs of the adapter, or of those of the set; none: they are not known.
     epochs: tuple[int, ...] = ()
+    # Fields of sampling that the request left unset, with the values that the model had for them at admission.
+    filled: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +315,7 @@ class ResumeTokens:
             api_key=calling_key(),
             epochs=payload.epochs or (self._epochs.of(payload.adapter) if self._epochs else ()),
         )
-        packed = bytes([VERSION]) + self._encoder.encode(payload)
+        packed = bytes([FILLED_VERSION if payload.filled else VERSION]) + self._encoder.encode(payload)
         return base64.urlsafe_b64encode(_mac(key, tenant, packed) + packed).decode()
 
     async def verify(self, token: str, tenant: str) -> ResumePayload:
@@ -322,10 +327,10 @@ class ResumeTokens:
             await self._keys.look()
             if not self._is_signed(mac, tenant, packed):
                 raise _forged() if self._keys.settled else _keys_missing()
-        if packed[:1] != bytes([VERSION]):  # signed by a router of another version: nobody forged it
+        if packed[:1] not in (bytes([VERSION]), bytes([FILLED_VERSION])):  # of another router's version, not forged
             raise InvalidField(
                 "resume_token",
-                f"has another version than {VERSION}, which this router reads",
+                f"has another version than {VERSION} and {FILLED_VERSION}, which this router reads",
                 reason="RESUME_TOKEN_VERSION",
             )
         payload = self._decoder.decode(packed[1:])

@@ -58,6 +58,7 @@ class Client:
             quantization=base.quantization,
             original_digest=base.original_digest,
             kv_cache_dtype=base.kv_cache_dtype,
+            generation_config=pb.GenerationConfig(**base.generation_config.given),
         )
         parts = [pb.RegisterBaseModelRequest(model=model, replace=replace, stage=stage)]
         parts += [pb.RegisterBaseModelRequest(chunk=part) for part in chunks(base.files)]

@@ -14,6 +14,7 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from adapter_store.database import MIGRATIONS, Database
 from artifacts.base_model import BaseModel, ModuleShape
+from artifacts.generation_config import GenerationConfig
 from artifacts.names import sha256_bytes
 
 if TYPE_CHECKING:
@@ -298,3 +299,45 @@ async def test_bad_fields_of_a_quantized_model_are_refused(
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=f"model.{next(iter(changes))}"):
         await client.register(dataclasses.replace(tiny_base, **changes))
+
+
+CONFIG = GenerationConfig(do_sample=True, temperature=0.6, top_k=0, max_new_tokens=9)
+GIVEN = pb.GenerationConfig(do_sample=True, temperature=0.6, top_k=0, max_new_tokens=9)
+
+
+async def test_what_the_generation_config_says_is_kept(client: Client, tiny_base: BaseModel, data: Path) -> None:
+    model = await client.register(dataclasses.replace(tiny_base, generation_config=CONFIG))
+    assert model.generation_config == GIVEN
+    with closing(sqlite3.connect(data / "catalog.db")) as catalog:
+        sql = "UPDATE base_models SET manifest = json_set(manifest, '$.generation_config.of_a_later_version', 1)"
+        catalog.execute(sql)
+        catalog.commit()
+    assert (await download(client, "tiny"))[0].generation_config == GIVEN
+
+
+async def test_the_same_files_complete_what_an_earlier_version_has_registered(
+    client: Client, tiny_base: BaseModel, data: Path
+) -> None:
+    """Such a version did not read the file; its clients still register the model, which changes nothing."""
+    first = await client.register(tiny_base)
+    with closing(sqlite3.connect(data / "catalog.db")) as catalog:
+        catalog.execute("UPDATE base_models SET manifest = json_remove(manifest, '$.generation_config')")
+        catalog.commit()
+    assert not (await download(client, "tiny"))[0].HasField("generation_config")
+    completed = await client.register(dataclasses.replace(tiny_base, generation_config=CONFIG))
+    assert (completed.generation_config, completed.digest, completed.state) == (GIVEN, first.digest, "live")
+    assert await client.register(tiny_base) == completed
+    staged = dataclasses.replace(tiny_base, digest="sha256:" + "2" * 64)
+    await client.register(staged, stage=True)
+    again = await client.register(dataclasses.replace(staged, generation_config=CONFIG), stage=True)
+    assert (again.generation_config, again.state) == (GIVEN, "staged")
+
+
+@pytest.mark.parametrize(
+    "config", [{"temperature": -1.0}, {"top_p": float("nan")}, {"min_p": 1e300}, {"max_new_tokens": 0}]
+)
+async def test_a_bad_generation_config_is_refused_by_its_field(
+    client: Client, tiny_base: BaseModel, config: dict[str, Any]
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=f"model.generation_config.{next(iter(config))}"):
+        await client.register(dataclasses.replace(tiny_base, generation_config=GenerationConfig(**config)))

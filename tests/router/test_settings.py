@@ -51,3 +51,9 @@ def test_only_an_engine_protocol_that_is_known_and_installed_is_served(monkeypat
     monkeypatch.setattr("rpc.settings.find_spec", lambda module: None)
     with pytest.raises(ValueError, match="--engine-protocol sglang: needs the package smg-grpc-proto"):
         Settings(store="s", redis_url="r", engine_protocol="sglang")
+
+
+def test_the_use_of_generation_configs_is_auto_or_none() -> None:
+    assert Settings(store="s", redis_url="r").generation_config == "auto"
+    with pytest.raises(ValueError, match="--generation-config vllm: give auto or none"):
+        Settings(store="s", redis_url="r", generation_config="vllm")

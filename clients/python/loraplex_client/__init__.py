@@ -48,7 +48,16 @@ from loraplex_client.generation import (
     Usage,
 )
 from loraplex_client.options import ChatOptions, GenerateOptions
-from loraplex_client.resources import Adapter, BaseModel, FitnessCertificate, ModelFile, Module, Pushed, Revision
+from loraplex_client.resources import (
+    Adapter,
+    BaseModel,
+    FitnessCertificate,
+    GenerationConfig,
+    ModelFile,
+    Module,
+    Pushed,
+    Revision,
+)
 
 __version__ = version("loraplex-client")
 
@@ -77,6 +86,7 @@ __all__ = [
     "FitnessCertificate",
     "GenerateOptions",
     "Generation",
+    "GenerationConfig",
     "GenerationStream",
     "InternalError",
     "InvalidRequestError",

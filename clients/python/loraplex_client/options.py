@@ -139,8 +139,10 @@ class ChatOptions(TypedDict, total=False):
     # higher goes first among one tenant's own requests; -100 to 100
     priority: int | None
 
-    # greedy when unset or 0
+    # 0: greedy; unset, as the fields after it: the model's own, else greedy
     temperature: float | None
+    # the temperature where it is unset and the model has none either
+    default_temperature: float | None
     top_k: int | None
     top_p: float | None
     min_p: float | None
@@ -154,7 +156,7 @@ class ChatOptions(TypedDict, total=False):
     allowed_token_ids: Sequence[int] | None
     seed: int | None
 
-    # 128 when unset
+    # unset: the model's own, else 128
     max_tokens: int | None
     min_tokens: int | None
     # ends the answer before the string

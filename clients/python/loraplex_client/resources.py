@@ -95,6 +95,23 @@ class ModelFile:
 
 
 @dataclass(frozen=True)
+class GenerationConfig:
+    """The sampling that a base model's generation_config.json proposes, by its own names; None where it has no value.
+
+    Routers fill in with it what a request leaves unset: those that shape sampling only where `do_sample` is true.
+    """
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True)
 class BaseModel:
     """The properties of a base model that all parts share. The store fills in `files`, `create_time` and `state`.
 
@@ -122,6 +139,7 @@ class BaseModel:
     original_digest: str = ""
     # The dtype of the KV cache, int8; empty: that in which the model computes.
     kv_cache_dtype: str = ""
+    generation_config: GenerationConfig = GenerationConfig()
     # The store's: live, which calls get; staged, registered beside it and not live yet; former, live before.
     state: str = ""
 
@@ -132,10 +150,18 @@ T = TypeVar("T")
 def resource_of(cls: type[T], message: Message) -> T:
     """Return the resource of a class in a message, whose fields have the same names."""
     fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]  # all of these classes are dataclasses
-    values = {field.name: _value_of(getattr(message, field.name)) for field in fields}
+    values = {field.name: _field_of(message, field.name) for field in fields}
     if cls is FitnessCertificate:
         values["verdict"] = _VERDICTS.get(values["verdict"], "")
     return cls(**values)
+
+
+def _field_of(message: Message, name: str) -> Any:
+    """Return a field's value; None for a number that is unset and not 0."""
+    field = message.DESCRIPTOR.fields_by_name[name]
+    if field.message_type is None and field.has_presence and not message.HasField(name):
+        return None
+    return _value_of(getattr(message, name))
 
 
 def _value_of(value: Any) -> Any:
@@ -154,7 +180,12 @@ def _value_of(value: Any) -> Any:
 
 
 # The classes of messages that are in others.
-_CLASSES: Mapping[str, type] = {"FitnessCertificate": FitnessCertificate, "Module": Module, "FileInfo": ModelFile}
+_CLASSES: Mapping[str, type] = {
+    "FitnessCertificate": FitnessCertificate,
+    "Module": Module,
+    "FileInfo": ModelFile,
+    "GenerationConfig": GenerationConfig,
+}
 
 
 def certificate_message(certificate: FitnessCertificate) -> adapters_pb2.FitnessCertificate:

@@ -48,6 +48,7 @@ def test_priority_has_its_range() -> None:
     [
         (pb.Sampling(top_p=7), "sampling.top_p: 7 is not greater than 0 and at most 1"),
         (pb.Sampling(repetition_penalty=0), "sampling.repetition_penalty: 0 is not greater than 0 and at most 100"),
+        (pb.Sampling(default_temperature=-1), "sampling.default_temperature: -1 is not between 0 and 100"),
         (pb.Sampling(temperature=-1), "sampling.temperature: -1 is not between 0 and 100"),
         (pb.Sampling(frequency_penalty=2.5), "sampling.frequency_penalty: 2.5 is not between -2 and 2"),
         (pb.Sampling(allowed_token_ids=range(4097)), "sampling.allowed_token_ids: 4097 ids; at most 4096"),
@@ -213,3 +214,13 @@ def test_a_format_that_one_tenant_has_asked_with_is_read_anew_for_another(monkey
     for tenant in ("acme", "globex", "acme"):
         read_format(spec, tenant)
     assert len(read) == 2
+
+
+def test_a_default_temperature_is_that_of_a_request_without_one() -> None:
+    def read(**sampling: Any) -> tuple[float, bool]:
+        request = read_request(pb.GenerateSpec(prompt="x", sampling=pb.Sampling(**sampling)), "acme")
+        return request.sampling.temperature, "temperature" in request.sampling_set
+
+    assert read() == (0.0, False)
+    assert read(default_temperature=1.0) == (1.0, False)
+    assert read(default_temperature=1.0, temperature=0.0) == (0.0, True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from artifacts.generation_config import UNSAID, GenerationConfig
 from router.api.sglang_messages import ReasoningCount, reasoning_end
 from router.catalog.store_client import Manifest
 from router.text.tokenizer import HashTokenizer, ModelTokenizer
@@ -24,6 +25,7 @@ from router.api.sglang import TokenizerFiles, model_info
 from router.api.sglang_messages import engine_field_names
 
 MODEL = Path(__file__).parents[3] / "examples" / "model"
+DEFAULTS = GenerationConfig(do_sample=True, temperature=0.5, top_k=20, max_new_tokens=9)
 FILES = {name: (MODEL / name).read_bytes() for name in ("config.json", "generation_config.json", "tokenizer.json")}
 
 
@@ -33,20 +35,22 @@ def manifest(**files: bytes) -> Manifest:
 
 
 def test_a_model_is_described_by_its_own_files() -> None:
-    info = model_info(manifest(**FILES), "")
+    info = model_info(manifest(**FILES), DEFAULTS, "")
     config = json.loads(FILES["config.json"])
     assert (info.served_model_name, info.model_type, list(info.architectures)) == ("tiny", "llama", ["llama"])
     assert list(info.eos_token_ids) == [config["eos_token_id"]]
     assert (json.loads(info.id2label_json), info.num_labels) == ({"0": "bad", "1": "good"}, 2)
+    assert json.loads(info.default_sampling_params_json) == {"temperature": 0.5, "top_k": 20}
     # No name that a gateway could look up at a hub.
     assert info.model_path == "/loraplex/sha256:0"
-    assert model_info(manifest(), "support").served_model_name == "support"
-    assert model_info(manifest(), "").model_path == ""
+    assert model_info(manifest(), UNSAID, "support").served_model_name == "support"
+    bare = model_info(manifest(), UNSAID, "")
+    assert (bare.model_path, bare.default_sampling_params_json) == ("", "")
 
 
 @pytest.mark.parametrize("config", [b"no JSON", b"[]", b'{"eos_token_id": ["x", true, -1, 7], "bos_token_id": "x"}'])
 def test_files_that_anybody_may_have_written_break_nothing(config: bytes) -> None:
-    info = model_info(manifest(**{"config.json": config}), "")
+    info = model_info(manifest(**{"config.json": config}), UNSAID, "")
     assert list(info.eos_token_ids) in ([], [7])
     assert (info.bos_token_id, info.pad_token_id) == (0, 0)
 

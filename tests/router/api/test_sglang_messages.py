@@ -15,9 +15,11 @@ pytest.importorskip("smg_grpc_proto", reason="the engine protocol's package is n
 
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
+MODEL = SimpleNamespace(manifest=SimpleNamespace(context_length=64), default_max_tokens=128)
+
 
 async def test_another_beginning_of_the_prompts_logprobs_is_another_request() -> None:
-    models: Any = SimpleNamespace(get=lambda name: SimpleNamespace(manifest=SimpleNamespace(context_length=64)))
+    models: Any = SimpleNamespace(get=lambda name: MODEL)
 
     async def fingerprint(**fields: Any) -> str:
         request = pb.GenerateRequest(request_id="r", tokenized=pb.TokenizedInput(input_ids=[1, 2, 3]), **fields)
@@ -45,7 +47,7 @@ async def test_a_field_with_too_many_values_is_refused_before_they_are_read(
         raise AssertionError("copied before its size is known")
 
     monkeypatch.setattr("router.api.sglang_messages.pb.GenerateSpec", copied)
-    models: Any = SimpleNamespace(get=lambda name: SimpleNamespace(manifest=SimpleNamespace(context_length=64)))
+    models: Any = SimpleNamespace(get=lambda name: MODEL)
     ids = [1] * 65 if field == "input_ids" else [1]
     request = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=ids), sampling_params=params)
     with pytest.raises(InvalidField) as refused, engine_field_names():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from artifacts.base_model import read_base_model
+from artifacts.generation_config import UNSAID, GenerationConfig
 from broker.keys import Keys
 from broker.liveness import Census, Liveness
 from broker.messages import AdapterRef, Job, WorkerPhase
@@ -38,17 +40,20 @@ class OneModel:
 
     tasks: tuple[str, ...] = ("generate",)
 
+    config = UNSAID
+
     # Digests of the staged and former revisions.
     others: tuple[str, ...] = ()
 
     async def models(self) -> dict[str, list[RegisteredModel]]:
-        live = RegisteredModel(self.digest, self.tasks)
+        live = RegisteredModel(self.digest, self.tasks, generation_config=self.config)
         return {name: [*(RegisteredModel(one, live=False) for one in self.others), live] for name in self.names}
 
     async def manifest(self, name: str) -> Manifest:
         sizes = (BASE.context_length, BASE.vocab_size)
         name, _, digest = name.partition("@")
-        return Manifest(name, digest or self.digest, BASE.architecture, *sizes, dict(BASE.files), tasks=self.tasks)
+        manifest = Manifest(name, digest or self.digest, BASE.architecture, *sizes, dict(BASE.files), tasks=self.tasks)
+        return replace(manifest, generation_config=self.config)
 
 
 class Router:
@@ -290,6 +295,31 @@ async def test_a_manifest_that_is_registered_again_with_its_tasks_is_read_again(
         await router.models.look_at_store()
         assert router.models.get("tiny").manifest.tasks == tasks
     assert router.models.with_digest("tiny", BASE.digest) is router.models.get("tiny")
+
+
+@pytest.mark.parametrize("used", [True, False])
+async def test_what_a_generation_config_says_is_followed_and_logged_once(
+    redis: Redis, caplog: pytest.LogCaptureFixture, used: bool
+) -> None:
+    """The digest stays where a model is registered again with another."""
+    caplog.set_level(logging.INFO)
+    router = Router(redis, 1.0)
+    router.models.use_generation_config = used
+    await router.models.look_at_store()
+    assert router.models.get("tiny").generation_config == UNSAID
+    for temperature in (0.5, 0.7):
+        router.store.config = GenerationConfig(do_sample=True, temperature=temperature, max_new_tokens=9)
+        for _ in range(2):
+            await router.models.look_at_store()
+        served = router.models.get("tiny")
+        assert served.generation_config == (router.store.config if used else UNSAID)
+        assert served.default_max_tokens == (9 if used else 128)
+    told = [record.getMessage() for record in caplog.records if "generation_config.json" in record.getMessage()]
+    assert told == [
+        f"requests for tiny that leave them unset get the values of its generation_config.json: temperature "
+        f"{temperature}, max_tokens 9 (not with --generation-config none)"
+        for temperature in ((0.5, 0.7) if used else ())
+    ]
 
 
 class Censuses:

@@ -9,18 +9,21 @@ from typing import Any
 
 import msgspec
 import pytest
+from loraplex.inference.v1 import inference_pb2 as pb
 
+from artifacts.generation_config import UNSAID, GenerationConfig
 from broker.messages import AdapterRef, Job
 from grammars.build import regex_grammar
-from options import TokenLogprobs
-from router.api.convert import write_message
+from options import SamplingParams, TokenLogprobs
+from router.api.convert import read_request, write_message
 from router.catalog.adapters import AdapterConfigs
+from router.catalog.models import DEFAULT_MAX_TOKENS, ServedModel
 from router.catalog.store_client import Manifest
 from router.dispatch.links import RelayReach
 from router.dispatch.routed_job import READ_TOKENS
-from router.generation.admission import DEFAULT_MAX_TOKENS, Admission, GrammarProofs, check_answer_size
+from router.generation.admission import Admission, GrammarProofs, check_answer_size
 from router.generation.resume import Began, ResumePayload, Resumption
-from router.request import Delta, Message, PromptLogprobs, Received, Request, Stopping
+from router.request import Delta, Message, PromptLogprobs, PromptOptions, Received, Request, Stopping
 from router.text.tokenizer import HashTokenizer, PromptTokenizer
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 from rpc.server import MESSAGE_BYTES
@@ -36,7 +39,8 @@ class Cluster:
     """The models and workers that an admission sees."""
 
     def __init__(self) -> None:
-        self.served = {"tiny": SimpleNamespace(manifest=MANIFEST, tokenizer=HashTokenizer())}
+        none: Any = None  # no test asks the queue or for the workers' liveness
+        self.served = {"tiny": ServedModel(MANIFEST, HashTokenizer(), none, none)}
         self.workers = [SimpleNamespace(max_rank=16, max_tokens=200)]
         self.unservable: CallError | None = None
 
@@ -152,6 +156,87 @@ async def test_what_can_not_be_resumed_is_refused(admission: Admission, cluster:
     cluster.unservable = Unavailable("the only worker that is large enough restarts", reason="NO_WORKER_FITS")
     with pytest.raises(Unavailable, match="restarts"):
         await resumed(admission)
+
+
+CONFIG = GenerationConfig(
+    do_sample=True, temperature=0.5, top_k=20, top_p=0.25, repetition_penalty=1.5, max_new_tokens=30
+)
+
+
+def read(**sampling: Any) -> Request:
+    """Return the request with these fields of sampling set."""
+    spec = pb.GenerateSpec(request_id="r", prompt="hello", sampling=pb.Sampling(**sampling))
+    return read_request(spec, "acme")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "becomes"),
+    [
+        ({}, {"temperature": 0.5, "top_k": 20, "top_p": 0.25, "repetition_penalty": 1.5}),
+        # Over HTTP; the model's temperature wins.
+        ({"default_temperature": 1.0}, {"temperature": 0.5, "top_k": 20, "top_p": 0.25, "repetition_penalty": 1.5}),
+        (
+            {"temperature": 2.0, "top_k": 0, "seed": 7},
+            {"temperature": 2.0, "top_p": 0.25, "repetition_penalty": 1.5, "seed": 7},
+        ),
+        # A greedy request gets penalties alone.
+        ({"temperature": 0.0}, {"repetition_penalty": 1.5}),
+        ({"temperature": 0.0, "repetition_penalty": 1.0}, {}),
+    ],
+)
+async def test_unset_fields_are_the_models(
+    admission: Admission, cluster: Cluster, sampling: dict[str, Any], becomes: dict[str, Any]
+) -> None:
+    neutral = (await admission.admit(read(**sampling), None)).job
+    expected = {name: value for name, value in sampling.items() if name not in ("default_temperature", "seed")}
+    if "default_temperature" in sampling:
+        expected["temperature"] = sampling["default_temperature"]
+    assert replace(neutral.sampling, seed=0) == SamplingParams(**expected)
+    assert neutral.stopping.max_tokens == DEFAULT_MAX_TOKENS
+    cluster.served["tiny"] = replace(cluster.served["tiny"], generation_config=CONFIG)
+    job = (await admission.admit(read(**sampling), None)).job
+    assert replace(job.sampling, seed=becomes.get("seed", 0)) == SamplingParams(**becomes)
+    assert job.stopping.max_tokens == 30
+    assert (await admission.admit(replace(REQUEST, stopping=Stopping(max_tokens=7)), None)).job.stopping.max_tokens == 7
+
+
+async def test_a_request_for_no_tokens_gets_no_sampling(admission: Admission, cluster: Cluster) -> None:
+    """Score asks for log probabilities of the prompt alone."""
+    cluster.served["tiny"] = replace(cluster.served["tiny"], generation_config=CONFIG)
+    job = (await admission.admit(replace(REQUEST, stopping=Stopping(max_tokens=0), seed=0), None)).job
+    assert job.sampling == SamplingParams()
+
+
+@pytest.mark.parametrize("most", [None, 20, 100_000])
+async def test_a_prompt_is_cut_alike_where_its_request_is_resumed(
+    admission: Admission, cluster: Cluster, most: int | None
+) -> None:
+    """The length that a model proposes may be its whole context, which leaves the prompt its room all the same."""
+    config = GenerationConfig(max_new_tokens=most)
+    cluster.served["tiny"] = replace(cluster.served["tiny"], generation_config=config)
+    cluster.workers[0].max_tokens = 300
+    for size in (100, 250, 1000):
+        request = replace(REQUEST, prompt="x" * size, prompt_options=PromptOptions(truncate_to=0))
+        job = (await admission.admit(request, None)).job
+        assert len(job.prompt_ids) == min(size, 300 - min(most or 128, 128))
+        assert job.stopping.max_tokens == min(most or 128, 300 - len(job.prompt_ids))
+        resumed = replace(request, stopping=Stopping(max_tokens=job.stopping.max_tokens))
+        payload = msgspec.structs.replace(PAYLOAD, max_tokens=job.stopping.max_tokens)
+        again = (await admission.readmit(resumed, Resumption(payload), None)).job
+        assert (again.prompt_ids, again.stopping) == (job.prompt_ids, job.stopping)
+
+
+async def test_a_resumed_request_keeps_the_values_that_it_was_admitted_with(
+    admission: Admission, cluster: Cluster
+) -> None:
+    """The model may say something else by now, and this router may not use that."""
+    filled: dict[str, Any] = {"temperature": 0.5, "top_k": 20}
+    for config, kept in ((UNSAID, filled), (CONFIG, {}), (GenerationConfig(do_sample=True), filled)):
+        cluster.served["tiny"] = replace(cluster.served["tiny"], generation_config=config)
+        resumption = Resumption(msgspec.structs.replace(PAYLOAD, filled=kept))
+        admitted = await admission.readmit(replace(read(top_p=0.75), seed=7), resumption, None)
+        assert admitted.job.sampling == SamplingParams(top_p=0.75, seed=7, **kept)
+        assert admitted.filled == kept, "the next token has them too"
 
 
 async def test_a_format_is_proven_before_its_job_is_made(admission: Admission) -> None:

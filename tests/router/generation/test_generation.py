@@ -199,6 +199,8 @@ RESUMPTIONS = {
     "the same": (Resumption(PAYLOAD, RECEIVED), True),
     "another seed": (Resumption(msgspec.structs.replace(PAYLOAD, seed=2), RECEIVED), False),
     "another base": (Resumption(msgspec.structs.replace(PAYLOAD, base_digest="sha256:1"), RECEIVED), False),
+    "other values of the model": (Resumption(msgspec.structs.replace(PAYLOAD, filled={"top_k": 3}), RECEIVED), False),
+    "another length": (Resumption(msgspec.structs.replace(PAYLOAD, max_tokens=99), RECEIVED), False),
     "from the start": (Resumption(PAYLOAD), True),
 }
 

@@ -100,6 +100,21 @@ async def test_a_token_of_another_version_is_refused_by_that_name(monkeypatch: p
     assert refused.value.reason == "RESUME_TOKEN_VERSION"
 
 
+async def test_a_router_that_would_leave_the_models_values_out_refuses_their_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    filled = msgspec.structs.replace(PAYLOAD, filled={"temperature": 0.6, "top_k": 20})
+    token = tokens_of(KEY).sign(filled, "acme")
+    found = await tokens_of(KEY).verify(token, "acme")
+    assert same(found, filled)
+    assert type(found.filled["top_k"]) is int
+    monkeypatch.setattr(resume, "FILLED_VERSION", resume.VERSION)  # as of a router of an earlier version
+    await tokens_of(KEY).verify(tokens_of(KEY).sign(PAYLOAD, "acme"), "acme")
+    with pytest.raises(InvalidField) as refused:
+        await tokens_of(KEY).verify(token, "acme")
+    assert refused.value.reason == "RESUME_TOKEN_VERSION"
+
+
 class Client:
     """The tokens, texts and ends that a client has after some events."""
 

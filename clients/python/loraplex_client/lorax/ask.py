@@ -57,8 +57,8 @@ def options_of(arguments: Mapping[str, Any], adapter_id: str | None, most: int) 
         options["adapters"] = _merged(arguments["merged_adapters"])
     shapes = {name: arguments[name] for name in ("top_k", "top_p", "typical_p") if name in arguments}
     temperature = float(arguments.get("temperature", 1.0))
-    if arguments.get("do_sample") or shapes or temperature != 1.0:
-        options |= {"temperature": temperature, **shapes}
+    drawn = arguments.get("do_sample") or shapes or temperature != 1.0
+    options |= {"temperature": temperature, **shapes} if drawn else {"temperature": 0.0}
     return cast(GenerateOptions, options)
 
 
