@@ -139,7 +139,7 @@ class _Strict:
     unknown fields     refused, at every level, unless they ask for nothing: null, false or empty
     optional fields    unset where they are null
     iterables          read as lists, whose first bad item is the only one that is told
-    unions of objects  told apart by their `role` or `type` alone, instead of by trying each
+    unions of objects  told apart by their `role` or `type` alone, instead of by trying each; one kind may leave it out
     objects            of at most so many fields, since each field that is unknown is an error
     """
 
@@ -191,7 +191,12 @@ class _Strict:
         others = [choice for choice in choices if choice not in objects]
         for tag in _TAGS:
             values = [self._values(choice, tag) for choice in objects]
-            if len(objects) > 1 and all(values):
+            untagged = [
+                of_choice[0]
+                for choice, of_choice in zip(objects, values, strict=True)
+                if of_choice and not self._requires(choice, tag)
+            ]
+            if len(objects) > 1 and all(values) and len(untagged) <= 1:
                 named = {
                     _branch(value): self.node(choice)
                     for choice, of_choice in zip(objects, values, strict=True)
@@ -199,7 +204,7 @@ class _Strict:
                 }
                 tagged = core_schema.tagged_union_schema(
                     named,
-                    _reader(tag),
+                    _reader(tag, *untagged),
                     custom_error_type=UNKNOWN_KIND,
                     custom_error_message="{field}: is not one of {kinds}",
                     custom_error_context={"field": tag, "kinds": ", ".join(map(str, named))},
@@ -217,12 +222,15 @@ class _Strict:
         return self._definitions[choice["schema_ref"]] if choice["type"] == "definition-ref" else choice
 
     def _values(self, choice: Any, tag: str) -> Sequence[str]:
-        """Return the values of the tag of a kind of objects; empty where it may have any, or none."""
+        """Return the values of the tag of a kind of objects; empty where it may have any, or has no such field."""
         field = self._resolved(choice)["fields"].get(tag)
-        if field is None or not field.get("required") or field["schema"]["type"] != "literal":
+        if field is None or field["schema"]["type"] != "literal":
             return ()
         values: Sequence[str] = field["schema"]["expected"]
         return values
+
+    def _requires(self, choice: Any, tag: str) -> bool:
+        return bool(self._resolved(choice)["fields"][tag].get("required"))
 
 
 def _choices(union: Mapping[str, Any]) -> list[Any]:
@@ -240,9 +248,11 @@ def _branch(value: str) -> str:
     return f"Kind {value}"
 
 
-def _reader(tag: str) -> Callable[[Any], str | None]:
+def _reader(tag: str, default: str | None = None) -> Callable[[Any], str | None]:
+    """Return a function that names the branch of an object; `default` is the tag of one without any."""
+
     def read(value: Any) -> str | None:
-        kind = value.get(tag) if isinstance(value, dict) else None
+        kind = value.get(tag, default) if isinstance(value, dict) else None
         return _branch(kind) if isinstance(kind, str) else None
 
     return read

@@ -5,14 +5,20 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Required
 
 import numpy as np
 from loraplex_client import Adapter, FinishReason, ServedModel, Usage
 from openai.types import EmbeddingCreateParams
-from openai.types.chat import ChatCompletionAssistantMessageParam
+from openai.types.chat import (
+    ChatCompletionAllowedToolChoiceParam,
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionNamedToolChoiceCustomParam,
+)
+from openai.types.chat.chat_completion_named_tool_choice_param import Function
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+from openai.types.shared_params import ResponseFormatJSONSchema, ResponseFormatText
 from typing_extensions import TypedDict
 
 from clients.gateway.bodies import Body
@@ -41,8 +47,6 @@ _NAMES = {
     "chat$": "messages",
     "adapter$": "model",
 }
-# Codes for which OpenAI has a word of its own.
-_CODES = {"context_exceeded": "context_length_exceeded"}
 # Tokens of a completion without `max_tokens`, and the temperature where neither request nor model has one: OpenAI's.
 _COMPLETION_TOKENS = 16
 _TEMPERATURE = 1.0
@@ -58,10 +62,13 @@ def error_of(error: HttpError, names: Mapping[str, str] = _NAMES) -> Mapping[str
     """Return an error's answer; `names` are those of the request's fields for the cluster's."""
     error = named_model(renamed(error, names))
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    code = _CODES.get(error.code, error.code)
+    code, message = error.code, error.message
+    if error.code == "context_exceeded":
+        code = "context_length_exceeded"
+        message = f"{message} ({code})"  # client libraries look for it in the message as well
     if error.status == 404 and error.field == "model":
         code = "model_not_found"
-    return {"error": {"message": error.message, "type": kind, "param": error.field or None, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": error.field or None, "code": code}}
 
 
 PROTOCOL = Protocol(error_of, lambda error: event(error_of(error)))
@@ -100,10 +107,31 @@ class Extensions(TypedDict, total=False):
     priority: int | None
 
 
+class NamedTool(TypedDict, total=False):
+    """The choice of a function; TGI's clients leave out the type."""
+
+    type: Literal["function"]
+    function: Required[Function]
+
+
+class JsonFormat(TypedDict, total=False):
+    """The format of an answer that is JSON; TGI's clients send a schema as its value."""
+
+    type: Required[Literal["json_object", "json"]]
+    value: dict[str, Any] | None
+
+
 class ChatRequest(ChatParams, Extensions, total=False):
     """Body of a request to /v1/chat/completions."""
 
     stream: bool | None
+    tool_choice: (  # type: ignore[misc]
+        Literal["none", "auto", "required"]
+        | ChatCompletionAllowedToolChoiceParam
+        | NamedTool
+        | ChatCompletionNamedToolChoiceCustomParam
+    )
+    response_format: ResponseFormatText | ResponseFormatJSONSchema | JsonFormat  # type: ignore[misc]
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     chat_template_kwargs: dict[str, Any] | None
@@ -153,9 +181,18 @@ def chat_options(request: Mapping[str, Any]) -> dict[str, Any]:
     if (effort := request.get("reasoning_effort")) is not None:
         options["template_args"] = {**(options.get("template_args") or {}), "reasoning_effort": effort}
     check_tools(request)
-    form = request.get("response_format")
-    options["response_format"] = None if form is None or form["type"] == "text" else form
+    options["response_format"] = _format(request.get("response_format"))
     return options
+
+
+def _format(form: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return a format as the SDK has it; None for any text."""
+    if form is None or form["type"] == "text":
+        return None
+    if form["type"] == "json_schema":
+        return form
+    schema = form.get("value")
+    return {"type": "json_object"} if schema is None else {"type": "json_schema", "schema": schema}
 
 
 def completion_options(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +237,7 @@ def check_tools(request: Mapping[str, Any]) -> None:
         if tool["type"] != "function":
             raise not_served(f"tools[{index}].type", f"{tool['type']} is not served, only function")
     choice = request.get("tool_choice")
-    if isinstance(choice, dict) and choice["type"] != "function":
+    if isinstance(choice, dict) and choice.get("type", "function") != "function":
         raise not_served("tool_choice.type", f"{choice['type']} is not served, only function")
 
 

@@ -143,6 +143,18 @@ async def test_tools_and_schemas(client: Client, cluster: Cluster) -> None:
     assert list(json.loads(shaped.choices[0].message.content or "")) == ["city"]
 
 
+async def test_tool_choices_and_formats_of_tgi(client: Client) -> None:
+    """The client of huggingface_hub has these shapes."""
+    choice: Any = {"function": {"name": "weather"}}
+    asked: Any = {**CHAT, "max_tokens": 200, "seed": 3}
+    whole = await client.chat.completions.create(**asked, tools=[WEATHER], tool_choice=choice)
+    assert whole.choices[0].finish_reason == "tool_calls"
+    for kind in ("json_object", "json"):
+        form: Any = {"type": kind, "value": WEATHER["function"]["parameters"]}
+        shaped = await client.chat.completions.create(**asked, response_format=form)
+        assert list(json.loads(shaped.choices[0].message.content or "")) == ["city"]
+
+
 async def test_embeddings_and_models(client: Client, cluster: Cluster) -> None:
     truth = expected_vector(MODEL, [*b"one"], Encode(task="embed"), adapter_digest=cluster.digests["a"])
     length = math.hypot(*truth)
@@ -194,6 +206,8 @@ async def test_errors(client: Client, given: Any, kind: type[openai.APIError], f
         assert (caught.value.param, caught.value.code) == (field, code)
         if code == "context_length_exceeded":
             assert "This model's maximum context length is 32768 tokens; " in caught.value.message
+            # LangChain looks for the code in the error's text, where newer versions of openai have the message alone.
+            assert caught.value.message.endswith(" (context_length_exceeded)")
 
 
 async def test_a_client_that_leaves_cancels_its_work(client: Client, cluster: Cluster, eventually: Eventually) -> None:
