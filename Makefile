@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax chaos ledger cancels formats swaps upgrade texts gpu bench json-schema-suite lint format lock sbom audit clean
+.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels formats swaps upgrade texts gpu bench json-schema-suite lint format lock sbom audit clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,7 +49,8 @@ help: ## Print this list
 	@echo "  STORE_PORT=$(STORE_PORT), QUANTIZE=int8, KV_CACHE_DTYPE=int8, and ONCE=1 to exit after the answers"
 	@echo "  make chaos takes REQUESTS=$(REQUESTS) KILLS=$(KILLS) SEED=$(SEED) JSON=FILE, KINDS=burst,queue_full"
 	@echo "  for these faults alone, and OVERLAP=1 for several at once;"
-	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS), make texts TEXTS=$(TEXTS)"
+	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS), make texts TEXTS=$(TEXTS),"
+	@echo "  make clients CLIENTS=openai,litellm for these libraries alone"
 
 setup: $(STAMP) ## Install into .venv and generate the stubs; does nothing if both are up to date
 
@@ -100,6 +101,11 @@ lorax: $(STAMP) ## Install LoRAX's own client and test the HTTP gateway with it
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt aiohttp requests
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps lorax-client
 	$(BIN)/pytest tests/e2e/gateway/test_lorax_client.py tests/e2e/gateway/test_kills.py
+
+# Each library in an environment of its own, because their dependencies conflict. CLIENTS=openai,litellm picks some.
+CLIENTS ?=
+clients: $(STAMP) ## Install client libraries of others and try each of them with a cluster's HTTP gateway
+	$(BIN)/python -m tests.libraries $(if $(CLIENTS),--only "$(CLIENTS)")
 
 forged: $(STAMP) ## Forge hellos, frames, jobs, commands, tokens and grants against a cluster with credentials
 	$(BIN)/python -m tests.forged
