@@ -28,12 +28,14 @@ from adapter_store.records import (
     REVISIONS,
     Adapter,
     FitnessCertificate,
+    FoundRevision,
     NewRevision,
     Revision,
     adapter_row,
     certificates_of,
     etag_of,
     find_adapter,
+    find_by_digests,
     find_revision,
     read_revision,
     to_adapter,
@@ -72,12 +74,7 @@ class Grants:
     """
 
     def __init__(
-        self,
-        database: Database,
-        keep_s: float,
-        *,
-        clock: Callable[[], int] = time.time_ns,
-        limit: int = GRANTS_LIMIT,
+        self, database: Database, keep_s: float, *, clock: Callable[[], int] = time.time_ns, limit: int = GRANTS_LIMIT
     ) -> None:
         self._database = database
         self._keep_ns = round(keep_s * 1e9)
@@ -317,6 +314,11 @@ class Catalog:
             ).fetchall()
             for revision_row in selected:
                 yield to_revision(revision_row, certificates_of(rows, revision_row))
+
+    def find(self, digests: Sequence[str]) -> list[FoundRevision]:
+        """Return the revisions of these digests, of all tenants, in order of digest and adapter."""
+        with self._database.reading() as rows:
+            return find_by_digests(rows, digests)
 
     def open_revision(self, name: RevisionName) -> tuple[Revision, dict[str, BlobReader]]:
         """Open a revision's files; returns revision and readers of the same moment. Raises NotFound, CorruptBlob.

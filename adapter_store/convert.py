@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.records import Adapter, Base, FitnessCertificate, FitnessPolicy, Revision
+from adapter_store.records import Adapter, Base, FitnessCertificate, FitnessPolicy, FoundRevision, Revision
 from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import TASKS, BaseModel, ModuleShape
 from artifacts.generation_config import GenerationConfig
@@ -72,6 +72,12 @@ def check_key_id(field: str, key_id: str) -> None:
     """Check that a text may be the id of an API key. Raises InvalidField."""
     if not _KEY_ID.fullmatch(key_id):
         raise InvalidField(field, f"{key_id!r} is not the id of an API key: 16 of a-z and 0-9")
+
+
+def check_digest(field: str, digest: str) -> None:
+    """Check that a text may be a revision's digest. Raises InvalidField."""
+    if not is_digest(digest):
+        raise InvalidField(field, f"{digest!r} is not sha256: and 64 lower-case hexadecimal digits")
 
 
 def seconds_of(field: str, duration: Duration, *, least: float) -> float:
@@ -142,6 +148,16 @@ def revision_to_pb(revision: Revision, policy: FitnessPolicy) -> pb.Revision:
     )
 
 
+def found_to_pb(found: FoundRevision) -> pb.FoundRevision:
+    """Return the message of a revision that was looked for by its digest."""
+    return pb.FoundRevision(
+        digest=found.name.digest,
+        adapter=str(found.name.adapter_name),
+        aliases=found.aliases,
+        delete_time=timestamp(found.delete_ns),
+    )
+
+
 def certificate_to_pb(certificate: FitnessCertificate, policy: FitnessPolicy) -> pb.FitnessCertificate:
     """Return a certificate's message, with what the policy makes of its figures."""
     breach = policy.limits.breach(certificate.figures)
@@ -188,8 +204,7 @@ def base_from_pb(model: pb.BaseModel) -> BaseModel:
         raise InvalidField("model", f"is larger than {_MAX_MANIFEST_BYTES} bytes")
     with refusals("model.name"):
         check_base_name(model.name)
-    if not is_digest(model.digest):
-        raise InvalidField("model.digest", f"{model.digest!r} is not sha256: and 64 lower-case hexadecimal digits")
+    check_digest("model.digest", model.digest)
     if model.original_digest and not is_digest(model.original_digest):
         raise InvalidField("model.original_digest", f"{model.original_digest!r} is not a digest")
     for field, (pattern, what) in _WORDS.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from artifacts.base_model import BaseModel
@@ -12,6 +13,14 @@ from artifacts.revision import Figures, FitnessLimits
 from rpc.errors import NotFound
 
 REVISIONS = "SELECT revisions.*, tenant, adapter, base_model FROM revisions JOIN adapters ON adapters.id = adapter_id "
+_BY_DIGESTS = (
+    "SELECT revisions.digest, tenant, adapter, NULL AS delete_ns, (SELECT json_group_array(alias) "
+    "FROM aliases WHERE aliases.adapter_id = adapters.id AND aliases.digest = revisions.digest) AS aliases "
+    "FROM revisions JOIN adapters ON adapters.id = adapter_id "
+    "WHERE revisions.digest IN (SELECT value FROM json_each(:digests)) UNION ALL "
+    "SELECT digest, tenant, adapter, delete_ns, '[]' FROM deleted_revisions "
+    "WHERE digest IN (SELECT value FROM json_each(:digests)) ORDER BY 1, 2, 3, 4"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,15 @@ class Revision:
     create_ns: int | None = None
     order: int = 0
     certificates: tuple[FitnessCertificate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRevision:
+    """A revision that was looked for by its digest. `delete_ns` None: its adapter was not deleted."""
+
+    name: RevisionName
+    aliases: tuple[str, ...]
+    delete_ns: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +163,18 @@ def read_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision:
     if revision is None:
         raise NotFound("revision", str(name))
     return revision
+
+
+def find_by_digests(rows: sqlite3.Connection, digests: Sequence[str]) -> list[FoundRevision]:
+    """Return the revisions of these digests, deleted ones included, in order of digest and adapter."""
+    return [
+        FoundRevision(
+            RevisionName(row["tenant"], row["adapter"], row["digest"]),
+            tuple(sorted(json.loads(row["aliases"]))),
+            row["delete_ns"],
+        )
+        for row in rows.execute(_BY_DIGESTS, {"digests": json.dumps(digests)})
+    ]
 
 
 def certificates_of(rows: sqlite3.Connection, revision: sqlite3.Row) -> tuple[FitnessCertificate, ...]:

@@ -20,10 +20,12 @@ from adapter_store.convert import (
     adapter_to_pb,
     base_to_pb,
     certificate_to_pb,
+    check_digest,
     check_owner,
     decode_token,
     figures_from_pb,
     fill_page,
+    found_to_pb,
     list_page,
     listed_tenants,
     masked,
@@ -39,7 +41,6 @@ from adapter_store.records import FitnessPolicy, Revision
 from adapter_store.storage import DISK_FULL, PIECE_BYTES, BlobReader, CorruptBlob
 from artifacts.names import (
     check_alias,
-    is_digest,
     parse_adapter_name,
     parse_reference,
     parse_revision_name,
@@ -59,6 +60,8 @@ R = TypeVar("R")
 _DOWNLOAD = "/loraplex.adapters.v1.AdapterService/DownloadRevision"
 Context = grpc.aio.ServicerContext[Any, Any]
 _NEWEST = 2**63 - 1
+# Maximum number of digests whose names a call asks for.
+_MOST_DIGESTS = 1000
 
 
 class Lists:
@@ -253,13 +256,22 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         )
         return pb.ListRevisionsResponse(revisions=page, next_page_token=token)
 
+    async def FindRevisions(self, request: pb.FindRevisionsRequest, context: Context) -> pb.FindRevisionsResponse:
+        """Return the names of all tenants' revisions that have these digests."""
+        if len(request.digests) > _MOST_DIGESTS:
+            raise InvalidField("digests", f"{len(request.digests)} digests; at most {_MOST_DIGESTS} in a call")
+        for digest in request.digests:
+            check_digest("digests", digest)
+        found = await asyncio.to_thread(self._catalog.find, list(request.digests))
+        return pb.FindRevisionsResponse(revisions=map(found_to_pb, found))
+
     async def SetAlias(self, request: pb.SetAliasRequest, context: Context) -> pb.SetAliasResponse:
         """Move an alias to a revision, or remove it."""
         name = own_adapter("adapter", request.adapter, calling_tenant())
         with refusals("alias"):
             check_alias(request.alias)
-        if request.digest and not is_digest(request.digest):
-            raise InvalidField("digest", f"{request.digest!r} is not sha256: and 64 lower-case hexadecimal digits")
+        if request.digest:
+            check_digest("digest", request.digest)
         adapter = await asyncio.to_thread(self._catalog.set_alias, name, request.alias, request.digest, request.etag)
         return pb.SetAliasResponse(adapter=adapter_to_pb(adapter))
 

@@ -174,7 +174,7 @@ def _show_top(router: str, store: str) -> None:
         if looks >= _LOOKS and busy:  # no pause of the load
             break
     console = Console(record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True)
-    on_devices = names_on_devices(now, AdapterNames(store, _TENANT, router))
+    on_devices = names_on_devices(now, AdapterNames(store, _TENANT))
     console.print(view(router, interval, on_devices, rates, _COLUMNS))
     picture = console.export_svg(title="loraplex top")
     (PLOTS / "loadtest-top.svg").write_text(picture, encoding="utf-8")

@@ -20,6 +20,8 @@ from options import Encode, SamplingParams, StoppingParams
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 # A time in ms since 1970 before the year 10000, where protobuf's Timestamp ends.
+# The parts of a weighted set: pairs of a revision's digest and its weight.
+WeightedParts = tuple[tuple[str, float], ...]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=253_402_300_799_999)]
 
 # Number of strikes, engines that died with the job newly in their batch, from which on a job begins apart from all jobs
@@ -284,6 +286,8 @@ class WorkerState:
     pid: U32
     engine_pid: U32
     tiers: AdapterTiers = AdapterTiers()
+    # The parts of the weighted sets among `adapters`, by the digests of these.
+    sets: dict[str, WeightedParts] = field(default_factory=dict)
 
 
 # In front of a sealed job or command.

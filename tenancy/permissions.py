@@ -110,6 +110,8 @@ PERMISSIONS: Mapping[str, Permission] = {
             "DeleteAdapter": _WRITE_ADAPTERS,
             "ListAdapters": _READ_ADAPTERS,
             "ListRevisions": _READ_ADAPTERS,
+            # Names of all tenants' adapters, as GetTraffic has them.
+            "FindRevisions": _READ_CLUSTER,
             "GetAdapter": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _OPERATORS | _ROUTERS}),
             "DownloadRevision": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _PARTS}),
             "RegisterBaseModel": Permission(MODELS_WRITE, {Port.OPERATORS: _OPERATORS}),

@@ -49,12 +49,14 @@ def top(
     Workers and queues are the whole cluster's. Rates, latencies and adapters are those of the asked router; --once
     shows them since that router's start. The store names the adapters on each worker.
     """
-    reader, names = ClusterReader(router, tenant), AdapterNames(store, tenant, router)
+    reader, names = ClusterReader(router, tenant), AdapterNames(store, tenant)
     if as_json:
         snapshot = reader.look()
         print_json({**snapshot.to_json(), "workers": named_workers(snapshot.workers, names)})
+        names.warn()
     elif not out().is_terminal:
         _print(Interval(reader.look(), None), names)
+        names.warn()
     elif once:
         now = reader.look()
         out().print(view(router, Interval(now, None), names_on_devices(now, names), None, out().width))
@@ -114,7 +116,7 @@ def view(
 
 def names_on_devices(now: Snapshot, names: AdapterNames) -> dict[str, list[str]]:
     """Return the names of the adapters on each worker's device."""
-    return {worker["worker_id"]: names.of(worker["adapters"]) for worker in now.workers}
+    return {worker["worker_id"]: worker["adapter_names"] for worker in named_workers(now.workers, names)}
 
 
 def _print(interval: Interval, names: AdapterNames) -> None:

@@ -151,11 +151,18 @@ async def _report_engine_deaths(cluster: LocalCluster) -> None:
 
 
 async def _places(plan: LaunchPlan, cluster: LocalCluster) -> list[str]:
-    """Return lines that say where metrics, logs and data are, and whether the data stays."""
+    """Return lines that say where metrics, operators' ports, logs and data are, and whether the data stays."""
     served = {name: await process.wait_ready() for name, process in cluster.processes.items() if process.is_ready}
     metrics = " ".join(f"{name}={ready['metrics']}" for name, ready in sorted(served.items()) if "metrics" in ready)
+    ports = " ".join(f"{name}={ready['operators']}" for name, ready in sorted(served.items()) if "operators" in ready)
+    operators = [f"operators {ports}"] if ports else []
     lifetime = "kept" if plan.settings.data_dir else "removed at the end; --data-dir DIR keeps adapters and logs"
-    return [f"metrics {metrics}", f"logs {cluster.data_dir / 'logs'}", f"data {cluster.data_dir}, {lifetime}"]
+    return [
+        f"metrics {metrics}",
+        *operators,
+        f"logs {cluster.data_dir / 'logs'}",
+        f"data {cluster.data_dir}, {lifetime}",
+    ]
 
 
 async def _fill(plan: LaunchPlan, store: str, activity: Activity) -> None:

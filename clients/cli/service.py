@@ -19,6 +19,8 @@ _OTHER = {"router": "store or a gateway", "store": "router or a gateway"}
 _USUAL = {"router": "127.0.0.1:50051", "store": "127.0.0.1:50052"}
 # Parts of gRPC's own messages: of a server without the service, and of a client that meets an HTTP server.
 _NO_SUCH_METHOD, _HTTP_SERVER = "Method not found", "http1.x server"
+# Part of a server's message for an operator's credential at the port for tenants.
+_OPERATOR_AT_PUBLIC_PORT = "role operator may not call this at the public port"
 
 
 class Service:
@@ -121,9 +123,11 @@ def _no_answer(error: UnavailableError, service: str, address: str) -> CommandEr
 
 
 def _next_step(error: LoraplexError) -> str:
-    from loraplex_client import NotFoundError, ResourceExhaustedError, UnavailableError
+    from loraplex_client import NotFoundError, PermissionDeniedError, ResourceExhaustedError, UnavailableError
 
     match error:
+        case PermissionDeniedError() if _OPERATOR_AT_PUBLIC_PORT in error.message:
+            return "; give the address of its operators' port"
         case NotFoundError(kind="adapter" | "revision" | "alias"):
             return "; `loraplex adapters list` lists the adapters"
         case NotFoundError(kind="model" | "base_model" | "base model"):

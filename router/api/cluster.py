@@ -390,6 +390,13 @@ def worker_message(state: WorkerState) -> pb.Worker:
         pid=state.pid,
         engine_pid=state.engine_pid,
         base_digest=state.base_digest,
+        adapter_sets=[
+            pb.AdapterSet(
+                digest=digest,
+                parts=[pb.WeightedRevision(digest=part, weight=weight) for part, weight in parts],
+            )
+            for digest, parts in state.sets.items()
+        ],
     )
 
 

@@ -24,7 +24,6 @@ from loraplex.inference.v1 import inference_pb2
 
 from artifacts import ArtifactError
 from clients.cli.__main__ import main
-from clients.cli.adapters_top import AdapterNames
 from clients.cli.computations import ask_worker
 from clients.cli.terminal import CommandError
 from rpc import errors
@@ -368,6 +367,50 @@ def test_adapters_top(run: Run, server: Any) -> None:
     assert run("adapters", "top", "--once", "--router", NOBODY).returncode == 2
 
 
+def test_adapters_top_names_every_revision(run: Run, server: Any, store_address: str, adapter_directory: Path) -> None:
+    environ = {"LORAPLEX_STORE_ADDRESS": store_address, "LORAPLEX_ADDRESS": server.address}
+    assert run("models", "push", "hash:?vocab=1024", **environ).returncode == 0
+
+    def push(tenant: str, name: str, *flags: str) -> str:
+        weights = f"{tenant} {name} {flags}".encode()
+        (adapter_directory / "adapter_model.safetensors").write_bytes(weights)
+        arguments = (str(adapter_directory), "--name", name, "--tenant", tenant, "--json", *flags)
+        return str(json.loads(run("adapters", "push", *arguments, **environ).stdout)["digest"])
+
+    older, sales = push("top-1", "sales", "--alias", "before"), push("top-1", "sales")
+    assert run("adapters", "alias", "sales", "before", sales, "--tenant", "top-1", **environ).returncode == 0
+    canary, gone = push("top-2", "mail", "--alias", "canary"), push("top-2", "gone")
+    assert run("adapters", "delete", "gone", "--tenant", "top-2", **environ).returncode == 0
+    unknown, weighted = "sha256:" + "f" * 64, "sha256:" + "e" * 64
+    parts = [
+        cluster_pb2.WeightedRevision(digest=sales, weight=0.5),
+        cluster_pb2.WeightedRevision(digest=canary, weight=1),
+    ]
+    server.service.workers = [
+        cluster_pb2.Worker(worker_id="w-1", adapters=[older, sales]),
+        cluster_pb2.Worker(
+            worker_id="w-2",
+            adapters=[unknown, canary, gone, weighted],
+            adapter_sets=[cluster_pb2.AdapterSet(digest=weighted, parts=parts)],
+        ),
+    ]
+    done = run("adapters", "top", "--json", "--tenant", "nobody", **environ)
+    assert done.stderr == ""
+    assert [worker["adapter_names"] for worker in json.loads(done.stdout)] == [
+        ["top-1/sales", f"top-1/sales@{older[:19]}"],
+        [
+            f"{unknown[:19]} (not in the store)",
+            "top-1/sales=0.5 + top-2/mail@canary=1",
+            f"top-2/gone@{gone[:19]} (deleted)",
+            "top-2/mail@canary",
+        ],
+    ]
+    done = run("adapters", "top", "--json", "--store", NOBODY, **environ)
+    first, _ = json.loads(done.stdout)
+    assert first["adapter_names"] == sorted([older[:19], sales[:19]])
+    assert done.stderr.startswith(f"the store does not name the adapters: no store answers at {NOBODY}")
+
+
 def test_adapters_top_follows_the_workers_until_it_is_interrupted(server: Any) -> None:
     slots = [cluster_pb2.AdapterSlots(total=8, used=used) for used in (3, 5)]
     server.service.workers = [cluster_pb2.Worker(worker_id="w-1", adapter_slots=slots[0])]
@@ -426,11 +469,6 @@ def test_adapters_and_models(run: Run, server: Any, store_address: str, adapter_
     assert [one["name"] for one in json.loads(run("adapters", "list", "--json", **here).stdout)] == [name]
     shown = json.loads(run("adapters", "show", "support", "--json", **here).stdout)
     assert shown["revisions"][0]["digest"] == shown["aliases"]["live"] == shown["revision"]
-    unknown = "sha256:" + "f" * 64
-    assert AdapterNames(store_address, "acme").of([unknown, shown["revision"]]) == ["acme/support", unknown[:19]]
-    assert AdapterNames(NOBODY, "acme").of([unknown]) == [unknown[:19]]
-    # Without credentials the tenants with traffic at a router name their adapters too.
-    assert AdapterNames(store_address, "", server.address).of([shown["revision"]]) == ["acme/support"]
     assert shown["revision"] in run("adapters", "show", "support", **here).stdout
     assert run("adapters", "delete", "support", **here).stdout == "deleted support\n"
     assert_refused(run("adapters", "show", "support", **here), "adapter not found", "loraplex adapters list")

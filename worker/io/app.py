@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -195,7 +195,9 @@ class EngineSession:
     def _presence(self, engine: EngineProcess, results: Results) -> Presence:
         def state(phase: WorkerPhase) -> WorkerState:
             identity = (self._worker_id, self._incarnation, phase, self._base, engine.pid)
-            return worker_state(*identity, results.limits, results.stats, self._fetcher.stats)
+            stats = results.stats
+            now = worker_state(*identity, results.limits, stats, self._fetcher.stats)
+            return replace(now, sets=self._fetcher.sets.among(stats.adapters))
 
         return Presence(self._incarnation, self._liveness, self._health, state, results.links.follow)
 

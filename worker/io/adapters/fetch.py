@@ -30,7 +30,7 @@ from loraplex.adapters.v1 import adapters_pb2_grpc
 from artifacts.names import weighted_digest
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, revision_digest
-from broker.messages import AdapterRef, AdapterRequest, AdapterTiers
+from broker.messages import AdapterRef, AdapterRequest, AdapterTiers, WeightedParts
 from rpc.principal import TENANT_KEY, WORKER_GRANT_KEY
 from rpc.server import channel_options
 from rpc.tls import LiveChannel, TlsFiles
@@ -79,17 +79,17 @@ SETS_LIMIT = 4_096
 class WeightedSets:
     """The weighted sets of the last jobs, since neither the store nor the engine knows their parts.
 
-    Of each: its parts, and the tenant that used it last.
+    Of each: its parts with their weights, and the tenant that used it last.
     """
 
     def __init__(self, limit: int = SETS_LIMIT) -> None:
         self._limit = limit
-        self._used: OrderedDict[str, tuple[str, frozenset[str]]] = OrderedDict()
+        self._used: OrderedDict[str, tuple[str, WeightedParts]] = OrderedDict()
 
     def note(self, adapter: AdapterRef, tenant: str) -> None:
         """Note the use of an adapter, if it is a set."""
         if adapter.parts:
-            self._used[adapter.digest] = tenant, frozenset(part.adapter.digest for part in adapter.parts)
+            self._used[adapter.digest] = tenant, tuple((part.adapter.digest, part.weight) for part in adapter.parts)
             self._used.move_to_end(adapter.digest)
             if len(self._used) > self._limit:
                 self._used.popitem(last=False)
@@ -97,14 +97,18 @@ class WeightedSets:
     @property
     def parts(self) -> set[str]:
         """Return the digests of the revisions in the sets."""
-        return {digest for _, digests in self._used.values() for digest in digests}
+        return {digest for _, parts in self._used.values() for digest, _ in parts}
+
+    def among(self, digests: Iterable[str]) -> dict[str, WeightedParts]:
+        """Return the parts of the sets among these digests."""
+        return {digest: self._used[digest][1] for digest in digests if digest in self._used}
 
     def staying(self, tenant: str, gone: Container[str]) -> set[str]:
         """Return the sets that stay where a tenant and revisions go: others' whose parts are all there."""
         return {
             digest
             for digest, (user, parts) in self._used.items()
-            if user != tenant and not any(part in gone for part in parts)
+            if user != tenant and not any(part in gone for part, _ in parts)
         }
 
 
