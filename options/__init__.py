@@ -18,6 +18,9 @@ LOGIT_BIASES = 300
 LOGIT_BIAS_LIMIT = 100.0
 # Maximum number of token ids that a request may restrict its answer to.
 ALLOWED_TOKEN_IDS = 4_096
+# Maximum number of token sequences that a request forbids, two for each of its bad words, and of the ids in one.
+BAD_WORDS = 128
+BAD_WORD_IDS = 512
 
 
 class OutOfRangeError(Exception):
@@ -75,6 +78,8 @@ class SamplingParams:
     top_n_sigma: float = _in_range(0.0, 0, 100)
     # The token ids that can come, ascending; empty: all.
     allowed_token_ids: tuple[int, ...] = ()
+    # Token sequences that an answer cannot have: the last id of one cannot come after its other ids.
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def penalizes(self) -> bool:
@@ -110,6 +115,10 @@ def check_sampling(params: SamplingParams) -> None:
     if len(params.allowed_token_ids) > ALLOWED_TOKEN_IDS:
         number = len(params.allowed_token_ids)
         raise OutOfRangeError("allowed_token_ids", f"{number} ids; at most {ALLOWED_TOKEN_IDS}")
+    if len(params.bad_word_ids) > BAD_WORDS:
+        raise OutOfRangeError("bad_words", f"{len(params.bad_word_ids)} token sequences; at most {BAD_WORDS}")
+    if not all(0 < len(ids) <= BAD_WORD_IDS for ids in params.bad_word_ids):
+        raise OutOfRangeError("bad_words", f"a word has 1 to {BAD_WORD_IDS} tokens")
     if len(params.logit_bias) > LOGIT_BIASES:
         raise OutOfRangeError("logit_bias", f"{len(params.logit_bias)} entries; at most {LOGIT_BIASES}")
     for token_id, bias in params.logit_bias:

@@ -120,6 +120,8 @@ class Request:
     # The names of its fields that the client has set; the model may have values for the others.
     sampling_set: frozenset[str] = frozenset()
     seed: int | None = None
+    # Texts that the answers cannot have; their ids go into the job's sampling.
+    bad_words: tuple[str, ...] = ()
     stopping: Stopping = field(default_factory=Stopping)
     skip_special_tokens: bool = True
     # True if the tokens that make a stop string are delivered too, as ids.

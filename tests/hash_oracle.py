@@ -47,11 +47,12 @@ def expected_tokens(
     answer: list[tuple[int, TokenLogprobs]] = []
     while (answered := len(answer)) < stopping.max_tokens:
         may_end = answered >= stopping.min_tokens
+        bad = _bad_after(sampling.bad_word_ids, [token for token, _ in answer])
         if listed := sampling.allowed_token_ids:
             banned = () if may_end or set(listed) <= set(ends) else ends
             token = next_listed_token(model, state, answered, listed, banned)
         elif matching is None:
-            token = next_token(model, state, answered, () if may_end else ends)
+            token = next_token(model, state, answered, bad if may_end else ends | bad)
         else:
             allowed = matching.allowed_ids(frozenset() if may_end else frozenset(ends))
             token = next_allowed_token(model, state, answered, allowed)
@@ -61,6 +62,11 @@ def expected_tokens(
             break
         state.update(id_bytes((token,)))
     return answer
+
+
+def _bad_after(words: Iterable[tuple[int, ...]], answer: list[int]) -> set[int]:
+    """Return the ids that would complete one of the token sequences at the end of an answer."""
+    return {word[-1] for word in words if answer[len(answer) - len(word) + 1 :] == list(word[:-1])}
 
 
 def matching_after(spec: str, grammar: str, ids: Iterable[int], stopping: StoppingParams | None = None) -> GrammarState:

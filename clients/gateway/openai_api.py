@@ -100,6 +100,7 @@ class Extensions(TypedDict, total=False):
     min_tokens: int | None
     stop_token_ids: list[int] | None
     allowed_token_ids: list[int] | None
+    bad_words: list[str] | None
     ignore_eos: bool | None
     skip_special_tokens: bool | None
     add_special_tokens: bool | None

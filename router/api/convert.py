@@ -270,6 +270,8 @@ def forget_formats() -> int:
 STOP_STRINGS = 16
 STOP_CHARACTERS = 64
 STOP_TOKEN_IDS = 64
+BAD_WORD_STRINGS = 64
+BAD_WORD_CHARACTERS = 64
 STREAM_INTERVAL = 1_000
 CHOICES = 16
 LOGPROBS = 20
@@ -299,6 +301,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         adapters=read_adapters(spec),
         sampling=_sampling(spec.sampling),
         sampling_set=frozenset(field.name for field, _ in spec.sampling.ListFields()),
+        bad_words=_bad_words(spec.sampling),
         seed=spec.sampling.seed if spec.sampling.HasField("seed") else None,
         stopping=_stopping(spec.stopping),
         skip_special_tokens=not spec.output.HasField("skip_special_tokens") or spec.output.skip_special_tokens,
@@ -393,13 +396,23 @@ def _sampling(message: pb.Sampling) -> SamplingParams:
     return params
 
 
+def _bad_words(message: pb.Sampling) -> tuple[str, ...]:
+    if message.bad_words and message.allowed_token_ids:
+        raise InvalidField("sampling.bad_words", "cannot be combined with allowed_token_ids")
+    return _strings("sampling.bad_words", message.bad_words, BAD_WORD_STRINGS, BAD_WORD_CHARACTERS)
+
+
+def _strings(field: str, texts: Sequence[str], most: int, characters: int) -> tuple[str, ...]:
+    if len(texts) > most:
+        raise InvalidField(field, f"{len(texts)} strings; at most {most}")
+    if not all(0 < len(text) <= characters for text in texts):
+        raise InvalidField(field, f"each string has 1 to {characters} characters")
+    return tuple(texts)
+
+
 def _stopping(message: pb.Stopping) -> Stopping:
     max_tokens = message.max_tokens if message.HasField("max_tokens") else None
-    if len(message.stop) > STOP_STRINGS:
-        raise InvalidField("stopping.stop", f"{len(message.stop)} strings; at most {STOP_STRINGS}")
-    for text in message.stop:
-        if not 0 < len(text) <= STOP_CHARACTERS:
-            raise InvalidField("stopping.stop", f"a stop string has 1 to {STOP_CHARACTERS} characters")
+    stop = _strings("stopping.stop", message.stop, STOP_STRINGS, STOP_CHARACTERS)
     if len(message.stop_token_ids) > STOP_TOKEN_IDS:
         raise InvalidField("stopping.stop_token_ids", f"{len(message.stop_token_ids)} ids; at most {STOP_TOKEN_IDS}")
     if max_tokens is not None and message.min_tokens > max_tokens:
@@ -407,7 +420,7 @@ def _stopping(message: pb.Stopping) -> Stopping:
     return Stopping(
         max_tokens=max_tokens,
         min_tokens=message.min_tokens,
-        stop=tuple(message.stop),
+        stop=stop,
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
     )

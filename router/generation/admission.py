@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from artifacts.generation_config import GenerationConfig
@@ -16,7 +17,7 @@ from broker.messages import AdapterRef, Job, WorkerState
 from grammars import GrammarError
 from grammars.matching import special_tokens
 from grammars.prover import Prover, ProverBusyError
-from options import Encode, StoppingParams
+from options import Encode, SamplingParams, StoppingParams
 from router.catalog.adapters import (
     AdapterConfigs,
     Classifier,
@@ -33,7 +34,7 @@ from router.generation.chat_reader import ChatFormat
 from router.generation.resume import Resumption
 from router.request import Chat, EncodeRequest, PromptOptions, Request
 from router.text.chat import ChatTemplate
-from router.text.tokenizer import ModelTokenizer, PromptTokenizer, context_exceeded
+from router.text.tokenizer import ModelTokenizer, PromptTokenizer, bad_word_ids, context_exceeded
 from rpc.errors import InvalidField, Unavailable
 from rpc.server import MESSAGE_BYTES
 from rpc.shares import FairTurns
@@ -310,8 +311,13 @@ class Admission:
         template = await self._template(request, model, adapter)
         prompt_ids = await self._tokenize(request, model, template)
         answer_format, grammar = await self._formats(request, model, template, prompt_ids)
-        if grammar and request.sampling.allowed_token_ids:
-            raise InvalidField("sampling.allowed_token_ids", f"does not go with {request.format_field or 'chat.tools'}")
+        for name, given in (
+            ("allowed_token_ids", request.sampling.allowed_token_ids),
+            ("bad_words", request.bad_words),
+        ):
+            if grammar and given:
+                raise InvalidField(f"sampling.{name}", f"does not go with {request.format_field or 'chat.tools'}")
+        sampling = await self._sampling(request, model)
         self._workers_for_new_jobs(model.manifest)
         max_tokens = _max_tokens(request, len(prompt_ids), context, model.default_max_tokens)
         _check_all_ids(request, prompt_ids, model.manifest.vocab_size)
@@ -320,7 +326,7 @@ class Admission:
         )
         job = replace(
             self._job(request, model.manifest, adapter, prompt_ids, stopping),
-            sampling=replace(request.sampling, seed=secrets.randbits(63) if request.seed is None else request.seed),
+            sampling=sampling,
             n=request.best_of,
             # Candidates are ranked by their log probabilities.
             logprobs=0 if request.logprobs is None and request.best_of > request.n else request.logprobs,
@@ -347,6 +353,16 @@ class Admission:
             return await self.prompts.tokenize_chat(model.tokenizer, template, prompt, tenant, context, now, options)
         assert not isinstance(prompt, Chat), "a chat has a template"
         return await self.prompts.tokenize(model.tokenizer, prompt, request.prompt_field, tenant, context, options)
+
+    async def _sampling(self, request: Request, model: ServedModel) -> SamplingParams:
+        """Return a request's sampling with its seed, and the token sequences of its bad words. Raises InvalidField."""
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        if not request.bad_words:
+            return replace(request.sampling, seed=seed)
+        make = partial(bad_word_ids, model.tokenizer, request.bad_words)
+        found = await self.prompts.run(request.tenant, sum(map(len, request.bad_words)), make)
+        check_ids("sampling.bad_words", tuple(chain.from_iterable(found)), model.manifest.vocab_size)
+        return replace(request.sampling, seed=seed, bad_word_ids=found)
 
     async def _formats(
         self, request: Request, model: ServedModel, template: ChatTemplate | None, prompt_ids: tuple[int, ...]

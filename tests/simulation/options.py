@@ -68,10 +68,24 @@ def draw_options(chance: Random, request: Request, adapter_digest: str, model: s
     elif own.random() < 0.1:
         allowed = tuple(sorted(own.sample(range(1000), own.choice((1, 3, 50)))))
         request = replace(request, sampling=replace(request.sampling, allowed_token_ids=allowed))
+    elif own.random() < 0.15:
+        request = _with_bad_words(own, request, adapter_digest, model)
     if candidates and chance.random() < 0.05:  # the prompt's log probabilities alone
         return replace(request, stopping=replace(request.stopping, max_tokens=0, min_tokens=0), prompt_logprobs=1)
     request = _with_stop(chance, request, adapter_digest, model)
     return _with_text(request) if candidates else request
+
+
+def _with_bad_words(own: Random, request: Request, adapter_digest: str, model: str) -> Request:
+    """Forbid parts of the answer that would come, and of the one that comes instead."""
+    sampling = request.sampling
+    for _ in range(3):
+        forbidden = replace(request, sampling=sampling)
+        ids = own.choice(expected_answers(model, asked_of(forbidden, adapter_digest)).choices).uncut
+        at = own.randrange(len(ids))
+        words = (*sampling.bad_word_ids, tuple(ids[at : at + own.choice((1, 2, 3))]))
+        sampling = replace(sampling, bad_word_ids=words)
+    return replace(request, sampling=sampling)
 
 
 def _with_text(request: Request) -> Request:

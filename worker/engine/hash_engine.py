@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # imported by the first grammar
 
 # Numbers of a request that change the logits, and all others, which only choose among them; new fields are among these.
 _ADJUSTING = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-_LISTS = ("logit_bias", "allowed_token_ids")
+_LISTS = ("logit_bias", "allowed_token_ids", "bad_word_ids")
 _DRAWING = tuple(declared.name for declared in fields(SamplingParams) if declared.name not in {*_ADJUSTING, *_LISTS})
 _FLOATS = frozenset(declared.name for declared in fields(SamplingParams) if declared.type == "float")
 

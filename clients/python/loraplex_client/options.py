@@ -154,6 +154,8 @@ class ChatOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     # only these tokens can come, and the end token only if it is among them
     allowed_token_ids: Sequence[int] | None
+    # texts that the answer cannot have
+    bad_words: str | Sequence[str] | None
     seed: int | None
 
     # unset: the model's own, else 128

@@ -34,6 +34,7 @@ async def test_bad_requests_get_the_status_of_the_table(cluster: Cluster) -> Non
         ({"min_p": 2.0}, InvalidRequestError, "sampling.min_p"),
         ({"allowed_token_ids": [1, 1 << 20]}, InvalidRequestError, "sampling.allowed_token_ids"),
         ({"allowed_token_ids": [1, 2], "regex": "a+"}, InvalidRequestError, "sampling.allowed_token_ids"),
+        ({"bad_words": ["a"], "regex": "a+"}, InvalidRequestError, "sampling.bad_words"),
         ({"typical_p": 0.0}, InvalidRequestError, "sampling.typical_p"),
         ({"logit_bias": {40_000: 1.0}}, InvalidRequestError, "sampling.logit_bias"),
         ({"logit_bias": {1: 101.0}}, InvalidRequestError, "sampling.logit_bias"),

@@ -51,6 +51,13 @@ def test_priority_has_its_range() -> None:
         (pb.Sampling(default_temperature=-1), "sampling.default_temperature: -1 is not between 0 and 100"),
         (pb.Sampling(temperature=-1), "sampling.temperature: -1 is not between 0 and 100"),
         (pb.Sampling(frequency_penalty=2.5), "sampling.frequency_penalty: 2.5 is not between -2 and 2"),
+        (pb.Sampling(bad_words=["x"] * 65), "sampling.bad_words: 65 strings; at most 64"),
+        (pb.Sampling(bad_words=["x" * 65]), "sampling.bad_words: each string has 1 to 64 characters"),
+        (pb.Sampling(bad_words=[""]), "sampling.bad_words: each string has 1 to 64 characters"),
+        (
+            pb.Sampling(bad_words=["x"], allowed_token_ids=[1]),
+            "sampling.bad_words: cannot be combined with allowed_token_ids",
+        ),
         (pb.Sampling(allowed_token_ids=range(4097)), "sampling.allowed_token_ids: 4097 ids; at most 4096"),
         (pb.Sampling(logit_bias={3: 101}), "sampling.logit_bias: 101 for id 3 is not between -100 and 100"),
     ],

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from router.text.file_tokenizer import FileTokenizer
-from router.text.tokenizer import HashTokenizer, ModelTokenizer, PromptTokenizer, tokenizer_of
+from router.text.tokenizer import HashTokenizer, ModelTokenizer, PromptTokenizer, bad_word_ids, tokenizer_of
 from rpc.errors import InvalidField
 
 SAMPLE = "The quick brown fox — naïve café 日本語 🦊🦊 jumped over the lazy dog. " * 3
@@ -54,6 +54,20 @@ def test_special_tokens_are_shown_only_when_asked_for(files: dict[str, bytes]) -
     for skip, expected in ((True, "fox"), (False, "fox<end>")):
         stream = text.stream([], skip_special_tokens=skip)
         assert "".join(stream.push(token_id) for token_id in ids) + stream.flush() == expected
+
+
+def test_bad_words_are_forbidden_with_a_space_before_them_too(files: dict[str, bytes]) -> None:
+    text = FileTokenizer(files)
+
+    def ids(word: str) -> tuple[int, ...]:
+        return tuple(text.tokenize(word, special_tokens=False))
+
+    assert len(ids("quick")) == len(ids(" quick")), "a space is part of the word's first token"
+    assert len(ids("The")) < len(ids(" The")), "a space is a token of its own"
+    words = ["quick", "  quick", "The", " ", "<end>"]
+    assert bad_word_ids(text, words) == (ids("quick"), ids(" quick"), ids("The"), ids(" "), (0,))
+    with pytest.raises(InvalidField, match=r"sampling.bad_words: the model has no tokenizer.json"):
+        bad_word_ids(ModelTokenizer(), ["fox"])
 
 
 async def test_a_model_without_tokenizer_takes_ids_only() -> None:

@@ -24,6 +24,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, auto
+from itertools import chain
 from typing import Any
 
 from artifacts import ArtifactError, MismatchError
@@ -72,6 +73,33 @@ class SequenceStateError(Exception):
     """A sequence was to go from one state to another that does not follow it."""
 
 
+class BadWords:
+    """The token sequences that an answer cannot have: a tree of their ids, read from the end.
+
+    A node has the ids that cannot come after those on its way to the root; a step reads no more ids than the longest
+    word has.
+    """
+
+    def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
+        self.last_ids: frozenset[int] = frozenset()
+        self.before: dict[int, BadWords] = {}
+        for *earlier, last in words:
+            node = self
+            for token in reversed(earlier):
+                node = node.before.setdefault(token, BadWords(()))
+            node.last_ids |= {last}
+
+    def after(self, ids: list[int], prompt_length: int) -> frozenset[int]:
+        """Return the ids that would complete a word after these ids, of which the answer's alone count."""
+        banned, node = self.last_ids, self
+        for at in range(len(ids) - 1, prompt_length - 1, -1):
+            if (earlier := node.before.get(ids[at])) is None:
+                break
+            node = earlier
+            banned |= node.last_ids
+        return banned
+
+
 class Sequence:
     """An answer that is being generated.
 
@@ -96,8 +124,9 @@ class Sequence:
         # The model's end tokens; none of them end a sequence that ignores them.
         self.end_ids = frozenset[int]() if spec.stopping.ignore_eos else end_token_ids
         self.stop_ids = frozenset(spec.stopping.stop_token_ids)
+        self.bad_words = BadWords(spec.sampling.bad_word_ids)
         # The next id depends on those before it, all of which must be known.
-        self.one_by_one = spec.sampling.penalizes or bool(spec.grammar)
+        self.one_by_one = spec.sampling.penalizes or bool(spec.grammar) or bool(self.bad_words.before)
         # Number of ids after `ids` that steps sample.
         self.placeholders = 0
         # Number of ids, then placeholders, whose keys and values are in the cache after the scheduled steps.
@@ -182,14 +211,15 @@ class Sequence:
         return (token,)
 
     def banned_ids(self, answered: int) -> frozenset[int]:
-        """Return the ids that may not follow `answered` tokens: they would end the answer before `min_tokens`.
+        """Return the ids that may not follow `answered` tokens.
 
-        There are none where the request allows no others.
+        They would end the answer before `min_tokens`, unless the request allows no others, or complete a bad word.
         """
+        bad = self.bad_words.after(self.ids, self.prompt_length)
         if answered >= self.min_tokens:
-            return frozenset()
+            return bad
         ending, allowed = self.end_ids | self.stop_ids, self.spec.sampling.allowed_token_ids
-        return frozenset() if allowed and ending.issuperset(allowed) else ending
+        return bad if allowed and ending.issuperset(allowed) else bad | ending
 
     def finish(self) -> FinishReason | None:
         """Return why the answer is complete with the ids that it has, or None."""
@@ -389,6 +419,9 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     _require(0 <= seed < 1 << 64, "sampling.seed", f"must be 0 or more and below 2^64, is {seed}")
     _check_ids("sampling.logit_bias", (token for token, _ in sampling.logit_bias), vocab_size)
     _check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size)
+    _check_ids("sampling.bad_words", chain.from_iterable(sampling.bad_word_ids), vocab_size)
+    few = 2 * len(sampling.bad_word_ids) < vocab_size
+    _require(few, "sampling.bad_words", f"a model of {vocab_size} tokens takes fewer")
 
 
 def _check_stopping(stopping: StoppingParams, vocab_size: int) -> None:
