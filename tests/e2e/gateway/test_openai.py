@@ -174,7 +174,7 @@ async def test_embeddings_and_models(client: Client, cluster: Cluster) -> None:
 
 async def test_bad_words_do_not_come(client: Client) -> None:
     bad = expected(PROMPT, "", 121)[-1]
-    truth = expected(PROMPT, "", 125, SamplingParams(bad_word_ids=((ord(bad),),)))
+    truth = expected(PROMPT, "", 125, SamplingParams(bad_word_ids=((ord(bad),), (32, ord(bad)))))
     assert truth != expected(PROMPT, "", 125)
     extra: Any = {"temperature": 0, "extra_body": {"bad_words": [bad]}}
     chat = await client.chat.completions.create(model="hash", messages=MESSAGES, max_tokens=125, **extra)

@@ -95,7 +95,9 @@ async def test_a_request_becomes_a_job(admission: Admission) -> None:
 
 async def test_bad_words_become_ids_of_the_job(admission: Admission) -> None:
     request = Request("acme", (5, 6), "token_ids", seed=3, bad_words=("ab", "c"))
-    assert (await admission.admit(request, None)).job.sampling == SamplingParams(seed=3, bad_word_ids=((97, 98), (99,)))
+    assert (await admission.admit(request, None)).job.sampling == SamplingParams(
+        seed=3, bad_word_ids=((97, 98), (32, 97, 98), (99,), (32, 99))
+    )
     error = await refusal(admission, replace(request, grammar='start: "a"', format_field="grammar"))
     assert isinstance(error, InvalidField)
     assert str(error) == "sampling.bad_words: does not go with grammar"

@@ -62,10 +62,10 @@ def test_bad_words_are_forbidden_with_a_space_before_them_too(files: dict[str, b
     def ids(word: str) -> tuple[int, ...]:
         return tuple(text.tokenize(word, special_tokens=False))
 
-    assert len(ids("quick")) == len(ids(" quick")), "a space is part of the word's first token"
-    assert len(ids("The")) < len(ids(" The")), "a space is a token of its own"
-    words = ["quick", "  quick", "The", " ", "<end>"]
-    assert bad_word_ids(text, words) == (ids("quick"), ids(" quick"), ids("The"), ids(" "), (0,))
+    assert bad_word_ids(text, ["quick", "  quick", "The", " ", "<end>"]) == tuple(
+        map(ids, ("quick", " quick", "The", " The", " ", "  ", "<end>", " <end>"))
+    )
+    assert ids("<end>") == (0,)
     with pytest.raises(InvalidField, match=r"sampling.bad_words: the model has no tokenizer.json"):
         bad_word_ids(ModelTokenizer(), ["fox"])
 
