@@ -29,6 +29,7 @@ def worker(worker_id: str) -> WorkerState:
         adapters=("sha256:1", "sha256:2"),
         host="here",
         tiers=AdapterTiers(**{name: at for at, name in enumerate(AdapterTiers.__dataclass_fields__, 1)}),
+        sets={"sha256:2": (("sha256:3", 0.5), ("sha256:4", -1.0))},
         **numbers,
     )
 
