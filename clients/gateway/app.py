@@ -15,6 +15,8 @@ from typing import Any
 from pydantic import TypeAdapter
 from starlette.routing import BaseRoute, Route, Router
 
+from clients.gateway.adapters_api import PROTOCOL as ADAPTERS
+from clients.gateway.adapters_api import UPLOAD, delete_adapter, get_adapter, list_adapters, put_adapter
 from clients.gateway.anthropic_api import COUNT, MESSAGES, count_tokens, messages
 from clients.gateway.anthropic_api import PROTOCOL as ANTHROPIC
 from clients.gateway.bodies import Body
@@ -86,6 +88,8 @@ async def show_version(call: HttpCall) -> None:
 
 # Advice for paths that clients ask for and that are not served.
 _HINTS = {
+    "/v1/load_lora_adapter": "; upload an adapter's files with PUT /v1/adapters/NAME: workers load what requests name",
+    "/v1/unload_lora_adapter": "; workers make room themselves, and DELETE /v1/adapters/NAME removes an adapter",
     "/metrics": "; the gateway's metrics have an address of their own, which --metrics-port sets",
 }
 
@@ -106,6 +110,8 @@ PATHS: Mapping[str, tuple[Protocol, Mapping[str, Handler]]] = {
     "/v1/embeddings": (OPENAI, {"POST": embeddings}),
     "/v1/models": (OPENAI, {"GET": list_models}),
     "/v1/models/{model:path}": (OPENAI, {"GET": get_model}),
+    "/v1/adapters": (ADAPTERS, {"GET": list_adapters}),
+    "/v1/adapters/{adapter:path}": (ADAPTERS, {"GET": get_adapter, "PUT": put_adapter, "DELETE": delete_adapter}),
     "/v1/messages": (ANTHROPIC, {"POST": messages}),
     "/v1/messages/count_tokens": (ANTHROPIC, {"POST": count_tokens}),
     "/generate": (TGI, {"POST": generate}),
@@ -155,6 +161,9 @@ def description() -> Mapping[str, Any]:
                 "parameters": parameters,
                 "responses": {"200": {"description": "The answer."}, "default": {"description": "An error."}},
             }
+            if handler is put_adapter:
+                operation["parameters"] = [*parameters, *UPLOAD["parameters"]]
+                operation["requestBody"] = UPLOAD["requestBody"]
             if method == "POST" and (body := _BODIES.get(path)) is not None:
                 kind = body.kind.__name__
                 own = TypeAdapter(body.kind).json_schema(ref_template=f"#/components/schemas/{kind}.{{model}}")

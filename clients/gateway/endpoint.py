@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from urllib.parse import urlsplit
@@ -152,7 +152,7 @@ PREFLIGHT = "access-control-request-method"
 def _preflight(headers: Headers) -> list[tuple[str, str]]:
     """Return the headers of the answer that a page may."""
     return [
-        ("access-control-allow-methods", "GET, POST"),
+        ("access-control-allow-methods", "GET, POST, PUT, DELETE"),
         ("access-control-allow-headers", headers.get("access-control-request-headers", "*")),
         ("access-control-max-age", "600"),
     ]
@@ -206,11 +206,22 @@ class HttpCall:
 Handler = Callable[[HttpCall], Awaitable[None]]
 
 
+_READS_BODY: set[Handler] = set()
+# Maximum number of requests at once whose bodies are streamed, as many as a store receives; a caller alone gets half.
+_STREAMED = 64
+
+
+def reads_body(handler: Handler) -> Handler:
+    """Mark a handler that reads its request's body itself, as it comes, by `exchange.pieces`."""
+    _READS_BODY.add(handler)
+    return handler
+
+
 class OpenRequests:
     """The requests of the whole process, in shares: of addresses until callers are known, then of callers."""
 
     def __init__(self, limit: int) -> None:
-        self._receiving, self._running = Shares(limit), Shares(limit)
+        self._receiving, self._running, self._streaming = Shares(limit), Shares(limit), Shares(_STREAMED)
         # Bytes of the bodies of requests that run, by their addresses.
         self.bytes = Shares(BODIES_BYTES)
 
@@ -221,6 +232,10 @@ class OpenRequests:
     def running(self, caller: str) -> AbstractContextManager[None]:
         """Count a request that has its body, while the context is open. Raises HttpError."""
         return _counted(self._running, caller)
+
+    def streaming(self, caller: str) -> AbstractContextManager[None]:
+        """Count a request whose handler reads its body, while the context is open. Raises HttpError."""
+        return _counted(self._streaming, caller)
 
 
 @contextmanager
@@ -279,10 +294,11 @@ class HttpEndpoint:
         if handler is None:
             allowed = ", ".join(self._handlers)
             raise HttpError(405, "method_not_allowed", f"{exchange.method}: {self.path} takes {allowed}")
+        streamed = handler in _READS_BODY
         with self._open.receiving(exchange.client):
-            body = await exchange.read_body(self._open.bytes)
+            body = b"" if streamed else await exchange.read_body(self._open.bytes)
             caller = await self._gateway.cluster.counted_as(exchange.headers, exchange.client)
-        with self._open.running(caller):
+        with self._open.running(caller), self._open.streaming(caller) if streamed else nullcontext():
             call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}))
             with trace_of(exchange.headers):
                 work = asyncio.create_task(_run(handler, call))

@@ -106,6 +106,8 @@ def http_error(error: sdk.LoraplexError) -> HttpError:
         field = "model"
     if error.reason == "DEADLINE_UNATTAINABLE":
         status = 504
+    if error.reason == "UPLOAD_TOO_SLOW":
+        status = 408
     retry_after_s = getattr(error, "retry_after_s", None)
     code = error.reason.lower() or code
     return HttpError(status, code, message, field, 1.0 if status == 503 and retry_after_s is None else retry_after_s)

@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 
 import msgspec
 from starlette.datastructures import Headers
@@ -32,6 +32,9 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # What goes with the site whose pages may read an answer.
 _READERS = [(b"access-control-expose-headers", b"x-request-id, retry-after"), (b"vary", b"origin")]
 
+# Extension of a request's scope by the connection.
+STREAMS_BODY = "loraplex.streams_body"
+
 encode = msgspec.json.Encoder().encode
 
 
@@ -55,6 +58,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: bytes = scope.get("query_string", b"")
         self.headers = Headers(scope=scope)
         self.client = host_of(str((scope.get("client") or ("",))[0]))
         self.status = 0
@@ -67,6 +71,9 @@ class Exchange:
         self.reader = ""
         self._receive = receive
         self._send = send
+        # Tells the connection that a body is read as it comes, so that its size has no bound of the connection's.
+        self._streams_body = scope.get("extensions", {}).get(STREAMS_BODY, {}).get("begin", lambda: None)
+        self._body_read = asyncio.Event()
         self._ended = False
         # Number of writes of a stream, and the task that sends comments between them.
         self._written = 0
@@ -86,7 +93,7 @@ class Exchange:
                 while more:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
-                        raise HttpError(499, "client_left", "the client has left")
+                        raise _left()
                     parts.append(message.get("body", b""))
                     if not held.take(self.client, len(parts[-1])):
                         raise full("has as many bytes of requests as it may")
@@ -96,10 +103,27 @@ class Exchange:
                         raise _too_large()
         except TimeoutError:
             raise HttpError(408, "body_too_slow", f"the body did not come within {BODY_S:g} s") from None
+        self._body_read.set()
         return b"".join(parts)
 
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body as it comes, of any size; what is not taken yet keeps the client waiting.
+
+        Raises HttpError where the client leaves. How fast the pieces have to come is the reader's to say.
+        """
+        self._streams_body()
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise _left()
+            more = message.get("more_body", False)
+            yield message.get("body", b"")
+        self._body_read.set()
+
     async def client_gone(self) -> None:
-        """Return when the client has left; call it after the body was read."""
+        """Return when the client has left, after the body was read."""
+        await self._body_read.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -172,6 +196,10 @@ class Exchange:
         self._ended = True
         self.close()
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _left() -> HttpError:
+    return HttpError(499, "client_left", "the client has left")
 
 
 def _too_large() -> HttpError:

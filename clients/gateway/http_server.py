@@ -20,7 +20,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from clients.gateway.errors import HttpError
-from clients.gateway.exchange import BODY_BYTES, encode, host_of
+from clients.gateway.exchange import BODY_BYTES, STREAMS_BODY, encode, host_of
 from clients.gateway.settings import GatewaySettings
 from files import FollowedFiles
 from rpc.server import PortInUse, raise_file_limit
@@ -246,6 +246,8 @@ class HttpConnection(HttpToolsProtocol):
     _rest_timer: TimerHandle | None = None
     _in_headers = _in_request = True
     _request_bytes = _header_bytes = 0
+    # Whether the body is read as it comes, by a handler that bounds it.
+    _streams_body = False
     # Why the headers are refused, while the parser reads them.
     _bad_headers: HttpError | None = None
     # Whether the request was refused, so that nothing more is parsed.
@@ -278,7 +280,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         if self._in_headers and self._request_bytes > _HEADER_BYTES:
             self._refuse(_headers_too_large())
-        elif self._request_bytes > _REQUEST_BYTES and self._rest_timer is None:
+        elif self._request_bytes > _REQUEST_BYTES and self._rest_timer is None and not self._streams_body:
             self._give_up("request_size")
 
     def on_message_begin(self) -> None:
@@ -286,7 +288,8 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_begin()
         self._in_headers = self._in_request = True
         self._request_bytes = self._header_bytes = 0
-        self._has_host = False
+        self._has_host = self._streams_body = False
+        self.scope["extensions"] = {STREAMS_BODY: {"begin": self._stream_body}}
         if self._headers_timer is None:
             self._headers_timer = self.loop.call_later(_HEADERS_S, self._give_up, "headers_slow")
 
@@ -377,6 +380,9 @@ class HttpConnection(HttpToolsProtocol):
             self._rest_timer = self.loop.call_later(_REST_S, self._give_up, error.code)
         else:
             self.transport.close()
+
+    def _stream_body(self) -> None:
+        self._streams_body = True
 
     def _make_room(self) -> None:
         self._give_up("limit")

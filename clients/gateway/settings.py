@@ -23,7 +23,8 @@ class GatewaySettings:
         variable=_ROUTER,
     )
     store: str = setting(
-        f"the adapter store's address, so that /v1/models lists a tenant's adapters; empty: it does not; also {_STORE}",
+        "the adapter store's address, so that /v1/models lists a tenant's adapters, and /v1/adapters takes them; "
+        f"empty: neither; also {_STORE}",
         "",
         variable=_STORE,
     )

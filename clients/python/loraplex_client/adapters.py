@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from loraplex.adapters.v1 import adapters_pb2, adapters_pb2_grpc
 
-from loraplex_client.calls import Call, Script, UploadRequests, pages
+from loraplex_client.calls import AsyncUploadRequests, Call, Script, UploadRequests, pages
 from loraplex_client.connection import method
 from loraplex_client.endpoint import ApiKey, Tls, credentials_of
 from loraplex_client.errors import DataLossError, InvalidRequestError
@@ -47,6 +47,8 @@ PAGE_SIZE = 1000
 
 # A callback that gets the bytes sent so far and the bytes in all.
 Progress: TypeAlias = Callable[[int, int], None]
+# A piece of a file of an adapter, with the file's name.
+Piece: TypeAlias = tuple[str, bytes]
 
 
 class StoreCalls:
@@ -107,9 +109,24 @@ class StoreCalls:
         header = adapters_pb2.UploadHeader(adapter=name, base_model=base_model, alias=alias)
         config, weights = read_config(Path(directory)), Path(directory) / WEIGHTS_FILE
         response = yield Call("UploadRevision", UploadRequests(_upload_requests(header, config, weights, progress)))
-        return Pushed(
-            resource_of(Adapter, response.adapter), resource_of(Revision, response.revision), response.created
-        )
+        return _pushed(response)
+
+    @method
+    def push_pieces(
+        self, pieces: Iterable[Piece] | AsyncIterable[Piece], name: str, *, base_model: str = "", alias: str = ""
+    ) -> Script[Pushed]:
+        """Upload a revision of `name` as `push` does, from pieces of its two files: pairs of file name and bytes.
+
+        The pieces of a file follow each other; an asynchronous client also takes pieces that are awaited. What raises
+        while they are made ends the upload, and nothing of it is kept.
+        """
+        header = adapters_pb2.UploadHeader(adapter=name, base_model=base_model, alias=alias)
+        if isinstance(pieces, AsyncIterable):
+            requests: Any = AsyncUploadRequests(_async_piece_requests(header, pieces))
+        else:
+            requests = UploadRequests(_piece_requests(header, pieces))
+        response = yield Call("UploadRevision", requests)
+        return _pushed(response)
 
     @method
     def list(self, tenant: str = "") -> Script[tuple[Adapter, ...]]:
@@ -306,6 +323,33 @@ def _upload_requests(
                 sent += len(data)
                 if progress is not None:
                     progress(sent, total)
+
+
+def _piece_requests(
+    header: adapters_pb2.UploadHeader, pieces: Iterable[Piece]
+) -> Iterator[adapters_pb2.UploadRevisionRequest]:
+    yield adapters_pb2.UploadRevisionRequest(header=header)
+    for piece in pieces:
+        yield from _chunk_requests(*piece)
+
+
+async def _async_piece_requests(
+    header: adapters_pb2.UploadHeader, pieces: AsyncIterable[Piece]
+) -> AsyncIterator[adapters_pb2.UploadRevisionRequest]:
+    yield adapters_pb2.UploadRevisionRequest(header=header)
+    async for piece in pieces:
+        for request in _chunk_requests(*piece):
+            yield request
+
+
+def _chunk_requests(name: str, data: bytes) -> Iterator[adapters_pb2.UploadRevisionRequest]:
+    for start in range(0, max(len(data), 1), CHUNK_BYTES):  # An empty file needs a chunk too.
+        chunk = adapters_pb2.FileChunk(name=name, data=data[start : start + CHUNK_BYTES])
+        yield adapters_pb2.UploadRevisionRequest(chunk=chunk)
+
+
+def _pushed(response: adapters_pb2.UploadRevisionResponse) -> Pushed:
+    return Pushed(resource_of(Adapter, response.adapter), resource_of(Revision, response.revision), response.created)
 
 
 def _register_requests(

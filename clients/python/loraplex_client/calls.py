@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,6 +27,27 @@ class UploadRequests(Iterator[Any]):
             raise
 
 
+class AsyncUploadRequests(AsyncIterator[Any]):
+    """The requests of a client stream that are awaited; as UploadRequests."""
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = requests
+        self.failure: Exception | None = None
+
+    async def __anext__(self) -> Any:
+        """Return the next request."""
+        try:
+            return await anext(self._requests)
+        except StopAsyncIteration:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+_UPLOADS = (UploadRequests, AsyncUploadRequests)
+
+
 @dataclass(frozen=True)
 class Call:
     """An RPC. `request` is a message or UploadRequests; `take` is called with each message of a streamed answer.
@@ -44,7 +65,7 @@ class Call:
     @property
     def failure(self) -> Exception | None:
         """Return the error that our side raised while sending the request, if any."""
-        return self.request.failure if isinstance(self.request, UploadRequests) else None
+        return self.request.failure if isinstance(self.request, _UPLOADS) else None
 
     @property
     def may_repeat(self) -> bool:
@@ -54,7 +75,7 @@ class Call:
         a method that makes a secret, which would be lost.
         """
         once = self.once or self.method.startswith(("Delete", "Create", "Rotate"))
-        return not isinstance(self.request, UploadRequests) and self.take is None and not once
+        return not isinstance(self.request, _UPLOADS) and self.take is None and not once
 
 
 Script: TypeAlias = Generator[Call, Any, R]

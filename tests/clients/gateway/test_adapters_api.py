@@ -1,0 +1,117 @@
+"""Uploads through a gateway to a store of this process: slow and too large ones, shares, a gateway without a store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loraplex_client import AsyncStoreClient
+
+from adapter_store.app import Store, StoreSettings
+from adapter_store.open_calls import OpenUploads
+from artifacts.base_model import read_base_model
+from clients.cli.models import registered
+from clients.gateway.adapters_api import FilesForm
+from clients.gateway.app import serving
+from clients.gateway.endpoint import GatewayMetrics, OpenRequests
+from clients.gateway.errors import HttpError
+from clients.gateway.settings import GatewaySettings
+from tests.e2e.gateway.test_adapters import CONFIG, CONFIG_BYTES, FORM, WEIGHTS, form, part
+
+NOBODY = "127.0.0.1:1"
+
+
+@asynccontextmanager
+async def gateway(store: str) -> AsyncIterator[str]:
+    """Run a gateway without routers; its address."""
+    async with serving(GatewaySettings(router=NOBODY, store=store, port=0, drain_s=0), GatewayMetrics()) as (
+        address,
+        _,
+    ):
+        yield address
+
+
+@pytest.fixture
+async def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    """Run a store that takes weights of 1,000 bytes and waits for nobody; its address."""
+    monkeypatch.setattr("adapter_store.receive.OpenUploads", partial(OpenUploads, silent_s=0.2))
+    running = Store(StoreSettings(data=tmp_path / "data", port=0, max_adapter_bytes=1000))
+    await running.start()
+    address = f"127.0.0.1:{running.port}"
+    base = read_base_model("hash:?vocab=1024")
+    async with AsyncStoreClient(address, "acme") as client:
+        await client.register_model(registered(base), base.files)
+    yield address
+    await running.stop(drain_s=0)
+    assert not list((tmp_path / "data" / "uploads").iterdir())
+
+
+async def ask(address: str, body: bytes, *headers: str, length: int | None = None) -> tuple[int, Any]:
+    """Return the status and the answer to a PUT, whose connection stays open while the body is not whole."""
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    lines = ("Host: localhost", "x-loraplex-tenant: acme", f"Content-Type: {FORM}", *headers)
+    head = f"PUT /v1/adapters/x HTTP/1.1\r\nContent-Length: {length or len(body)}\r\n" + "\r\n".join(lines)
+    try:
+        async with asyncio.timeout(20):
+            writer.write(head.encode() + b"\r\n\r\n" + body)
+            answered = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            size = int(answered.partition("content-length: ")[2].partition("\r")[0])
+            return int(answered.split()[1]), json.loads(await reader.readexactly(size))
+    finally:
+        writer.close()
+
+
+async def test_an_upload_keeps_to_the_store_s_limits(store: str) -> None:
+    async with gateway(store) as address:
+        status, answer = await ask(address, form(b"x" * 1000))
+        assert (status, answer["moved"]) == (200, {"live": answer["revision"]})
+        status, answer = await ask(address, form(b"x" * 1001))
+        assert (status, answer["error"]["message"]) == (400, f"{WEIGHTS}: is larger than the 1000 bytes accepted")
+        # One byte more, of which the rest never comes.
+        status, answer = await ask(address, form(b"x")[:-30], length=len(form(b"x")))
+        assert (status, answer["error"]["code"]) == (408, "upload_too_slow"), answer
+        status, answer = await ask(address, form(b"x")[:-30], "x-request-timeout-ms: 1", length=len(form(b"x")))
+        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+        status, answer = await ask(address, form(b"x"), "Origin: http://evil.test")
+        assert (status, answer["error"]["code"]) == (403, "origin_not_allowed")
+
+
+async def test_a_gateway_without_a_store_says_so() -> None:
+    async with gateway("") as address:
+        status, answer = await ask(address, form(b"x"))
+    assert (status, answer["error"]["code"]) == (404, "adapters_not_served")
+    assert answer["error"]["message"].endswith("start the gateway with --store")
+
+
+async def test_a_store_that_is_away_is_not_waited_for() -> None:
+    async with gateway(NOBODY) as address:
+        status, answer = await ask(address, form(b"x"))
+    assert (status, answer["error"]["code"]) == (503, "router_unreachable")
+
+
+def test_no_caller_has_all_uploads() -> None:
+    requests = OpenRequests(8)
+    with ExitStack() as running:
+        for _ in range(32):
+            running.enter_context(requests.streaming("loud"))
+        with pytest.raises(HttpError, match="gateway"):
+            running.enter_context(requests.streaming("loud"))
+        running.enter_context(requests.streaming("other"))
+
+
+def test_a_form_is_the_same_in_whatever_pieces_it_comes() -> None:
+    weights = b"\r\n--cu\r\n--cutlery" * 9
+    body = part(WEIGHTS, weights) + part(CONFIG, CONFIG_BYTES) + b"--cut--\r\n"
+    for size in (1, 2, 3, 7, 64, len(body)):
+        reader, files = FilesForm(FORM), {WEIGHTS: b"", CONFIG: b""}
+        for start in range(0, len(body), size):
+            for file, data in reader.read(body[start : start + size]):
+                files[file] += data
+        reader.finish()
+        assert files == {WEIGHTS: weights, CONFIG: CONFIG_BYTES}
