@@ -14,7 +14,7 @@ from artifacts.families import FAMILIES, HEAD, HEAD_WEIGHTS, Family, config_coun
 from artifacts.quantization import Quantization, StoredWeight, stored_scheme, stored_weights
 
 _POSITIONS = ("embed_positions", "wpe")
-_ROUTERS = ("gate", "router", "router.layer")
+ROUTERS = ("gate", "router", "router.layer")
 _LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
@@ -112,7 +112,7 @@ def _is_linear(name: str, family: Family, layers: int) -> bool:
     if last in _POSITIONS or last.endswith("norm") or _is_left_out(name, layers):
         return False
     # transformers joins the experts of a layer to tensors with three dimensions, and its routers are no linear layers.
-    return not (family.experts and (".experts." in name or name.endswith(tuple(f".{router}" for router in _ROUTERS))))
+    return not (family.experts and (".experts." in name or name.endswith(tuple(f".{router}" for router in ROUTERS))))
 
 
 def _is_left_out(name: str, layers: int) -> bool:

@@ -306,7 +306,8 @@ def use_kernels(model: Any, context: AttentionContext, dtype: torch.dtype, lengt
         return
     for module in model.modules():
         # Of an earlier call, whose linear layers are not these.
-        vars(module).pop("forward", None)
+        if getattr(vars(module).get("forward"), "__module__", "") == __name__:
+            del module.forward
     arena = Arena(RowOperators(dtype))
     norms = {module: norm for module in model.modules() if (norm := _norm_of(module, dtype)) is not None}
     calls = observe_layers(model, context, length)

@@ -82,19 +82,19 @@ def float_layouts(stored: torch.dtype, compute: torch.dtype) -> Iterator[Layout]
     All are exact: none rounds a weight or an input. The first is the one to take where nothing is measured: a row's
     product in panels never depends on the rows beside it.
     """
-    panels = _panels_work(dtype_name(stored), compute, fixed=False)
-    if panels:
-        yield Layout(f"{dtype_name(stored)} panels", lambda linear: _panels(linear, compute))
+    as_panels = _panels_work(dtype_name(stored), compute, fixed=False)
+    if as_panels:
+        yield Layout(f"{dtype_name(stored)} panels", lambda linear: panels(linear, compute))
     if packs := packing_works(compute):
         yield Layout(f"mkldnn {dtype_name(compute)}", lambda linear: PackedLinear(_cast(linear, compute)))
-    if not panels and not packs:
+    if not as_panels and not packs:
         yield Layout(f"torch {dtype_name(compute)}", lambda linear: _cast(linear, compute))
 
 
 def narrow_layouts(compute: torch.dtype) -> Iterator[Layout]:
     """Yield the layouts of float32 weights whose numbers are bfloat16's: half the bytes, and exact."""
     if compute == torch.float32 and _panels_work("bfloat16", compute, fixed=False):
-        yield Layout("bfloat16 panels", lambda linear: _panels(_narrow(linear) or linear, compute))
+        yield Layout("bfloat16 panels", lambda linear: panels(_narrow(linear) or linear, compute))
 
 
 def is_narrow(linear: AnyLinear) -> bool:
@@ -108,9 +108,9 @@ def quantized_layouts(bits: int, compute: torch.dtype, *, rounded: bool) -> Iter
     `rounded`: also those that round inputs to 16 bits, which is for models whose own dtype has fewer.
     """
     if _panels_work(f"int{bits}", compute, fixed=False):
-        yield Layout(f"int{bits} panels", lambda linear: _panels(linear, compute))
+        yield Layout(f"int{bits} panels", lambda linear: panels(linear, compute))
     if rounded and _panels_work(f"int{bits}", compute, fixed=True):
-        yield Layout(f"int{bits} panels, 16-bit inputs", lambda linear: _panels(linear, compute, fixed=True))
+        yield Layout(f"int{bits} panels, 16-bit inputs", lambda linear: panels(linear, compute, fixed=True))
 
 
 def replace_linears(model: nn.Module, make: Callable[[AnyLinear], nn.Module]) -> None:
@@ -132,7 +132,13 @@ def replace_linears(model: nn.Module, make: Callable[[AnyLinear], nn.Module]) ->
                     setattr(module, name, make(linear))
 
 
-def _panels(linear: AnyLinear, compute: torch.dtype, *, fixed: bool = False) -> nn.Module:
+def panels_work(stored: torch.dtype, compute: torch.dtype) -> bool:
+    """Tell whether panels of a float weight give the right products of inputs of a dtype on this machine."""
+    dtypes = (torch.float32, torch.bfloat16)
+    return stored in dtypes and compute in dtypes and _panels_work(dtype_name(stored), compute, fixed=False)
+
+
+def panels(linear: AnyLinear, compute: torch.dtype, *, fixed: bool = False) -> nn.Module:
     """Return the layer over panels; a weight that has no format as panels stays as it is."""
     from worker.engine.linear.layer import (  # numba is there only where the CPU computes
         FixedLinear,
@@ -183,7 +189,7 @@ def _panels_work(kind: str, compute: torch.dtype, *, fixed: bool) -> bool:
     tolerance = _FIXED if fixed and compute == torch.float32 else _TOLERANCE[compute]
     try:
         checked = [_checked_linear(kind, outputs) for outputs in _CHECKED_OUTPUTS]
-        return all(_is_right(one, _panels(one, compute, fixed=fixed), tolerance, compute) for one in checked)
+        return all(_is_right(one, panels(one, compute, fixed=fixed), tolerance, compute) for one in checked)
     except (NumbaError, AttributeError, RuntimeError, NotImplementedError):
         return False
 

@@ -25,6 +25,7 @@ from worker.engine.attention import paged
 from worker.engine.attention.paged import AttentionContext, LayerCall
 from worker.engine.device import available_bytes, dtype_name, return_freed_memory
 from worker.engine.linear.choice import Choice, kind_of, measured, unmeasured
+from worker.engine.linear.experts import lay_out_experts
 from worker.engine.linear.layouts import packing_works, replace_linears
 from worker.engine.lora.base_layers import LoadedBase
 from worker.engine.quantized.stored import QuantizedWeights, has_tied_head
@@ -332,6 +333,7 @@ def lay_out(loaded: LoadedModel) -> None:
     choice = loaded.layouts or unmeasured(loaded.module, loaded.dtype)
     _check_kernels(loaded, choice)
     replace_linears(loaded.module, choice.make)
+    lay_out_experts(loaded.module, loaded.dtype)
     # The first layouts of the weights, and what measuring and quantizing took: 0.4 of 1.3 GB with 0.4 B parameters.
     return_freed_memory()
 
