@@ -47,7 +47,7 @@ def expected_tokens(
     answer: list[tuple[int, TokenLogprobs]] = []
     while (answered := len(answer)) < stopping.max_tokens:
         may_end = answered >= stopping.min_tokens
-        bad = _bad_after(sampling.bad_word_ids, [token for token, _ in answer])
+        bad = bad_after(sampling.bad_word_ids, [token for token, _ in answer])
         if listed := sampling.allowed_token_ids:
             banned = () if may_end or set(listed) <= set(ends) else ends
             token = next_listed_token(model, state, answered, listed, banned)
@@ -64,9 +64,9 @@ def expected_tokens(
     return answer
 
 
-def _bad_after(words: Iterable[tuple[int, ...]], answer: list[int]) -> set[int]:
+def bad_after(words: Iterable[tuple[int, ...]], answer: Sequence[int]) -> set[int]:
     """Return the ids that would complete one of the token sequences at the end of an answer."""
-    return {word[-1] for word in words if answer[len(answer) - len(word) + 1 :] == list(word[:-1])}
+    return {word[-1] for word in words if tuple(answer[len(answer) - len(word) + 1 :]) == word[:-1]}
 
 
 def matching_after(spec: str, grammar: str, ids: Iterable[int], stopping: StoppingParams | None = None) -> GrammarState:

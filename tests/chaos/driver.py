@@ -236,10 +236,13 @@ def options_of(request: Request) -> dict[str, Any]:
         "stop_token_ids": list(request.stop_token_ids),
         "logit_bias": dict(request.logit_bias),
         "allowed_token_ids": list(request.allowed_token_ids),
+        "bad_words": list(request.bad_words),
         **{name: getattr(request, name) for name in named},
         **request.sampling,
         **({request.format: FORMATS[request.format]} if request.format else {}),
     }
+    if request.default_temperature:
+        options["default_temperature"] = options.pop("temperature", None)
     return {name: value for name, value in options.items() if value is not None and value not in ([], {})}
 
 

@@ -52,6 +52,9 @@ class Request(msgspec.Struct, frozen=True):
     sampling: dict[str, float | int] = {}
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    # The temperature is given as the caller's default.
+    default_temperature: bool = False
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

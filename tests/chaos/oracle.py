@@ -18,7 +18,7 @@ from tests.hash_answers import (
     expected_vector_of,
 )
 from tests.hash_formats import GRAMMARS
-from tests.hash_oracle import matching_after
+from tests.hash_oracle import bad_after, matching_after
 from worker.engine import hash_engine
 from worker.engine.hash_engine import hash_root, id_bytes, next_allowed_token, next_listed_token
 
@@ -75,7 +75,7 @@ def next_token(model: str, request: Request, choice: int, digest: str, so_far: S
     if request.allowed_token_ids:
         return next_listed_token(parsed, state, len(so_far), request.allowed_token_ids, ())
     if not request.format:
-        return hash_engine.next_token(parsed, state, len(so_far), ())
+        return hash_engine.next_token(parsed, state, len(so_far), bad_after(_sampling(request).bad_word_ids, so_far))
     allowed = matching_after(model, GRAMMARS[request.format], so_far).allowed_ids(frozenset())
     return next_allowed_token(parsed, state, len(so_far), allowed)
 
@@ -97,5 +97,6 @@ def _asked(request: Request) -> Asked:
 
 
 def _sampling(request: Request) -> SamplingParams:
-    lists = {"logit_bias": request.logit_bias, "allowed_token_ids": request.allowed_token_ids}
+    bad = tuple(ids for word in request.bad_words for ids in (tuple(word.encode()), tuple(f" {word}".encode())))
+    lists = {"logit_bias": request.logit_bias, "allowed_token_ids": request.allowed_token_ids, "bad_word_ids": bad}
     return SamplingParams(**lists, **request.sampling)  # type: ignore[arg-type]  # whole numbers are whole in JSON too

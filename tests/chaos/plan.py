@@ -169,6 +169,11 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
     if not request.format and listed.random() < 0.08:
         allowed = tuple(sorted(listed.sample(range(32_000), listed.choice((1, 3, 50)))))
         request = msgspec.structs.replace(request, allowed_token_ids=allowed)
+    elif not request.format and listed.random() < 0.1:
+        # So many that one of them would come in some of these answers.
+        words = tuple(listed.sample(string.ascii_letters + string.digits, 60))
+        request = msgspec.structs.replace(request, bad_words=words)
+    request = msgspec.structs.replace(request, default_temperature=listed.random() < 0.1)
     own = random.Random(f"prompt {seed} {number}")
     request = msgspec.structs.replace(
         request,

@@ -77,7 +77,8 @@ def ask(cluster: Cluster, number: int, salt: str) -> Ask:
         # New there, and no byte, which reads as itself.
         at = next(i for i in range(TOKENS - 20, TOKENS) if truth[0][i] >= 256 and truth[0][i] not in truth[0][:i])
         stop, truth[0] = f"<{truth[0][at]}>", truth[0][:at]
-    plain: dict[str, Any] = {name: getattr(sampling, name) for name in SamplingParams.__dataclass_fields__}
+    names = set(SamplingParams.__dataclass_fields__) - {"bad_word_ids"}  # which has no field of its own in a request
+    plain: dict[str, Any] = {name: getattr(sampling, name) for name in names}
     options = plain | {"logit_bias": dict(sampling.logit_bias), "n": n, "stop": [stop] if stop else []}
     stream = cluster.client.generate_stream(prompt, adapter_id=adapter, max_tokens=TOKENS, **options)
     return Ask(stream, truth, stop)

@@ -253,7 +253,7 @@ def compile_linear(format_name: str, kind: str, products: int, *, scales: bool, 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a kernel goes through a layer: its parameters from `direct` on, and the scratch of a thread."""
+    """A kernel's way through a layer: its parameters from `direct` on, and the scratch of a thread."""
 
     integers: tuple[int, ...]
     scratch_floats: int
