@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels formats swaps upgrade texts gpu bench json-schema-suite lint format lock sbom audit clean
+.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels formats swaps upgrade texts company company gpu bench json-schema-suite lint format lock sbom audit clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -40,6 +40,8 @@ CANCELS ?= 100000
 TEXTS ?= 10000
 FORMAT_ANSWERS ?= 1000
 SWAPS ?= 10000
+PROMPTS ?= 100
+COMPOSITIONS ?= 12
 FUZZ_SECONDS ?= 600
 
 help: ## Print this list
@@ -127,6 +129,9 @@ formats: $(STAMP) ## Answer FORMAT_ANSWERS requests with formats while engines a
 
 texts: $(STAMP) ## Encode TEXTS texts by the load tester while workers are killed; each is answered once
 	TEXTS=$(TEXTS) $(BIN)/pytest -s --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_worker_loss.py -k text
+
+company: $(STAMP) ## Compare answers alone and in random batches, bit by bit, in every dtype of the CPU
+	PROMPTS=$(PROMPTS) COMPOSITIONS=$(COMPOSITIONS) SEED=$(SEED) $(BIN)/pytest -q -s tests/worker/engine/test_company.py
 
 cancels: $(STAMP) ## Cancel CANCELS requests at random moments; nothing of them may be left
 	CANCELS=$(CANCELS) $(BIN)/pytest --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_cancels.py

@@ -1,0 +1,135 @@
+"""An answer does not depend on its company: its ids and log probabilities are the same bits, in every dtype.
+
+Each request alone, then in random batches of others: cut into chunks, over cached prefixes, preempted, and continued
+from a random token as after the death of a worker. `make company PROMPTS=100 COMPOSITIONS=12` is the long form.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from artifacts.families import FAMILIES
+from options import StoppingParams
+from tests.tiny_models import VOCAB, TinyModel
+from tests.worker.engine.model.tiny_families import make_config, make_model
+from worker.engine_api import NewSequence, Output
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(7200)]
+
+PROMPTS, COMPOSITIONS = (int(os.environ.get(name, few)) for name, few in (("PROMPTS", 5), ("COMPOSITIONS", 3)))
+SEED = int(os.environ.get("SEED", "1"))
+KINDS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantize": "int8"},
+    "int4": {"dtype": "bfloat16", "quantize": "int4"},
+    "KV cache in int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+}
+# Blocks for all, and blocks so few that sequences are preempted; a step takes all of a prompt, or parts of it.
+ALONE: dict[str, Any] = {"rows": 1, "kv_blocks": 60, "block_size": 16, "step_tokens": 512}
+BATCHES: Sequence[dict[str, Any]] = (
+    {"rows": 24, "kv_blocks": 600, "block_size": 16, "step_tokens": 512},
+    {"rows": 6, "kv_blocks": 100, "block_size": 8, "step_tokens": 48},
+    {"rows": 12, "kv_blocks": 150, "block_size": 4, "step_tokens": 150},
+)
+Answer = list[tuple[int, float]]
+
+
+@pytest.fixture
+def ahead() -> bool:
+    """Step ahead, the harder mode."""
+    return True
+
+
+@pytest.fixture(scope="module")
+def model(make_tiny: Callable[..., TinyModel]) -> TinyModel:
+    """A model for prompts that are long enough for every way in which attention computes."""
+    return make_tiny("qwen2", intermediate_size=128, max_position_embeddings=512)
+
+
+def requests_of(chance: random.Random, vocab: int, adapters: Sequence[Any]) -> list[NewSequence]:
+    """Half of the prompts have a prefix in common."""
+    prefix = [chance.randrange(3, vocab) for _ in range(70)]
+    requests = []
+    for number in range(PROMPTS):
+        own = [chance.randrange(3, vocab) for _ in range(chance.choice((1, 9, 40, 120, 260)))]
+        prompt, stopping = tuple(prefix * (number % 2) + own), StoppingParams(chance.randint(4, 12), ignore_eos=True)
+        requests += [
+            NewSequence(f"{number} {index}", prompt, adapter=adapter, stopping=stopping, logprobs=0)
+            for index, adapter in enumerate(adapters)
+        ]
+    return requests
+
+
+def answers_of(outputs: dict[str, list[Output]]) -> dict[str, Answer]:
+    """Each token with its log probability."""
+    answers: dict[str, Answer] = {}
+    for name, some in outputs.items():
+        assert some[-1].failure is None, some[-1].failure
+        ids = [token for output in some for token in output.token_ids]
+        logprobs = [one.logprob for output in some for one in output.logprobs]
+        answers[name] = list(zip(ids, logprobs, strict=True))
+    return answers
+
+
+def compositions(
+    requests: Sequence[NewSequence], alone: dict[str, Answer]
+) -> list[tuple[dict[str, Any], dict[int, list[NewSequence]]]]:
+    """Draw settings of engines, and the steps before which requests arrive: some were begun elsewhere."""
+    drawn = []
+    for number in range(COMPOSITIONS):
+        chance = random.Random(SEED + number)
+        arrivals: dict[int, list[NewSequence]] = {}
+        for request in chance.sample(requests, len(requests)):
+            emitted = tuple(token for token, _ in alone[request.sequence_id])
+            begun = chance.randrange(1, len(emitted)) if chance.random() < 0.4 else 0
+            at = chance.choice((0, 0, 1, 3, 9, 20))
+            arrivals.setdefault(at, []).append(replace(request, emitted_ids=emitted[:begun]))
+        drawn.append((BATCHES[number % len(BATCHES)], arrivals))
+    return drawn
+
+
+def check(
+    directory: Any, settings: dict[str, str], requests: Sequence[NewSequence], make_engine: Any, run_until_idle: Any
+) -> None:
+    print("seed", SEED)
+    engine, alone = make_engine(directory, **ALONE, **settings), dict[str, Answer]()
+    for request in requests:
+        alone |= answers_of(run_until_idle(engine, {0: [request]}))
+    for batch, arrivals in compositions(requests, alone):
+        begun = {one.sequence_id: len(one.emitted_ids) for some in arrivals.values() for one in some}
+        answers = answers_of(run_until_idle(make_engine(directory, **batch, **settings), arrivals))
+        assert answers == {name: alone[name][begun[name] :] for name in answers}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_bit_of_an_answer_depends_on_its_company(
+    kind: str, model: TinyModel, make_engine: Any, run_until_idle: Any
+) -> None:
+    sources = [model.request("", [1], 1, adapter).adapter for adapter in (None, *model.adapters)]
+    requests = requests_of(random.Random(SEED), VOCAB, sources)
+    check(model.directory, KINDS[kind], requests, make_engine, run_until_idle)
+
+
+# Forms that other kernels or torch compute: layer norms and plain MLPs, softcaps, experts, latent attention.
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_nor_does_one_of_another_family(
+    family: str, kind: str, tmp_path: Any, make_engine: Any, run_until_idle: Any
+) -> None:
+    config = make_config(family)
+    # Whole vectors in a row: torch's activations have other bits in what is left over.
+    wide = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "max_position_embeddings": 512}
+    for name, size in wide.items():
+        if hasattr(config, name):
+            setattr(config, name, size)
+    assert family in FAMILIES
+    make_model(config, tmp_path)
+    requests = requests_of(random.Random(SEED), config.vocab_size, [None])
+    check(tmp_path, KINDS[kind], requests, make_engine, run_until_idle)
