@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels formats swaps upgrade texts company company gpu bench json-schema-suite lint format lock sbom audit clean
+.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels formats swaps upgrade texts company gpu bench json-schema-suite lint format lock sbom audit clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -52,6 +52,7 @@ help: ## Print this list
 	@echo "  make chaos takes REQUESTS=$(REQUESTS) KILLS=$(KILLS) SEED=$(SEED) JSON=FILE, KINDS=burst,queue_full"
 	@echo "  for these faults alone, and OVERLAP=1 for several at once;"
 	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS), make texts TEXTS=$(TEXTS),"
+	@echo "  make company PROMPTS=$(PROMPTS) COMPOSITIONS=$(COMPOSITIONS),"
 	@echo "  make clients CLIENTS=openai,litellm for these libraries alone"
 
 setup: $(STAMP) ## Install into .venv and generate the stubs; does nothing if both are up to date

@@ -125,7 +125,13 @@ def test_nor_does_one_of_another_family(
 ) -> None:
     config = make_config(family)
     # Whole vectors in a row: torch's activations have other bits in what is left over.
-    wide = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "max_position_embeddings": 512}
+    wide = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 32,
+        "max_position_embeddings": 512,
+    }
     for name, size in wide.items():
         if hasattr(config, name):
             setattr(config, name, size)
