@@ -41,7 +41,7 @@ from worker.engine.kernels.llvm import (
     store,
     vector_of,
 )
-from worker.engine.kernels.tiles import configure, multiply_tiles, release
+from worker.engine.kernels.tiles import add_products, begin_sums, configure, release, write_sums
 from worker.engine.kernels.weight_vectors import (
     AHEAD,
     BFLOAT16,
@@ -71,16 +71,18 @@ FLOATS, PAIRS, TILES, EMULATED = 1, 2, 3, 4
 # Maximum rows of a tile by products: so many sums fit 16 registers of AVX2, or 32 of AVX-512, or AMX's tiles; and those
 # of one that unpacks codes, which takes registers too.
 _ROWS = {FLOATS: 6, PAIRS: 12, TILES: tiles.ROWS, EMULATED: tiles.ROWS}
-_UNPACKING_ROWS = {FLOATS: 4, PAIRS: 8, TILES: 0, EMULATED: 0}
+_UNPACKING_ROWS = {FLOATS: 4, PAIRS: 8, TILES: tiles.ROWS, EMULATED: tiles.ROWS}
 # Maximum rows for which panels are unpacked in registers, by products and format: measured, others unpack them first.
 _DIRECT_ROWS: dict[int, dict[str, int]] = {
     FLOATS: {"float32": 12, "bfloat16": 12, "int8": 8, "int4": 8},
-    PAIRS: {"int8": 8, "int4": 8},
-    TILES: {},
-    EMULATED: {},
+    PAIRS: {"int8": 16, "int4": 16},
+    TILES: {"int8": tiles.ROWS, "int4": tiles.ROWS},
+    EMULATED: {"int8": tiles.ROWS, "int4": tiles.ROWS},
 }
 # Bytes of panels that a tile of rows passes before the next tile does: they stay in a core's second-level cache.
 _PASSED_BYTES = 512 * 1024
+# Bytes ahead of its use at which a weight is fetched for tiles: two of their products of columns.
+_TILES_AHEAD = 4096
 # Columns that one pass of the loop over unpacked pairs takes: each column is a few instructions.
 _PAIRS_STEP = 8
 
@@ -175,28 +177,33 @@ def _add_pairs(b: Any, code: int, address: Any, zeros: list[Any], lines: list[An
 
 
 @emits()
-def unpack(b, p, weights, zeros, out):
-    """Write the codes of a panel, less their zeros, in the products' format."""
+def unpack(b, p, weights, zeros, out, begin, end):
+    """Write the codes of columns [begin, end) of a panel, less their zeros, in the products' format."""
     code, pairs = p.constant("of_format"), p.constant("of_products") != FLOATS
     has_zeros = p.constant("of_zeros") > 1
 
     unit, unit_bytes = unit_sizes(code)
-    step = p.load("scale_step")
-    with each_segment(b, p) as (first, stop, number):
-        of_segment = b.mul(number, step)
-        with cgutils.for_range_slice(b, first, stop, int64(unit), I64) as (index, _):
-            address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
-            fetch(b, address, AHEAD, unit_bytes)
-            line = b.add(out, b.mul(index, int64((2 if pairs else 4) * PANEL)))
-            for half in HALVES:
-                zero = load_floats(b, b.add(zeros, of_segment), V * half, V) if has_zeros else None
-                loaded = load_half(b, code, address, half)
-                for column in range(0, unit, 2 if pairs else 1):
-                    if pairs:
-                        value = pair_of(b, code, loaded, column // 2, zero)
-                    else:
-                        value = column_of(b, code, loaded, column, zero)
-                    store(b, value, line, 4 * (PANEL * (column // 2 if pairs else column) + V * half), 4)
+    step, segment = p.load("scale_step"), p.load("segment")
+    with cgutils.for_range_slice(b, begin, end, int64(unit), I64) as (index, _):
+        address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
+        fetch(b, address, AHEAD, unit_bytes)
+        of_segment = b.mul(b.udiv(index, segment), step)
+        line = b.add(out, b.mul(b.sub(index, begin), int64((2 if pairs else 4) * PANEL)))
+        for half in HALVES:
+            zero = load_floats(b, b.add(zeros, of_segment), V * half, V) if has_zeros else None
+            loaded = load_half(b, code, address, half)
+            for column in range(0, unit, 2 if pairs else 1):
+                if pairs:
+                    value = pair_of(b, code, loaded, column // 2, zero)
+                else:
+                    value = column_of(b, code, loaded, column, zero)
+                store(b, value, line, 4 * (PANEL * (column // 2 if pairs else column) + V * half), 4)
+
+
+@emits()
+def fetch_columns(b, p, weights):
+    """Fetch columns of a panel of bfloat16 that are multiplied later."""
+    fetch(b, weights, _TILES_AHEAD, tiles.COLUMNS * 2 * PANEL)
 
 
 @emits()
@@ -235,9 +242,11 @@ _TASKS, _THREADS = 0, 8
 # `unpacks`, by tiles of `tile` rows, each of which passes `block` panels before the next one; `scratch` has
 # `scratch_bytes` for each thread, and a panel in it `unpacked_bytes`.
 INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} direct unpacking unpacks tile block scratch_bytes unpacked_bytes"
-# Bytes of a thread's scratch in front of the unpacked panels: sums, parts of them, the memory of tiles.
-_SUMS = tiles.ROWS * PANEL * 4
-_UNPACKED = 2 * _SUMS + tiles.MEMORY_BYTES
+# Bytes of a thread's scratch in front of the unpacked panels: sums, parts of them, twice the columns of a tile, and the
+# memory of tiles.
+_SUMS, _COLUMNS = tiles.ROWS * PANEL * 4, tiles.COLUMNS * PANEL * 2
+_TILES = 2 * _SUMS + 2 * _COLUMNS
+_UNPACKED = _TILES + tiles.MEMORY_BYTES
 
 
 @cache
@@ -271,18 +280,34 @@ def plan(format_name: str, columns: int, products: int) -> Plan:
 
 
 @kernel_part()
+def _sum_tiles(p, at, rows, x, weights, scales, zeros, direct, scratch):
+    """Write the sums of rows and a panel to scratch, by tiles."""
+    memory, parts, columns = scratch + _TILES, scratch + _SUMS, scratch + 2 * _SUMS
+    clear(p, rows, scratch)
+    segment = at.columns if at.scale_step == 0 else at.segment
+    for first in range(0, at.columns, segment):
+        begin_sums(p, memory)
+        for column in range(first, min(first + segment, at.columns), tiles.COLUMNS):
+            if direct:
+                # In two places by turns: one is written while the other is multiplied.
+                here = columns + column // tiles.COLUMNS % 2 * _COLUMNS
+                unpack(p, weights, zeros, here, column, column + tiles.COLUMNS)
+            else:
+                here = weights + column * PANEL * 2
+                fetch_columns(p, here)
+            add_products(p, memory, rows, x + 2 * column, at.x_bytes, here)
+        write_sums(p, memory, rows, parts)
+        add_scaled(p, rows, parts, scales + first // segment * at.scale_step, scratch)
+
+
+@kernel_part()
 def _sum(p, at, rows, x, panel, weights, direct, scratch):
     """Write the sums of a tile of rows and a panel to scratch."""
     scales, zeros = at.scales + panel * at.scale_panel, at.zeros + panel * at.scale_panel
-    if direct:
+    if uses_tiles(p):
+        _sum_tiles(p, at, rows, x, weights, scales, zeros, direct, scratch)
+    elif direct:
         multiply_codes(p, rows, x, weights, scales, zeros, scratch)
-    elif uses_tiles(p):
-        clear(p, rows, scratch)
-        segment = at.columns if at.scale_step == 0 else at.segment
-        for first in range(0, at.columns, segment):
-            stop = min(first + segment, at.columns)
-            multiply_tiles(p, scratch + 2 * _SUMS, rows, x, at.x_bytes, weights, first, stop, scratch + _SUMS)
-            add_scaled(p, rows, scratch + _SUMS, scales + first // segment * at.scale_step, scratch)
     else:
         multiply_unpacked(p, rows, x, weights, scales, zeros, scratch)
 
@@ -295,12 +320,12 @@ def _block(p, at, first, stop, scratch):
     if unpacked:
         for panel in range(first, stop):
             to = scratch + _UNPACKED + (panel - first) * at.unpacked_bytes
-            unpack(p, at.weights + panel * at.panel_bytes, at.zeros + panel * at.scale_panel, to)
+            unpack(p, at.weights + panel * at.panel_bytes, at.zeros + panel * at.scale_panel, to, 0, at.columns)
     row = configured = 0
     while row < at.rows:
         count = tile_rows(at.rows - row, at.unpacking if direct else at.tile)
         if uses_tiles(p) and count != configured:
-            configure(p, scratch + 2 * _SUMS, count)
+            configure(p, scratch + _TILES, count)
             configured = count
         for panel in range(first, stop):
             weights = at.weights + panel * at.panel_bytes

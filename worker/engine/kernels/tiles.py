@@ -144,15 +144,15 @@ def _odd(b: Any, words: Any) -> Any:
 
 
 @emits()
-def _begin(b, p, memory):
-    """Set the sums of 32 rows to 0."""
+def begin_sums(b, p, memory):
+    """Set the sums of all rows to 0."""
     for tile in range(4):
         _zero(b, p, memory, tile)
 
 
 @emits()
 def _add(b, p, memory, x, x_bytes, weights):
-    """Add the products of 32 columns of up to 16 rows."""
+    """Add the products of COLUMNS columns of up to 16 rows."""
     _move(b, p, memory, 6, weights, int64(_PANEL_LINE), out=False)
     _move(b, p, memory, 7, b.add(weights, int64(_LINE)), int64(_PANEL_LINE), out=False)
     _move(b, p, memory, 4, x, x_bytes, out=False)
@@ -166,6 +166,14 @@ def _add_second(b, p, memory, x, x_bytes):
     _move(b, p, memory, 5, x, x_bytes, out=False)
     _multiply(b, p, memory, 2, 5, 6)
     _multiply(b, p, memory, 3, 5, 7)
+
+
+@kernel_part()
+def add_products(p, memory, rows, x, x_bytes, weights):
+    """Add the products of COLUMNS columns of rows x and of a panel, both bfloat16, for so many rows as configured."""
+    _add(p, memory, x, x_bytes, weights)
+    if rows > _HALF:
+        _add_second(p, memory, x + _HALF * x_bytes, x_bytes)
 
 
 @emits()
@@ -183,19 +191,8 @@ def _end_second(b, p, memory, sums):
 
 
 @kernel_part()
-def multiply_tiles(p, memory, rows, x, x_bytes, weights, first, stop, sums):
-    """Write sums float32 [rows, PANEL] of columns [first, stop) of rows x and of a panel, both bfloat16.
-
-    The columns are whole COLUMNS. `configure` was called for this number of rows.
-    """
-    _begin(p, memory)
-    column = first
-    while column < stop:
-        at = x + 2 * column
-        _add(p, memory, at, x_bytes, weights + column * 2 * PANEL)
-        if rows > _HALF:
-            _add_second(p, memory, at + _HALF * x_bytes, x_bytes)
-        column += COLUMNS
+def write_sums(p, memory, rows, sums):
+    """Write the sums float32 [rows, PANEL]."""
     _end(p, memory, sums)
     if rows > _HALF:
         _end_second(p, memory, sums + _HALF * PANEL * 4)

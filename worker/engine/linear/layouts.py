@@ -18,8 +18,9 @@ from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear
 # Maximum difference from the definition, relative to the largest output, that rounding explains: by the dtype that is
 # computed in, and of inputs in fixed point.
 _TOLERANCE, _FIXED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}, 1e-4
-# Features of the layers that layouts are checked with; those of an odd number of outputs have no bias.
-_CHECKED_COLUMNS, _CHECKED_OUTPUTS = 80, (96, 33)
+# Outputs and columns of the layers that layouts are checked with: whole tiles of AMX, and parts of them. An odd
+# number of outputs has no bias.
+_CHECKED_SHAPES = (96, 96), (33, 80)
 # Number of rows that the operator is told to expect; measured, it makes no difference.
 _ROWS_HINT = 32
 
@@ -62,7 +63,7 @@ def packing_works(dtype: torch.dtype) -> bool:
     if dtype not in _TOLERANCE or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     try:
-        checked = [_checked_linear(dtype_name(dtype), outputs) for outputs in _CHECKED_OUTPUTS]
+        checked = [_checked_linear(dtype_name(dtype), *shape) for shape in _CHECKED_SHAPES]
         return all(_is_right(one, PackedLinear(one), _TOLERANCE[dtype], dtype) for one in checked)
     except (AttributeError, RuntimeError, NotImplementedError):
         return False
@@ -188,20 +189,20 @@ def _panels_work(kind: str, compute: torch.dtype, *, fixed: bool) -> bool:
         return False
     tolerance = _FIXED if fixed and compute == torch.float32 else _TOLERANCE[compute]
     try:
-        checked = [_checked_linear(kind, outputs) for outputs in _CHECKED_OUTPUTS]
+        checked = [_checked_linear(kind, *shape) for shape in _CHECKED_SHAPES]
         return all(_is_right(one, panels(one, compute, fixed=fixed), tolerance, compute) for one in checked)
     except (NumbaError, AttributeError, RuntimeError, NotImplementedError):
         return False
 
 
-def _checked_linear(kind: str, outputs: int) -> Any:
+def _checked_linear(kind: str, outputs: int, columns: int) -> Any:
     generator = torch.Generator().manual_seed(outputs)
-    weight = torch.randn(outputs, _CHECKED_COLUMNS, generator=generator)
+    weight = torch.randn(outputs, columns, generator=generator)
     bias = None if outputs % 2 else torch.randn(outputs, generator=generator)
     if kind.startswith("int"):
         bits = int(kind.removeprefix("int"))
         return QuantizedLinear(quantize(weight, bits, None if bits == 8 else 32, symmetric=outputs % 2 == 0), bias)
-    linear = nn.Linear(_CHECKED_COLUMNS, outputs, bias=bias is not None).requires_grad_(False)
+    linear = nn.Linear(columns, outputs, bias=bias is not None).requires_grad_(False)
     linear.weight.copy_(weight)
     if bias is not None:
         linear.bias.copy_(bias)
