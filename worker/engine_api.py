@@ -170,6 +170,8 @@ class EngineConfig:
     max_rank: int = 64
     # Maximum tokens that one step computes.
     step_tokens: int = 512
+    # Target time between an answer's tokens while prompts are computed beside it, in milliseconds.
+    itl_target_ms: float = 50.0
     # CPU threads of the step.
     threads: int = 0
     # The scheme in which the weights are loaded, such as int8; empty: as the files have them.
@@ -183,6 +185,8 @@ class EngineConfig:
         for name in ("rows", "block_size", "step_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, is {getattr(self, name)}")
+        if not self.itl_target_ms > 0:
+            raise ValueError(f"itl_target_ms must be more than 0, is {self.itl_target_ms}")
 
 
 @dataclass(frozen=True, slots=True)

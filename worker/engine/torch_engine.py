@@ -144,7 +144,7 @@ def build_engine(
     encoding = Encoding(loaded, config.adapter_slots)
     adapters = adapter_cache(base, config, on_loaded, lora.install, encoding.install)
     torch.set_num_threads(step_threads(loaded.parameters, config.threads))
-    chunk_sizer = ChunkSizer() if paced else None
+    chunk_sizer = ChunkSizer(config.itl_target_ms / 1000) if paced else None
     grammars = _grammars(loaded, on_loaded)
     scheduler = Scheduler(
         limits, loaded.end_token_ids, config.step_tokens, adapters, chunk_sizer, on_begun, grammars=grammars

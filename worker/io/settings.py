@@ -42,6 +42,12 @@ class Settings:
     )
     max_rank: int = setting("the largest rank of an adapter", 64, least=1)
     step_tokens: int = setting("tokens that one step may compute", 512, least=1)
+    itl_target_ms: float = setting(
+        "target for the milliseconds between an answer's tokens while prompts are computed beside it; "
+        "more: prompts get their first token sooner",
+        50.0,
+        above=0,
+    )
     threads: int = setting("CPU threads of the engine; 0: one for a small model, else as torch chooses", 0, least=0)
     cache_dir: str = setting("where this worker alone keeps adapters on disk; empty: a temporary directory", "")
     disk_adapter_bytes: int = setting(

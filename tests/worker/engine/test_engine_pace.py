@@ -21,7 +21,7 @@ class Moods(ChunkSizer):
     """Gives chunks beside decodes random budgets, as measured times might; keeps what it has observed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(0.05)
         self.chance = random.Random(3)
         self.observed: list[tuple[Batch, float]] = []
 
@@ -47,7 +47,7 @@ def test_ids_do_not_depend_on_chunk_sizes_and_every_step_is_observed(
     ]
     arrivals = {0: requests[:3], 4: requests[3:6], 9: requests[6:]}
     moods = Moods()
-    monkeypatch.setattr("worker.engine.torch_engine.ChunkSizer", lambda: moods)
+    monkeypatch.setattr("worker.engine.torch_engine.ChunkSizer", lambda target_s: moods)
     engine = make_engine(tiny_llama.directory, **SETTINGS, paced=True)
     outputs = run_until_idle(engine, arrivals)
     for request in requests:

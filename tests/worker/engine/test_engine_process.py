@@ -273,6 +273,11 @@ def test_a_configuration_that_no_engine_can_work_with_is_refused(name: str) -> N
         EngineConfig(SPEC, **{name: 0})  # type: ignore[arg-type]
 
 
+def test_a_target_of_no_time_is_refused() -> None:
+    with pytest.raises(ValueError, match="itl_target_ms must be more than 0, is 0"):
+        EngineConfig(SPEC, itl_target_ms=0)
+
+
 def test_an_error_that_is_nobodys_ends_the_process(engine: EngineProcess) -> None:
     engine.start()
     engine.send(Configure(CONFIG))

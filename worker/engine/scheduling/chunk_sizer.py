@@ -1,18 +1,17 @@
 """The number of prompt tokens that a step computes beside its decodes, from the measured times of earlier steps.
 
-The gaps between a decode's tokens are as long as the steps, prompts included. The time of a step is predicted from its
-rows, with unit costs that are learned from earlier steps:
+The gaps between an answer's tokens are as long as the steps, prompts included. The target is a time between tokens that
+a reader of the stream does not feel; within it a prompt's chunk is as large as fits. The time of a step is predicted
+from its rows, with unit costs that are learned from earlier steps:
 
     step    = decodes + chunks
     decodes = fixed + rows + positions that they attend to
     chunks  = fixed + tokens + positions that the tokens attend to + positions that are read for them
 
-and chunks get the time up to a multiple of the decodes' own. Without decodes nobody waits for a token, and only
-step_tokens and the maximum time of a step limit the chunks.
+Where the decodes alone take about as long as the target, chunks get a multiple of the decodes' time. Without decodes
+nobody waits for a token, and only step_tokens and the maximum time of a step limit the chunks.
 
-Comments say what happened without a constant: in `python -m bench.interference`, where it is otherwise 1.96 for the
-longest gap, in median gaps before the prompt, and 0.11 s for the longest step; or on the simulated machines of
-tests/worker/engine/test_chunk_sizer.py.
+Comments say what happened without a constant on the simulated machines of tests/worker/engine/test_chunk_sizer.py.
 """
 
 from __future__ import annotations
@@ -25,30 +24,30 @@ from operator import mul
 
 from worker.engine.scheduling.sequence import Batch, Row
 
-# Target time of a step with one prompt, as a multiple of its decodes' time; each further prompt adds 1. The promise is
-# 2.5 (docs/results/benchmarks.md), and single steps take half as long again as predicted. With 2.5: longest gap 2.72.
+# Predicted time of a step with a chunk, as a share of the target: one step in a hundred takes 1.3 times as long as
+# predicted where nothing else runs on the machine, and the target is for all but one gap in a hundred.
+_AIMED_SHARE = 0.7
+# Minimum time of a step with a chunk, as a multiple of its decodes' time, where that is longer than the aim.
 _STRETCH = 1.75
 # Maximum predicted time of a step, in seconds: liveness allows 0.5.
 _LONGEST_STEP_S = 0.4
-# Maximum tokens of a process's first chunks, while their cost is unknown. Without: longest step 0.38 s; a large model's
-# would exceed what liveness allows.
+# Maximum tokens of a process's first chunks, while their cost is unknown: more of a large model's might take longer
+# than liveness allows.
 _FIRST_TOKENS = 64
 # Minimum time of a step's chunks, as a multiple of the chunks' fixed cost. On CUDA a step with a chunk is no graph;
 # its fixed cost alone may exceed the target. Without: 4 tokens a step on a simulated GPU.
 _LEAST_USE = 1.5
-# Minimum tokens of a step's first chunk, so that a prompt always advances, and the divisor of chunks below _GRAIN.
+# Minimum tokens of a step's first chunk, so that a prompt always advances, and the divisor of the other chunks: the
+# kernels' calls are recorded for each number of tokens up to 64, which takes 2 ms in the step that has it first.
 _LEAST_CHUNK = 4
-# Divisor of longer chunks, in tokens. mkldnn creates a kernel for each new number of tokens, which takes 1 to 2 ms in
-# the step that has it first, and a chunk's attention is up to twice as fast in multiples of 16.
-_GRAIN = 16
 # Maximum number of consecutive steps with decodes and a chunk; the next step has no chunk, and measures the decodes.
-# Without: longest gap 2.10, and time for chunks unused on simulated machines, since the decodes' costs get outdated.
+# Without: gaps longer than promised, since the decodes' costs get outdated.
 _UNMEASURED_STEPS = 32
 # Minimum share of a step's time that counts as its chunks' where its decodes were predicted to take all: without,
 # the time of the chunks would have no logarithm.
 _LEAST_REMAINDER = 0.1
-# Maximum prediction error that a step's costs are corrected by, as a logarithm. Without: simulated hiccups of 4 times
-# a step's length stretch later gaps beyond 2.5.
+# Maximum prediction error that a step's costs are corrected by, as a logarithm. Without: after slow first steps, chunks
+# are half as long as they should be for a whole prompt, and gaps of a machine that gets slower are too long.
 _MOST_ERROR = log(2)
 # Variances of logarithms, relative to 1 for the costs at the start: of a measured time, and per squared error added to
 # the costs'. Without the first, gaps follow single steps' noise; without the other, a slow first step is not forgotten.
@@ -62,9 +61,13 @@ _CHUNK_SHAPE = (8.0, 1.0, 1 / 1500, 1 / 250)
 
 
 class ChunkSizer:
-    """Learns the unit costs of steps, and tells how many prompt tokens fit into the next one. O(rows) per step."""
+    """Learns the unit costs of steps, and tells how many prompt tokens fit into the next one. O(rows) per step.
 
-    def __init__(self) -> None:
+    `target_s` is the time between an answer's tokens, in seconds, that 99 of 100 gaps beside a prompt keep within.
+    """
+
+    def __init__(self, target_s: float) -> None:
+        self._aim_s = _AIMED_SHARE * target_s
         self._decodes = _Costs(_DECODE_SHAPE)
         self._chunks = _Costs(_CHUNK_SHAPE)
         # Steps with chunks beside decodes since the last step of decodes alone.
@@ -99,8 +102,9 @@ class ChunkSizer:
             return ChunkBudget(0)
         self._unmeasured += 1
         decode_s = self._decodes.seconds(_decode_load(decodes))
-        # Rows that wait for their prefill make no tokens: each one but the first may take a step's time more.
-        spare_s = (_STRETCH + prompts - 2) * decode_s
+        # Rows that wait for their prefill make no tokens: where the target cannot be kept, each prompt adds as much.
+        over_s = max(0.0, _STRETCH * decode_s - self._aim_s)
+        spare_s = self._aim_s + prompts * over_s - decode_s
         least_s = _LEAST_USE * self._chunks.seconds((1.0, 0.0, 0.0, 0.0))
         return ChunkBudget(tokens, self._chunks, min(max(spare_s, least_s), _LONGEST_STEP_S - decode_s))
 
@@ -115,25 +119,27 @@ class ChunkBudget:
         self._seconds = seconds
         self._begun = False
 
-    @property
-    def any(self) -> bool:
-        """Return whether a further chunk might get a token."""
-        if self._tokens == 0 or self._costs is None or not self._begun:
-            return self._tokens > 0
-        return self._costs.seconds(_load(0, _LEAST_CHUNK, fixed=False)) <= self._seconds
+    def room_for(self, chunks: int) -> bool:
+        """Return whether each of so many further chunks might get a token."""
+        if self._tokens < chunks or self._costs is None or (chunks == 1 and not self._begun):
+            return self._tokens >= chunks
+        least_s = self._costs.seconds(_load(0, _LEAST_CHUNK, fixed=False))
+        fixed_s = 0.0 if self._begun else self._costs.seconds((1.0, 0.0, 0.0, 0.0))
+        return fixed_s + chunks * least_s <= self._seconds
 
-    def split(self) -> ChunkBudget:
-        """Set half aside; `join` takes back what is left of it."""
-        half = ChunkBudget(self._tokens // 2, self._costs, self._seconds / 2)
-        self._tokens -= half._tokens
-        self._seconds -= half._seconds
-        return half
+    def split(self, parts: int) -> ChunkBudget:
+        """Set one of `parts` equal parts aside; `join` takes back what is left of it."""
+        part = ChunkBudget(-(-self._tokens // parts), self._costs, self._seconds / parts)
+        part._begun = self._begun
+        self._tokens -= part._tokens
+        self._seconds -= part._seconds
+        return part
 
-    def join(self, half: ChunkBudget) -> None:
-        """Take back what is left of a half that was set aside."""
-        self._tokens += half._limit - half._taken
-        self._seconds += half._seconds
-        self._begun = self._begun or half._begun
+    def join(self, part: ChunkBudget) -> None:
+        """Take back what is left of a part that was set aside."""
+        self._tokens += part._limit - part._taken
+        self._seconds += part._seconds
+        self._begun = part._begun
 
     def take(self, start: int, asked: int) -> int:
         """Take the tokens of a sequence's chunk from position `start` on, at most `asked`, and return their number.
@@ -157,7 +163,7 @@ class ChunkBudget:
                 low = middle
             else:
                 high = middle - 1
-        count = low if low == asked else low - low % (_GRAIN if low >= _GRAIN else _LEAST_CHUNK)
+        count = low if low == asked else low - low % _LEAST_CHUNK
         return count if self._begun else max(count, min(_LEAST_CHUNK, most))
 
 

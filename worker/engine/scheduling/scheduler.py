@@ -341,28 +341,24 @@ class Scheduler(SequenceScheduler):
         return sequence
 
     def _add_chunks(self, plan: BatchPlan, budget: ChunkBudget, prefilling: list[Sequence]) -> None:
-        """Schedule chunks of prompts: in rank, but half of the budget is first offered to the other tenants.
+        """Schedule chunks of prompts: one of each tenant, with equal shares of the budget, then the others in rank.
 
-        One prompt of each of them gets some: those that only wait, then the shortest. So a long prompt delays short
-        ones of others by a step or two, and is itself delayed by no more than a factor of two.
+        What a tenant's prompt leaves of its share is for those of the others, the shortest first. So a long prompt
+        delays the short ones of other tenants by a step or two, and gets its tenant's share itself.
         """
-        chunked = set[Sequence]()
-        if prefilling:
-            firsts = {sequence.spec.tenant: sequence for sequence in reversed(prefilling)}
-            tenants, aside = set(firsts), budget.split()
-            del firsts[prefilling[0].spec.tenant]
-            while aside.any and (newcomer := self._admit(tenants)) is not None:
-                tenants.add(newcomer.spec.tenant)
-                plan.add_chunk(newcomer, aside)
-            for sequence in sorted(firsts.values(), key=lambda first: first.length - first.computed):
-                if aside.any:
-                    plan.add_chunk(sequence, aside)
-                    chunked.add(sequence)
-            budget.join(aside)
+        firsts = {sequence.spec.tenant: sequence for sequence in reversed(prefilling)}
+        while budget.room_for(len(firsts) + 1) and (newcomer := self._admit(firsts)) is not None:
+            firsts[newcomer.spec.tenant] = newcomer
+        shortest_first = sorted(firsts.values(), key=lambda first: first.length - first.computed)
+        for parts, sequence in zip(range(len(firsts), 0, -1), shortest_first, strict=True):
+            share = budget.split(parts)
+            if share.room_for(1):
+                plan.add_chunk(sequence, share)
+            budget.join(share)
         for sequence in prefilling:
-            if budget.any and sequence not in chunked:
+            if budget.room_for(1) and firsts[sequence.spec.tenant] is not sequence:
                 plan.add_chunk(sequence, budget)
-        while budget.any and (newcomer := self._admit()) is not None:
+        while budget.room_for(1) and (newcomer := self._admit()) is not None:
             plan.add_chunk(newcomer, budget)
 
     def commit(

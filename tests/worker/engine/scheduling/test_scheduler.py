@@ -47,7 +47,7 @@ def test_prompts_share_a_step_and_its_tokens(model: PagedModel) -> None:
     assert model.rows_of_last == {"a": 5, "b": 5, "c": 2}
 
 
-def test_half_of_a_step_is_first_for_the_prompts_of_tenants_other_than_the_first(model: PagedModel) -> None:
+def test_tenants_prompts_get_equal_shares_of_a_step(model: PagedModel) -> None:
     model.add(replace(spec("long", prompt=50, tokens=2), tenant="a"))
     model.add(replace(spec("longs own", prompt=4, tokens=2), tenant="a"))
     model.step()
@@ -55,9 +55,9 @@ def test_half_of_a_step_is_first_for_the_prompts_of_tenants_other_than_the_first
     model.add(replace(spec("short", prompt=4, tokens=2), tenant="b"))
     model.add(replace(spec("middle", prompt=20, tokens=2), tenant="c"))
     model.step()
-    assert model.rows_of_last == {"short": 4, "middle": 2, "long": 6}
+    assert model.rows_of_last == {"short": 4, "middle": 4, "long": 4}
     model.step()
-    assert model.rows_of_last == {"short": 1, "middle": 5, "long": 6}
+    assert model.rows_of_last == {"short": 1, "middle": 6, "long": 5}
     while len(model.ended) < 4:
         model.step()
     for name in ("long", "longs own", "short", "middle"):
