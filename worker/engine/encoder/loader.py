@@ -32,7 +32,7 @@ from worker.engine.device import dtype_name
 from worker.engine.lora.base_layers import LoadedBase
 from worker.engine.lora.weights import AdapterWeights
 from worker.engine.model.loader import check_memory, device_of, dtype_of, from_pretrained
-from worker.engine.quantized.stored import QuantizedWeights
+from worker.engine.quantized.stored import QuantizedWeights, open_slices
 from worker.engine_api import ModelUnusableError
 
 # Families whose attention is not computed by transformers' attention interface: see body.py.
@@ -81,7 +81,10 @@ def load_encoder(path: str, device: str = "cpu", dtype: str = "auto", quantize: 
     attention = "eager" if family.model_type in _OWN_ATTENTION else paged.NAME
     head = tuple(f"{name}." for name in family.head.modules)
     auto = transformers.AutoModelForSequenceClassification
-    module = from_pretrained(auto, directory, number, attention, quantized, lambda name: name.startswith(head))
+    with open_slices(checkpoint, mapped=False) as slices:
+        module = from_pretrained(
+            auto, directory, slices, number, attention, quantized, lambda name: name.startswith(head)
+        )
     if quantized is not None:
         quantized.fill(module, number, place)
     sizes = {one.name: (one.in_features, one.out_features) for one in manifest.modules}

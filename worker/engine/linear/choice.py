@@ -18,7 +18,7 @@ from math import prod
 import torch
 from torch import nn
 
-from worker.engine.device import dtype_name
+from worker.engine.device import dtype_name, return_freed_memory
 from worker.engine.linear.layouts import Layout, float_layouts, is_narrow, narrow_layouts, quantized_layouts
 from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear
 
@@ -89,6 +89,7 @@ def measured(model: nn.Module, own: torch.dtype, computes: Sequence[torch.dtype]
             for layout in (*_layouts(kind, compute, rounded=own != torch.float32), *_narrow_layouts(samples, compute))
         ]
         times = [_measure(layer, count, candidates) for layer, count in samples]
+        return_freed_memory()
         alike = [candidate for candidate in candidates if all(candidate in of_layer for of_layer in times)]
         for candidate in alike:
             # Every number of rows weighs the same, though the larger takes longer.

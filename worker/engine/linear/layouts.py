@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear as multiply
 
-from worker.engine.device import dtype_name
+from worker.engine.device import dtype_name, return_freed_memory
 from worker.engine.lora.base_layers import FusedPart, FusedProduct, can_fuse, fuse, fusion_candidates
 from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, is_linear, quantize
 
@@ -119,18 +119,27 @@ def replace_linears(model: nn.Module, make: Callable[[AnyLinear], nn.Module]) ->
 
     A weight that another module uses too (tied embeddings) stays there as well.
     """
-    for module in list(model.modules()):
-        linears = {name: child for name, child in module.named_children() if is_linear(child)}
-        for names in fusion_candidates(linears):
-            group = [linears[name] for name in names]
-            if len(group) > 1 and can_fuse(group):
-                # Layers that are called with the same input are one product: fewer calls, and none of them small.
-                product = FusedProduct(make(fuse(group)), [linear.out_features for linear in group])
-                for index, name in enumerate(names):
-                    setattr(module, name, FusedPart(product, index))
-            else:
-                for name, linear in zip(names, group, strict=True):
-                    setattr(module, name, make(linear))
+    # Without the layers themselves: a list of these would keep all weights until the end.
+    for module in [module for module in model.modules() if not is_linear(module)]:
+        if _replace_children(module, make):
+            # The weights that were replaced: the heap has no use for gaps of their sizes.
+            return_freed_memory()
+
+
+def _replace_children(module: nn.Module, make: Callable[[AnyLinear], nn.Module]) -> bool:
+    """Replace the linear layers that a module has itself; tell whether there are any."""
+    linears = {name: child for name, child in module.named_children() if is_linear(child)}
+    for names in fusion_candidates(linears):
+        group = [linears[name] for name in names]
+        if len(group) > 1 and can_fuse(group):
+            # Layers that are called with the same input are one product: fewer calls, and none of them small.
+            product = FusedProduct(make(fuse(group)), [linear.out_features for linear in group])
+            for index, name in enumerate(names):
+                setattr(module, name, FusedPart(product, index))
+        else:
+            for name, linear in zip(names, group, strict=True):
+                setattr(module, name, make(linear))
+    return bool(linears)
 
 
 def panels_work(stored: torch.dtype, compute: torch.dtype) -> bool:

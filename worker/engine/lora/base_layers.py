@@ -141,8 +141,8 @@ class FusedPart(nn.Module):
         return self.product.part(self.index, x)
 
 
-# Number of a weight's rows that are cast to float32 at once.
-_PIECE_ROWS = 4096
+# Number of a weight's rows that are cast to float32 at once: larger pieces stay in the process's heap.
+_PIECE_ROWS = 256
 
 
 @dataclass(frozen=True)

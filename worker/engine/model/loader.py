@@ -28,7 +28,7 @@ from worker.engine.linear.choice import Choice, kind_of, measured, unmeasured
 from worker.engine.linear.experts import lay_out_experts
 from worker.engine.linear.layouts import packing_works, replace_linears
 from worker.engine.lora.base_layers import LoadedBase
-from worker.engine.quantized.stored import QuantizedWeights, has_tied_head
+from worker.engine.quantized.stored import QuantizedWeights, has_tied_head, open_slices, transformers_config
 from worker.engine.quantized.weight import QuantizedEmbedding, QuantizedLinear, is_linear
 from worker.engine_api import ModelUnusableError
 from worker.sizing import DTYPE_BYTES, cpu_dtype, own_dtype
@@ -175,7 +175,10 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto", quantize: st
     check_memory(directory, needed, place, manifest.quantization or dtype_name(number))
     tied = (stored or scheme) is not None and has_tied_head(directory)
     quantized = QuantizedWeights.of(checkpoint, weights, scheme, tied=tied)
-    module = from_pretrained(transformers.AutoModelForCausalLM, directory, number, paged.NAME, quantized)
+    # On its way to another device a mapped weight takes no memory of its own.
+    with open_slices(checkpoint, mapped=place.type != "cpu") as slices:
+        auto = transformers.AutoModelForCausalLM
+        module = from_pretrained(auto, directory, slices, number, paged.NAME, quantized)
     # With one, GPT-2 looks for padding in every batch, which waits for the device.
     module.config.pad_token_id = None
     _use_plain_linears(module)
@@ -276,25 +279,27 @@ def check_memory(directory: Path, needed: int, device: torch.device, kind: str) 
 def from_pretrained(
     auto: Any,
     directory: Path,
+    slices: Mapping[str, Any],
     dtype: torch.dtype,
     attention: str,
     quantized: QuantizedWeights | None,
     unused: Callable[[str], bool] = lambda name: False,
 ) -> Any:
-    """Load a model by a class of transformers; missing weights that are `unused` do not matter.
+    """Load a model by a class of transformers from slices of its weights; missing ones that are `unused` do not matter.
 
     Raises ModelUnusableError, also where weights are missing: transformers would go on with random numbers.
     """
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        loaded: Any = auto.from_pretrained(
-            directory,
+        options = quantized.loading_options(directory) if quantized else {"config": transformers_config(directory)}
+        # The class itself: an automatic one takes no slices.
+        loaded: Any = auto._model_mapping[type(options["config"])].from_pretrained(
+            None,
+            state_dict=slices,
             dtype=dtype,
             attn_implementation=attention,
-            local_files_only=True,
-            use_safetensors=True,
             output_loading_info=True,
-            **(quantized.loading_options(directory) if quantized else {}),
+            **options,
         )
     except Exception as error:  # transformers raises errors of many kinds
         raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error

@@ -30,6 +30,7 @@ from artifacts.base_modules import LinearWeight
 from artifacts.checkpoint import Checkpoint
 from artifacts.families import HEAD
 from artifacts.quantization import Method, Quantization, StoredWeight
+from worker.engine.device import return_freed_memory
 from worker.engine.quantized.weight import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -50,17 +51,27 @@ ReadTensor = Callable[[str], Tensor]
 @contextlib.contextmanager
 def open_tensors(checkpoint: Checkpoint) -> Iterator[ReadTensor]:
     """Open a checkpoint's files; yields a function that reads a tensor by its name."""
-    with contextlib.ExitStack() as stack:
-        files: dict[Path, Any] = {}
+    with open_slices(checkpoint, mapped=False) as slices:
 
         def read(name: str) -> Tensor:
-            path, _ = checkpoint.tensors[name]
-            if path not in files:
-                files[path] = stack.enter_context(safetensors.safe_open(path, "pt"))
-            tensor: Tensor = files[path].get_tensor(name)
+            tensor: Tensor = slices[name][...]
             return tensor
 
         yield read
+
+
+@contextlib.contextmanager
+def open_slices(checkpoint: Checkpoint, *, mapped: bool) -> Iterator[dict[str, Any]]:
+    """Open a checkpoint's files; yields safetensors' slices, by name, of tensors that are not read yet.
+
+    Tensors of `mapped` files share the system's pages, which stay until the last of these tensors is gone; others are
+    read into memory of their own.
+    """
+    with contextlib.ExitStack() as stack:
+        paths = {path for path, _ in checkpoint.tensors.values()}
+        backend = "mmap" if mapped else "pread"
+        files = {path: stack.enter_context(safetensors.safe_open(path, "pt", backend=backend)) for path in paths}
+        yield {name: files[path].get_slice(name) for name, (path, _) in checkpoint.tensors.items()}
 
 
 def read_weight(stored: StoredWeight, read: ReadTensor) -> QuantizedWeight:
@@ -159,7 +170,7 @@ class QuantizedWeights:
 
     def loading_options(self, directory: Path) -> dict[str, Any]:
         """Return the arguments of from_pretrained that leave these weights to `fill`."""
-        config, awaited = _transformers_config(directory), list(self.weights)
+        config, awaited = transformers_config(directory), list(self.weights)
         if self.tied and self.embeddings is not None:
             config.tie_word_embeddings = False
             awaited.append(HEAD)
@@ -170,6 +181,8 @@ class QuantizedWeights:
         with open_tensors(self.checkpoint) as read:
             for name, weight in self.weights.items():
                 place, quantized = module.get_submodule(name), self._read(weight, read).to(device)
+                # The float weights before: the heap has no use for gaps of their sizes.
+                return_freed_memory()
                 if not weight.is_embedding:
                     module.set_submodule(name, QuantizedLinear(quantized, place.bias))
                     continue
@@ -206,12 +219,12 @@ class QuantizedWeights:
 def has_tied_head(directory: Path) -> bool:
     """Tell whether a model's output head shares its token embeddings' weight. Raises ModelUnusableError."""
     try:
-        return bool(_transformers_config(directory).tie_word_embeddings)
+        return bool(transformers_config(directory).tie_word_embeddings)
     except Exception as error:  # transformers raises errors of many kinds for a config that it can't read
         raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
 
 
-def _transformers_config(directory: Path) -> Any:
+def transformers_config(directory: Path) -> Any:
     """Return a model's config without the checkpoint's own quantization, which transformers would do in its way."""
     config: Any = AutoConfig.from_pretrained(directory, local_files_only=True)
     if hasattr(config, "quantization_config"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from worker.engine.device import available_bytes
 from worker.engine.linear import layouts as packed
 from worker.engine.model import loader
 from worker.engine.model.loader import SUPPORTED, check_architecture, lay_out, load_model
+from worker.engine.quantized.weight import AnyLinear
 from worker.engine_api import ModelUnusableError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,6 +178,23 @@ def test_packed_weights_replace_linears_where_they_work(tiny_qwen2: Any, dtype: 
     torch.testing.assert_close(loaded.module.lm_head(x), expected, rtol=tolerance, atol=tolerance * 10)
     # Tied: the embedding keeps its tensor.
     assert loaded.module.model.embed_tokens.weight.shape == (320, 64)
+
+
+def test_weights_on_the_cpu_take_memory_once(tiny_qwen2: Any) -> None:
+    loaded = load_model(str(tiny_qwen2.directory))
+    # Mapped, the whole file would stay until the last of its tensors is gone: the token embeddings never go.
+    assert str(tiny_qwen2.directory) not in Path("/proc/self/maps").read_text()
+    weights: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def make(linear: AnyLinear) -> torch.nn.Module:
+        alive.append(sum(weight() is not None for weight in weights))
+        weights.append(weakref.ref(linear.weight))
+        return torch.nn.Identity()
+
+    packed.replace_linears(loaded.module.model, make)
+    assert not any(alive), "a weight that was replaced is still there"
+    assert len(weights) == 3 * 4
 
 
 @pytest.mark.skipif(not packed.packing_works(torch.float32), reason="packed weights do not work on this machine")
