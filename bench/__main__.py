@@ -25,6 +25,7 @@ NAMES = (
     "overload",
     "structured",
     "quantized",
+    "prompts",
     "quotas",
     "secured",
     "timing",

@@ -41,9 +41,9 @@ class BareEngine:
             seconds = time.perf_counter() - start
         return Timed(answered_tokens(requests), seconds, tuple(steps))
 
-    def add_requests(self, requests: Sequence[Request]) -> None:
-        """Add requests; their names are their indices: "0", "1" and so on."""
-        for index, request in enumerate(requests):
+    def add_requests(self, requests: Sequence[Request], first: int = 0) -> None:
+        """Add requests; their names are their indices, counted from `first`: "0", "1" and so on."""
+        for index, request in enumerate(requests, first):
             self._engine.add_sequence(self._sequence(f"{index}", request))
 
     def step(self) -> list[Output]:

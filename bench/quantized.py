@@ -2,8 +2,8 @@
 
 Decode: as many requests as rows, timed from the moment that all prompts are computed; the unquantized layouts one by
 one, the one that is picked at start-up, int8 and int4. Requests: prompts and answers of uneven length, our engine and,
-with `--peer FOLDER`, vLLM's CPU build, which is installed in that folder, without adapters and with 8. What is compared
-runs in turn.
+with `--peer FOLDER`, vLLM's CPU build in each of its dtypes, which is installed in that folder, without adapters and
+with 8. What is compared runs in turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 from bench.command import command_parser, run_parsed
 from bench.isolated import Answers, Isolated
@@ -24,8 +23,9 @@ from bench.models import QWEN2_04B, QWEN2_QUICK, ModelShape, save_adapter, save_
 from bench.quantized_engines import LAYOUTS, WORST, BandwidthMeter, decoding, serving
 from bench.report import Aim, Report, progress
 from bench.rounds import Case, Rounds
-from bench.vllm_peer import VllmPeer
+from bench.vllm_peer import DTYPES, add_peer_argument, start_peers
 from bench.workload import Request, Workload
+from worker.engine.kernels.tiles import can_use_tiles
 
 ADAPTERS, RANK = 8, 16
 AIMS = {
@@ -36,16 +36,17 @@ AIMS = {
     "auto_over_worst": Aim(),
     "best_passed_over_over_auto": Aim(at_most=1.05),
     "int8_mixed_over_base_mixed": Aim(),
-    "int8_mixed_over_vllm_mixed": Aim(at_least=4),
-    "base_over_vllm_base": Aim(at_least=1.3),
-    "auto_over_vllm_base": Aim(),
-    "float32_mixed_over_vllm_mixed": Aim(),
+    "base_over_vllm_best": Aim(at_least=1.3),
+    "mixed_over_vllm_best": Aim(),
+    "int8_mixed_over_vllm_best": Aim(at_least=4),
 }
+# Where the processor has AMX.
+AIMS_WITH_AMX = {"mixed_over_vllm_best": Aim(at_least=5), "int8_mixed_over_vllm_best": Aim(at_least=8)}
 _AUTO, _INT8, _INT4 = "decode, auto", "decode, int8", "decode, int4"
 _INT8_ROW = "decode of one row, int8"
-_BASE32, _BASE, _VLLM = "requests, float32", "requests, auto", "requests, vLLM float32"
+_BASE32, _BASE, _VLLM = "requests, float32", "requests, auto", "requests, vLLM "
 _INT8_MIXED, _MIXED, _MIXED32 = "8 adapters, int8", "8 adapters, auto", "8 adapters, float32"
-_VLLM_MIXED = "8 adapters, vLLM float32"
+_VLLM_MIXED = "8 adapters, vLLM "
 # Environment variables that switch AVX-512 off in torch's own kernels, its BLAS, oneDNN, and numba's kernels, in turn.
 _WITHOUT_AVX512 = {
     "ATEN_CPU_CAPABILITY": "avx2",
@@ -80,9 +81,7 @@ QUICK = Setup(QWEN2_QUICK, Workload(requests=8, prompt=16, long=20), tokens=16, 
 def main() -> None:
     """Run the benchmark with the command line's arguments."""
     parser = command_parser("quantized", __doc__ or "")
-    parser.add_argument(
-        "--peer", type=Path, metavar="FOLDER", help="measure vLLM's CPU build too; FOLDER gets it if it is not there"
-    )
+    add_peer_argument(parser)
     parser.add_argument("--without-avx512", action="store_true", help="as on a processor that has only AVX2")
     if "--without-avx512" in sys.argv and not _WITHOUT_AVX512.items() <= os.environ.items():
         # The libraries read these when they are loaded.
@@ -104,7 +103,7 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
             rounds.run(_decodes(setup, stack, model), setup.rounds, between=meter.measure)
         with ExitStack() as stack:
             rounds.run(_requests(setup, stack, model, adapters, peer), setup.rounds)
-    flags = (" --quick" if quick else "") + (" --peer FOLDER" if _VLLM in rounds.runs else "")
+    flags = (" --quick" if quick else "") + (" --peer FOLDER" if peer else "")
     return Report(
         name="quantized",
         command=f"python -m bench.quantized{flags}",
@@ -112,7 +111,7 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
         setup=asdict(setup) | {"adapters": ADAPTERS, "rank": RANK},
         rows=[*rounds.rows(), meter.row()],
         ratios=_ratios(setup, rounds, meter),
-        aims=AIMS,
+        aims=AIMS | (AIMS_WITH_AMX if can_use_tiles() else {}),
     )
 
 
@@ -144,20 +143,18 @@ def _requests(setup: Setup, stack: ExitStack, model: Path, adapters: Sequence[Pa
     base = [case(_BASE32, float32), case(_BASE, auto)]
     mixed = [case(_MIXED32, float32, ADAPTERS), case(_MIXED, auto, ADAPTERS), case(_INT8_MIXED, int8, ADAPTERS)]
     if peer is not None:
-        try:
-            plain = stack.enter_context(VllmPeer(peer, model, setup.rows, "float32"))
-            adapted = stack.enter_context(VllmPeer(peer, model, setup.rows, "float32", adapters))
-            base.append(case(_VLLM, plain))
-            mixed.append(case(_VLLM_MIXED, adapted, ADAPTERS))
-        except RuntimeError as error:
-            progress(f"without the peer: {error}")
+        trial = setup.workload.draw(0, setup.shape.vocabulary, ADAPTERS)
+        plain = start_peers(stack, peer, model, setup.rows, trial)
+        adapted = start_peers(stack, peer, model, setup.rows, trial, adapters)
+        base += [case(_VLLM + dtype, engine) for dtype, engine in plain.items()]
+        mixed += [case(_VLLM_MIXED + dtype, engine, ADAPTERS) for dtype, engine in adapted.items()]
     return [*base, *mixed]
 
 
 def _ratios(setup: Setup, rounds: Rounds, meter: BandwidthMeter) -> dict[str, float]:
     unquantized = [f"decode, {layout.name}" for layout in LAYOUTS]
-    speeds = {name: median(run.tokens_per_s for run in rounds.runs[name]) for name in (*unquantized, _AUTO)}
-    best, passed_over = max(speeds, key=speeds.__getitem__), max(unquantized, key=speeds.__getitem__)
+    best, passed_over = rounds.fastest((*unquantized, _AUTO)), rounds.fastest(unquantized)
+    vllm, vllm_mixed = (rounds.fastest(name + dtype for dtype in DTYPES) for name in (_VLLM, _VLLM_MIXED))
     # A step gives a token to each row, and reads every weight once: the head's are not quantized.
     step_bytes = setup.shape.linear_parameters + 2 * setup.shape.head_parameters
     steps_per_s = meter.bytes_per_s() / step_bytes
@@ -167,16 +164,14 @@ def _ratios(setup: Setup, rounds: Rounds, meter: BandwidthMeter) -> dict[str, fl
         "auto_over_worst": (_AUTO, f"decode, {WORST}"),
         "best_passed_over_over_auto": (passed_over, _AUTO),
         "int8_mixed_over_base_mixed": (_INT8_MIXED, _MIXED),
-        "int8_mixed_over_vllm_mixed": (_INT8_MIXED, _VLLM_MIXED),
-        "base_over_vllm_base": (_BASE32, _VLLM),
-        "auto_over_vllm_base": (_BASE, _VLLM),
-        "float32_mixed_over_vllm_mixed": (_MIXED32, _VLLM_MIXED),
+        "base_over_vllm_best": (_BASE, vllm),
+        "mixed_over_vllm_best": (_MIXED, vllm_mixed),
+        "int8_mixed_over_vllm_best": (_INT8_MIXED, vllm_mixed),
     }
-    ratios = {key: rounds.ratio(*pair) for key, pair in pairs.items() if set(pair) <= rounds.runs.keys()}
-    int8, one_row = (median(run.tokens_per_s for run in rounds.runs[name]) for name in (_INT8, _INT8_ROW))
+    ratios = {key: rounds.ratio(ours, other) for key, (ours, other) in pairs.items() if ours and other}
     return ratios | {
-        "int8_of_limit": int8 / (setup.rows * steps_per_s),
-        "int8_of_limit_with_one_row": one_row / steps_per_s,
+        "int8_of_limit": rounds.tokens_per_s(_INT8) / (setup.rows * steps_per_s),
+        "int8_of_limit_with_one_row": rounds.tokens_per_s(_INT8_ROW) / steps_per_s,
     }
 
 

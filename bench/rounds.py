@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -38,15 +38,34 @@ class Rounds:
 
     def __init__(self) -> None:
         self.runs: dict[str, list[Timed]] = {}
+        # Runs of all cases, warm-ups included: the number of the last one.
+        self._runs = 0
 
-    def run(self, cases: Sequence[Case], rounds: int, between: Callable[[], None] = lambda: None) -> None:
-        """Run every case once a round, and `between` before each run. An earlier round is a warm-up and dropped."""
-        number = 0
-        for turn in range(rounds + 1):
+    def tokens_per_s(self, case: str) -> float:
+        """Return the median throughput of a case."""
+        return median(run.tokens_per_s for run in self.runs[case])
+
+    def fastest(self, cases: Iterable[str]) -> str | None:
+        """Return the case with the highest median throughput; None where none of them was run."""
+        return max((case for case in cases if case in self.runs), key=self.tokens_per_s, default=None)
+
+    def run(
+        self,
+        cases: Sequence[Case],
+        rounds: int,
+        between: Callable[[], None] = lambda: None,
+        *,
+        first_turn: int = 0,
+    ) -> None:
+        """Run every case once a round, and `between` before each run.
+
+        Turn 0 is a warm-up, whose times are dropped; it is left out where `first_turn` is 1.
+        """
+        for turn in range(first_turn, rounds + 1):
             for case in cases:
                 between()
-                number += 1
-                timed = case.run(number)
+                self._runs += 1
+                timed = case.run(self._runs)
                 which = f"round {turn} of {rounds}" if turn else "warming up"
                 progress(f"{which}: {case.name}: {timed.tokens_per_s:.1f} tokens/s")
                 if turn:

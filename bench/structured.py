@@ -26,7 +26,7 @@ from bench.rounds import Case, Rounds, Timed
 from bench.structured_compile import compile_seconds
 from bench.structured_schemas import SCHEMAS, schema_text
 from bench.tokenizer import END_ID, save_tokenizer
-from bench.vllm_peer import VllmPeer
+from bench.vllm_peer import VllmPeer, add_peer_argument
 from bench.workload import Request
 
 AIMS = {
@@ -87,9 +87,7 @@ class Served(Protocol):
 def main() -> None:
     """Run the benchmark with the command line's arguments."""
     parser = command_parser("structured", __doc__ or "")
-    parser.add_argument(
-        "--peer", type=Path, metavar="FOLDER", help="measure vLLM's CPU build too; FOLDER gets it if it is not there"
-    )
+    add_peer_argument(parser)
     run_parsed(parser, lambda given: measure(QUICK if given.quick else FULL, given.quick, given.peer))
 
 

@@ -1,4 +1,4 @@
-"""vLLM's side of bench.vllm_peer, run by its own Python: `python vllm_answers.py MODEL ROWS DTYPE ADAPTER...`.
+"""vLLM's side of bench.vllm_peer, run by its own Python: `python vllm_answers.py MODEL ROWS DTYPE CONTEXT ADAPTER...`.
 
 Reads a JSON line {"prompts", "tokens", "adapters", "schemas"} for each run and answers {"tokens", "seconds"}, until its
 input ends.
@@ -14,8 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Maximum tokens of a sequence, as in the recipe; a larger context takes more memory.
-CONTEXT = 1024
 # Rank of adapters, the same for all.
 _RANK = 16
 
@@ -25,7 +23,7 @@ def main() -> None:
     # vLLM prints to stdout: that goes to stderr, so that only answers are on stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    directory, rows, dtype, *adapters = sys.argv[1:]
+    directory, rows, dtype, context, *adapters = sys.argv[1:]
     vllm: Any = importlib.import_module("vllm")
     has_tokenizer = (Path(directory) / "tokenizer.json").exists()
     lora = {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": _RANK} if adapters else {}
@@ -33,7 +31,7 @@ def main() -> None:
         directory,
         dtype=dtype,
         max_num_seqs=int(rows),
-        max_model_len=CONTEXT,
+        max_model_len=int(context),
         disable_log_stats=True,
         skip_tokenizer_init=not has_tokenizer,
         **lora,

