@@ -237,7 +237,7 @@ def _ends(module: Any) -> dict[str, tuple[int, int]]:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device of this name. Raises ModelUnusableError."""
+    """Return the device of this name, with its number where it is one of several. Raises ModelUnusableError."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -246,6 +246,11 @@ def device_of(name: str) -> torch.device:
         raise ModelUnusableError(f"device {name!r} is not supported; use cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelUnusableError(f"device {name!r}: this machine, or this build of torch, has no CUDA device")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ModelUnusableError(f"device {name!r}: this machine has {count} CUDA devices, from cuda:0 on")
     return device
 
 

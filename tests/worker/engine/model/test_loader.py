@@ -16,7 +16,7 @@ from artifacts.families import KvShape
 from worker.engine.device import available_bytes
 from worker.engine.linear import layouts as packed
 from worker.engine.model import loader
-from worker.engine.model.loader import SUPPORTED, check_architecture, lay_out, load_model
+from worker.engine.model.loader import SUPPORTED, check_architecture, device_of, lay_out, load_model
 from worker.engine.quantized.weight import AnyLinear
 from worker.engine_api import ModelUnusableError
 
@@ -147,6 +147,21 @@ def test_models_that_are_refused(copied: Path, spoil: Callable[[Path], None], me
         load_model(str(copied))
     assert str(copied) in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.set_device and Triton's launches take a device's number, which `cuda` alone has none of."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    for name in ("cuda", "cuda:1"):
+        torch.cuda.set_device(device_of(name))
+    assert chosen == [2, 1]
+    with pytest.raises(ModelUnusableError, match="device 'cuda:3': this machine has 3 CUDA devices, from cuda:0 on"):
+        device_of("cuda:3")
+    assert device_of("cpu") == torch.device("cpu")
 
 
 def test_too_little_memory(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
