@@ -78,6 +78,17 @@ def keep_to_one_core() -> None:
     torch.get_num_threads()
 
 
+def prepare_loader(device: torch.device) -> None:
+    """Prepare a thread beside the one that runs steps, which brings adapters to the device.
+
+    Each thread has a current CUDA device of its own, at first device 0: pinned memory, and whatever else names no
+    device, would take a context on it, which is hundreds of megabytes.
+    """
+    keep_to_one_core()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name without its module, such as bfloat16."""

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from artifacts import ArtifactError
-from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale, TorchAdapterMemory, pack_adapter
-from worker.engine_api import AdapterSource
+from worker.engine.lora.weights import (
+    AdapterWeights,
+    LoraPair,
+    Rescale,
+    TorchAdapterMemory,
+    adapter_cache,
+    pack_adapter,
+)
+from worker.engine_api import AdapterSource, EngineConfig
 
 CPU = torch.device("cpu")
 
@@ -76,3 +87,21 @@ def test_numbers_that_no_token_can_be_made_with_are_refused(value: float, dtype:
         adapter.pairs["layer 3"].tensors[tensor][..., 0] = value
         with pytest.raises(ArtifactError, match=f"layer 3 .*{named}"):
             pack_adapter(adapter, dtype)
+
+
+def test_threads_that_load_adapters_work_on_the_model_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's own current device is at first device 0, where it would take a context."""
+    device = torch.device("cuda", 1)
+    devices: dict[str, torch.device] = {}
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: devices.update({threading.current_thread().name: device})
+    )
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    config = SimpleNamespace(model_type="llama")
+    loaded = SimpleNamespace(device=device, dtype=torch.bfloat16, module=SimpleNamespace(config=config))
+    base: Any = SimpleNamespace(loaded=loaded)
+    cache = adapter_cache(base, EngineConfig("model", host_adapter_bytes=1 << 20), lambda: None)
+    try:
+        assert devices == {f"adapter-loader_{thread}": device for thread in range(4)}
+    finally:
+        cache.close()

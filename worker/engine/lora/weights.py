@@ -21,6 +21,7 @@ import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -33,7 +34,7 @@ from artifacts.encoders import canonical_header, check_head, head_tensors, hidde
 from artifacts.families import is_embedding
 from artifacts.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config
 from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, tensor_names
-from worker.engine.device import dtype_name, host_adapter_bytes, keep_to_one_core
+from worker.engine.device import dtype_name, host_adapter_bytes, prepare_loader
 from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.loader_threads import LoaderThreads
@@ -330,7 +331,7 @@ def adapter_cache(
 ) -> AdapterCache[PackedAdapter]:
     """Return the adapter cache of an engine; `on_loaded` is called from a loader thread."""
     memory = adapter_memory(base, config.max_rank, *installs)
-    loads = LoaderThreads[PackedAdapter](on_loaded, prepare=keep_to_one_core)
+    loads = LoaderThreads[PackedAdapter](on_loaded, prepare=partial(prepare_loader, base.loaded.device))
     return AdapterCache(config.adapter_slots, memory, loads, host_adapter_bytes(config.host_adapter_bytes))
 
 
