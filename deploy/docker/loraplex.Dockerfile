@@ -28,6 +28,10 @@ RUN PATH=/opt/build/bin:$PATH /opt/build/bin/pip wheel --no-deps --no-index --no
     /opt/loraplex/bin/pip install --no-deps --no-index /wheels/*.whl
 
 FROM python:3.12-slim
+ARG EXTRAS
+# On CUDA Triton compiles a C module for the driver at its first launch, with gcc and the headers of the C library.
+RUN [ "$EXTRAS" != worker ] || { \
+    apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; }
 # A new volume that is mounted on the home directory gets the directory's owner.
 RUN useradd --system --uid 10001 --create-home --home-dir /var/lib/loraplex loraplex
 COPY --from=build /opt/loraplex /opt/loraplex

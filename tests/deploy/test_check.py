@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.compose_check import check
+from tests.deploy.compose_check import check, read_instructions
 from tests.deploy.mistakes import expect_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +49,14 @@ def test_a_drained_worker_stays_down_and_each_gets_a_gpu_where_asked() -> None:
     assert set(override) == {"worker"}
     (device,) = override["worker"]["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+
+
+def test_the_worker_s_image_has_the_compiler_that_triton_starts_at_its_first_launch() -> None:
+    """Triton compiles a C module for the driver: it needs gcc and the headers of the C library in the last stage."""
+    last_stage = (ROOT / DOCKERFILE).read_text().rpartition("\nFROM ")[2]
+    (install,) = [at for at in read_instructions(last_stage) if at.name == "RUN" and "apt-get" in at.text]
+    assert {"gcc", "libc6-dev"} <= set(install.arguments)
+    assert '[ "$EXTRAS" != worker ] ||' in install.text, "the other images need no compiler"
 
 
 @pytest.mark.parametrize(
