@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,3 +203,37 @@ def test_bfloat16_with_packed_weights_runs(
         # Rounding changes choices, and an end token may come: but nothing fails, and not all is one token.
         assert outputs[request.sequence_id][-1].finish in (FinishReason.LENGTH, FinishReason.END)
     assert len({token for some in outputs.values() for token in ids(some)}) > 20
+
+
+# A machine that is lent for an hour has torch and transformers, and no package of the cluster's.
+WITHOUT_THE_CLUSTER = """
+import json, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("llguidance", "redis", "grpc", "prometheus_client", "opentelemetry", "loraplex"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import worker.engine.process
+from options import StoppingParams
+from worker.engine.torch_engine import build_engine
+from worker.engine_api import EngineConfig, NewSequence
+
+engine = build_engine(EngineConfig(sys.argv[1], rows=2, kv_blocks=8))
+engine.add_sequence(NewSequence("plain", (1, 2, 3), stopping=StoppingParams(4)))
+engine.add_sequence(NewSequence("format", (1, 2, 3), stopping=StoppingParams(4), grammar='start: "a"'))
+ended = {}
+while len(ended) < 2:
+    ended |= {output.sequence_id: str(output.finish) for output in engine.step() if output.finish}
+engine.close()
+print(json.dumps(ended))
+"""
+
+
+def test_the_engine_runs_without_the_packages_of_grammars_and_of_the_cluster(tiny_llama: Any) -> None:
+    root = Path(__file__).parents[3]
+    program = [sys.executable, "-c", WITHOUT_THE_CLUSTER, str(tiny_llama.directory)]
+    done = subprocess.run(program, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"plain": "length", "format": "failed"}
