@@ -276,12 +276,13 @@ def adjust_logits(scores: Tensor, rows: Sequence[Adjustments | None], banned: Se
     pairs = [(row, token) for row, ids in enumerate(banned) for token in ids]
     if pairs:
         index = upload(pairs, scores.device)
-        scores[index[:, 0], index[:, 1]] = float("-inf")
+        # A number of Python's would be copied to the device, for which the host waits.
+        scores[index[:, 0], index[:, 1]] = scores.new_full((), float("-inf"))
     restricted = [(row, each.allowed_ids) for row, each in enumerate(rows) if each and len(each.allowed_ids)]
     if restricted:
         where = _places(scores, restricted)
         allowed = scores[where]
-        scores[upload([row for row, _ in restricted], scores.device)] = float("-inf")
+        scores.index_fill_(0, upload([row for row, _ in restricted], scores.device), float("-inf"))
         scores[where] = allowed
 
 
