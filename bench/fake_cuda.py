@@ -46,7 +46,7 @@ class HostWaitsError(BaseException):
 
 
 class FakeCuda(TorchDispatchMode):
-    """What a program launches on the device. `launches` are the names of operators and kernels, in order.
+    """Records what a program launches on the device: `launches` are the names of operators and kernels, in order.
 
     With `serving`, a copy for which the host waits raises HostWaitsError.
     """
@@ -58,6 +58,9 @@ class FakeCuda(TorchDispatchMode):
         # What kernels were compiled for, and the number of compilations.
         self.compiled: set[str] = set()
         self.serving = False
+        self.streams = 0
+        # Number of kernels that had been launched whenever the free memory was read.
+        self.memory_reads: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -85,6 +88,16 @@ class FakeCuda(TorchDispatchMode):
         # Other operators take a number of the host as an argument; those with indices copy it to the device.
         if waits or (name.startswith("index") and scalars):
             raise HostWaitsError(f"{name} copies between host and device, and waits")
+
+    def make_stream(self) -> _Stream:
+        """Return a new stream."""
+        self.streams += 1
+        return _Stream()
+
+    def memory(self) -> tuple[int, int]:
+        """Return the free bytes, and all bytes."""
+        self.memory_reads.append(len(self.kernels))
+        return FREE_BYTES, TOTAL_BYTES
 
     def launch(self, call: KernelCall) -> None:
         """Record a launch of a Triton kernel in place of it."""
@@ -182,12 +195,12 @@ def _found() -> Iterator[FakeCuda]:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "mem_get_info": lambda device=None: (FREE_BYTES, TOTAL_BYTES),
+        "set_device": lambda _: None,
+        "mem_get_info": lambda _=None: device.memory(),
         "empty_cache": lambda: None,
-        "synchronize": lambda device=None: None,
-        "Stream": lambda device=None: _Stream(),
-        "current_stream": lambda device=None: _Stream(),
+        "synchronize": lambda _=None: None,
+        "Stream": lambda _=None: device.make_stream(),
+        "current_stream": lambda _=None: _Stream(),
         "stream": lambda stream: nullcontext(),
         "Event": _Event,
         "CUDAGraph": _Graph,

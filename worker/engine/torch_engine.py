@@ -29,6 +29,7 @@ from worker.engine.engine import Engine
 from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.lora.weights import AdapterLayers, PackedAdapter, adapter_cache
 from worker.engine.model.encoding import Encoding
+from worker.engine.model.first_steps import run_first_steps
 from worker.engine.model.loader import LoadedModel, choose_layouts, lay_out, load_model
 from worker.engine.model.runner import Runner
 from worker.engine.sampling.step import InFlight
@@ -137,11 +138,14 @@ def build_engine(
     loaded = choose_layouts(loaded, config.dtype)
     base = ModelLayers(loaded)
     lora = adapter_layers(loaded, config)
+    encoding = Encoding(loaded, config.adapter_slots)
+    on_cuda = loaded.device.type == "cuda"
+    if on_cuda:
+        run_first_steps(loaded, lora, encoding, config)
     blocks = _blocks(loaded, config)
     limits = EngineLimits.of(config, blocks=blocks, context=loaded.context_length, vocab_size=loaded.vocab_size)
     int8 = config.kv_cache_dtype == INT8
     cache = KvCache(loaded.kv, limits.blocks, limits.block_size, loaded.dtype, loaded.device, int8=int8)
-    encoding = Encoding(loaded, config.adapter_slots)
     adapters = adapter_cache(base, config, on_loaded, lora.install, encoding.install)
     torch.set_num_threads(step_threads(loaded.parameters, config.threads))
     chunk_sizer = ChunkSizer(config.itl_target_ms / 1000) if paced else None
@@ -149,9 +153,12 @@ def build_engine(
     scheduler = Scheduler(
         limits, loaded.end_token_ids, config.step_tokens, adapters, chunk_sizer, on_begun, grammars=grammars
     )
-    if ahead is None:
-        ahead = loaded.device.type == "cuda"
-    runner = Runner(loaded, cache, lora, encoding, limits, ahead=ahead)
+    ahead = on_cuda if ahead is None else ahead
+    runner = Runner(loaded, cache, lora, encoding, ahead=ahead)
+    if on_cuda:
+        runner.capture_decodes(limits)
+    else:
+        runner.warm_up()
     return TorchEngine(scheduler, runner, encoding, adapters, grammars, chunk_sizer, ahead=ahead)
 
 
@@ -198,7 +205,8 @@ def _grammars(loaded: LoadedModel, on_compiled: Callable[[], None]) -> GrammarTh
 
 def _blocks(loaded: LoadedModel, config: EngineConfig) -> int:
     """Return the number of blocks of the KV cache. Raises ModelUnusableError where the memory does not hold so many."""
-    # On CUDA the adapter slots have been allocated before this; on the CPU an empty slot takes no memory.
+    # On CUDA the adapter slots and the memory of the largest step have been allocated before this; on the CPU an empty
+    # slot takes no memory.
     available = available_bytes(loaded.device)
     token_bytes = loaded.kv.token_bytes(loaded.dtype.itemsize, config.kv_cache_dtype)
     if config.kv_blocks:

@@ -1,14 +1,19 @@
-"""An engine's steps on a fake CUDA device never wait for it."""
+"""An engine's steps on a fake CUDA device: no step waits for it, and no kernel is compiled once the engine serves."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
+import torch
 
-from bench.fake_cuda import fake_engine
-from options import SamplingParams, StoppingParams
-from worker.engine_api import AdapterSource, EngineConfig, NewSequence
+from bench.fake_cuda import FakeCuda, fake_engine
+from options import Encode, SamplingParams, StoppingParams
+from worker.engine.model.runner import DecodeGraphs, Runner
+from worker.engine.scheduling.sequence import Batch
+from worker.engine.torch_engine import TorchEngine
+from worker.engine_api import AdapterSource, EngineConfig, ModelUnusableError, NewSequence
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
@@ -30,9 +35,43 @@ SAMPLINGS = {
 }
 
 
+def requests(count: int, chance: random.Random) -> list[NewSequence]:
+    """Requests of every kind: what they sample by, report and end with; with adapters and without."""
+    made = []
+    for number in range(count):
+        prompt = tuple(chance.choices(range(3, 320), k=chance.choice([1, 2, 5, 9, 17, 30])))
+        adapter = chance.choice([None, "a", "b"])
+        asked: dict[str, Any] = {"adapter": AdapterSource(adapter, "/") if adapter else None}
+        if number % 7 == 6:
+            asked |= {"encode": Encode("embed", chance.choice(["mean", "last"])), "stopping": StoppingParams(0)}
+        else:
+            asked |= {
+                "sampling": [*SAMPLINGS.values()][number % len(SAMPLINGS)],
+                "stopping": StoppingParams(chance.randrange(1, 9), min_tokens=chance.choice([0, 1])),
+                "logprobs": chance.choice([None, 0, 3]),
+                "prompt_logprobs": chance.choice([None, None, 2]),
+            }
+        made.append(NewSequence(f"{number}", prompt, **asked))
+    return made
+
+
+def run(engine: TorchEngine, sequences: list[NewSequence], chance: random.Random) -> int:
+    """Let sequences arrive one by one while others run; return the number of steps."""
+    waiting, ended, steps = list(sequences), set[str](), 0
+    while len(ended) < len(sequences):
+        if waiting and chance.random() < 0.4:
+            engine.add_sequence(waiting.pop(0))
+        for output in engine.step():
+            assert output.failure is None
+            if output.finish:
+                ended.add(output.sequence_id)
+        steps += 1
+    return steps
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_step_never_waits_for_the_device(name: str, tiny_llama: Any) -> None:
-    """It launches a step before the one before it is done, whatever its rows ask for."""
+    """A step is launched before the one before it is done, whatever its rows ask for."""
     config = EngineConfig(str(tiny_llama.directory), "cuda", rows=ROWS, block_size=4, kv_blocks=60, step_tokens=16)
     with fake_engine(config) as (engine, _):
         for number, prompt_logprobs in enumerate((None, 2)):
@@ -48,3 +87,78 @@ def test_a_step_never_waits_for_the_device(name: str, tiny_llama: Any) -> None:
             outputs = engine.step()
             assert not [output.failure for output in outputs if output.failure]
             ended += sum(output.finish is not None for output in outputs)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["", "int8"])
+def test_no_kernel_is_compiled_once_the_engine_serves(kv_cache_dtype: str, tiny_llama: Any) -> None:
+    """A compilation takes up to two seconds, in which no answer goes on, and the worker is taken for stalled."""
+    config = EngineConfig(
+        str(tiny_llama.directory), "cuda", rows=ROWS, block_size=4, kv_blocks=60, step_tokens=16, adapter_slots=2,
+        max_rank=16, kv_cache_dtype=kv_cache_dtype,
+    )  # fmt: skip
+    chance = random.Random(3)
+    with fake_engine(config) as (engine, device):
+        ready = compiled(device)
+        steps = run(engine, requests(60, chance), chance)
+        assert steps >= 100
+        assert compiled(device) - ready == set()
+        assert {"attend_splits", "attend_chunks", "shrink_rows", "expand_rows"} <= {
+            one.kernel.__name__ for one in device.kernels
+        }
+
+
+def test_the_kv_cache_takes_what_the_largest_step_leaves(tiny_llama: Any) -> None:
+    """A step leaves its memory to the next one: what is free after the largest step is needed by none."""
+    config = EngineConfig(str(tiny_llama.directory), "cuda", rows=ROWS, step_tokens=24, adapter_slots=2, max_rank=16)
+    with fake_engine(config) as (_, device):
+        before = device.kernels[: device.memory_reads[-1]]
+        chunks = [one for one in before if one.kernel.__name__ == "attend_chunks"]
+        decodes = [one for one in before if one.kernel.__name__ == "attend_splits"]
+        assert {len(one.arguments["query"]) for one in chunks} == {24}
+        assert max(one.grid[0] for one in decodes) == ROWS
+
+
+def test_limits_whose_largest_step_has_no_room_are_refused(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(runner: Runner, batch: Batch) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Runner, "launch", launch)
+    config = EngineConfig(str(tiny_llama.directory), "cuda", rows=ROWS, step_tokens=24)
+    message = "a step of --rows 6 and --step-tokens 24 does not fit in the memory of cuda:0"
+    with pytest.raises(ModelUnusableError, match=message), fake_engine(config):
+        pass
+
+
+@pytest.mark.parametrize("step_tokens", [1, 2, 7])
+def test_the_first_steps_of_small_limits(step_tokens: int, tiny_llama: Any) -> None:
+    config = EngineConfig(str(tiny_llama.directory), "cuda", rows=1, step_tokens=step_tokens, kv_blocks=8)
+    with fake_engine(config) as (engine, _):
+        engine.add_sequence(NewSequence("a", (5, 6, 7), stopping=StoppingParams(2)))
+        assert [output.token_ids for _ in range(6) for output in engine.step()]
+
+
+def test_one_stream_captures_all_graphs(tiny_llama: Any) -> None:
+    """A workspace of cuBLAS is taken for every stream that it is used on."""
+    config = EngineConfig(str(tiny_llama.directory), "cuda", rows=ROWS, kv_blocks=60)
+    with fake_engine(config) as (engine, device):
+        assert len(engine._runner._graphs._graphs) == 8  # type: ignore[union-attr]
+        assert device.streams == 1
+
+
+def test_an_error_of_triton_s_while_capturing_leaves_the_engine_without_graphs(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    def capture(*_: Any) -> None:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(DecodeGraphs, "__init__", capture)
+    with fake_engine(EngineConfig(str(tiny_llama.directory), "cuda", rows=ROWS, kv_blocks=60)) as (engine, _):
+        assert "capturing them failed: out of resource: shared memory" in caplog.text
+        engine.add_sequence(NewSequence("a", (5, 6), stopping=StoppingParams(3)))
+        assert [output.token_ids for _ in range(6) for output in engine.step()]
+
+
+def compiled(device: FakeCuda) -> set[str]:
+    return set(device.compiled)

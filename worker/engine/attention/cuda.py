@@ -134,7 +134,8 @@ def _split_length(positions, SPLIT: tl.constexpr, SPLITS: tl.constexpr):  # type
     return tl.cdiv(tl.cdiv(positions, SPLIT), SPLITS) * SPLIT
 
 
-@triton.jit
+# The stride of block tables is that of the longest row: specialized by it, a step would compile while requests wait.
+@triton.jit(do_not_specialize=["table_stride"])
 def attend_splits(  # type: ignore[no-untyped-def]
     split_sums, split_totals, split_tops, query, keys, values, key_scales, value_scales, tables, last_positions,
     query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
@@ -276,7 +277,7 @@ def decode_calls(
 _LANES = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def attend_chunks(  # type: ignore[no-untyped-def]
     out, query, keys, values, key_scales, value_scales, tables, tiles, sinks,
     out_stride, query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,

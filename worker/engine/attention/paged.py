@@ -34,8 +34,8 @@ from transformers import AttentionInterface
 from artifacts.families import KvShape
 from worker.engine.kernels.threads import Workspace
 
-# Share of the memory that is free after the weights are loaded. The rest is for activations, and on the CPU for the
-# other programs of the machine.
+# Share of the memory that is free when the cache is made. On CUDA the largest step has run by then and keeps its
+# memory; the rest is for graphs and fragments. On the CPU it is for activations and the machine's other programs.
 _CPU_SHARE = 0.25
 _CUDA_SHARE = 0.9
 # Maximum number of tokens per row on the CPU, unless one context is longer: more blocks than rows can fill are useless.

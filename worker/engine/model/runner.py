@@ -158,9 +158,11 @@ class DecodeGraphs:
     ) -> None:
         """Capture all of `buffers`' sizes of `forward`, which gives the logits [rows, vocab] of a step.
 
-        `begin` is called before with the size, and whether adapters are to be in it. Raises RuntimeError where the
-        model does what a graph can't hold (it waits for the device), or memory is out.
+        `begin` is called before with the size, and whether adapters are to be in it. Raises errors of torch and Triton
+        where the model does what a graph can't hold (it waits for the device), or memory is out.
         """
+        # One for all: cuBLAS takes a workspace of megabytes for each stream that it is used on.
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._logits: Tensor | None = None
         pool = None
@@ -169,13 +171,13 @@ class DecodeGraphs:
             inputs = buffers.inputs(size)
             for adapted in (True, False):
                 begin(size, adapted)
-                logits = _warm_up(inputs, forward)
+                logits = _warm_up(inputs, forward, stream)
                 if self._logits is None:
                     self._logits = torch.empty_like(logits)
                 del logits
                 graph = torch.cuda.CUDAGraph()
                 # Other threads may use the device meanwhile: those that load adapters.
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     self._logits[:size].copy_(forward(inputs))
                 self._graphs[size, adapted] = graph
                 pool = graph.pool()
@@ -187,9 +189,8 @@ class DecodeGraphs:
         return self._logits[:size]
 
 
-def _warm_up(inputs: StepInputs, forward: Callable[[StepInputs], Tensor]) -> Tensor:
+def _warm_up(inputs: StepInputs, forward: Callable[[StepInputs], Tensor], stream: torch.cuda.Stream) -> Tensor:
     """Compile the kernels and let libraries take their workspaces: neither can be done while capturing."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         logits = forward(inputs)
@@ -206,14 +207,10 @@ class Runner:
         cache: KvCache,
         lora: AdapterLayers,
         encoding: Encoding,
-        limits: EngineLimits,
         *,
         ahead: bool,
     ) -> None:
-        """Capture, on CUDA, the decode steps of up to as many rows and positions as the limits say.
-
-        `ahead`: a step is launched before the one before it is collected, so no launch may wait for the device.
-        """
+        """Make a runner; with `ahead` a step is launched before the one before it is collected, so no launch waits."""
         self._module = loaded.module
         self._attention = loaded.attention
         self._ahead = ahead
@@ -225,20 +222,20 @@ class Runner:
         self._encoding = encoding
         self._buffers: DecodeBuffers | None = None
         self._graphs: DecodeGraphs | None = None
-        if loaded.device.type == "cuda":
-            self._buffers = DecodeBuffers(limits.rows, limits.max_tokens, cache, loaded.device)
-            with torch.inference_mode():
-                try:
-                    self._graphs = DecodeGraphs(self._buffers, self._forward, self._begin_empty)
-                except RuntimeError as error:
-                    why = " ".join(str(error).split())
-                    _log.warning("decode steps run without CUDA graphs, capturing them failed: %s", why)
-        else:
-            self._warm_up()
 
     @torch.inference_mode()
-    def _warm_up(self) -> None:
-        """Run one warm-up pass, which triggers compilation."""
+    def capture_decodes(self, limits: EngineLimits) -> None:
+        """Capture, on CUDA, the decode steps of up to as many rows and positions as the limits say."""
+        self._buffers = DecodeBuffers(limits.rows, limits.max_tokens, self._cache, self._device)
+        try:
+            self._graphs = DecodeGraphs(self._buffers, self._forward, self._begin_empty)
+        except Exception as error:  # torch's and Triton's have no common class
+            why = " ".join(str(error).split())
+            _log.warning("decode steps run without CUDA graphs, capturing them failed: %s", why)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run one warm-up pass on the CPU, which triggers compilation."""
         self._begin_empty(1, adapted=False)
         logits = self._forward(DecodeBuffers(1, 1, self._cache, self._device).inputs(1))
         forbid_ids(logits, [np.full(-(-logits.shape[-1] // 32), -1, dtype=np.int32)])

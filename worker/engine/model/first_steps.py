@@ -1,0 +1,76 @@
+"""The first steps of an engine on CUDA, which it runs before it serves: the largest ones that its limits allow.
+
+They compile Triton's kernels, which takes up to two seconds each, load those of torch, and let libraries take their
+workspaces. torch keeps the memory that they took for the steps to come: what is free afterwards the KV cache may have.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from artifacts.families import INT8
+from options import SamplingParams, StoppingParams
+from worker.engine.attention.paged import KvCache
+from worker.engine.lora.weights import AdapterLayers
+from worker.engine.model.encoding import Encoding
+from worker.engine.model.loader import LoadedModel
+from worker.engine.model.runner import Runner
+from worker.engine.scheduling.sequence import Batch, Row, Sequence
+from worker.engine_api import EngineConfig, ModelUnusableError, NewSequence
+
+# Options that between them use all of sampling; rows take them by turns.
+_SAMPLINGS = (
+    SamplingParams(repetition_penalty=1.1, frequency_penalty=0.1, logit_bias=((0, 1.0),)),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01, top_n_sigma=3.0),
+    SamplingParams(temperature=1.0, typical_p=0.9),
+)
+# Number of alternatives of each log probability.
+_LOGPROBS = 20
+
+
+def run_first_steps(loaded: LoadedModel, lora: AdapterLayers, encoding: Encoding, config: EngineConfig) -> None:
+    """Run the largest step of each kind. Raises ModelUnusableError where the memory is not enough for one."""
+    int8 = config.kv_cache_dtype == INT8
+    # All positions of all rows are in its scratch block: the numbers do not matter.
+    cache = KvCache(loaded.kv, 1, config.block_size, loaded.dtype, loaded.device, int8=int8)
+    runner = Runner(loaded, cache, lora, encoding, ahead=True)
+    try:
+        for batch in _largest_batches(cache, loaded.context_length, config):
+            runner.launch(batch)
+        torch.cuda.synchronize(loaded.device)
+    except torch.OutOfMemoryError:
+        raise ModelUnusableError(
+            f"a step of --rows {config.rows} and --step-tokens {config.step_tokens} does not fit in the memory of "
+            f"{loaded.device} beside the weights and the adapter slots; use fewer"
+        ) from None
+    finally:
+        runner.close()
+
+
+def _largest_batches(cache: KvCache, context: int, config: EngineConfig) -> list[Batch]:
+    """Return a step of decode rows alone, and one of the most tokens, whose logits are all wanted."""
+    slot = 0 if config.adapter_slots else -1
+    rows = [_row(cache, index, 1, 1, -1 if 2 * index < config.rows else slot) for index in range(config.rows)]
+    decodes = rows[: min(config.rows - 1, config.step_tokens // 2)]
+    left, longer = config.step_tokens - len(decodes), list[Row]()
+    while left > 1:
+        longer.append(_row(cache, len(longer), 0, min(left, context), slot))
+        left -= longer[-1].count
+    rows = rows[: config.step_tokens]
+    steps = [Batch(tuple(rows), len(rows), len(rows))]
+    if longer:
+        steps.append(Batch((*decodes, *longer), len(decodes), config.step_tokens - left))
+    return steps
+
+
+def _row(cache: KvCache, index: int, start: int, count: int, slot: int) -> Row:
+    """Return a row of a sequence of its own, all of whose blocks are the scratch block."""
+    spec = NewSequence(
+        "", (0,) * (start + count), sampling=_SAMPLINGS[index % len(_SAMPLINGS)], stopping=StoppingParams(1),
+        logprobs=_LOGPROBS, prompt_logprobs=_LOGPROBS if count > 1 else None,
+    )  # fmt: skip
+    sequence = Sequence(spec, 0, frozenset())
+    sequence.adapter_slot = slot
+    sequence.block_table = [cache.scratch_block] * -(-(start + count) // cache.block_size)
+    return Row(sequence, start, count, samples=True)
