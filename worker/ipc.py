@@ -2,7 +2,7 @@
 
 I/O process                        engine process
     │  Configure, then Add, Abort; Warm, Pin, Unpin, ForgetTenant  ──▶
-    │  ◀── Ready | Unusable, then Begun, PromptLogprobs, Stepped, Refused, PinRefused, TenantForgotten
+    │  ◀── Ready | Unusable, then Begun, PromptLogprobs, Stepped, Refused, PinRefused, TenantForgotten, Compiling
 """
 
 from __future__ import annotations
@@ -112,6 +112,10 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
+class Compiling(msgspec.Struct, frozen=True, tag=True):
+    """The step compiles a kernel, for seconds: until the next message the engine is silent, and lives."""
+
+
 class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
     """The next log probabilities of a sequence's prompt; its first output follows the last of them."""
 
@@ -135,7 +139,7 @@ def step_messages(outputs: list[Output], stats: EngineStats) -> Iterator[PromptL
 
 
 ToEngine = Configure | Add | Abort | Warm | Pin | Unpin | ForgetTenant
-FromEngine = Ready | Unusable | Refused | PinRefused | TenantForgotten | Begun | PromptLogprobs | Stepped
+FromEngine = Ready | Unusable | Refused | PinRefused | TenantForgotten | Begun | PromptLogprobs | Stepped | Compiling
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

@@ -93,7 +93,7 @@ class SimulatedEngine:
         assert parent is not None, "only workers start engines"
         self.node = Node(f"{parent.name}'s engine")
         self._heard_at, self._expected = asyncio.get_running_loop().time(), False
-        self.stalled = False
+        self.stalled = self.compiling = False
         self._inbox: list[ToEngine] = []
         self._woken = asyncio.Event()
         self._outbox: asyncio.Queue[FromEngine | None] = asyncio.Queue()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -116,6 +116,16 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def before_compilations(call: Callable[[], None]) -> None:
+    """Call before each of Triton's compilations, which keep the launching thread for up to two seconds each."""
+    from triton import knobs  # Triton is there only with CUDA
+
+    def hook(**_: Any) -> None:  # what it returns would say that another compiles
+        call()
+
+    knobs.runtime.jit_cache_hook = hook
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from worker.ipc import (
     Abort,
     Add,
     Begun,
+    Compiling,
     Configure,
     EngineEnd,
     ForgetTenant,
@@ -190,8 +191,11 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine[Any]:
         encoder = build_encoder(config, on_loaded=end.wake, on_begun=on_begun, on_progress=on_progress)
         return encoder
     with without_gc():
+        from worker.engine.device import before_compilations
         from worker.engine.torch_engine import build_engine
 
+    if config.device.startswith("cuda"):
+        before_compilations(lambda: end.send(Compiling()))
     return build_engine(config, on_loaded=end.wake, on_begun=on_begun)
 
 

@@ -276,7 +276,7 @@ async def watch_steps(
     After `stall_s` seconds of silence the worker goes out of service and gives its jobs back; after `replace_s` the
     engine is ended. An engine is never silent: it reports every step, and without work that it lives. An engine that
     runs a suspect has until `replace_s`: a stall may pass, and another blame ends the suspect, so it must cost an
-    engine.
+    engine. So has one that compiles a kernel.
     """
     looked_at = time.monotonic()
     while True:
@@ -286,7 +286,7 @@ async def watch_steps(
             engine.expect()
         looked_at = now
         silent_s = engine.silent_s()
-        patience_s = replace_s if results.runs_suspect else stall_s
+        patience_s = replace_s if results.runs_suspect or engine.compiling else stall_s
         if silent_s > replace_s:
             log.error("the engine has not stepped for %.1f s; ending it", silent_s)
             engine.kill()

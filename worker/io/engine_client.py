@@ -15,7 +15,17 @@ import time
 from collections.abc import AsyncIterator
 from collections.abc import Set as AbstractSet
 
-from worker.ipc import Configure, FromEngine, Ready, Splitter, ToEngine, Unusable, encode, from_engine_decoder
+from worker.ipc import (
+    Compiling,
+    Configure,
+    FromEngine,
+    Ready,
+    Splitter,
+    ToEngine,
+    Unusable,
+    encode,
+    from_engine_decoder,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +55,8 @@ class EngineProcess:
         self._splitter = Splitter()
         self._heard_at = time.monotonic()
         self._expected = False
+        # True while its last message says that it compiles.
+        self.compiling = False
         # True while it is out of service because it does not step (worker.io.app).
         self.stalled = False
 
@@ -104,7 +116,9 @@ class EngineProcess:
                 raise EngineLostError(f"the engine process {self.pid} ended ({_describe_exit(code)})")
             self._heard_at, self._expected = time.monotonic(), False
             for body in self._splitter.feed(data):
-                yield from_engine_decoder.decode(body)
+                message = from_engine_decoder.decode(body)
+                self.compiling = isinstance(message, Compiling)
+                yield message
 
     def silent_s(self) -> float:
         """Return the seconds since its last message."""

@@ -94,6 +94,22 @@ async def test_a_suspect_s_engine_may_stand_still_for_longer(router: Router, red
         assert len(router.ids["suspect"]) == 500
 
 
+async def test_an_engine_that_compiles_may_stand_still_for_longer(router: Router, redis: Redis, tmp_path: Path) -> None:
+    async with running(router, redis, tmp_path) as worker, watched(worker, redis) as presence:
+        await worker.queue.enqueue(job("one", worker.address, max_tokens=500))
+        await router.until(lambda: len(router.ids["one"]) >= 3)
+        os.kill(worker.engine.pid, signal.SIGSTOP)
+        worker.engine.compiling = True
+        async with asyncio.timeout(30):
+            while worker.engine.silent_s() < 2 * STALL_S:  # noqa: ASYNC110 - silence has no event
+                await asyncio.sleep(0.05)
+        assert not presence.withdrawn
+        os.kill(worker.engine.pid, signal.SIGCONT)
+        await router.until(lambda: ("ended", "one") in router.events)
+        assert router.returned == {}
+        assert not worker.engine.compiling, "it has stepped since"
+
+
 async def test_more_work_does_not_make_a_silent_engine_live(router: Router, redis: Redis, tmp_path: Path) -> None:
     async with running(router, redis, tmp_path) as worker:
         os.kill(worker.engine.pid, signal.SIGSTOP)
