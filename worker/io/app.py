@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,6 @@ from telemetry.metrics import serve_metrics
 from telemetry.tracing import set_up_tracing
 from tenancy.audit_log import AuditLog
 from tenancy.auditor import WINDOW_S, RefusedCallers
-from worker.engine_api import EngineConfig
 from worker.io.adapters.disk import DiskTier
 from worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts
 from worker.io.commands import OperatorCommands, TenantData, drop_gone_revisions
@@ -99,7 +98,7 @@ class EngineSession:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until told to stop. Raises EngineLostError or EngineUnusableError."""
-        engine = await EngineProcess.start(_configure(self._settings))
+        engine = await EngineProcess.start(Configure(self._settings.engine_config()))
         try:
             ready = await unless_stopped(stop, self._prepare(engine))
             if ready is not None:
@@ -257,10 +256,6 @@ async def _cancel(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _configure(settings: Settings) -> Configure:
-    return Configure(EngineConfig(**{field.name: getattr(settings, field.name) for field in fields(EngineConfig)}))
 
 
 async def watch_steps(

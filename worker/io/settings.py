@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from artifacts.families import KV_CACHE_HELP, check_kv_cache_dtype
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
@@ -15,8 +15,13 @@ from rpc.tls import KEY_HELP, TlsFiles, tls_of
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
 from tenancy.audit_log import FILE_HELP
+from worker.engine_api import EngineConfig
 
 DEVICES = ("cpu", "cuda")
+# By default: answers that are computed at once, and tokens that one step may compute. A CPU's step takes longer with
+# each of them; a GPU reads all weights for every step, however few they are.
+_ROWS = {"cpu": 32, "cuda": 256}
+_STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -33,7 +38,7 @@ class Settings:
     dtype: str = setting("auto, float32, bfloat16 or float16", "auto")
     quantize: str = setting(QUANTIZE_HELP, "")
     kv_cache_dtype: str = setting(KV_CACHE_HELP, "")
-    rows: int = setting("maximum of answers that are computed at once", 32, least=1)
+    rows: int = setting("maximum of answers that are computed at once; 0: 32, and 256 on CUDA", 0, least=0)
     kv_blocks: int = setting("blocks of KV cache; 0: as many as memory allows", 0, least=0)
     block_size: int = setting("tokens in a block", 16, least=1)
     adapter_slots: int = setting("adapters on the device at once", 32, least=1)
@@ -41,7 +46,7 @@ class Settings:
         "bytes of adapters kept in host memory; 0: an eighth of what is available", 0, least=0
     )
     max_rank: int = setting("the largest rank of an adapter", 64, least=1)
-    step_tokens: int = setting("tokens that one step may compute", 512, least=1)
+    step_tokens: int = setting("tokens that one step may compute; 0: 512, and 4096 on CUDA", 0, least=0)
     itl_target_ms: float = setting(
         "target for the milliseconds between an answer's tokens while prompts are computed beside it; "
         "more: prompts get their first token sooner",
@@ -95,6 +100,14 @@ class Settings:
             raise ValueError(f"--drain-s {self.drain_s}: 0 or more")
         if not self.replace_s >= self.stall_s:
             raise ValueError(f"--replace-s {self.replace_s}: at least --stall-s, which is {self.stall_s}")
+
+    def engine_config(self) -> EngineConfig:
+        """Return the engine's settings, with the device's defaults where they are 0."""
+        values = {field.name: getattr(self, field.name) for field in fields(EngineConfig)}
+        kind = self.device.split(":", maxsplit=1)[0]
+        values["rows"] = self.rows or _ROWS[kind]
+        values["step_tokens"] = self.step_tokens or _STEP_TOKENS[kind]
+        return EngineConfig(**values)
 
     def tls_files(self) -> TlsFiles | None:
         """Return the certificate files; None where TLS is off. Raises ValueError."""

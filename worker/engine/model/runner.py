@@ -138,8 +138,12 @@ class DecodeBuffers:
 
 
 def padded_sizes(rows: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, then multiples of 8, up to `rows`."""
-    return (*(size for size in (1, 2, 4, *range(8, rows, 8)) if size < rows), rows)
+    """Return 1, 2, 4, then multiples of 8, from 64 on of 16, and from 128 on of 32, up to `rows`.
+
+    Each is captured at the start, in half a second; the time of a step is that of its weights' bytes.
+    """
+    multiples = (*range(8, 64, 8), *range(64, 128, 16), *range(128, rows, 32))
+    return (*(size for size in (1, 2, 4, *multiples) if size < rows), rows)
 
 
 _log = logging.getLogger(__name__)

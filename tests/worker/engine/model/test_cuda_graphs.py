@@ -45,6 +45,8 @@ def test_sizes() -> None:
     assert padded_sizes(1) == (1,)
     assert padded_sizes(6) == (1, 2, 4, 6)
     assert padded_sizes(8) == (1, 2, 4, 8)
+    assert len(padded_sizes(256)) == 19
+    assert padded_sizes(256)[-10:] == (56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
     assert padded_sizes(33) == (1, 2, 4, 8, 16, 24, 32, 33)
 
 

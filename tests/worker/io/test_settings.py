@@ -1,0 +1,20 @@
+"""The worker's settings: what its engine gets of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker.engine_api import EngineConfig
+from worker.io.settings import Settings
+
+REQUIRED = ("hash:?", "127.0.0.1:1", "redis://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "step_tokens"), [("cpu", 32, 512), ("cuda", 256, 4096), ("cuda:3", 256, 4096)]
+)
+def test_a_device_has_defaults_of_its_own(device: str, rows: int, step_tokens: int) -> None:
+    config = Settings(*REQUIRED, device=device).engine_config()
+    assert (config.device, config.rows, config.step_tokens) == (device, rows, step_tokens)
+    chosen = Settings(*REQUIRED, device=device, rows=5, step_tokens=64, max_rank=8).engine_config()
+    assert chosen == EngineConfig("hash:?", device, rows=5, step_tokens=64, max_rank=8)
