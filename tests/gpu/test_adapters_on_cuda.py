@@ -1,4 +1,4 @@
-"""An adapter's way to the device: pinned, copied beside the steps, and in a slot what it was in its files."""
+"""An adapter's way to the device: through staging memory, beside the steps, and in a slot what it was in its files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_adapters_arrive_whole_while_the_device_is_busy() -> None:
     busy = torch.randn(4096, 4096, device=CUDA)
     for number in range(64):
         prepared = memory.read(AdapterSource(str(number), "/"))
-        assert prepared.memory.is_pinned()
+        assert not prepared.memory.is_pinned()
         transferred = memory.transfer(prepared)
         assert transferred.memory.device.type == "cuda"
         for _ in range(4):

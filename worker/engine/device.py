@@ -1,6 +1,6 @@
 """The engine's device: transfers that do not wait for it, free memory, lack of memory, the cores of torch's operators.
 
-A copy from pageable host memory waits for all work queued on the device. These copies go through pinned memory of
+A copy from pageable host memory waits for all work queued on the device. A step's copies go through pinned memory of
 torch's caching host allocator, which reuses a block only after the copies from it are done: values of one step are
 never overwritten while the device still reads them, however far ahead the host is. All copies, and all kernels that
 read them, are on the current stream of the thread that runs steps, so they happen in the order of the calls; a buffer
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from worker.sizing import available_host_bytes
 
-# Share of the available host memory that adapters may take by default: one part in this many.
+# Share of the available host memory that adapters of all of a machine's workers may take by default: one part in this
+# many. There is a worker for each CUDA device.
 _HOST_ADAPTER_SHARE = 8
 
 
@@ -30,9 +32,49 @@ def available_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes()
 
 
-def host_adapter_bytes(chosen: int) -> int:
+def host_adapter_bytes(chosen: int, device: torch.device) -> int:
     """Return how many bytes adapters may take in host memory; `chosen`: 0, or so many."""
-    return chosen or available_host_bytes() // _HOST_ADAPTER_SHARE
+    workers = torch.cuda.device_count() if device.type == "cuda" else 1
+    return chosen or available_host_bytes() // (_HOST_ADAPTER_SHARE * workers)
+
+
+# Number of staging buffers, and bytes of one: while one is filled, the others are on their way.
+_STAGING_BUFFERS, _STAGING_BYTES = 3, 8 << 20
+
+
+class Staging:
+    """Pinned memory of a fixed size, through which large copies reach a device beside the steps.
+
+        host memory │ part 0 │ part 1 │ part 2 │ ...      part i goes through buffer i % 3, on a stream of its own
+
+    Pinning a large copy's own memory would stop the device for milliseconds, and torch keeps pinned blocks for good,
+    rounded up to powers of two. Any thread; one copy at a time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._buffers = [
+            torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_STAGING_BUFFERS)
+        ]
+        # Of each buffer: the copy from it is done. `blocking`: a thread that waits sleeps, it does not spin.
+        self._free = [torch.cuda.Event(blocking=True) for _ in self._buffers]  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+
+    def copy(self, memory: Tensor) -> Tensor:
+        """Return a copy of contiguous host memory on the device, when it is complete there."""
+        source = memory.view(torch.uint8)
+        with self._lock, torch.cuda.stream(self._stream):
+            target = torch.empty(len(source), dtype=torch.uint8, device=self._device)
+            parts = zip(torch.split(source, _STAGING_BYTES), torch.split(target, _STAGING_BYTES), strict=True)
+            for index, (part, place) in enumerate(parts):
+                buffer, free = self._buffers[index % _STAGING_BUFFERS], self._free[index % _STAGING_BUFFERS]
+                free.synchronize()
+                place.copy_(buffer[: len(part)].copy_(part), non_blocking=True)
+                free.record(self._stream)
+            for free in self._free:
+                free.synchronize()
+        return target.view(memory.dtype)
 
 
 def return_freed_memory() -> None:

@@ -43,7 +43,9 @@ class Settings:
     block_size: int = setting("tokens in a block", 16, least=1)
     adapter_slots: int = setting("adapters on the device at once", 32, least=1)
     host_adapter_bytes: int = setting(
-        "bytes of adapters kept in host memory; 0: an eighth of what is available", 0, least=0
+        "bytes of adapters kept in host memory; 0: an eighth of what is available, on CUDA divided by the devices",
+        0,
+        least=0,
     )
     max_rank: int = setting("the largest rank of an adapter", 64, least=1)
     step_tokens: int = setting("tokens that one step may compute; 0: 512, and 4096 on CUDA", 0, least=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from artifacts import ArtifactError
+from worker.engine import device
+from worker.engine.device import host_adapter_bytes
 from worker.engine.lora.weights import (
     AdapterWeights,
     LoraPair,
@@ -89,19 +92,94 @@ def test_numbers_that_no_token_can_be_made_with_are_refused(value: float, dtype:
             pack_adapter(adapter, dtype)
 
 
-def test_threads_that_load_adapters_work_on_the_model_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+class Stream:
+    """A stream whose work is done when its event is waited for: as a device does it that has other work."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+class Event:
+    """An event of Stream: what was queued before its record is done when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def record(self, stream: Stream) -> None:
+        self.copies, stream.copies = stream.copies, []
+
+    def synchronize(self) -> None:
+        for to, of in self.copies:
+            to[:] = of
+        self.copies = []
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of all pinned memory; a copy without waiting reads its source only when an event is waited for."""
+    sizes: list[int] = []
+    stream, empty, copy = Stream(), torch.empty, torch.Tensor.copy_
+
+    def allocate(*size: int, pin_memory: bool = False, device: Any = None, **options: Any) -> torch.Tensor:
+        made = empty(*size, **options)
+        if pin_memory:
+            sizes.append(made.nbytes)
+        return made
+
+    def queue(to: torch.Tensor, of: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if not non_blocking:
+            return copy(to, of)
+        stream.copies.append((to, of))
+        return to
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(torch.Tensor, "copy_", queue)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: Event())
+    return sizes
+
+
+def test_adapters_of_any_size_go_through_the_same_pinned_memory(
+    pinned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinned blocks of their own would be rounded up to powers of two, and kept."""
+    monkeypatch.setattr(device, "_STAGING_BYTES", 96)
+    cuda = torch.device("cuda", 0)
+    memory = TorchAdapterMemory(lambda _: weights(), lambda _weights, _slot: None, cuda, torch.bfloat16)
+    assert pinned == [96] * 3
+    for _ in range(3):
+        prepared = memory.read(AdapterSource("a", "/"))
+        assert prepared.memory.nbytes > 4 * 96
+        assert prepared.memory.nbytes % 96
+        transferred = memory.transfer(prepared)
+        assert torch.equal(transferred.memory, prepared.memory)
+        assert torch.equal(transferred.weights.pairs["layer 8"].b, prepared.weights.pairs["layer 8"].b)
+    assert pinned == [96] * 3
+
+
+def test_workers_of_one_machine_share_its_memory_for_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "available_host_bytes", lambda: 800)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert host_adapter_bytes(0, CPU) == 100
+    assert host_adapter_bytes(0, torch.device("cuda", 1)) == 25
+    assert host_adapter_bytes(7, torch.device("cuda", 1)) == 7
+
+
+def test_threads_that_load_adapters_work_on_the_model_s_device(
+    pinned: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread's own current device is at first device 0, where it would take a context."""
-    device = torch.device("cuda", 1)
+    cuda = torch.device("cuda", 1)
     devices: dict[str, torch.device] = {}
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: devices.update({threading.current_thread().name: device})
     )
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     config = SimpleNamespace(model_type="llama")
-    loaded = SimpleNamespace(device=device, dtype=torch.bfloat16, module=SimpleNamespace(config=config))
+    loaded = SimpleNamespace(device=cuda, dtype=torch.bfloat16, module=SimpleNamespace(config=config))
     base: Any = SimpleNamespace(loaded=loaded)
     cache = adapter_cache(base, EngineConfig("model", host_adapter_bytes=1 << 20), lambda: None)
     try:
-        assert devices == {f"adapter-loader_{thread}": device for thread in range(4)}
+        assert devices == {f"adapter-loader_{thread}": cuda for thread in range(4)}
     finally:
         cache.close()

@@ -9,7 +9,7 @@ with gain = m / ||W + BA|| - 1, B' = (1 + gain) B and shift = -gain * bias. Each
 and needs no copy of W: ||W + BA||^2 = ||W||^2 + 2 (W A^T) . B + B (A A^T) B^T, where the base layer computes W A^T.
 
 On its way each adapter is one contiguous buffer in host memory. Tensors are cast to the model's dtype while they are
-copied there, and their values are checked. On CUDA the buffer is pinned and copied to the device in one transfer, on a
+copied there, and their values are checked. On CUDA the buffer is copied to the device through staging memory, on a
 stream of its own; only the loader thread waits for the transfer, so steps go on. The copy into a slot is on the device,
 on the steps' stream, behind all steps launched before it, so that no step sees its slot change. On the CPU nothing is
 copied into a slot: the slot holds the addresses in host memory, and a reference that keeps the buffer alive.
@@ -34,7 +34,7 @@ from artifacts.encoders import canonical_header, check_head, head_tensors, hidde
 from artifacts.families import is_embedding
 from artifacts.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config
 from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, tensor_names
-from worker.engine.device import dtype_name, host_adapter_bytes, prepare_loader
+from worker.engine.device import Staging, dtype_name, host_adapter_bytes, prepare_loader
 from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.loader_threads import LoaderThreads
@@ -279,19 +279,16 @@ class TorchAdapterMemory:
         self._device = device
         self._dtype = dtype
         self.transfers = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self.transfers else None  # type: ignore[no-untyped-call]  # torch's own
+        self._staging = Staging(device) if self.transfers else None
 
     def read(self, source: AdapterSource) -> PackedAdapter:
         """Read an adapter from its files into host memory."""
-        return pack_adapter(self._read(source), self._dtype, pinned=self.transfers)
+        return pack_adapter(self._read(source), self._dtype)
 
     def transfer(self, prepared: PackedAdapter) -> PackedAdapter:
-        """Copy an adapter to the device and wait for the transfer; the calling thread sleeps, it does not spin."""
-        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's own
-        with torch.cuda.stream(self._stream):
-            memory = prepared.memory.to(self._device, non_blocking=True)
-            copied.record(self._stream)
-        copied.synchronize()
+        """Copy an adapter to the device and wait for the transfer."""
+        assert self._staging is not None, "the memory says that it transfers"
+        memory = self._staging.copy(prepared.memory)
         return PackedAdapter(_views(prepared.weights, memory), memory)
 
     def install(self, prepared: PackedAdapter, slot: int) -> None:
@@ -332,13 +329,15 @@ def adapter_cache(
     """Return the adapter cache of an engine; `on_loaded` is called from a loader thread."""
     memory = adapter_memory(base, config.max_rank, *installs)
     loads = LoaderThreads[PackedAdapter](on_loaded, prepare=partial(prepare_loader, base.loaded.device))
-    return AdapterCache(config.adapter_slots, memory, loads, host_adapter_bytes(config.host_adapter_bytes))
+    return AdapterCache(
+        config.adapter_slots, memory, loads, host_adapter_bytes(config.host_adapter_bytes, base.loaded.device)
+    )
 
 
-def pack_adapter(weights: AdapterWeights, dtype: torch.dtype, *, pinned: bool = False) -> PackedAdapter:
+def pack_adapter(weights: AdapterWeights, dtype: torch.dtype) -> PackedAdapter:
     """Copy an adapter into one host buffer. Raises ArtifactError for values that are not finite or too large."""
     tensors = weights.tensors
-    memory = torch.zeros(sum(sum(_padded_size(tensor, dtype)) for tensor in tensors), dtype=dtype, pin_memory=pinned)
+    memory = torch.zeros(sum(sum(_padded_size(tensor, dtype)) for tensor in tensors), dtype=dtype)
     packed = _views(weights, memory)
     torch._foreach_copy_(packed.tensors, tensors)
     if not _usable(memory):
