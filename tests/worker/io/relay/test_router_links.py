@@ -30,12 +30,13 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
 
     async def Connect(self, request_iterator: AsyncIterator[pb.ConnectRequest], context: Any) -> Any:
         async for request in request_iterator:
-            if request.HasField("hello"):
-                yield pb.ConnectResponse(welcome=pb.Welcome())
+            # Before the welcome, with which a link lives: the test may end the stream then.
             async with self.heard:
                 self.streams += request.HasField("hello")
                 self.beats += request.HasField("beat")
                 self.heard.notify_all()
+            if request.HasField("hello"):
+                yield pb.ConnectResponse(welcome=pb.Welcome())
 
 
 @asynccontextmanager
