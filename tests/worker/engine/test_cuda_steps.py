@@ -89,12 +89,12 @@ def test_a_step_never_waits_for_the_device(name: str, tiny_llama: Any) -> None:
             ended += sum(output.finish is not None for output in outputs)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["", "int8"])
-def test_no_kernel_is_compiled_once_the_engine_serves(kv_cache_dtype: str, tiny_llama: Any) -> None:
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), [("float32", ""), ("bfloat16", "int8")])
+def test_no_kernel_is_compiled_once_the_engine_serves(dtype: str, kv_cache_dtype: str, tiny_llama: Any) -> None:
     """A compilation takes up to two seconds, in which no answer goes on, and the worker is taken for stalled."""
     config = EngineConfig(
         str(tiny_llama.directory), "cuda", rows=ROWS, block_size=4, kv_blocks=60, step_tokens=16, adapter_slots=2,
-        max_rank=16, kv_cache_dtype=kv_cache_dtype,
+        max_rank=16, dtype=dtype, kv_cache_dtype=kv_cache_dtype,
     )  # fmt: skip
     chance = random.Random(3)
     with fake_engine(config) as (engine, device):
@@ -102,7 +102,7 @@ def test_no_kernel_is_compiled_once_the_engine_serves(kv_cache_dtype: str, tiny_
         steps = run(engine, requests(60, chance), chance)
         assert steps >= 100
         assert compiled(device) - ready == set()
-        assert {"attend_splits", "attend_chunks", "shrink_rows", "expand_rows"} <= {
+        assert {"attend_splits", "attend_chunks", "shrink_rows", "expand_rows", "choose_ids"} <= {
             one.kernel.__name__ for one in device.kernels
         }
 

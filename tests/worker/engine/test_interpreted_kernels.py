@@ -1,6 +1,7 @@
 """The kernels for CUDA without a GPU, interpreted in one process: each alone, and the engine with them.
 
-LoRA against a loop over rows, attention against the torch path, the engine's logits and ids against peft's.
+LoRA against a loop over rows, attention against the torch path, sampling against the CPU's, and the engine's logits and
+ids against peft's.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Interpreted:
 
     lora: dict[str, dict[str, float]]
     attention: dict[str, dict[str, float]]
+    sampling: dict[str, tuple[int, int]]
     engine: list[tuple[PeftOracle, Asked, dict[str, Any]]]
 
 
@@ -96,10 +98,10 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> I
         case(exact, slice(None), True, ahead=True),
         case(quantized, slice(3, 5), True, ahead=True, quantize=QUANTIZED),
     ]
-    programs = ["cuda_engine_cases.py", "lora_cases.py", "attention_cases.py"]
-    engine, lora, attention = results_of(programs, "cpu", [settings for *_, settings in cases], WITHOUT_NUMBA)
+    programs = ["cuda_engine_cases.py", "lora_cases.py", "attention_cases.py", "sampling_cases.py"]
+    engine, lora, attention, sampling = results_of(programs, "cpu", [settings for *_, settings in cases], WITHOUT_NUMBA)
     of_engine = [(oracle, asked, result) for (oracle, asked, _), result in zip(cases, engine, strict=True)]
-    return Interpreted(lora, attention, of_engine)
+    return Interpreted(lora, attention, sampling, of_engine)
 
 
 def test_adapters_kernels_compute_what_a_loop_computes(interpreted: Interpreted) -> None:
@@ -116,6 +118,12 @@ def test_attentions_kernels_compute_what_torch_computes(interpreted: Interpreted
     for name, tolerance in ATTENTION_TOLERANCES.items():
         assert differences[name].pop("alone") == differences[name].pop("codes") == 0
         assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name
+
+
+def test_samplings_kernel_chooses_the_ids_that_the_cpu_chooses(interpreted: Interpreted) -> None:
+    """Of greedy rows and rows with every limit, with forbidden and equal logits, and those that are not numbers."""
+    assert len(interpreted.sampling) == 30
+    assert {case: counts for case, counts in interpreted.sampling.items() if counts[0]} == {}
 
 
 def test_mixed_adapters_give_pefts_logits_and_tokens(interpreted: Interpreted) -> None:

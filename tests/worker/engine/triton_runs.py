@@ -49,7 +49,12 @@ def results_of(programs: Sequence[str], device: str, cases: Any = None, first: s
 
 
 def compiled_for_sm_90(call: KernelCall) -> Any:
-    """A launch's kernel, compiled as a launch on the device would compile it; asserts that it fits there."""
+    """A launch's kernel, compiled for an H100."""
+    return compiled_for(90, call)
+
+
+def compiled_for(capability: int, call: KernelCall) -> Any:
+    """A launch's kernel, compiled as a launch on a device would compile it; asserts that it fits on an H100."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -64,7 +69,7 @@ def compiled_for_sm_90(call: KernelCall) -> Any:
             attributes[index,] = [["tt.divisibility", 16]]
     compiled: Any = triton.compile(
         ASTSource(call.kernel, signature, constants, attributes),
-        target=GPUTarget("cuda", 90, 32),
+        target=GPUTarget("cuda", capability, 32),
         options={"num_warps": call.warps, "num_stages": call.stages},
     )
     assert compiled.asm["cubin"]

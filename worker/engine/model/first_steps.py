@@ -18,13 +18,12 @@ from worker.engine.model.runner import Runner
 from worker.engine.scheduling.sequence import Batch, Row, Sequence
 from worker.engine_api import EngineConfig, ModelUnusableError, NewSequence
 
-# Options that between them use all of sampling; rows take them by turns.
-_SAMPLINGS = (
-    SamplingParams(repetition_penalty=1.1, frequency_penalty=0.1, logit_bias=((0, 1.0),)),
-    SamplingParams(temperature=1.0),
+# Options that between them use all of sampling; rows take them by turns. With an adjusted row the logits are float32.
+_PLAIN = (
     SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01, top_n_sigma=3.0),
     SamplingParams(temperature=1.0, typical_p=0.9),
 )
+_ADJUSTED = (SamplingParams(repetition_penalty=1.1, frequency_penalty=0.1, logit_bias=((0, 1.0),)), *_PLAIN)
 # Number of alternatives of each log probability.
 _LOGPROBS = 20
 
@@ -49,25 +48,28 @@ def run_first_steps(loaded: LoadedModel, lora: AdapterLayers, encoding: Encoding
 
 
 def _largest_batches(cache: KvCache, context: int, config: EngineConfig) -> list[Batch]:
-    """Return a step of decode rows alone, and one of the most tokens, whose logits are all wanted."""
-    slot = 0 if config.adapter_slots else -1
-    rows = [_row(cache, index, 1, 1, -1 if 2 * index < config.rows else slot) for index in range(config.rows)]
-    decodes = rows[: min(config.rows - 1, config.step_tokens // 2)]
+    """Return steps of decode rows alone, and one of the most tokens, whose logits are all wanted."""
+    slot, count = 0 if config.adapter_slots else -1, min(config.rows, config.step_tokens)
+
+    def decode_rows(samplings: tuple[SamplingParams, ...]) -> list[Row]:
+        slots = [-1] * (count // 2) + [slot] * (count - count // 2)
+        return [_row(cache, samplings[index % len(samplings)], 1, 1, slot) for index, slot in enumerate(slots)]
+
+    decodes = decode_rows(_ADJUSTED)[: min(config.rows - 1, config.step_tokens // 2)]
     left, longer = config.step_tokens - len(decodes), list[Row]()
     while left > 1:
-        longer.append(_row(cache, len(longer), 0, min(left, context), slot))
+        longer.append(_row(cache, _ADJUSTED[0], 0, min(left, context), slot))
         left -= longer[-1].count
-    rows = rows[: config.step_tokens]
-    steps = [Batch(tuple(rows), len(rows), len(rows))]
+    steps = [Batch(tuple(decode_rows(samplings)), count, count) for samplings in (_PLAIN, _ADJUSTED)]
     if longer:
         steps.append(Batch((*decodes, *longer), len(decodes), config.step_tokens - left))
     return steps
 
 
-def _row(cache: KvCache, index: int, start: int, count: int, slot: int) -> Row:
+def _row(cache: KvCache, sampling: SamplingParams, start: int, count: int, slot: int) -> Row:
     """Return a row of a sequence of its own, all of whose blocks are the scratch block."""
     spec = NewSequence(
-        "", (0,) * (start + count), sampling=_SAMPLINGS[index % len(_SAMPLINGS)], stopping=StoppingParams(1),
+        "", (0,) * (start + count), sampling=sampling, stopping=StoppingParams(1),
         logprobs=_LOGPROBS, prompt_logprobs=_LOGPROBS if count > 1 else None,
     )  # fmt: skip
     sequence = Sequence(spec, 0, frozenset())

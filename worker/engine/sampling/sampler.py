@@ -314,7 +314,7 @@ _FEW = 128
 _LIKELY = 1024
 _WIDER = 8
 # Bounds of the temperature, which keep a float32 difference of logits divided by it finite.
-_COLDEST, _HOTTEST = 1e-30, 1e30
+COLDEST, HOTTEST = 1e-30, 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,10 +343,14 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, wait: bool = True) -> Tenso
     """Choose a token id for each row of logits [rows, vocab]: int64 [rows], -1 where a row's logits are NaN.
 
     A row's result does not depend on the other rows. `logits` become -inf where a row's grammar forbids an id, and are
-    not changed otherwise. Without `wait` the host never waits for the device, at the cost of sorting all tokens of rows
-    with limits: whether fewer suffice is known on the device.
+    not changed otherwise. Without `wait` no result is looked at meanwhile, at the cost of sorting all tokens of rows
+    with limits; on CUDA a kernel needs neither.
     """
     forbid_ids(logits, [draw.allowed for draw in draws])
+    if logits.device.type == "cuda":
+        from worker.engine.sampling.cuda import sample_with_triton  # Triton is there only with CUDA
+
+        return sample_with_triton(logits, draws)
     best, chosen = logits.max(dim=-1)
     # max returns NaN if there is any; where all logits are -inf there is nothing to choose from either.
     usable = best.isfinite()
@@ -366,15 +370,15 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, wait: bool = True) -> Tenso
         if random:
             count = len(random)
             # The largest is subtracted first, so that a tiny temperature does not make finite logits infinite.
-            picked[:count] = _sample_random(scores[:count].sub_(best[:count, None]), some[:count], wait)
+            picked[:count] = sample_random(scores[:count].sub_(best[:count, None]), some[:count], wait)
         chosen[index] = picked
     return chosen.masked_fill(~usable, -1)
 
 
-def _sample_random(scores: Tensor, draws: Sequence[Draw], wait: bool) -> Tensor:
+def sample_random(scores: Tensor, draws: Sequence[Draw], wait: bool) -> Tensor:
     """Draw an id [rows] from scores [rows, vocab] whose largest is 0; changes the scores."""
     device, vocab = scores.device, scores.shape[-1]
-    temperature = upload([min(max(draw.sampling.temperature, _COLDEST), _HOTTEST) for draw in draws], device)
+    temperature = upload([min(max(draw.sampling.temperature, COLDEST), HOTTEST) for draw in draws], device)
     scores.div_(temperature[:, None])
     keys = [row_key(draw.sampling.seed, draw.choice, draw.position) for draw in draws]
     keys_tensor = upload(keys, device, torch.int32)

@@ -1,0 +1,29 @@
+"""The kernel of sampling compiled for GPUs, without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from options import SamplingParams
+from tests.worker.engine.triton_runs import compiled_for
+from worker.engine.sampling.sampler import Draw
+
+pytest.importorskip("triton", reason="Triton is for Linux")
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_compiles(
+    dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker.engine.sampling.cuda import choose_call
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    draws = [Draw(SamplingParams(temperature=1.0, top_k=5, top_p=0.9), 0, 1)] * 2
+    call = choose_call(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 32_000, dtype=dtype), draws)
+    assert call.grid == (2,), "one launch for all rows, whatever they ask for"
+    compiled = compiled_for(capability, call)
+    assert "local" not in compiled.asm["ptx"], "its sums are in registers"
