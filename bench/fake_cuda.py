@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from options import TokenLogprobs
 from worker.engine import torch_engine
+from worker.engine.decoder import cuda
 from worker.engine.device import KernelCall
 from worker.engine.lora.weights import AdapterWeights, PackedAdapter
 from worker.engine.model.loader import LoadedModel, load_model
@@ -271,12 +272,23 @@ def fake_engine(config: EngineConfig, seed: int = 1) -> Iterator[tuple[TorchEngi
         return Sampled(ids, step.failures, [TokenLogprobs(0.0, ())] * len(ids) if step.logprobs else [])
 
     with torch.inference_mode(), _found() as device:
-        with patch.multiple(torch_engine, load_model=load, adapter_cache=adapters):
+        forms: dict[str, Any] = {name: _in_earnest(getattr(cuda, name)) for name in ("norm_form", "is_gated")}
+        with patch.multiple(torch_engine, load_model=load, adapter_cache=adapters), patch.multiple(cuda, **forms):
             engine = build_engine(config, paced=False)
         device.serving = True
         with patch.object(InFlight, "collect", collect):
             yield engine, device
         engine.close()
+
+
+def _in_earnest(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes on the CPU, with real numbers."""
+
+    def call(*arguments: Any) -> Any:
+        with _disable_current_modes():
+            return function(*arguments)
+
+    return call
 
 
 def _move(module: nn.Module) -> None:

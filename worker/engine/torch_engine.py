@@ -174,16 +174,20 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
         layers = CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends)
         use_kernels(module, loaded.attention, dtype, loaded.context_length)
         return layers
-    from worker.engine.lora.cuda import adapt_linears  # Triton is there only with CUDA
+    # Triton is there only with CUDA
+    from worker.engine.decoder.cuda import use_kernels as use_cuda_kernels
+    from worker.engine.lora.cuda import adapt_linears
 
     # Triton launches on the thread's current device.
     torch.cuda.set_device(device)
     try:
-        return adapt_linears(module, loaded.linears, slots, max_rank, config.rows, device, dtype)
+        cuda_layers = adapt_linears(module, loaded.linears, slots, max_rank, config.rows, device, dtype)
     except torch.OutOfMemoryError:
         raise ModelUnusableError(
             f"{slots} adapter slots of rank {max_rank} do not fit in the memory of {device}; use fewer, or a lower rank"
         ) from None
+    use_cuda_kernels(module, dtype)
+    return cuda_layers
 
 
 def _grammars(loaded: LoadedModel, on_compiled: Callable[[], None]) -> GrammarThread:

@@ -18,6 +18,7 @@ import torch
 from options import StoppingParams
 from tests.worker.engine.interpreted import replace_language_once
 from worker.engine import torch_engine
+from worker.engine.decoder.cuda import use_kernels
 from worker.engine.lora.cuda import adapt_linears
 from worker.engine.lora.weights import AdapterLayers
 from worker.engine.model.loader import LoadedModel
@@ -32,6 +33,7 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
     def counting(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
         slots, rank, rows = config.adapter_slots, config.max_rank, config.rows
         layers = adapt_linears(loaded.module, loaded.linears, slots, rank, rows, loaded.device, loaded.dtype)
+        use_kernels(loaded.module, loaded.dtype)
         begin = layers.begin_decode
 
         def begin_decode(row_slots: Sequence[int], size: int) -> None:

@@ -58,6 +58,7 @@ class Interpreted:
     lora: dict[str, dict[str, float]]
     attention: dict[str, dict[str, float]]
     sampling: dict[str, tuple[int, int]]
+    rows: dict[str, dict[str, float]]
     engine: list[tuple[PeftOracle, Asked, dict[str, Any]]]
 
 
@@ -98,10 +99,12 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> I
         case(exact, slice(None), True, ahead=True),
         case(quantized, slice(3, 5), True, ahead=True, quantize=QUANTIZED),
     ]
-    programs = ["cuda_engine_cases.py", "lora_cases.py", "attention_cases.py", "sampling_cases.py"]
-    engine, lora, attention, sampling = results_of(programs, "cpu", [settings for *_, settings in cases], WITHOUT_NUMBA)
+    programs = ["cuda_engine_cases.py", "lora_cases.py", "attention_cases.py", "sampling_cases.py", "row_cases.py"]
+    engine, lora, attention, sampling, rows_of_layers = results_of(
+        programs, "cpu", [settings for *_, settings in cases], WITHOUT_NUMBA
+    )
     of_engine = [(oracle, asked, result) for (oracle, asked, _), result in zip(cases, engine, strict=True)]
-    return Interpreted(lora, attention, sampling, of_engine)
+    return Interpreted(lora, attention, sampling, rows_of_layers, of_engine)
 
 
 def test_adapters_kernels_compute_what_a_loop_computes(interpreted: Interpreted) -> None:
@@ -118,6 +121,12 @@ def test_attentions_kernels_compute_what_torch_computes(interpreted: Interpreted
     for name, tolerance in ATTENTION_TOLERANCES.items():
         assert differences[name].pop("alone") == differences[name].pop("codes") == 0
         assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name
+
+
+def test_the_kernels_of_rows_compute_what_torch_computes(interpreted: Interpreted) -> None:
+    for name, tolerance in {"float32": 1e-6, "float16": 1e-3}.items():
+        assert len(interpreted.rows[name]) == 12
+        assert {case: value for case, value in interpreted.rows[name].items() if value > tolerance} == {}, name
 
 
 def test_samplings_kernel_chooses_the_ids_that_the_cpu_chooses(interpreted: Interpreted) -> None:

@@ -1,0 +1,66 @@
+"""Normalizations and gates on CUDA, without a GPU: which modules the kernels compute, and that they compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from bench.launches import measure
+from tests.worker.engine.triton_runs import compiled_for
+
+pytest.importorskip("triton", reason="Triton is for Linux")
+pytestmark = pytest.mark.model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_normalization_is_known_by_its_numbers(dtype: torch.dtype) -> None:
+    from worker.engine.decoder.cuda import NormForm, norm_form
+
+    class Doubling(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(hidden_states)
+
+    llama, gemma = LlamaRMSNorm(48, 1e-5).to(dtype), Gemma2RMSNorm(48, 1e-6).to(dtype)
+    early = norm_form(llama, dtype)
+    assert early is not None
+    assert (early.epsilon, early.offset) == (1e-5, 0.0)
+    if dtype == torch.bfloat16:
+        assert not early.late, "its product with the weight is of rounded numbers"
+        assert norm_form(gemma, dtype) == NormForm(1e-6, 1.0, late=True)
+    for other in (Doubling(48, 1e-5).to(dtype), nn.LayerNorm(48, dtype=dtype), nn.Linear(4, 4, dtype=dtype)):
+        assert norm_form(other, dtype) is None
+    assert norm_form(llama.float() if dtype == torch.bfloat16 else llama.bfloat16(), dtype) is None
+
+
+def test_a_gated_mlp_is_known_by_its_numbers() -> None:
+    from worker.engine.decoder.cuda import is_gated
+
+    config: Any = LlamaConfig(hidden_size=32, intermediate_size=48)
+    assert is_gated(LlamaMLP(config), torch.bfloat16)  # type: ignore[no-untyped-call]
+    config.hidden_activation = "gelu_pytorch_tanh"
+    assert not is_gated(Gemma2MLP(config), torch.bfloat16)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_compile(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from worker.engine.decoder.cuda import NormForm, gate_call
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x, out = torch.zeros(8, 8192, dtype=torch.bfloat16), torch.zeros(8, 4096, dtype=torch.bfloat16)
+    for call in (NormForm(1e-5, 0.0, late=False).call(x[:, :4096], out[0], out), gate_call(x, out)):
+        compiled = compiled_for(capability, call)
+        assert "ld.global.v4" in compiled.asm["ptx"], "rows are read 16 bytes at a time"
+
+
+def test_the_launches_of_a_layer() -> None:
+    """An operator of torch's more in each layer would show here."""
+    ratios = measure(quick=True).ratios
+    assert ratios["launches_a_layer"] <= 23
+    assert ratios["launches_a_layer_adapters"] <= 31
