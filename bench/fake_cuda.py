@@ -272,7 +272,9 @@ def fake_engine(config: EngineConfig, seed: int = 1) -> Iterator[tuple[TorchEngi
         return Sampled(ids, step.failures, [TokenLogprobs(0.0, ())] * len(ids) if step.logprobs else [])
 
     with torch.inference_mode(), _found() as device:
-        forms: dict[str, Any] = {name: _in_earnest(getattr(cuda, name)) for name in ("norm_form", "is_gated")}
+        forms: dict[str, Any] = {
+            name: _in_earnest(getattr(cuda, name)) for name in ("norm_form", "is_gated", "attention_form")
+        }
         with patch.multiple(torch_engine, load_model=load, adapter_cache=adapters), patch.multiple(cuda, **forms):
             engine = build_engine(config, paced=False)
         device.serving = True

@@ -1,4 +1,4 @@
-"""Compares the kernels of normalizations and gates with torch's operators: python row_cases.py cpu|cuda.
+"""Compares the kernels of normalizations, gates and rotations with torch's operators: python row_cases.py cpu|cuda.
 
 Prints {dtype: {case: difference}} as JSON, the largest difference over the largest number. See triton_runs.py.
 """
@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import torch
 from torch.nn.functional import silu
 
+from artifacts.families import KvShape
 from tests.worker.engine.interpreted import replace_language_once
-from worker.engine.decoder.cuda import FORMS, NormForm, gate_call
+from worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
+from worker.engine.decoder.cuda import FORMS, AttentionForm, NormForm, gate_call
 
+NOTHING = torch.empty(0)
+CALL = LayerCall(0, NOTHING, NOTHING, NOTHING, 1.0)
+PLAN: Any = None
 # bfloat16 is wrong in the interpreter.
 DTYPES = {"cpu": (torch.float32, torch.float16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
 
@@ -33,7 +39,35 @@ def differences(dtype: torch.dtype, device: str) -> dict[str, float]:
         out = torch.zeros(5, columns, dtype=dtype, device=device)
         gate_call(x.to(device), out).launch()
         found[f"gate of {columns}"] = difference(out, silu(x[:, :columns]) * x[:, columns:])
+    for dim, value_dim, heads, kv_heads in ((16, 16, 4, 2), (24, 10, 3, 1)):
+        found[f"rotation of {heads} heads of {dim}"] = rotation(
+            dtype, device, AttentionForm(CALL, heads, kv_heads, dim, value_dim)
+        )
     return found
+
+
+def rotation(dtype: torch.dtype, device: str, form: AttentionForm) -> float:
+    """Compare queries in their rows, and keys and values in the cache."""
+    generator, tokens = torch.Generator().manual_seed(2), 5
+    x, cos, sin = (
+        torch.randn(tokens, size, generator=generator).to(dtype) for size in (sum(form.widths), form.dim, form.dim)
+    )
+    cache = KvCache(KvShape(1, form.kv_heads, form.dim, form.value_dim), 3, 4, dtype, torch.device(device), int8=False)
+    slots = torch.tensor([9, 2, 4, 0, 7])
+    call = form.of(x)
+
+    def rotated(part: torch.Tensor) -> torch.Tensor:
+        first, second = part.chunk(2, -1)
+        return part * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+    expected = [rotated(call.query), rotated(call.key), call.value.clone()]
+    step = AttentionStep(cache, slots.to(device), PLAN)
+    on_device = x.to(device, copy=True)
+    form.rotate_call(on_device, cos.to(device), sin.to(device), step).launch()
+    keys, values = (part[slots.to(device)] for part in cache.slots[0])
+    assert torch.equal(form.of(on_device).key, keys)
+    actual = [form.of(on_device).query, keys, values]
+    return max(difference(mine, own) for mine, own in zip(actual, expected, strict=True))
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
