@@ -1,0 +1,20 @@
+"""The kernels of normalizations, gates and rotations on the device, against torch's operators on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.worker.engine.triton_runs import results_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+
+# Of float32 sums in another order, and of a rounding that they move, in each type.
+TOLERANCES = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+
+
+def test_kernels_compute_what_torch_computes() -> None:
+    [differences] = results_of(["row_cases.py"], "cuda")
+    for name, tolerance in TOLERANCES.items():
+        assert len(differences[name]) == 14
+        assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name
