@@ -59,6 +59,7 @@ class Interpreted:
     attention: dict[str, dict[str, float]]
     sampling: dict[str, tuple[int, int]]
     rows: dict[str, dict[str, float]]
+    families: dict[str, tuple[float, dict[str, int]]]
     engine: list[tuple[PeftOracle, Asked, dict[str, Any]]]
 
 
@@ -99,12 +100,12 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> I
         case(exact, slice(None), True, ahead=True),
         case(quantized, slice(3, 5), True, ahead=True, quantize=QUANTIZED),
     ]
-    programs = ["cuda_engine_cases.py", "lora_cases.py", "attention_cases.py", "sampling_cases.py", "row_cases.py"]
-    engine, lora, attention, sampling, rows_of_layers = results_of(
-        programs, "cpu", [settings for *_, settings in cases], WITHOUT_NUMBA
-    )
+    others = ("lora", "attention", "sampling", "row", "family")
+    programs = ["cuda_engine_cases.py", *(f"{name}_cases.py" for name in others)]
+    inputs = [settings for *_, settings in cases]
+    engine, lora, attention, sampling, rows_of_layers, families = results_of(programs, "cpu", inputs, WITHOUT_NUMBA)
     of_engine = [(oracle, asked, result) for (oracle, asked, _), result in zip(cases, engine, strict=True)]
-    return Interpreted(lora, attention, sampling, rows_of_layers, of_engine)
+    return Interpreted(lora, attention, sampling, rows_of_layers, families, of_engine)
 
 
 def test_adapters_kernels_compute_what_a_loop_computes(interpreted: Interpreted) -> None:
@@ -127,6 +128,20 @@ def test_the_kernels_of_rows_compute_what_torch_computes(interpreted: Interprete
     for name, tolerance in {"float32": 1e-6, "float16": 1e-3}.items():
         assert len(interpreted.rows[name]) == 14
         assert {case: value for case, value in interpreted.rows[name].items() if value > tolerance} == {}, name
+
+
+def test_families_with_the_kernels_of_rows_give_the_same_logits(interpreted: Interpreted) -> None:
+    """Only modules of the kernels' forms are replaced, of layers that rotate, by their position alone."""
+    assert {name: found for name, (found, _) in interpreted.families.items() if found > 2e-6} == {}
+    assert {name: kinds for name, (_, kinds) in interpreted.families.items()} == {
+        "llama": {"attention": 2, "gated": 2, "norm": 5},
+        "gemma2": {"attention": 2, "norm": 9},
+        "olmo2": {"gated": 2, "norm": 9},
+        "smollm3": {"attention": 1, "gated": 2, "norm": 5},
+        "ministral3": {"gated": 2, "norm": 5},
+        "mixtral": {"attention": 2, "norm": 5},
+        "gpt2": {},
+    }
 
 
 def test_samplings_kernel_chooses_the_ids_that_the_cpu_chooses(interpreted: Interpreted) -> None:
