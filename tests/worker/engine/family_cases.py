@@ -58,7 +58,7 @@ def compare(family: str) -> tuple[float, dict[str, int]]:
         before = logits(loaded)
         use_kernels(loaded.module, loaded.dtype)
         forwards: list[Any] = [vars(module).get("forward") for module in loaded.module.modules()]
-        kinds = Counter(forward.__qualname__.split("_")[1] for forward in forwards if forward is not None)
+        kinds = Counter(forward.__qualname__.split(".")[0] for forward in forwards if forward is not None)
         return float((logits(loaded) - before).abs().max() / before.abs().max()), kinds
 
 

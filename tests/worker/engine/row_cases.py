@@ -36,6 +36,12 @@ def differences(dtype: torch.dtype, device: str) -> dict[str, float]:
             out = torch.zeros(5, columns, dtype=dtype, device=device)
             form.call(x.to(device)[:, :columns], weight.to(device), out).launch()
             found[f"norm of {columns}, {offset:g}, {late}"] = difference(out, form.compute(x[:, :columns], weight))
+            # The sums, in what is kept of them, are those of torch's operator.
+            added, sums = (x[:, columns:].to(device).contiguous(), torch.zeros_like(out))
+            form.call(x.to(device)[:, :columns], weight.to(device), out, added, sums).launch()
+            expected = x[:, :columns] + x[:, columns:]
+            assert torch.equal(sums.cpu(), expected)
+            found[f"sum and norm of {columns}, {offset:g}, {late}"] = difference(out, form.compute(expected, weight))
         out = torch.zeros(5, columns, dtype=dtype, device=device)
         gate_call(x.to(device), out).launch()
         found[f"gate of {columns}"] = difference(out, silu(x[:, :columns]) * x[:, columns:])

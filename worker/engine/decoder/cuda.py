@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from worker.engine.attention.paged import AttentionContext, AttentionStep, LayerCall
+from worker.engine.decoder.residuals import use_layers
 from worker.engine.device import KernelCall
 from worker.engine.lora.base_layers import FusedPart, FusedProduct
 
@@ -36,14 +37,31 @@ _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 
 @triton.jit
 def norm_rows(  # type: ignore[no-untyped-def]
-    out, x, weight, columns, x_stride, epsilon, OFFSET: tl.constexpr, LATE: tl.constexpr, TILE: tl.constexpr
+    out,
+    x,
+    added,
+    sums,
+    weight,
+    columns,
+    x_stride,
+    epsilon,
+    OFFSET: tl.constexpr,
+    LATE: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Write x / sqrt(mean of x ** 2 + epsilon) * (OFFSET + weight); LATE: round once, at the end. Grid: row."""
+    """Write x / sqrt(mean of x ** 2 + epsilon) * (OFFSET + weight); LATE: round once, at the end. Grid: row.
+
+    With `added` that of x + added, which go to `sums`.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     inside = column < columns
     numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if added is not None:
+        numbers += tl.load(added + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+        numbers = numbers.to(out.dtype.element_ty).to(tl.float32)
+        tl.store(sums + row * columns + column, numbers.to(out.dtype.element_ty), mask=inside)
     normed = numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / columns + epsilon)
     if not LATE:
         normed = normed.to(out.dtype.element_ty).to(tl.float32)
@@ -179,20 +197,54 @@ class NormForm:
             return (normed * (self.offset + weight.float())).to(x.dtype)
         return normed.to(x.dtype) * (self.offset + weight)
 
-    def call(self, x: Tensor, weight: Tensor, out: Tensor) -> KernelCall:
-        """Return the launch that fills out [rows, columns], contiguous, of rows x."""
+    def call(
+        self, x: Tensor, weight: Tensor, out: Tensor, added: Tensor | None = None, sums: Tensor | None = None
+    ) -> KernelCall:
+        """Return the launch that fills out [rows, columns], contiguous, of rows x, or of sums = x + added.
+
+        These two are contiguous as well.
+        """
         columns = x.shape[1]
         return KernelCall(
             norm_rows,
             (len(x),),
             {
-                "out": out, "x": x, "weight": weight, "columns": columns, "x_stride": x.stride(0),
-                "epsilon": self.epsilon,
+                "out": out, "x": x, "added": added, "sums": sums, "weight": weight, "columns": columns,
+                "x_stride": x.stride(0), "epsilon": self.epsilon,
             },
             {"OFFSET": self.offset, "LATE": self.late, "TILE": triton.next_power_of_2(columns)},
             warps=4 if columns <= 2048 else 8,
             stages=1,
         )  # fmt: skip
+
+
+class Norm:
+    """A normalization by its kernel. What was normalized together with an addition waits here for the module's call."""
+
+    def __init__(self, form: NormForm, weight: Tensor) -> None:
+        self._form = form
+        self._weight = weight
+        self._waiting: tuple[Tensor, Tensor] | None = None
+
+    def compute(self, hidden_states: Tensor) -> Tensor:
+        """Normalize hidden states [..., columns]."""
+        waiting, self._waiting = self._waiting, None
+        # Compared by identity, so that any other tensor gets its own numbers.
+        if waiting is not None and waiting[0] is hidden_states:
+            return waiting[1]
+        x = hidden_states.reshape(-1, len(self._weight))
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self._form.call(x, self._weight, out).launch()
+        return out.view(hidden_states.shape)
+
+    def add(self, x: Tensor, added: Tensor) -> Tensor:
+        """Return x + added [..., columns]; the next call of `compute` with it finds it normalized."""
+        rows, others = x.reshape(-1, len(self._weight)), added.reshape(-1, len(self._weight)).contiguous()
+        sums, out = (torch.empty(rows.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+        self._form.call(rows, self._weight, out, others, sums).launch()
+        result = sums.view(x.shape)
+        self._waiting = result, out.view(x.shape)
+        return result
 
 
 # The offsets of normalizations, and whether they round late: Llama's, OLMo 2's and Gemma's.
@@ -214,13 +266,15 @@ def gate_call(both: Tensor, out: Tensor) -> KernelCall:
 
 def use_kernels(model: nn.Module, dtype: torch.dtype) -> None:
     """Let the kernels compute the normalizations and gates of a model whose linear layers are in place."""
+    norms: dict[nn.Module, Norm] = {}
     for module in model.modules():
         # Of an earlier call, whose linear layers are not these.
-        if getattr(vars(module).get("forward"), "__module__", "") == __name__:
+        if getattr(vars(module).get("forward"), "__module__", "").startswith("worker.engine.decoder."):
             del module.forward
         form = norm_form(module, dtype)
         if form is not None:
-            module.forward = _norm_forward(form, module.weight)  # type: ignore[arg-type]
+            norms[module] = Norm(form, module.weight)  # type: ignore[arg-type]
+            module.forward = norms[module].compute
         product = _whole_product(module, ("gate_proj", "up_proj"), "down_proj")
         if product is not None and is_gated(module, dtype):
             module.forward = _gated_forward(product, module.down_proj)  # type: ignore[arg-type]
@@ -228,6 +282,7 @@ def use_kernels(model: nn.Module, dtype: torch.dtype) -> None:
         attention = None if product is None else attention_form(module, product.widths, dtype)
         if product is not None and attention is not None:
             module.forward = _attention_forward(module, attention, product)
+    use_layers(model, norms)
 
 
 @torch.inference_mode()
@@ -348,16 +403,6 @@ def attention_form(module: nn.Module, widths: Sequence[int], dtype: torch.dtype)
 
 def _equal(actual: Any, expected: Tensor) -> bool:
     return isinstance(actual, Tensor) and actual.dtype == expected.dtype and torch.equal(actual, expected)
-
-
-def _norm_forward(form: NormForm, weight: Tensor) -> Callable[[Tensor], Tensor]:
-    def forward(hidden_states: Tensor) -> Tensor:
-        x = hidden_states.reshape(-1, len(weight))
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        form.call(x, weight, out).launch()
-        return out.view(hidden_states.shape)
-
-    return forward
 
 
 def _gated_forward(product: FusedProduct, down: nn.Module) -> Callable[[Tensor], Tensor]:
