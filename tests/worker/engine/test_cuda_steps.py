@@ -129,6 +129,19 @@ def test_limits_whose_largest_step_has_no_room_are_refused(tiny_llama: Any, monk
         pass
 
 
+def test_an_engine_whose_sampling_fails_does_not_start(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row would fail alone, and the worker would claim the next."""
+    from worker.engine.sampling import cuda
+
+    def choose(*_: Any) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(cuda, "choose_call", choose)
+    config = EngineConfig(str(tiny_llama.directory), "cuda", rows=ROWS, kv_blocks=60)
+    with pytest.raises(ModelUnusableError, match="no token could be sampled on cuda:0"), fake_engine(config):
+        pass
+
+
 @pytest.mark.parametrize("step_tokens", [1, 2, 7])
 def test_the_first_steps_of_small_limits(step_tokens: int, tiny_llama: Any) -> None:
     config = EngineConfig(str(tiny_llama.directory), "cuda", rows=1, step_tokens=step_tokens, kv_blocks=8)

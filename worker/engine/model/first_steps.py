@@ -29,14 +29,15 @@ _LOGPROBS = 20
 
 
 def run_first_steps(loaded: LoadedModel, lora: AdapterLayers, encoding: Encoding, config: EngineConfig) -> None:
-    """Run the largest step of each kind. Raises ModelUnusableError where the memory is not enough for one."""
+    """Run the largest step of each kind. Raises ModelUnusableError where one fails, or the memory is not enough."""
     int8 = config.kv_cache_dtype == INT8
     # All positions of all rows are in its scratch block: the numbers do not matter.
     cache = KvCache(loaded.kv, 1, config.block_size, loaded.dtype, loaded.device, int8=int8)
     runner = Runner(loaded, cache, lora, encoding, ahead=True)
     try:
         for batch in _largest_batches(cache, loaded.context_length, config):
-            runner.launch(batch)
+            if runner.launch(batch).failures:
+                raise ModelUnusableError(f"no token could be sampled on {loaded.device}: the log above says why")
         torch.cuda.synchronize(loaded.device)
     except torch.OutOfMemoryError:
         raise ModelUnusableError(
