@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -109,7 +109,7 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
                 # With adapters the peer computes so few tokens a second that it gets the first, shortest prompts alone.
                 others = {mixed: peer for mixed, peer in peers.items() if mixed == _BASE or index == 0}
                 # Shorter prompts have warmed up for longer ones.
-                cases = _cases(prompts, shape, ours, others)
+                cases = cases_of(prompts, shape, ours, others)
                 rounds.run(cases, prompts.rounds, between=meter.measure, first_turn=min(1, index))
     return Report(
         name="prompts",
@@ -177,7 +177,7 @@ def _peers(
     }
 
 
-def _cases(
+def cases_of(
     prompts: Prompts,
     shape: ModelShape,
     ours: Mapping[str, Answers],
@@ -188,10 +188,13 @@ def _cases(
 
     def alone(name: str, mixed: str, engine: Answers) -> Case:
         workload = Workload(prompts.alone, prompts.tokens, 1, 1)
-        return Case(
-            _name(prompts.tokens, name, mixed),
-            lambda number: engine.run(workload.draw(number, vocabulary, ADAPTERS if mixed else 0)),
-        )
+
+        def run(number: int) -> Timed:
+            timed = engine.run(workload.draw(number, vocabulary, ADAPTERS if mixed else 0))
+            # The peer counts what it answers.
+            return replace(timed, tokens=prompts.alone * prompts.tokens)
+
+        return Case(_name(prompts.tokens, name, mixed), run)
 
     def beside(name: str, mixed: str, engine: Answers) -> Case:
         workload = Workload(prompts.beside, prompts.tokens, 1, 1)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from argparse import ArgumentParser
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -34,6 +35,9 @@ DTYPES = ("float32", "bfloat16")
 # Maximum time in seconds until it has loaded a model, and of a run. Without instructions for bfloat16 a processor
 # takes far longer than for float32.
 _ANSWER_S = 300.0
+# Time in seconds after which its threads have stopped spinning: they do so for a second after each run, on the cores of
+# whatever is timed next, which took up to four times as long.
+_SPIN_S = 1.5
 # Words of the line that says that its HTTP server has loaded the model and listens next; maximum time in seconds until
 # it does, and interval of looks.
 _STARTED = "Application startup complete"
@@ -116,6 +120,7 @@ class VllmPeer:
         if not line:
             code = self._process.wait()
             raise RuntimeError(f"no answer within {self._answer_s:g} s" if late.is_set() else f"vLLM ended with {code}")
+        time.sleep(_SPIN_S)
         answer: dict[str, int] = json.loads(line)
         return answer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,10 +12,10 @@ import pytest
 from bench.ceilings import CeilingMeter, CeilingSize
 from bench.models import TINY, save_model
 from bench.peak_memory import peak_memory
-from bench.prompts import PromptEngine, Prompts, Setup, ratios_of
+from bench.prompts import PromptEngine, Prompts, Setup, cases_of, ratios_of
 from bench.rounds import Case, Rounds, Timed
 from bench.vllm_peer import start_peers
-from bench.workload import Request, Workload
+from bench.workload import Request, Workload, answered_tokens
 
 # Answers in float32 alone: in bfloat16 it loads the model and never answers.
 PEER = f"""#!{sys.executable}
@@ -80,6 +80,20 @@ def test_the_faster_dtype_of_the_peer_counts() -> None:
         "mixed_prompt_over_base": 0.9,
         "beside_decodes_over_alone": 0.5,
     }
+
+
+class Counting:
+    """An engine that counts what it answers, as the peer does."""
+
+    def run(self, requests: Sequence[Request]) -> Timed:
+        return Timed(answered_tokens(requests), 2.0)
+
+
+def test_the_tokens_of_a_case_are_those_of_its_prompts() -> None:
+    peers = {"": {"float32": Counting()}, ", 8 adapters": {"float32": Counting()}}
+    cases = cases_of(Prompts(64, 4, 1, 1), TINY, {}, peers)
+    assert [case.name for case in cases] == ["64 tokens, vLLM float32", "64 tokens, vLLM float32, 8 adapters"]
+    assert [case.run(1).tokens_per_s for case in cases] == [4 * 64 / 2.0] * 2
 
 
 def test_a_dtype_that_the_peer_does_not_answer_in_is_left_out(
