@@ -142,6 +142,16 @@ def _replace_children(module: nn.Module, make: Callable[[AnyLinear], nn.Module])
     return bool(linears)
 
 
+def multiplies_bfloat16() -> bool:
+    """Tell whether the processor has instructions for products of bfloat16, which panels then use."""
+    try:
+        from worker.engine.kernels import linear, tiles
+    except ImportError:
+        return False
+    products = linear.bfloat16_products(tiles.COLUMNS)
+    return products != linear.FLOATS and _panels_work("bfloat16", torch.bfloat16, fixed=False)
+
+
 def panels_work(stored: torch.dtype, compute: torch.dtype) -> bool:
     """Tell whether panels of a float weight give the right products of inputs of a dtype on this machine."""
     dtypes = (torch.float32, torch.bfloat16)

@@ -26,7 +26,7 @@ from worker.engine.attention.paged import AttentionContext, LayerCall
 from worker.engine.device import available_bytes, dtype_name, return_freed_memory
 from worker.engine.linear.choice import Choice, kind_of, measured, unmeasured
 from worker.engine.linear.experts import lay_out_experts
-from worker.engine.linear.layouts import packing_works, replace_linears
+from worker.engine.linear.layouts import multiplies_bfloat16, packing_works, replace_linears
 from worker.engine.lora.base_layers import LoadedBase
 from worker.engine.quantized.stored import QuantizedWeights, has_tied_head, open_slices, transformers_config
 from worker.engine.quantized.weight import QuantizedEmbedding, QuantizedLinear, is_linear
@@ -321,14 +321,19 @@ _UNMEASURED_PARAMETERS = 16_000_000
 
 
 def choose_layouts(loaded: LoadedModel, dtype: str) -> LoadedModel:
-    """Choose how a model computes on the CPU, by measuring with this thread's number of cores; `dtype` may be "auto".
+    """Choose how a model computes on the CPU; `dtype` may be "auto".
 
-    A bfloat16 model may then compute in float32 over its bfloat16 weights: where a processor has no instructions for
-    bfloat16 that is faster, and exact. The result's dtype says so.
+    A bfloat16 model computes in bfloat16 over panels where the processor has instructions for it. Other layouts are as
+    fast within a tenth, but have other bits, and a measurement could choose another one on each worker. Elsewhere the
+    layouts are measured with this thread's number of cores. A bfloat16 model may then compute in float32 over its
+    bfloat16 weights, which is exact and without such instructions faster; the result's dtype says so.
     """
     if loaded.device.type != "cpu" or loaded.parameters < _UNMEASURED_PARAMETERS:
         return loaded
     module, own = loaded.module, loaded.dtype
+    if own == torch.bfloat16 and multiplies_bfloat16():
+        _log.info("the model computes in bfloat16, its linear layers over panels, by the processor's own products")
+        return replace(loaded, layouts=unmeasured(module, own))
     computes = [own]
     if dtype == "auto" and own == torch.bfloat16 and _other_bytes(module) < available_bytes(loaded.device):
         computes.append(torch.float32)

@@ -112,6 +112,19 @@ def test_small_models_are_not_measured(tiny_qwen2: Any) -> None:
     assert choose_layouts(loaded, "auto") is loaded
 
 
+@pytest.mark.skipif(not layouts.multiplies_bfloat16(), reason="no products of bfloat16 on this processor")
+def test_nothing_is_measured_where_the_processor_multiplies_bfloat16(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that measured might choose layouts with other bits, and a stream that moves would turn."""
+    make_model(make_config("qwen2"), tmp_path).bfloat16().save_pretrained(tmp_path)
+    monkeypatch.setattr(loader, "_UNMEASURED_PARAMETERS", 0)
+    monkeypatch.setattr(loader, "measured", lambda *given: pytest.fail("measured"))
+    chosen = choose_layouts(load_model(str(tmp_path)), "auto")
+    assert chosen.layouts is not None
+    assert (chosen.dtype, chosen.layouts.layouts["bfloat16"].name) == (BF16, "bfloat16 panels")
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("model_type", ["qwen2", "gpt2"])
 def test_a_bfloat16_model_that_computes_in_float32_is_the_model_in_float32(
@@ -119,6 +132,7 @@ def test_a_bfloat16_model_that_computes_in_float32_is_the_model_in_float32(
 ) -> None:
     make_model(make_config(model_type), tmp_path).bfloat16().save_pretrained(tmp_path)
     monkeypatch.setattr(loader, "_UNMEASURED_PARAMETERS", 0)
+    monkeypatch.setattr(loader, "multiplies_bfloat16", lambda: False)
     monkeypatch.setattr(loader, "measured", lambda module, own, computes: unmeasured(module, computes[-1]))
     mixed = choose_layouts(load_model(str(tmp_path)), "auto")
     assert mixed.dtype == F32
