@@ -102,7 +102,7 @@ class BaseModel:
     quantization: str = ""
     original_digest: str = ""
     kv_cache_dtype: str = ""
-    # What one of `files` says. Those are compared: a version that did not read it has registered the same model.
+    # Read from one of `files`, which are compared in its place: a version that did not read it has the same model.
     generation_config: GenerationConfig = field(default=UNSAID, compare=False)
 
     def serves(self, task: str) -> bool:

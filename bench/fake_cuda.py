@@ -56,7 +56,7 @@ class FakeCuda(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: list[str] = []
         self.kernels: list[KernelCall] = []
-        # What kernels were compiled for, and the number of compilations.
+        # The specializations that kernels were compiled for, and the number of compilations.
         self.compiled: set[str] = set()
         self.serving = False
         self.streams = 0

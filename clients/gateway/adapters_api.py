@@ -17,10 +17,10 @@ from clients.gateway.errors import HttpError, invalid, renamed
 from clients.gateway.exchange import encode
 
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
-# What the store's fields are in a request.
+# Names in a request of the store's fields.
 _NAMES = {r"header\.adapter": "adapter", r"header\.alias": "alias", r"header\.base_model": "model"}
 _QUERY = ("model", "alias")
-# What the upload's request has, in the words of OpenAPI.
+# OpenAPI's description of an upload's request.
 UPLOAD: Mapping[str, Any] = {
     "parameters": [{"name": name, "in": "query", "schema": {"type": "string"}} for name in _QUERY],
     "requestBody": {

@@ -110,7 +110,7 @@ class _Answer:
         self._texts = texts
         # The number of the next event.
         self._number = 0
-        # What the last item holds while it is open: a kind, or the index of a call.
+        # The kind of the open item, `reasoning` or `message`, or the index of its call; None: no item is open.
         self._open: str | int | None = None
         # All items, the last one open or not; and the answer, once it is whole.
         self.output: list[dict[str, Any]] = []

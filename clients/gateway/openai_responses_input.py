@@ -15,7 +15,7 @@ from clients.gateway.errors import check_served, invalid, not_served
 from clients.gateway.openai_api import Extensions, check_tools, common_options
 
 _LOGPROBS = "message.output_text.logprobs"
-# What an answer may include besides: reasoning is never encrypted here, and comes as it is.
+# Values of `include` that are accepted. Reasoning always comes, and is never encrypted.
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 
 

@@ -27,7 +27,7 @@ async def test_digests_have_the_names_of_all_tenants_and_of_deleted_adapters(cli
     await client.call("DeleteAdapter", pb.DeleteAdapterRequest(name="gone"), "globex")
     unknown = "sha256:" + "f" * 64
 
-    # Nobody is named: an operator sees all tenants.
+    # The call names no tenant: an operator sees all of them.
     request = pb.FindRevisionsRequest(digests=[gone, unknown, new, old])
     found = (await client.call("FindRevisions", request, None)).revisions
     assert [(one.digest, one.adapter, list(one.aliases), one.HasField("delete_time")) for one in found] == [

@@ -170,7 +170,7 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
         allowed = tuple(sorted(listed.sample(range(32_000), listed.choice((1, 3, 50)))))
         request = msgspec.structs.replace(request, allowed_token_ids=allowed)
     elif not request.format and listed.random() < 0.1:
-        # So many that one of them would come in some of these answers.
+        # Forbid so many that some answers would have one of them.
         words = tuple(listed.sample(string.ascii_letters + string.digits, 60))
         request = msgspec.structs.replace(request, bad_words=words)
     request = msgspec.structs.replace(request, default_temperature=listed.random() < 0.1)

@@ -73,7 +73,7 @@ async def test_an_upload_keeps_to_the_store_s_limits(store: str) -> None:
         assert (status, answer["moved"]) == (200, {"live": answer["revision"]})
         status, answer = await ask(address, form(b"x" * 1001))
         assert (status, answer["error"]["message"]) == (400, f"{WEIGHTS}: is larger than the 1000 bytes accepted")
-        # One byte more, of which the rest never comes.
+        # Announce more bytes than are sent.
         status, answer = await ask(address, form(b"x")[:-30], length=len(form(b"x")))
         assert (status, answer["error"]["code"]) == (408, "upload_too_slow"), answer
         status, answer = await ask(address, form(b"x")[:-30], "x-request-timeout-ms: 1", length=len(form(b"x")))

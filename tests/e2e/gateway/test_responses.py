@@ -89,7 +89,7 @@ async def test_a_second_turn_and_calls_of_functions(client: Client, cluster: Clu
     turns = f"{PROMPT}{first.output_text}\nuser: More\nassistant: "
     assert second.output_text == expected(turns, cluster.digests["a"], 6)
     assert second.previous_response_id == first.id
-    # The same, with the items as they came.
+    # Send all items again, as the client has them, in place of the id.
     again = await client.responses.create(
         model="a", max_output_tokens=6, temperature=0,
         input=[{"role": "user", "content": "Hi"}, *first.output, {"role": "user", "content": "More"}],

@@ -62,9 +62,11 @@ from worker.engine.kernels.llvm import (
     vector_type,
 )
 from worker.engine.kernels.weight_vectors import (
+    FLOATS,
     FORMATS,
     HALVES,
     HAS_PAIRS,
+    PAIRS,
     PANEL,
     TileSums,
     V,
@@ -75,8 +77,6 @@ from worker.engine.kernels.weight_vectors import (
     tile_rows,
 )
 
-# Products of queries and keys that a kernel is compiled for: float32, or pairs of bfloat16.
-FLOATS, PAIRS = 1, 2
 # Maximum rows of a tile, whose sums and what they are made of fit the registers: of scores, and of values.
 _SCORE_ROWS = {FLOATS: 6, PAIRS: 12}
 _VALUE_ROWS = 6 if V == 16 else 3

@@ -46,12 +46,16 @@ from worker.engine.kernels.weight_vectors import (
     AHEAD,
     BFLOAT16,
     CALL_INTEGERS,
+    EMULATED,
     FLOAT32,
+    FLOATS,
     FORMATS,
     HALVES,
     HAS_PAIRS,
     LAYER_INTEGERS,
+    PAIRS,
     PANEL,
+    TILES,
     TileSums,
     V,
     column_of,
@@ -66,8 +70,6 @@ from worker.engine.kernels.weight_vectors import (
     write_row,
 )
 
-# The products that a kernel is compiled for: float32, pairs and tiles of bfloat16; tiles in memory are for tests.
-FLOATS, PAIRS, TILES, EMULATED = 1, 2, 3, 4
 # Maximum rows of a tile by products: so many sums fit 16 registers of AVX2, or 32 of AVX-512, or AMX's tiles; and those
 # of one that unpacks codes, which takes registers too.
 _ROWS = {FLOATS: 6, PAIRS: 12, TILES: tiles.ROWS, EMULATED: tiles.ROWS}
@@ -256,7 +258,7 @@ def compile_linear(format_name: str, kind: str, products: int, *, scales: bool, 
     Threads called with the same zeroed counters share a call.
     """
     constants = {"of_format": FORMATS[format_name], "of_kind": KINDS[kind], "of_products": products}
-    optional = {"of_scales": 1 + scales, "of_zeros": 1 + zeros, "of_emulated": 1 + (products == EMULATED)}
+    optional = {"of_scales": 1 + scales, "of_zeros": 1 + zeros}
     return compile_kernel(_multiply, constants | optional, INTEGERS, emitting=(weight_vectors, tiles))
 
 

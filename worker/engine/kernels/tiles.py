@@ -35,7 +35,7 @@ from worker.engine.kernels.llvm import (
     vector_of,
     vector_type,
 )
-from worker.engine.kernels.weight_vectors import FEATURES, PANEL
+from worker.engine.kernels.weight_vectors import EMULATED, FEATURES, PANEL
 
 # Rows of a tile's sums, columns of a product, and rows that are multiplied together.
 _HALF, COLUMNS, ROWS = 16, 32, 32
@@ -81,19 +81,19 @@ def configure(b, p, memory, rows):
         count = int64(_HALF) if tile >= 6 else (second if tile in (2, 3, 5) else first)
         store(b, ir.Constant(I16, _LINE), memory, 16 + 2 * tile, 2)
         store(b, b.trunc(count, I8), memory, 48 + tile, 1)
-    if not p.constant("of_emulated") > 1:
+    if p.constant("of_products") != EMULATED:
         _run(b, "ldtilecfg ($0)", memory)
 
 
 @emits()
 def release(b, p):
     """Release this thread's tiles: the processor need not keep them any more."""
-    if not p.constant("of_emulated") > 1:
+    if p.constant("of_products") != EMULATED:
         _run(b, "tilerelease")
 
 
 def _zero(b: Any, p: Parameters, memory: Any, tile: int) -> None:
-    if not p.constant("of_emulated") > 1:
+    if p.constant("of_products") != EMULATED:
         _run(b, f"tilezero %tmm{tile}")
         return
     for at in range(0, _TILE, _LINE):
@@ -102,7 +102,7 @@ def _zero(b: Any, p: Parameters, memory: Any, tile: int) -> None:
 
 def _move(b: Any, p: Parameters, memory: Any, tile: int, address: Any, stride: Any, *, out: bool) -> None:
     """Load a tile from rows of memory, or store it there."""
-    if not p.constant("of_emulated") > 1:
+    if p.constant("of_products") != EMULATED:
         of = f"tilestored %tmm{tile}, ($0,$1,1)" if out else f"tileloadd ($0,$1,1), %tmm{tile}"
         _run(b, of, address, stride)
         return
@@ -116,7 +116,7 @@ def _move(b: Any, p: Parameters, memory: Any, tile: int, address: Any, stride: A
 
 def _multiply(b: Any, p: Parameters, memory: Any, sums: int, rows: int, weights: int) -> None:
     """Add the products of two tiles to a third."""
-    if not p.constant("of_emulated") > 1:
+    if p.constant("of_products") != EMULATED:
         _run(b, f"tdpbf16ps %tmm{weights}, %tmm{rows}, %tmm{sums}")
         return
     places = [_emulated(b, memory, tile) for tile in (sums, rows, weights)]

@@ -38,6 +38,8 @@ from worker.engine.kernels.llvm import (
     vector_type,
 )
 
+# The products that a kernel is compiled for: of float32, of pairs or tiles of bfloat16; tiles in memory are for tests.
+FLOATS, PAIRS, TILES, EMULATED = 1, 2, 3, 4
 # Codes of the formats, for kernels compiled for one of them.
 FORMATS = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 # Consecutive columns of one output that are stored side by side, or, in float32, that one pass of the loop takes.

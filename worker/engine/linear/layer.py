@@ -25,7 +25,7 @@ from worker.engine.device import dtype_name
 from worker.engine.kernels import fixed_linear
 from worker.engine.kernels import linear as float_linear
 from worker.engine.kernels.threads import Workspace, run_on_all_threads
-from worker.engine.kernels.weight_vectors import CALL_INTEGERS, PANEL, UNIT_COLUMNS, ZERO_STEP
+from worker.engine.kernels.weight_vectors import CALL_INTEGERS, FLOATS, PANEL, UNIT_COLUMNS, ZERO_STEP
 from worker.engine.quantized.weight import SYMMETRIC_ZERO, AnyLinear, QuantizedWeight
 
 # Number of columns whose products are summed before they are added to the total, where no group has its own scale.
@@ -257,7 +257,7 @@ class PanelLinear(PanelLayer):
         )
         plan = float_linear.plan(panels.format, panels.columns, products)
         self._scratch_floats = plan.scratch_floats
-        self._input_dtype = torch.float32 if products == float_linear.FLOATS else torch.bfloat16
+        self._input_dtype = torch.float32 if products == FLOATS else torch.bfloat16
         self._call = _struct(CALL_INTEGERS)
         self._integers_buffer = _integers(*self._places, panels.columns * self._input_dtype.itemsize, *plan.integers)
 
@@ -274,7 +274,7 @@ class PanelLinear(PanelLayer):
 def _products(panels: Panels, dtype: torch.dtype) -> int:
     """Return the products of a layer whose inputs are of `dtype`."""
     if dtype != torch.bfloat16 or panels.format == "float32":
-        return float_linear.FLOATS
+        return FLOATS
     return float_linear.bfloat16_products(math.gcd(panels.columns, panels.segment))
 
 

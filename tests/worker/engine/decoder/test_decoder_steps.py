@@ -17,9 +17,9 @@ from options import StoppingParams
 from tests.worker.engine.model.tiny_families import CRAMPED, LAST_ARRIVAL, PROMPTS, make_config, make_model
 from worker.engine.decoder import recognition
 from worker.engine.decoder.recognition import _SharedMemory
-from worker.engine.kernels import linear as float_linear
 from worker.engine.kernels.program import Program
 from worker.engine.kernels.threads import recorded_calls, run_on_all_threads, run_on_this_thread
+from worker.engine.kernels.weight_vectors import FLOATS
 from worker.engine.linear.layer import PanelLinear, scratch_memory
 from worker.engine.lora.cpu import CpuGroup, CpuStep
 from worker.engine.model.loader import load_model
@@ -87,7 +87,7 @@ def test_programs_give_the_bits_of_the_kernels_one_by_one(
 
 def test_products_in_bfloat16_are_recorded_with_the_rounding_of_their_inputs() -> None:
     linear = nn.Linear(64, 40, dtype=torch.bfloat16)
-    layer = PanelLinear(linear, torch.bfloat16, float_linear.FLOATS)
+    layer = PanelLinear(linear, torch.bfloat16, FLOATS)
     group = CpuGroup(layer, 64, [40], 1, 4, torch.bfloat16, CpuStep())
     memory, x = _SharedMemory(torch.bfloat16), torch.randn(5, 64).bfloat16()
     with torch.inference_mode():
