@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -104,13 +104,19 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
         peaks = {form: peak_memory(shape, model, _FORMS[form][1], setup.longest) for form in ("auto", "int8")}
         with ExitStack() as stack:
             ours = _engines(setup, stack, model, adapters)
-            peers = {} if peer is None else _peers(setup, stack, peer, model, adapters)
-            for index, prompts in enumerate(setup.prompts):
+            if peer is not None:
                 # With adapters the peer computes so few tokens a second that it gets the first, shortest prompts alone.
-                others = {mixed: peer for mixed, peer in peers.items() if mixed == _BASE or index == 0}
-                # Shorter prompts have warmed up for longer ones.
-                cases = cases_of(prompts, shape, ours, others)
-                rounds.run(cases, prompts.rounds, between=meter.measure, first_turn=min(1, index))
+                # Its processes without adapters are started later: together they would take 20 GB.
+                prompts = setup.prompts[0]
+                with _peers(setup, peer, model, adapters) as peers:
+                    cases = alone_cases(prompts, shape, _MIXED, {"auto": ours["auto"]} | peers)
+                    rounds.run(cases, prompts.rounds, between=meter.measure)
+            with _peers(setup, peer, model, ()) as peers:
+                for index, prompts in enumerate(setup.prompts):
+                    cases = cases_of(prompts, shape, ours, peers)
+                    cases = [case for case in cases if case.name not in rounds.runs]
+                    # Shorter prompts have warmed up for longer ones.
+                    rounds.run(cases, prompts.rounds, between=meter.measure, first_turn=min(1, index))
     return Report(
         name="prompts",
         command="python -m bench.prompts" + (" --quick" if quick else "") + (" --peer FOLDER" if peer else ""),
@@ -166,53 +172,55 @@ def _engine(
     return closing(PromptEngine(model, adapters, rows, dtype=dtype, quantize=quantize, kv_blocks=kv_blocks))
 
 
-def _peers(
-    setup: Setup, stack: ExitStack, folder: Path, model: Path, adapters: Sequence[Path]
-) -> dict[str, dict[str, Answers]]:
-    """Start the peer, without adapters and with them, in each dtype that it answers in."""
+@contextmanager
+def _peers(setup: Setup, folder: Path | None, model: Path, adapters: Sequence[Path]) -> Iterator[dict[str, Answers]]:
+    """Start the peer, if there is one, in each dtype that it answers in; gives its processes by their forms' names."""
     trial = Workload(ADAPTERS, 64, 1, 1).draw(0, setup.shape.vocabulary, ADAPTERS)
-    return {
-        mixed: dict(start_peers(stack, folder, model, setup.rows, trial, of_peer, setup.longest + 16))
-        for mixed, of_peer in ((_BASE, ()), (_MIXED, adapters))
-    }
+    with ExitStack() as stack:
+        if folder is None:
+            peers = {}
+        else:
+            peers = start_peers(stack, folder, model, setup.rows, trial, adapters, setup.longest + 16)
+        yield {f"vLLM {dtype}": peer for dtype, peer in peers.items()}
 
 
 def cases_of(
-    prompts: Prompts,
-    shape: ModelShape,
-    ours: Mapping[str, Answers],
-    peers: Mapping[str, Mapping[str, Answers]],
+    prompts: Prompts, shape: ModelShape, ours: Mapping[str, Answers], peers: Mapping[str, Answers]
 ) -> list[Case]:
     """Return the cases of one length: ours and the peer's prompts alone, then ours beside decodes."""
-    vocabulary = shape.vocabulary
 
-    def alone(name: str, mixed: str, engine: Answers) -> Case:
-        workload = Workload(prompts.alone, prompts.tokens, 1, 1)
-
-        def run(number: int) -> Timed:
-            timed = engine.run(workload.draw(number, vocabulary, ADAPTERS if mixed else 0))
-            # The peer counts what it answers.
-            return replace(timed, tokens=prompts.alone * prompts.tokens)
-
-        return Case(_name(prompts.tokens, name, mixed), run)
-
-    def beside(name: str, mixed: str, engine: Answers) -> Case:
+    def beside(form: str, mixed: str, engine: Answers) -> Case:
         workload = Workload(prompts.beside, prompts.tokens, 1, 1)
         decodes = Workload(_DECODES, _DECODES_PROMPT, _ENDLESS, _ENDLESS)
 
         def run(number: int) -> Timed:
             adapters = ADAPTERS if mixed else 0
             # A negative seed, so that they begin unlike the prompts.
-            decoding = decodes.draw(-number, vocabulary, adapters)
-            return engine.run([*decoding, *workload.draw(number, vocabulary, adapters)])
+            decoding = decodes.draw(-number, shape.vocabulary, adapters)
+            return engine.run([*decoding, *workload.draw(number, shape.vocabulary, adapters)])
 
-        return Case(_name(prompts.tokens, name, mixed, _BESIDE), run)
+        return Case(_name(prompts.tokens, form, mixed, _BESIDE), run)
 
-    cases = []
-    for mixed in (_BASE, _MIXED):
-        cases += [alone(form, mixed, engine) for form, engine in ours.items()]
-        cases += [alone(f"vLLM {dtype}", mixed, engine) for dtype, engine in peers.get(mixed, {}).items()]
-    return cases + [beside(form, mixed, engine) for form, engine in ours.items() for mixed in (_BASE, _MIXED)]
+    return [
+        *alone_cases(prompts, shape, _BASE, {**ours, **peers}),
+        *alone_cases(prompts, shape, _MIXED, ours),
+        *(beside(form, mixed, engine) for form, engine in ours.items() for mixed in (_BASE, _MIXED)),
+    ]
+
+
+def alone_cases(prompts: Prompts, shape: ModelShape, mixed: str, engines: Mapping[str, Answers]) -> list[Case]:
+    """Return the cases of engines that compute prompts of one length and nothing else."""
+    workload = Workload(prompts.alone, prompts.tokens, 1, 1)
+
+    def case(form: str, engine: Answers) -> Case:
+        def run(number: int) -> Timed:
+            timed = engine.run(workload.draw(number, shape.vocabulary, ADAPTERS if mixed else 0))
+            # The peer counts what it answers.
+            return replace(timed, tokens=prompts.alone * prompts.tokens)
+
+        return Case(_name(prompts.tokens, form, mixed), run)
+
+    return [case(form, engine) for form, engine in engines.items()]
 
 
 def _name(tokens: int, form: str, mixed: str = _BASE, where: str = _ALONE) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -98,11 +98,13 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
         progress(f"making {shape.name} and {ADAPTERS} adapters of rank {RANK}")
         model = save_model(shape, Path(directory, shape.name))
         adapters = [save_adapter(shape, RANK, Path(directory, f"a{index}"), seed=index) for index in range(ADAPTERS)]
-        # Decodes end before requests begin: the engines of both would take 20 GB.
+        # The engines of all three would take 30 GB.
         with ExitStack() as stack:
             rounds.run(_decodes(setup, stack, model), setup.rounds, between=meter.measure)
         with ExitStack() as stack:
-            rounds.run(_requests(setup, stack, model, adapters, peer), setup.rounds)
+            rounds.run(_base_requests(setup, stack, model, peer), setup.rounds)
+        with ExitStack() as stack:
+            rounds.run(_mixed_requests(setup, stack, model, adapters, peer), setup.rounds)
     flags = (" --quick" if quick else "") + (" --peer FOLDER" if peer else "")
     return Report(
         name="quantized",
@@ -129,26 +131,44 @@ def _decodes(setup: Setup, stack: ExitStack, model: Path) -> list[Case]:
     return [*cases, case(_AUTO, "auto"), *quantized]
 
 
-def _requests(setup: Setup, stack: ExitStack, model: Path, adapters: Sequence[Path], peer: Path | None) -> list[Case]:
-    """Start the engines of whole requests, and return their cases."""
+def _base_requests(setup: Setup, stack: ExitStack, model: Path, peer: Path | None) -> list[Case]:
+    """Start the engines of whole requests without adapters, and return their cases."""
+    forms = {_BASE32: ("float32", ""), _BASE: ("auto", "")}
+    return _requests(setup, stack, model, (), forms, _VLLM, peer)
 
-    def case(name: str, engine: Answers, adapters: int = 0) -> Case:
-        return Case(name, lambda number: engine.run(setup.workload.draw(number, setup.shape.vocabulary, adapters)))
 
-    progress("loading the model for requests")
-    float32, auto, int8 = (
-        stack.enter_context(Isolated(partial(serving, model, adapters, setup.rows, *options)))
-        for options in (("float32", ""), ("auto", ""), ("auto", "int8"))
-    )
-    base = [case(_BASE32, float32), case(_BASE, auto)]
-    mixed = [case(_MIXED32, float32, ADAPTERS), case(_MIXED, auto, ADAPTERS), case(_INT8_MIXED, int8, ADAPTERS)]
+def _mixed_requests(
+    setup: Setup, stack: ExitStack, model: Path, adapters: Sequence[Path], peer: Path | None
+) -> list[Case]:
+    """Start the engines of whole requests with adapters, and return their cases."""
+    forms = {_MIXED32: ("float32", ""), _MIXED: ("auto", ""), _INT8_MIXED: ("auto", "int8")}
+    return _requests(setup, stack, model, adapters, forms, _VLLM_MIXED, peer)
+
+
+def _requests(
+    setup: Setup,
+    stack: ExitStack,
+    model: Path,
+    adapters: Sequence[Path],
+    forms: Mapping[str, tuple[str, str]],
+    of_peer: str,
+    peer: Path | None,
+) -> list[Case]:
+    progress(f"loading the model for requests with {len(adapters)} adapters")
+    engines: dict[str, Answers] = {
+        name: stack.enter_context(Isolated(partial(serving, model, adapters, setup.rows, *options)))
+        for name, options in forms.items()
+    }
+    vocabulary = setup.shape.vocabulary
     if peer is not None:
-        trial = setup.workload.draw(0, setup.shape.vocabulary, ADAPTERS)
-        plain = start_peers(stack, peer, model, setup.rows, trial)
-        adapted = start_peers(stack, peer, model, setup.rows, trial, adapters)
-        base += [case(_VLLM + dtype, engine) for dtype, engine in plain.items()]
-        mixed += [case(_VLLM_MIXED + dtype, engine, ADAPTERS) for dtype, engine in adapted.items()]
-    return [*base, *mixed]
+        trial = setup.workload.draw(0, vocabulary, len(adapters))
+        peers = start_peers(stack, peer, model, setup.rows, trial, adapters)
+        engines |= {of_peer + dtype: engine for dtype, engine in peers.items()}
+
+    def case(name: str, engine: Answers) -> Case:
+        return Case(name, lambda number: engine.run(setup.workload.draw(number, vocabulary, len(adapters))))
+
+    return [case(name, engine) for name, engine in engines.items()]
 
 
 def _ratios(setup: Setup, rounds: Rounds, meter: BandwidthMeter) -> dict[str, float]:
