@@ -2,8 +2,8 @@
 
 Tokens of prompts a second, from the arrival of a run's prompts to the last one's first answered token, by their length,
 without adapters and with 8, in float32, in the dtype that is picked for a bfloat16 model, and over int8 weights. With
-`--peer FOLDER` vLLM's CPU build, which is installed in that folder, answers the same prompts in each of its dtypes. The
-peak memory is that of a process of its own.
+`--peer FOLDER` vLLM's CPU build, which is installed in that folder, answers the same prompts without adapters in each
+of its dtypes (bench.quantized has it with adapters). The peak memory is that of a process of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ AIMS = {
     "prompt_over_vllm_best": Aim(at_least=1.1),
     "prompt_over_vllm_best_64": Aim(),
     "prompt_over_vllm_best_4096": Aim(),
-    "mixed_prompt_over_vllm_best_64": Aim(),
     "int8_prompt_over_vllm_best": Aim(),
     "prompt_of_ceiling": Aim(at_least=0.5),
     "mixed_prompt_over_base": Aim(at_least=0.85),
@@ -104,17 +103,9 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
         peaks = {form: peak_memory(shape, model, _FORMS[form][1], setup.longest) for form in ("auto", "int8")}
         with ExitStack() as stack:
             ours = _engines(setup, stack, model, adapters)
-            if peer is not None:
-                # With adapters the peer computes so few tokens a second that it gets the first, shortest prompts alone.
-                # Its processes without adapters are started later: together they would take 20 GB.
-                prompts = setup.prompts[0]
-                with _peers(setup, peer, model, adapters) as peers:
-                    cases = alone_cases(prompts, shape, _MIXED, {"auto": ours["auto"]} | peers)
-                    rounds.run(cases, prompts.rounds, between=meter.measure)
-            with _peers(setup, peer, model, ()) as peers:
+            with _peers(setup, peer, model) as peers:
                 for index, prompts in enumerate(setup.prompts):
                     cases = cases_of(prompts, shape, ours, peers)
-                    cases = [case for case in cases if case.name not in rounds.runs]
                     # Shorter prompts have warmed up for longer ones.
                     rounds.run(cases, prompts.rounds, between=meter.measure, first_turn=min(1, index))
     return Report(
@@ -173,14 +164,14 @@ def _engine(
 
 
 @contextmanager
-def _peers(setup: Setup, folder: Path | None, model: Path, adapters: Sequence[Path]) -> Iterator[dict[str, Answers]]:
+def _peers(setup: Setup, folder: Path | None, model: Path) -> Iterator[dict[str, Answers]]:
     """Start the peer, if there is one, in each dtype that it answers in; gives its processes by their forms' names."""
-    trial = Workload(ADAPTERS, 64, 1, 1).draw(0, setup.shape.vocabulary, ADAPTERS)
+    trial = Workload(1, 64, 1, 1).draw(0, setup.shape.vocabulary)
     with ExitStack() as stack:
         if folder is None:
             peers = {}
         else:
-            peers = start_peers(stack, folder, model, setup.rows, trial, adapters, setup.longest + 16)
+            peers = start_peers(stack, folder, model, setup.rows, trial, context=setup.longest + 16)
         yield {f"vLLM {dtype}": peer for dtype, peer in peers.items()}
 
 
@@ -188,6 +179,16 @@ def cases_of(
     prompts: Prompts, shape: ModelShape, ours: Mapping[str, Answers], peers: Mapping[str, Answers]
 ) -> list[Case]:
     """Return the cases of one length: ours and the peer's prompts alone, then ours beside decodes."""
+
+    def alone(form: str, mixed: str, engine: Answers) -> Case:
+        workload = Workload(prompts.alone, prompts.tokens, 1, 1)
+
+        def run(number: int) -> Timed:
+            timed = engine.run(workload.draw(number, shape.vocabulary, ADAPTERS if mixed else 0))
+            # The peer counts what it answers.
+            return replace(timed, tokens=prompts.alone * prompts.tokens)
+
+        return Case(_name(prompts.tokens, form, mixed), run)
 
     def beside(form: str, mixed: str, engine: Answers) -> Case:
         workload = Workload(prompts.beside, prompts.tokens, 1, 1)
@@ -202,25 +203,10 @@ def cases_of(
         return Case(_name(prompts.tokens, form, mixed, _BESIDE), run)
 
     return [
-        *alone_cases(prompts, shape, _BASE, {**ours, **peers}),
-        *alone_cases(prompts, shape, _MIXED, ours),
+        *(alone(form, _BASE, engine) for form, engine in {**ours, **peers}.items()),
+        *(alone(form, _MIXED, engine) for form, engine in ours.items()),
         *(beside(form, mixed, engine) for form, engine in ours.items() for mixed in (_BASE, _MIXED)),
     ]
-
-
-def alone_cases(prompts: Prompts, shape: ModelShape, mixed: str, engines: Mapping[str, Answers]) -> list[Case]:
-    """Return the cases of engines that compute prompts of one length and nothing else."""
-    workload = Workload(prompts.alone, prompts.tokens, 1, 1)
-
-    def case(form: str, engine: Answers) -> Case:
-        def run(number: int) -> Timed:
-            timed = engine.run(workload.draw(number, shape.vocabulary, ADAPTERS if mixed else 0))
-            # The peer counts what it answers.
-            return replace(timed, tokens=prompts.alone * prompts.tokens)
-
-        return Case(_name(prompts.tokens, form, mixed), run)
-
-    return [case(form, engine) for form, engine in engines.items()]
 
 
 def _name(tokens: int, form: str, mixed: str = _BASE, where: str = _ALONE) -> str:
@@ -231,15 +217,14 @@ def ratios_of(setup: Setup, rounds: Rounds, meter: CeilingMeter) -> dict[str, fl
     """Return the ratios of those pairs of cases that were run."""
     tokens = setup.main
 
-    def best(of_tokens: int, mixed: str = _BASE) -> str | None:
-        return rounds.fastest(_name(of_tokens, f"vLLM {dtype}", mixed) for dtype in DTYPES)
+    def best(of_tokens: int) -> str | None:
+        return rounds.fastest(_name(of_tokens, f"vLLM {dtype}") for dtype in DTYPES)
 
     base, ceilings = _name(tokens, "auto"), meter.median()
     pairs = {
         "prompt_over_vllm_best": (base, best(tokens)),
         "prompt_over_vllm_best_64": (_name(64, "auto"), best(64)),
         "prompt_over_vllm_best_4096": (_name(4096, "auto"), best(4096)),
-        "mixed_prompt_over_vllm_best_64": (_name(64, "auto", _MIXED), best(64, _MIXED)),
         "int8_prompt_over_vllm_best": (_name(tokens, "int8"), best(tokens)),
         "mixed_prompt_over_base": (_name(tokens, "auto", _MIXED), base),
         "beside_decodes_over_alone": (_name(tokens, "auto", where=_BESIDE), base),

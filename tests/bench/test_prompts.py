@@ -12,7 +12,7 @@ import pytest
 from bench.ceilings import CeilingMeter, CeilingSize
 from bench.models import TINY, save_model
 from bench.peak_memory import peak_memory
-from bench.prompts import PromptEngine, Prompts, Setup, alone_cases, cases_of, ratios_of
+from bench.prompts import PromptEngine, Prompts, Setup, cases_of, ratios_of
 from bench.rounds import Case, Rounds, Timed
 from bench.vllm_peer import start_peers
 from bench.workload import Request, Workload, answered_tokens
@@ -92,9 +92,9 @@ class Counting:
 def test_the_tokens_of_a_case_are_those_of_its_prompts() -> None:
     peers = {"vLLM float32": Counting()}
     prompts = Prompts(64, 4, 1, 1)
-    cases = [*cases_of(prompts, TINY, {}, peers), *alone_cases(prompts, TINY, ", 8 adapters", peers)]
-    assert [case.name for case in cases] == ["64 tokens, vLLM float32", "64 tokens, vLLM float32, 8 adapters"]
-    assert [case.run(1).tokens_per_s for case in cases] == [4 * 64 / 2.0] * 2
+    (case,) = cases_of(prompts, TINY, {}, peers)
+    assert case.name == "64 tokens, vLLM float32"
+    assert case.run(1).tokens_per_s == 4 * 64 / 2.0
 
 
 def test_a_dtype_that_the_peer_does_not_answer_in_is_left_out(
