@@ -76,11 +76,15 @@ class BaseModels:
         with self._database.swept(self._data, blobs), self._database.transaction() as rows:
             live, same = _find(rows, name), _find(rows, position)
             if same is not None:
-                changed = (same.files, same.manifest) != (files, manifest)
+                known = (same.manifest.modules, _without_experts(manifest).modules)
+                changed = (same.files, _without_experts(same.manifest)) != (files, _without_experts(manifest))
                 if not changed and (new.stage or same.state == "live"):
-                    if manifest.generation_config in (UNSAID, same.manifest.generation_config):
+                    if (
+                        manifest.generation_config in (UNSAID, same.manifest.generation_config)
+                        and manifest.modules in known
+                    ):
                         return same
-                    # Written below: a version that did not read the file has registered the model.
+                    # Written below: a version that read less of its files has registered the model.
                 elif not new.replace:
                     raise AlreadyExists(_what_differs(same, manifest) if changed else _not_live(same))
                 blobs |= {blob.digest for blob in same.files.values()}
@@ -110,6 +114,11 @@ class BaseModels:
         with self._database.reading() as rows:
             base = _get(rows, name)
             return base, self._data.open(base.files)
+
+
+def _without_experts(manifest: BaseModel) -> BaseModel:
+    """Return the manifest as a version that did not list experts has read it."""
+    return dataclasses.replace(manifest, modules=tuple(one for one in manifest.modules if not one.experts))
 
 
 def _what_differs(registered: Base, manifest: BaseModel) -> str:

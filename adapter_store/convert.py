@@ -47,10 +47,11 @@ _WORDS = {
     "kv_cache_dtype": (r"[a-z0-9]{0,64}", "dtype such as int8"),
     "architecture": (r"[a-z0-9_-]{1,64}", "model_type such as llama"),
 }
-# Fields that a manifest and its message have alike.
+# Fields that a manifest and its message have alike, and those of its modules.
 _BASE_FIELDS = tuple(
     field.name for field in dataclasses.fields(BaseModel) if field.name not in {"modules", "files", "generation_config"}
 )
+_MODULE_FIELDS = tuple(field.name for field in dataclasses.fields(ModuleShape))
 _KEY_ID = re.compile(r"[a-z0-9]{16}")
 _MODULE_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
@@ -187,10 +188,7 @@ def base_to_pb(base: Base) -> pb.BaseModel:
     manifest = base.manifest
     return pb.BaseModel(
         **{name: getattr(manifest, name) for name in _BASE_FIELDS},
-        modules=[
-            pb.Module(name=module.name, in_features=module.in_features, out_features=module.out_features)
-            for module in manifest.modules
-        ],
+        modules=[pb.Module(**{name: getattr(module, name) for name in _MODULE_FIELDS}) for module in manifest.modules],
         files=[pb.FileInfo(name=name, size=blob.size, sha256=blob.digest) for name, blob in base.files.items()],
         generation_config=pb.GenerationConfig(**given) if (given := manifest.generation_config.given) else None,
         create_time=timestamp(base.create_ns),
@@ -254,7 +252,7 @@ def _modules(model: pb.BaseModel) -> tuple[ModuleShape, ...]:
         if not (module.in_features and module.out_features):
             raise InvalidField(field, f"{module.name} has no in_features or out_features")
         seen.add(module.name)
-    return tuple(ModuleShape(module.name, module.in_features, module.out_features) for module in model.modules)
+    return tuple(ModuleShape(*(getattr(module, name) for name in _MODULE_FIELDS)) for module in model.modules)
 
 
 def timestamp(nanoseconds: int | None) -> Timestamp | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from artifacts import ArtifactError
 from artifacts.base_modules import LinearWeight, linear_weights
 from artifacts.checkpoint import Checkpoint, read_checkpoint, read_small_file
 from artifacts.encoders import ENCODERS, EncoderFamily, check_encoder, encoder_weights, has_head, label_names
+from artifacts.experts import expert_sizes
 from artifacts.families import FAMILIES, HEAD, check_kv_cache_dtype, config_count, is_embedding, is_head, is_inner
 from artifacts.generation_config import GENERATION_CONFIG, UNSAID, GenerationConfig, read_generation_config
 from artifacts.hash_model import is_hash_spec, parse_hash_model
@@ -68,12 +69,14 @@ def read_pooling(directory: Path) -> str:
 class ModuleShape:
     """The name and sizes of a module that adapters can change, such as model.layers.0.self_attn.q_proj.
 
-    Token embeddings have the vocabulary as in_features. The output head is listed even if it shares their weight.
+    Token embeddings have the vocabulary as in_features. The output head is listed even if it shares their weight. So
+    are the two tensors of a layer's experts, such as model.layers.0.mlp.experts.down_proj, with their number.
     """
 
     name: str
     in_features: int
     out_features: int
+    experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,14 +245,20 @@ def _read_decoder(
     return replace(
         manifest,
         end_token_ids=_end_token_ids(config, manifest.files),
-        modules=_modules(linear_weights(config, checkpoint, stored_weights(scheme, checkpoint)), quantize),
+        modules=_modules(
+            linear_weights(config, checkpoint, stored_weights(scheme, checkpoint)),
+            quantize,
+            [ModuleShape(name, *sizes) for name, sizes in expert_sizes(config, checkpoint).items()],
+        ),
         tasks=("generate", "embed"),
         pooling=manifest.pooling or "last",
         generation_config=read_generation_config(manifest.files),
     )
 
 
-def _modules(weights: Mapping[str, LinearWeight], quantize: Quantization | None) -> tuple[ModuleShape, ...]:
+def _modules(
+    weights: Mapping[str, LinearWeight], quantize: Quantization | None, experts: Sequence[ModuleShape]
+) -> tuple[ModuleShape, ...]:
     """Return the modules that adapters can change, under the names that they have once transformers has loaded them."""
     modules = [ModuleShape(name, weight.in_features, weight.out_features) for name, weight in weights.items()]
     if not any(is_inner(module.name) for module in modules):
@@ -261,7 +270,7 @@ def _modules(weights: Mapping[str, LinearWeight], quantize: Quantization | None)
     if not any(is_head(module.name) for module in modules):  # the head shares the embeddings' weight
         embeddings = [module for module in modules if is_embedding(module.name)]
         modules += [ModuleShape(HEAD, module.out_features, module.in_features) for module in embeddings]
-    return tuple(sorted(modules))
+    return tuple(sorted([*modules, *experts]))
 
 
 def _end_token_ids(config: dict[str, Any], files: Mapping[str, bytes]) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ def linear_weights(
     for tensor, shape in shapes.items():
         name = HEAD if tensor in HEAD_WEIGHTS else tensor.removesuffix(".weight")
         if name == tensor or len(shape) != 2 or not _is_linear(name, family, layers):
-            if tensor in stored and not _is_left_out(name, layers):
+            if tensor in stored and not is_left_out(name, layers):
                 raise ArtifactError(
                     "model", f"{name} is quantized, which is served for linear layers alone, no experts"
                 )
@@ -109,13 +109,13 @@ def linear_weights(
 def _is_linear(name: str, family: Family, layers: int) -> bool:
     last = name.rpartition(".")[2]
     # Norms of queries and keys may have a weight for each head.
-    if last in _POSITIONS or last.endswith("norm") or _is_left_out(name, layers):
+    if last in _POSITIONS or last.endswith("norm") or is_left_out(name, layers):
         return False
     # transformers joins the experts of a layer to tensors with three dimensions, and its routers are no linear layers.
     return not (family.experts and (".experts." in name or name.endswith(tuple(f".{router}" for router in ROUTERS))))
 
 
-def _is_left_out(name: str, layers: int) -> bool:
-    """Tell whether a module predicts several tokens at once: transformers leaves these in the file."""
+def is_left_out(name: str, layers: int) -> bool:
+    """Tell whether a module or tensor predicts several tokens at once: transformers leaves these in the file."""
     number = _LAYER_NUMBER.search(f".{name}.")
     return "mtp" in name or bool(number and int(number[1]) >= layers)

@@ -248,10 +248,10 @@ def _check_complete(head: Head, saved: Collection[str], modules: Collection[str]
         raise MismatchError("modules_to_save", f"{head.norm} is neither in the adapter nor in the base")
 
 
-def hidden_size(modules: Mapping[str, tuple[int, int]]) -> int:
+def hidden_size(modules: Mapping[str, tuple[int, ...]]) -> int:
     """Return the width of the hidden states that a head gets; `modules` are (in_features, out_features) by name."""
-    for name, (in_features, _) in modules.items():
+    for name, sizes in modules.items():
         if is_head(name):
-            return in_features
-    projections = [out for name, (_, out) in modules.items() if name.endswith(".embed_proj")]
-    return (projections or [out for name, (_, out) in modules.items() if is_embedding(name)] or [0])[0]
+            return sizes[0]
+    projections = [sizes[1] for name, sizes in modules.items() if name.endswith(".embed_proj")]
+    return (projections or [sizes[1] for name, sizes in modules.items() if is_embedding(name)] or [0])[0]

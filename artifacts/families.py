@@ -68,8 +68,8 @@ class Family:
     """A `model_type` of transformers. `architecture` is the class that config.json names.
 
     `prefix` begins the names of all weights but the output head's; checkpoints saved without the head lack it.
-    `experts` marks a mixture of experts: adapters change neither the experts nor their router. `input_first` says that
-    linear weights are stored as (in_features, out_features).
+    `experts` marks a mixture of experts: adapters do not change its router. `input_first` says that linear weights are
+    stored as (in_features, out_features), `experts_input_first` that those of each expert are.
     """
 
     model_type: str
@@ -78,6 +78,7 @@ class Family:
     prefix: str = "model"
     experts: bool = False
     input_first: bool = False
+    experts_input_first: bool = False
     key_values: KeyValues = KeyValues.GROUPED
 
 
@@ -112,7 +113,7 @@ _FAMILIES = (
         key_values=KeyValues.MULTI_QUERY,
     ),
     Family("gpt_neox", "GPTNeoXForCausalLM", "Pythia, GPT-NeoX", prefix="gpt_neox", key_values=KeyValues.PER_HEAD),
-    Family("gpt_oss", "GptOssForCausalLM", "gpt-oss", experts=True),
+    Family("gpt_oss", "GptOssForCausalLM", "gpt-oss", experts=True, experts_input_first=True),
     Family("granite", "GraniteForCausalLM", "Granite 3"),
     Family("granite_swa", "GraniteSWAForCausalLM", "Granite, sliding windows"),
     Family("granitemoe", "GraniteMoeForCausalLM", "Granite 3 MoE", experts=True),

@@ -59,6 +59,7 @@ _SERVED = {
     "use_dora",
     "fan_in_fan_out",
     "base_model_name_or_path",
+    "target_parameters",
 }
 _CHECKED = {
     "peft_type",
@@ -94,7 +95,6 @@ WHY_REFUSED = {
     "lora_bias": "biases of LoRA layers are not served; train with lora_bias=False",
     "megatron_config": "Megatron's parallel layers are not served; train on transformers' own",
     "monteclora_config": "MonteCLoRA samples its weights; train plain LoRA",
-    "target_parameters": "LoRA on bare parameters, such as those of experts, is not served; target modules",
     "trainable_token_indices": "trained token embeddings are not served; train LoRA on linear layers alone",
     "use_bdlora": "block-diagonal LoRA is not served; train plain LoRA",
     "use_qalora": "QALoRA pools its inputs; train plain LoRA",
@@ -244,6 +244,8 @@ class PeftConfig:
     fan_in_fan_out: bool
     base_model: str
     labels: tuple[str, ...] = ()
+    # Names of tensors of experts, or their ends after a dot.
+    target_parameters: tuple[str, ...] = ()
 
     def check_anchors(self) -> None:
         """Raise MismatchError for a pattern of a name's begin; for adapters of the model without its head."""
@@ -305,6 +307,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
         fan_in_fan_out=_flag(config, "fan_in_fan_out"),
         base_model=str(config.get("base_model_name_or_path") or ""),
         labels=_labels(config.get(LABELS_FIELD) or {}),
+        target_parameters=_target_parameters(config),
     )
 
 
@@ -351,6 +354,17 @@ def _labels(names: Any) -> tuple[str, ...]:
     if sum(map(len, names.values())) > _LABEL_BYTES:
         raise ArtifactError(LABELS_FIELD, f"is longer than {_LABEL_BYTES} characters")
     return tuple(names[str(index)] for index in range(len(names)))
+
+
+def _target_parameters(config: dict[str, Any]) -> tuple[str, ...]:
+    names = config.get("target_parameters") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ArtifactError("target_parameters", "is not a list of names of parameters")
+    if len(names) > _MAX_PATTERNS:
+        raise MismatchError("target_parameters", f"has {len(names)} names; at most {_MAX_PATTERNS} are served")
+    if names and config.get("use_dora"):
+        raise MismatchError("target_parameters", "DoRA of experts is not served; train with use_dora=False")
+    return tuple(names)
 
 
 def _check_init(init: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from artifacts import ArtifactError
@@ -30,7 +31,7 @@ _EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B", _MAGN
 class LoraShape(NamedTuple):
     """The sizes of a module's LoRA pair: A is (rank, in_features), B is (out_features, rank).
 
-    Token embeddings have the vocabulary as in_features.
+    Token embeddings have the vocabulary as in_features. Each of a layer's experts has a pair of these sizes.
     """
 
     rank: int
@@ -57,13 +58,18 @@ def revision_digest(config: bytes, weights_sha256: str) -> str:
 
 
 def lora_tensors(
-    header: Mapping[str, TensorInfo], *, use_dora: bool = False, head: Collection[str] = ()
+    header: Mapping[str, TensorInfo],
+    *,
+    use_dora: bool = False,
+    head: Collection[str] = (),
+    experts: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, LoraShape]:
     """Return the adapted modules of a checkpoint's header, by their name in the base model.
 
     With `use_dora` each must have a magnitude vector. The tensors of `base_copies` and those of the adapter's own
-    `head` are left out. Raises ArtifactError that names a tensor of no module, one whose partner is missing, or one of
-    a shape that does not fit it.
+    `head` are left out. `experts` are the numbers of experts by the name of their tensor in the base. Raises
+    ArtifactError that names a tensor of no module, one whose partner is missing, or one of a shape that does not fit
+    it.
     """
     parts: dict[str, dict[str, TensorInfo]] = {}
     copies = base_copies(header)
@@ -79,7 +85,9 @@ def lora_tensors(
         parts.setdefault(module, {})[part] = tensor
     if not parts:
         raise ArtifactError(WEIGHTS_FILE, "has no LoRA tensors")
-    return {module: _shape(module, tensors, use_dora=use_dora) for module, tensors in parts.items()}
+    return {
+        module: _shape(module, tensors, experts.get(module, 1), use_dora=use_dora) for module, tensors in parts.items()
+    }
 
 
 def base_copies(header: Mapping[str, TensorInfo]) -> dict[str, str]:
@@ -114,17 +122,19 @@ def _place(name: str) -> tuple[str, str | None]:
     return name, None
 
 
-def _shape(module: str, tensors: Mapping[str, TensorInfo], *, use_dora: bool) -> LoraShape:
+def _shape(module: str, tensors: Mapping[str, TensorInfo], experts: int, *, use_dora: bool) -> LoraShape:
     for part, name in tensor_names(module).items():
         if part not in tensors and (part != _MAGNITUDE or use_dora):
             raise ArtifactError(WEIGHTS_FILE, f"tensor {name} is missing")
     (rank, in_features), (out_features, rank_of_b) = tensors["A"].shape, tensors["B"].shape
     if rank != rank_of_b:
         raise ArtifactError(WEIGHTS_FILE, f"{module}: lora_A has rank {rank}, lora_B {rank_of_b}")
+    if rank % experts:
+        raise ArtifactError(WEIGHTS_FILE, f"{module}: lora_A has {rank} rows, which {experts} experts cannot share")
     if use_dora and tensors[_MAGNITUDE].shape != (out_features,):
         length = tensors[_MAGNITUDE].shape[0]
         raise ArtifactError(WEIGHTS_FILE, f"{module}: lora_magnitude_vector has {length} numbers for {out_features}")
-    return LoraShape(rank, in_features, out_features)
+    return LoraShape(rank // experts, in_features, out_features)
 
 
 @dataclass(frozen=True, slots=True)

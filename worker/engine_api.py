@@ -168,6 +168,8 @@ class EngineConfig:
     # Maximum bytes of adapters in host memory.
     host_adapter_bytes: int = 0
     max_rank: int = 64
+    # Maximum rank of adapters of experts on CUDA, where their slots take memory for each expert; on the CPU `max_rank`.
+    max_expert_rank: int = 0
     # Maximum tokens that one step computes.
     step_tokens: int = 512
     # Target time between an answer's tokens while prompts are computed beside it, in milliseconds.

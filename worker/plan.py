@@ -183,7 +183,8 @@ def _parameters(count: int) -> str:
 
 def _features(base: BaseModel) -> int:
     """Return how many numbers one rank of an adapter on every linear layer has."""
-    return sum(module.in_features + module.out_features for module in base.modules if is_inner(module.name))
+    linears = (module for module in base.modules if is_inner(module.name) and not module.experts)
+    return sum(module.in_features + module.out_features for module in linears)
 
 
 def _dtype(settings: PlanSettings, config: Mapping[str, Any], stored: str) -> str:

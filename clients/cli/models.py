@@ -208,7 +208,7 @@ def registered(model: artifacts.base_model.BaseModel) -> BaseModel:
     """Convert a manifest to the SDK's class."""
     from loraplex_client import BaseModel, GenerationConfig, Module
 
-    modules = tuple(Module(module.name, module.in_features, module.out_features) for module in model.modules)
+    modules = tuple(Module(*dataclasses.astuple(module)) for module in model.modules)
     own = {"files", "create_time", "state", "modules", "generation_config"}
     names = {field.name for field in dataclasses.fields(BaseModel)} - own
     config = GenerationConfig(**model.generation_config.given)

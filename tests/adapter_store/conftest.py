@@ -50,7 +50,8 @@ class Client:
             vocab_size=base.vocab_size,
             end_token_ids=base.end_token_ids,
             modules=[
-                pb.Module(name=m.name, in_features=m.in_features, out_features=m.out_features) for m in base.modules
+                pb.Module(name=m.name, in_features=m.in_features, out_features=m.out_features, experts=m.experts)
+                for m in base.modules
             ],
             tasks=base.tasks,
             labels=base.labels,

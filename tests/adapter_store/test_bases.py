@@ -165,6 +165,20 @@ async def test_other_small_files_need_replace_too(client: Client, tiny_base: Bas
     assert (await download(client, "tiny"))[1] == other.files
 
 
+async def test_a_model_that_was_registered_without_its_experts_learns_of_them(
+    client: Client, tiny_base: BaseModel
+) -> None:
+    experts = ModuleShape("model.layers.0.mlp.experts.down_proj", 4, 8, 16)
+    whole = dataclasses.replace(tiny_base, modules=(*tiny_base.modules, experts))
+    for manifest, modules in ((tiny_base, tiny_base.modules), (whole, whole.modules), (tiny_base, whole.modules)):
+        registered = await client.register(manifest)
+        shapes = [(one.name, one.in_features, one.out_features, one.experts) for one in registered.modules]
+        assert shapes == [dataclasses.astuple(one) for one in modules]
+    other = dataclasses.replace(whole, modules=whole.modules[1:])
+    with pytest.raises(grpc.aio.AioRpcError, match="another manifest"):
+        await client.register(other)
+
+
 async def test_a_mask_chooses_fields(client: Client, tiny_base: BaseModel) -> None:
     await client.register(tiny_base)
     mask = FieldMask(paths=["digest", "architecture"])

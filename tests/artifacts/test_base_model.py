@@ -146,7 +146,7 @@ def test_gpt2_stores_its_weights_turned_and_some_checkpoints_lack_the_prefix(tmp
     assert read_base_model(str(tmp_path)).context_length == 64
 
 
-def test_experts_routers_and_layers_that_transformers_leaves_are_no_modules(tmp_path: Path) -> None:
+def test_experts_are_two_modules_and_routers_and_layers_that_transformers_leaves_are_none(tmp_path: Path) -> None:
     config = {
         "model_type": "deepseek_v3",
         "max_position_embeddings": 64,
@@ -161,4 +161,7 @@ def test_experts_routers_and_layers_that_transformers_leaves_are_no_modules(tmp_
         "model.layers.1.eh_proj.weight": (8, 16),
         "model.mtp_block.0.mlp.up_proj.weight": (8, 16),
     }
-    assert modules_of(tmp_path, config, shapes) == {"model.layers.0.mlp.shared_experts.up_proj": (8, 6)}
+    assert modules_of(tmp_path, config, shapes) == {
+        "model.layers.0.mlp.experts.gate_up_proj": (8, 4),
+        "model.layers.0.mlp.shared_experts.up_proj": (8, 6),
+    }

@@ -171,17 +171,23 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
         from worker.engine.decoder.recognition import use_kernels  # numba is there only where the CPU computes
         from worker.engine.lora.cpu import CpuLayers
 
-        layers = CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends)
+        layers = CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends, loaded.experts)
         use_kernels(module, loaded.attention, dtype, loaded.context_length)
         return layers
     # Triton is there only with CUDA
     from worker.engine.decoder.cuda import use_kernels as use_cuda_kernels
     from worker.engine.lora.cuda import adapt_linears
+    from worker.engine.lora.cuda_experts import adapt_experts
 
     # Triton launches on the thread's current device.
     torch.cuda.set_device(device)
     try:
-        cuda_layers = adapt_linears(module, loaded.linears, slots, max_rank, config.rows, device, dtype)
+        cuda_layers: AdapterLayers = adapt_linears(module, loaded.linears, slots, max_rank, config.rows, device, dtype)
+        if loaded.experts and config.max_expert_rank:
+            max_rank = config.max_expert_rank
+            cuda_layers = adapt_experts(
+                cuda_layers, module, loaded.experts, slots, max_rank, config.rows, device, dtype
+            )
     except torch.OutOfMemoryError:
         raise ModelUnusableError(
             f"{slots} adapter slots of rank {max_rank} do not fit in the memory of {device}; use fewer, or a lower rank"

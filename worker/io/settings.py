@@ -48,6 +48,12 @@ class Settings:
         least=0,
     )
     max_rank: int = setting("the largest rank of an adapter", 64, least=1)
+    max_expert_rank: int = setting(
+        "the largest rank of an adapter of experts on CUDA, which takes memory for each expert; 0: none; "
+        "on the CPU --max-rank counts",
+        0,
+        least=0,
+    )
     step_tokens: int = setting("tokens that one step may compute; 0: 512, and 4096 on CUDA", 0, least=0)
     itl_target_ms: float = setting(
         "target for the milliseconds between an answer's tokens while prompts are computed beside it; "

@@ -78,11 +78,12 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Module:
-    """A linear layer that an adapter may change, by its name in the model."""
+    """A linear layer that an adapter may change, by its name in the model; or the tensor of a layer's `experts`."""
 
     name: str
     in_features: int
     out_features: int
+    experts: int = 0
 
 
 @dataclass(frozen=True)

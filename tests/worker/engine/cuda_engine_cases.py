@@ -20,6 +20,7 @@ from tests.worker.engine.interpreted import replace_language_once
 from worker.engine import torch_engine
 from worker.engine.decoder.cuda import use_kernels
 from worker.engine.lora.cuda import adapt_linears
+from worker.engine.lora.cuda_experts import adapt_experts
 from worker.engine.lora.weights import AdapterLayers
 from worker.engine.model.loader import LoadedModel
 from worker.engine.model.runner import DecodeBuffers
@@ -31,9 +32,11 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
     padded = 0
 
     def counting(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
-        slots, rank, rows = config.adapter_slots, config.max_rank, config.rows
-        layers = adapt_linears(loaded.module, loaded.linears, slots, rank, rows, loaded.device, loaded.dtype)
-        use_kernels(loaded.module, loaded.dtype)
+        module, slots, rank, rows = loaded.module, config.adapter_slots, config.max_rank, config.rows
+        layers: AdapterLayers = adapt_linears(module, loaded.linears, slots, rank, rows, loaded.device, loaded.dtype)
+        if rank := config.max_expert_rank:
+            layers = adapt_experts(layers, module, loaded.experts, slots, rank, rows, loaded.device, loaded.dtype)
+        use_kernels(module, loaded.dtype)
         begin = layers.begin_decode
 
         def begin_decode(row_slots: Sequence[int], size: int) -> None:

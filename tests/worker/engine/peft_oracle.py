@@ -7,6 +7,7 @@ constant at each position, which changes no probability.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,20 @@ class PeftOracle:
         with self.peft.disable_adapter() if adapter is None else contextlib.nullcontext():
             logits: Tensor = self.peft(input_ids=torch.tensor([ids])).logits[0]
         return logits
+
+
+def check_batch(oracle: PeftOracle, engine: Any, run_until_idle: Callable[..., Any], seed: int) -> None:
+    """Check requests of all adapters and of none, in one batch, whose answers are to be diverse."""
+    chance = random.Random(seed)
+    rows = [*oracle.adapters, None, *chance.choices([*oracle.adapters, None], k=4)]
+    requests = {
+        f"{number}: {name}": oracle.request(
+            f"{number}: {name}", chance.choices(range(VOCAB), k=chance.choice([2, 9, 21])), chance.randint(8, 14), name
+        )
+        for number, name in enumerate(rows)
+    }
+    outputs = run_until_idle(engine, {0: list(requests.values())})
+    answers = {}
+    for name, (key, request) in zip(rows, requests.items(), strict=True):
+        answers[key] = oracle.check(request, outputs[key], name)
+    assert len({ids[:6] for ids in answers.values()}) >= len(rows) - 2, f"answers are to be diverse: {answers}"

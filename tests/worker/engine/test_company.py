@@ -18,7 +18,7 @@ from artifacts.families import FAMILIES
 from options import StoppingParams
 from tests.tiny_models import VOCAB, TinyModel
 from tests.worker.engine.model.tiny_families import make_config, make_model
-from worker.engine_api import NewSequence, Output
+from worker.engine_api import AdapterSource, NewSequence, Output
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(7200)]
 
@@ -117,11 +117,12 @@ def test_no_bit_of_an_answer_depends_on_its_company(
     check(model.directory, KINDS[kind], requests, make_engine, run_until_idle)
 
 
-# Forms that other kernels or torch compute: layer norms and plain MLPs, softcaps, experts, latent attention.
+# Forms that other kernels or torch compute: layer norms and plain MLPs, softcaps, experts with adapters, latent
+# attention.
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_nor_does_one_of_another_family(
-    family: str, kind: str, tmp_path: Any, make_engine: Any, run_until_idle: Any
+    family: str, kind: str, tmp_path: Any, save_adapter: Any, make_engine: Any, run_until_idle: Any
 ) -> None:
     config = make_config(family)
     # Whole vectors in a row: torch's activations have other bits in what is left over.
@@ -136,6 +137,20 @@ def test_nor_does_one_of_another_family(
         if hasattr(config, name):
             setattr(config, name, size)
     assert family in FAMILIES
-    make_model(config, tmp_path)
-    requests = requests_of(random.Random(SEED), config.vocab_size, [None])
+    model = make_model(config, tmp_path)
+    adapters: list[AdapterSource | None] = [None]
+    if family == "mixtral":
+        # Two of experts; half of the prompts have theirs in common with another adapter's.
+        for rank in (2, 3):
+            directory = tmp_path / f"rank {rank}"
+            save_adapter(
+                model,
+                directory,
+                rank,
+                r=rank,
+                target_modules=["q_proj"],
+                target_parameters=["down_proj", "gate_up_proj"],
+            )
+            adapters.append(AdapterSource(directory.name, str(directory)))
+    requests = requests_of(random.Random(SEED), config.vocab_size, adapters)
     check(tmp_path, KINDS[kind], requests, make_engine, run_until_idle)

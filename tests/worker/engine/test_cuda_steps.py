@@ -10,6 +10,7 @@ import torch
 
 from bench.fake_cuda import FakeCuda, fake_engine
 from options import Encode, SamplingParams, StoppingParams
+from tests.worker.engine.model.tiny_families import VOCAB, make_config, make_model
 from worker.engine.model.runner import DecodeGraphs, Runner
 from worker.engine.scheduling.sequence import Batch
 from worker.engine.torch_engine import TorchEngine
@@ -35,11 +36,11 @@ SAMPLINGS = {
 }
 
 
-def requests(count: int, chance: random.Random) -> list[NewSequence]:
+def requests(count: int, chance: random.Random, vocab: int = 320) -> list[NewSequence]:
     """Requests of every kind: what they sample by, report and end with; with adapters and without."""
     made = []
     for number in range(count):
-        prompt = tuple(chance.choices(range(3, 320), k=chance.choice([1, 2, 5, 9, 17, 30])))
+        prompt = tuple(chance.choices(range(3, vocab), k=chance.choice([1, 2, 5, 9, 17, 30])))
         adapter = chance.choice([None, "a", "b"])
         asked: dict[str, Any] = {"adapter": AdapterSource(adapter, "/") if adapter else None}
         if number % 7 == 6:
@@ -105,6 +106,22 @@ def test_no_kernel_is_compiled_once_the_engine_serves(dtype: str, kv_cache_dtype
         assert {"attend_splits", "attend_chunks", "shrink_rows", "expand_rows", "choose_ids"} <= {
             one.kernel.__name__ for one in device.kernels
         }
+
+
+def test_a_step_of_experts_adapters_does_not_wait_either(tmp_path: Any) -> None:
+    """A table of tiles is written by the device, which alone knows the pairs."""
+    model = make_model(make_config("mixtral"), tmp_path)
+    assert model.config.vocab_size == VOCAB
+    config = EngineConfig(
+        str(tmp_path), "cuda", rows=ROWS, block_size=4, kv_blocks=60, step_tokens=16, adapter_slots=2, max_rank=16,
+        max_expert_rank=4, dtype="bfloat16",
+    )  # fmt: skip
+    chance = random.Random(3)
+    with fake_engine(config) as (engine, device):
+        ready = compiled(device)
+        run(engine, requests(20, chance, VOCAB), chance)
+        assert compiled(device) - ready == set()
+        assert {"tile_pairs", "shrink_rows", "expand_rows"} <= {one.kernel.__name__ for one in device.kernels}
 
 
 def test_the_kv_cache_takes_what_the_largest_step_leaves(tiny_llama: Any) -> None:

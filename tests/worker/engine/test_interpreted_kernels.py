@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.worker.engine.model.tiny_families import EXPERTS
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
 from tests.worker.engine.quantized.dequantized import dequantize_into
 from tests.worker.engine.triton_runs import results_of
@@ -32,6 +33,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rank_pattern": {"v_proj": 20, "layers.1.self_attn.q_proj": 1},
     },
     "DoRA": {"r": 5, "lora_alpha": 8, "use_dora": True, "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]},
+}  # fmt: skip
+# Transposed experts, whose gates are interleaved and which have biases.
+EXPERT_CONFIGS: dict[str, dict[str, Any]] = {
+    "some": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"],
+             "rank_pattern": {"down_proj": 5}},
+    "every": {"r": 3, "lora_alpha": 4, "target_modules": "all-linear",
+              "target_parameters": ["gate_up_proj", "down_proj"]},
+    "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj"]},
 }  # fmt: skip
 ROWS = 6
 SETTINGS = {"rows": ROWS, "kv_blocks": 60, "block_size": 4, "adapter_slots": 2, "max_rank": 20, "step_tokens": 16}
@@ -68,7 +77,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> I
     """Run all programs. The engine has more adapters than slots, rows without one, and prompts in chunks.
 
     Qwen2 has biases on q, k and v alone. The engine's first case has every other request, because interpreting takes
-    its time; the last, of DoRA and the base, is quantized.
+    its time; the third, of DoRA and the base, is quantized; the last has adapters of experts.
     """
     chance, directory = random.Random(2), tmp_path_factory.mktemp("oracles")
     exact = PeftOracle("qwen2", directory / "exact", CONFIGS, shape=SHAPE)
@@ -79,14 +88,14 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> I
         shape=SHAPE,
         change=lambda base, at: dequantize_into(base, at, QUANTIZED),
     )
-    rows = [*CONFIGS, None, "all"]
+    experts = PeftOracle("gpt_oss", directory / "experts", EXPERT_CONFIGS, shape=SHAPE | EXPERTS | {"head_dim": 8})
     prompts = [chance.choices(range(VOCAB), k=length) for length in (2, 11, 5, 7, 1, 20)]
-    every = list(zip(rows, prompts, strict=True))
+    every = list(zip([*CONFIGS, None, "all"], prompts, strict=True))
+    of_experts = list(zip([*EXPERT_CONFIGS, None, "some"], prompts, strict=False))
 
-    def case(oracle: PeftOracle, chosen: slice, buffers: bool, **settings: Any) -> tuple[PeftOracle, Asked, Any]:
+    def case(oracle: PeftOracle, chosen: Any, buffers: bool, **settings: Any) -> tuple[PeftOracle, Asked, Any]:
         asked = {
-            f"{i}: {name}": (name, oracle.request(f"{i}", prompt, 2, name))
-            for i, (name, prompt) in enumerate(every[chosen])
+            f"{i}: {name}": (name, oracle.request(f"{i}", prompt, 2, name)) for i, (name, prompt) in enumerate(chosen)
         }
         requests = {
             key: (request.prompt_ids, request.stopping.max_tokens, request.adapter and request.adapter.directory)
@@ -96,16 +105,18 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> I
         return oracle, asked, settings | {"buffers": buffers}
 
     cases = [
-        case(exact, slice(1, None, 2), False),
-        case(exact, slice(None), True, ahead=True),
-        case(quantized, slice(3, 5), True, ahead=True, quantize=QUANTIZED),
+        case(exact, every[1::2], False),
+        case(exact, every, True, ahead=True),
+        case(quantized, every[3:5], True, ahead=True, quantize=QUANTIZED),
+        case(experts, of_experts, True, ahead=True, max_expert_rank=5),
     ]
-    others = ("lora", "attention", "sampling", "row", "family")
-    programs = ["cuda_engine_cases.py", *(f"{name}_cases.py" for name in others)]
+    kernels = {name: name for name in ("lora", "attention", "sampling")}
+    kernels |= {"rows": "row", "families": "family"}
+    programs = ["cuda_engine_cases.py", *(f"{program}_cases.py" for program in kernels.values())]
     inputs = [settings for *_, settings in cases]
-    engine, lora, attention, sampling, rows_of_layers, families = results_of(programs, "cpu", inputs, WITHOUT_NUMBA)
+    engine, *of_kernels = results_of(programs, "cpu", inputs, WITHOUT_NUMBA)
     of_engine = [(oracle, asked, result) for (oracle, asked, _), result in zip(cases, engine, strict=True)]
-    return Interpreted(lora, attention, sampling, rows_of_layers, families, of_engine)
+    return Interpreted(**dict(zip(kernels, of_kernels, strict=True)), engine=of_engine)
 
 
 def test_adapters_kernels_compute_what_a_loop_computes(interpreted: Interpreted) -> None:

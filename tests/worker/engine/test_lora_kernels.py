@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.worker.engine.triton_runs import compiled_for_sm_90
+from artifacts.experts import ExpertSizes
+from tests.worker.engine.triton_runs import compiled_for, compiled_for_sm_90
 from worker.engine.lora.weights import AdapterWeights, LoraPair
 
 pytest.importorskip("triton", reason="Triton is for Linux")
@@ -54,6 +55,52 @@ def launches(in_features: int, widths: tuple[int, ...], max_rank: int, dtype: to
     decode = lora.launches(x[:32], y[:32], "group")
     lora.begin_step([(0, 60), (1, 4)])
     return [*decode, *lora.launches(x, y, "group")]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernels_of_experts_compile(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from worker.engine.lora.cuda import Tiles
+    from worker.engine.lora.cuda_experts import CudaExperts
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sizes, beside = {"up": ExpertSizes(2048, 1536, 8)}, lora_of({"m": (32, 48)})
+    experts = CudaExperts(beside, sizes, 2, 16, 8, torch.bfloat16, CPU)
+    call = experts.tiles_call(torch.zeros(64, dtype=torch.int64), 8)
+    x, y = torch.zeros(64, 2048, dtype=torch.bfloat16), torch.zeros(64, 1536, dtype=torch.bfloat16)
+    for one in (call, *experts.launches("up", x, y, Tiles(call.arguments["table"], 16))):
+        compiled_for(capability, one)
+
+
+def test_a_decode_step_of_experts_has_the_same_launches_whatever_its_rows() -> None:
+    """A slot that holds an adapter of fewer ranks, or none, has nothing of the one before."""
+    from worker.engine.lora.cuda_experts import CudaExperts
+
+    experts = CudaExperts(lora_of({"m": (32, 48)}), {"up": ExpertSizes(16, 24, 3)}, 2, 4, 8, torch.float32, CPU)
+    addresses = set()
+    for rank, slots in ((4, [0, 1]), (2, [1]), (0, [-1, -1, 1])):
+        pair = LoraPair(torch.ones(3, rank, 16), torch.full((3, rank, 24), 2.0))
+        experts.install(AdapterWeights({"up": pair} if rank else {}, rank), 1)
+        group = experts.groups["up"]
+        assert group.ranks[:, 0].tolist() == [0, 0, 0, *[rank] * 3]
+        assert (group.a[3:, 0, :rank] == 1).all()
+        assert (group.b[3:, : rank * 24] == 2).all()
+        experts.begin_decode(slots, 8)
+        row_slots: Any = experts.row_slots
+        assert row_slots.tolist() == [*slots, *[-1] * (8 - len(slots))]
+        addresses.add(row_slots.data_ptr())
+    assert len(addresses) == 1
+    experts.begin_step([(-1, 2), (1, 3)])
+    row_slots = experts.row_slots
+    assert row_slots.tolist() == [-1, -1, 1, 1, 1]
+    experts.begin_step([(-1, 5)])
+    assert experts.row_slots is None, "a step without adapters launches nothing of them"
+
+
+def lora_of(linears: dict[str, tuple[int, int]]) -> Any:
+    """Slots of layers that stand alone."""
+    from worker.engine.lora.cuda import CudaLora
+
+    return CudaLora(linears, {name: (name,) for name in linears}, 2, 8, 8, torch.float32, CPU)
 
 
 def test_a_decode_steps_launches_depend_on_its_padded_size_alone() -> None:

@@ -23,7 +23,7 @@ from artifacts.base_model import read_base_model
 from artifacts.checkpoint import read_header
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, base_copies
-from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
+from tests.worker.engine.peft_oracle import VOCAB, PeftOracle, check_batch
 from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.lora.weights import read_adapter
 from worker.engine.model.loader import load_model
@@ -129,22 +129,6 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PeftOra
         return made[model_type]
 
     return oracle
-
-
-def check_batch(oracle: PeftOracle, engine: Any, run_until_idle: Callable[..., Any], seed: int) -> None:
-    chance = random.Random(seed)
-    rows = [*oracle.adapters, None, *chance.choices([*oracle.adapters, None], k=4)]
-    requests = {
-        f"{number}: {name}": oracle.request(
-            f"{number}: {name}", chance.choices(range(VOCAB), k=chance.choice([2, 9, 21])), chance.randint(8, 14), name
-        )
-        for number, name in enumerate(rows)
-    }
-    outputs = run_until_idle(engine, {0: list(requests.values())})
-    answers = {}
-    for name, (key, request) in zip(rows, requests.items(), strict=True):
-        answers[key] = oracle.check(request, outputs[key], name)
-    assert len({ids[:6] for ids in answers.values()}) >= len(rows) - 2, f"answers are to be diverse: {answers}"
 
 
 @pytest.mark.parametrize("model_type", CASES)

@@ -19,15 +19,27 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from artifacts.base_modules import ROUTERS
+from artifacts.experts import ExpertSizes
 from worker.engine.linear.layouts import panels, panels_work
+from worker.engine.lora.base_layers import ExpertAdapters
+
+
+def expert_tensors(model: nn.Module) -> dict[str, ExpertSizes]:
+    """Return the tensors of a model's experts by name."""
+    sizes = {}
+    for name, module in model.named_modules():
+        for tensor in _tensors(module) if _is_experts(module) else ():
+            count, first, second = getattr(module, tensor).shape
+            features = (first, second) if module.is_transposed else (second, first)
+            sizes[f"{name}.{tensor}"] = ExpertSizes(*features, count)
+    return sizes
 
 
 def lay_out_experts(model: nn.Module, compute: torch.dtype) -> None:
-    """Replace the experts and routers of a CPU model, where panels compute its weights; else they stay as they are."""
+    """Replace the experts of a CPU model, and its routers where panels compute their weights."""
     for name, module in list(model.named_modules()):
         if _is_experts(module):
-            if panels_work(module.down_proj.dtype, compute):
-                module.forward = PanelExperts(module, compute)
+            module.forward = PanelExperts(module, compute)
         elif name.endswith(ROUTERS) and isinstance(weight := getattr(module, "weight", None), Tensor):
             dtypes = [dtype for dtype in (torch.float32, torch.bfloat16) if panels_work(weight.dtype, dtype)]
             if dtypes and weight.ndim == 2 and not isinstance(module, nn.Linear):
@@ -40,25 +52,36 @@ def _is_experts(module: nn.Module) -> bool:
     return len(tensors) == 2 and "down_proj" in tensors and hasattr(module, "is_transposed")
 
 
+def _tensors(module: Any) -> tuple[str, str]:
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
 class PanelExperts:
-    """The experts of a layer; called as transformers' module is."""
+    """The experts of a layer; called as transformers' module is. `adapters` are those on them, where there are any."""
+
+    adapters: ExpertAdapters | None = None
 
     def __init__(self, module: Any, compute: torch.dtype) -> None:
         """Take the weights out of a module, one expert after the other."""
         # A reference to the module, which refers to this, would keep it from being freed by its last one.
         self._module = ref(module)
-        up = "gate_up_proj" if module.has_gate else "up_proj"
-        self._up, self._down = (_laid_out(module, name, compute) for name in (up, "down_proj"))
+        self._up, self._down = (_laid_out(module, name, compute) for name in _tensors(module))
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return each token's sum over its experts: [tokens, features]; index and weights are [tokens, experts]."""
         module, (tokens, count) = self._module(), top_k_index.shape
         assert module is not None, "the module is calling"
-        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        adapters = self.adapters if self.adapters is not None and self.adapters.adapts else None
+        experts, order = adapters.sort(top_k_index) if adapters else top_k_index.reshape(-1).sort(stable=True)
         counts = torch.bincount(experts, minlength=len(self._up)).tolist()
-        inner = _multiply(self._up, counts, hidden_states.index_select(0, order // count))
+        x = hidden_states.index_select(0, order // count)
+        inner = _multiply(self._up, counts, x)
+        if adapters:
+            adapters.add(0, x, inner)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         outputs = _multiply(self._down, counts, inner)
+        if adapters:
+            adapters.add(1, inner, outputs)
         if getattr(module, "has_post_expert_norm", False):
             outputs = module.post_expert_norm(outputs)
         products = outputs * top_k_weights.reshape(-1)[order, None]
@@ -68,11 +91,13 @@ class PanelExperts:
 
 
 def _laid_out(module: Any, name: str, compute: torch.dtype) -> list[nn.Module]:
+    """Return each expert's layer, of panels where these compute the weight, and free the module's own tensor."""
     weights, biases = getattr(module, name), getattr(module, f"{name}_bias", None)
     layers = []
     for index in range(len(weights)):
         weight = weights[index].t() if module.is_transposed else weights[index]
-        layers.append(panels(_linear(weight, None if biases is None else biases[index]), compute))
+        layer = _linear(weight, None if biases is None else biases[index])
+        layers.append(panels(layer, compute) if panels_work(weight.dtype, compute) else layer)
     delattr(module, name)
     return layers
 

@@ -8,9 +8,9 @@ Linear layers that a model calls one after the other with the same input are fus
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors
 import torch
@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 
 from artifacts.checkpoint import read_checkpoint
 from artifacts.encoders import hidden_size
+from artifacts.experts import ExpertSizes
 from artifacts.families import HEAD_WEIGHTS
 from worker.engine.quantized.stored import QuantizedWeights
 from worker.engine.quantized.weight import (
@@ -141,6 +142,24 @@ class FusedPart(nn.Module):
         return self.product.part(self.index, x)
 
 
+class ExpertAdapters(Protocol):
+    """The adapters on a layer's experts, as the experts ask for them; `products` are 0, up, and 1, down."""
+
+    @property
+    def adapts(self) -> bool:
+        """Tell whether a row of the step has an adapter, and an adapter in a slot is on these experts."""
+
+    def sort(self, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the pairs of a token and an expert in the order in which they are computed.
+
+        experts [tokens, experts of a token]; returned are the expert of each pair, and its place among the pairs as
+        they come, both [pairs]. `add` takes rows in this order.
+        """
+
+    def add(self, product: int, x: Tensor, y: Tensor) -> None:
+        """Add each pair's adapter to y [pairs, out_features], the experts' own product of x [pairs, in_features]."""
+
+
 # Number of a weight's rows that are cast to float32 at once: larger pieces stay in the process's heap.
 _PIECE_ROWS = 256
 
@@ -150,8 +169,8 @@ class LoadedBase:
     """A base model ready to run, with its sizes.
 
     `linears` are the layers that an adapter may change, `ends` the token embeddings and the layers of its head: of each
-    (in_features, out_features) by name. `pooling` is the way in which hidden states become one vector where a request
-    does not say.
+    (in_features, out_features) by name; `experts` are the tensors of experts. `pooling` is the way in which hidden
+    states become one vector where a request does not say.
     """
 
     module: Any
@@ -167,11 +186,12 @@ class LoadedBase:
     parameters: int
     # Weights that are quantized; None where none are.
     quantized: QuantizedWeights | None
+    experts: Mapping[str, ExpertSizes] = field(default_factory=dict, kw_only=True)
 
     @property
-    def adaptable(self) -> dict[str, tuple[int, int]]:
-        """Return the layers that adapters may change on this device: CUDA's kernels leave the ends as they are."""
-        return {**self.linears, **(self.ends if self.device.type == "cpu" else {})}
+    def adaptable(self) -> dict[str, tuple[int, ...]]:
+        """Return what adapters may change on this device: CUDA's kernels leave the ends as they are."""
+        return {**self.linears, **self.experts, **(self.ends if self.device.type == "cpu" else {})}
 
 
 class ModelLayers:

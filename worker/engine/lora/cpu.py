@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from artifacts.experts import ExpertSizes
 from worker.engine.device import dtype_name
 from worker.engine.kernels.lora import COUNTERS, PAIR_FIELDS, SEGMENT_FIELDS, compile_lora
 from worker.engine.kernels.threads import Workspace
@@ -39,12 +41,13 @@ _TASKS_PER_THREAD = 2
 class CpuStep:
     """The rows of a step, shared by all groups that see the same rows.
 
-    `tokens` is their number. `segments` are (slot, first row, last row + 1) of consecutive rows with one adapter, and
-    `table` [n, SEGMENT_FIELDS] the same for the kernel, which cuts a segment's work in one layer into `parts`.
-    `addresses` are those of the arrays `table` and `counters`.
+    `rows` are (slot or -1, tokens), `tokens` their number. `segments` are (slot, first row, last row + 1) of
+    consecutive rows with one adapter, and `table` [n, SEGMENT_FIELDS] the same for the kernel, which cuts a segment's
+    work in one layer into `parts`. `addresses` are those of the arrays `table` and `counters`.
     """
 
     tokens: int = 0
+    rows: Sequence[tuple[int, int]] = ()
     segments: list[tuple[int, int, int]] = field(default_factory=list)
     table: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, SEGMENT_FIELDS), np.int64))
     parts: int = 1
@@ -55,7 +58,7 @@ class CpuStep:
 
     def set_rows(self, rows: Sequence[tuple[int, int]]) -> None:
         """Set the next step's rows: (slot or -1, tokens), those of a slot beside each other."""
-        self.segments = []
+        self.segments, self.rows = [], rows
         first = 0
         for slot, group in groupby(rows, key=itemgetter(0)):
             stop = first + sum(tokens for _, tokens in group)
@@ -70,7 +73,10 @@ class CpuStep:
 
 
 class CpuGroup(FusedProduct):
-    """Layers with the same input: the base model's product of all of them, and the adapters in their slots."""
+    """Layers with the same input: the base model's product of all of them, and the adapters in their slots.
+
+    Of a layer's `experts` each has slots of its own, slot * experts + expert.
+    """
 
     def __init__(
         self,
@@ -81,6 +87,7 @@ class CpuGroup(FusedProduct):
         max_rank: int,
         dtype: torch.dtype,
         step: CpuStep,
+        experts: int = 1,
     ) -> None:
         """Compile the kernel. `widths` are the layers' out_features; the output of `base` must be contiguous."""
         super().__init__(base, widths)
@@ -94,14 +101,19 @@ class CpuGroup(FusedProduct):
         self._columns = np.stack([np.cumsum([0, *widths[:-1]]), widths], 1).astype(np.int64)
         # The pairs whose addresses are in the table, by slot and layer: references keep them from being freed.
         self._pairs: list[list[LoraPair | None]] = [[None] * len(widths) for _ in range(slots)]
-        self._table = np.zeros((slots, len(widths), PAIR_FIELDS), np.int64)
+        self._table = np.zeros((slots, experts, len(widths), PAIR_FIELDS), np.int64)
         self._addresses = self._table.ctypes.data, self._columns.ctypes.data
         self._used: set[int] = set()
 
     @property
     def adapts(self) -> bool:
         """Tell whether a row of the step has an adapter, and an adapter in a slot is on these layers."""
-        return bool(self._used and self._step.segments)
+        return self.used and bool(self._step.segments)
+
+    @property
+    def used(self) -> bool:
+        """Tell whether an adapter in a slot is on these layers."""
+        return bool(self._used)
 
     @property
     def counters(self) -> NDArray[np.int64]:
@@ -110,8 +122,9 @@ class CpuGroup(FusedProduct):
 
     def set_slot(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
         """Replace the pairs of a slot, one for each layer; None where the adapter does not change the layer."""
-        assert all(pair is None or len(pair.a) <= self._max_rank for pair in pairs), "no rank is above max_rank"
-        self._table[slot] = [_table_line(pair) for pair in pairs]
+        assert all(pair is None or pair.rank <= self._max_rank for pair in pairs), "no rank is above max_rank"
+        for layer, pair in enumerate(pairs):
+            _fill_lines(self._table[slot, :, layer], pair)
         self._pairs[slot] = list(pairs)
         (self._used.add if any(pairs) else self._used.discard)(slot)
 
@@ -137,13 +150,60 @@ class CpuGroup(FusedProduct):
         )
 
 
-def _table_line(pair: LoraPair | None) -> tuple[int, ...]:
-    """Return the kernel's PAIR_FIELDS integers for a pair, all 0 for none."""
+def _fill_lines(lines: NDArray[np.int64], pair: LoraPair | None) -> None:
+    """Write the kernel's integers for the pair of each expert, or of the layer, [experts, PAIR_FIELDS]; 0 for none."""
     if pair is None:
-        return (0,) * PAIR_FIELDS
+        lines[:] = 0
+        return
     change = pair.rescale
     gain, shift = (0, 0) if change is None else (change.gain.data_ptr(), change.shift.data_ptr())
-    return pair.a.data_ptr(), pair.b.data_ptr(), len(pair.a), gain, shift
+    lines[:] = pair.a.data_ptr(), pair.b.data_ptr(), pair.rank, gain, shift
+    for field_of, tensor in enumerate((pair.a, pair.b)):
+        lines[:, field_of] += np.arange(len(lines)) * (tensor.nbytes // len(lines))
+
+
+class CpuExperts:
+    """Implements worker.engine.lora.base_layers.ExpertAdapters.
+
+    The rows of its groups are pairs of a token and an expert, sorted by expert and slot.
+    """
+
+    def __init__(
+        self, sizes: Sequence[ExpertSizes], slots: int, max_rank: int, dtype: torch.dtype, step: CpuStep, pairs: CpuStep
+    ) -> None:
+        """Compile the kernel. `sizes` are those of the experts' tensors, up and down; `pairs` gets a layer's pairs."""
+        self._step = step
+        self._pairs = pairs
+        self._experts = sizes[0].experts
+
+        def own_product(x: Tensor) -> Tensor:
+            raise AssertionError("the experts compute their products")
+
+        self.groups = [
+            CpuGroup(own_product, one.in_features, [one.out_features], slots, max_rank, dtype, pairs, one.experts)
+            for one in sizes
+        ]
+
+    @property
+    def adapts(self) -> bool:
+        """See ExpertAdapters."""
+        return bool(self._step.segments) and any(group.used for group in self.groups)
+
+    def sort(self, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """See ExpertAdapters."""
+        slots, counts = zip(*self._step.rows, strict=True)
+        # One more than each pair's slot, so that none, -1, is counted as well.
+        of_pairs = np.repeat(np.repeat(np.array(slots) + 1, counts), experts.shape[1])
+        several = max(slots) + 2
+        keys, order = (experts.reshape(-1) * several + torch.from_numpy(of_pairs)).sort(stable=True)
+        runs, lengths = keys.unique_consecutive(return_counts=True)
+        places = torch.where(runs % several > 0, (runs % several - 1) * self._experts + runs // several, -1)
+        self._pairs.set_rows(list(zip(places.tolist(), lengths.tolist(), strict=True)))
+        return keys // several, order
+
+    def add(self, product: int, x: Tensor, y: Tensor) -> None:
+        """See ExpertAdapters."""
+        self.groups[product].add_adapters(x.contiguous(), y)
 
 
 class CpuEmbedding(nn.Module):
@@ -163,7 +223,7 @@ class CpuEmbedding(nn.Module):
         """Replace the pair of a slot; None where the adapter does not change the embeddings."""
         self._pairs[slot] = pair
         if pair is not None:
-            identity = torch.eye(len(pair.a), self._group.in_features, dtype=pair.a.dtype)
+            identity = torch.eye(pair.rank, self._group.in_features, dtype=pair.a.dtype)
             pair = LoraPair(identity, pair.b, pair.rescale)
         self._group.set_slot(slot, [pair])
 
@@ -175,7 +235,7 @@ class CpuEmbedding(nn.Module):
             shrunk = y.new_zeros(len(flat), self._group.in_features)
             for slot, first, stop in self._step.segments:
                 if (pair := self._pairs[slot]) is not None:
-                    shrunk[first:stop, : len(pair.a)] = pair.a.index_select(1, flat[first:stop]).t()
+                    shrunk[first:stop, : pair.rank] = pair.a.index_select(1, flat[first:stop]).t()
             self._group.add_adapters(shrunk, y)
         return y
 
@@ -191,11 +251,12 @@ class CpuLayers:
         max_rank: int,
         dtype: torch.dtype,
         ends: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+        experts: Mapping[str, ExpertSizes] = MappingProxyType({}),
     ) -> None:
         """Replace the model's layers, and compile the kernel.
 
         `linears` are (in_features, out_features) by name of the layers between embeddings and output head; `ends` are
-        those of the embeddings and the head, where adapters may change them.
+        those of the embeddings and the head, where adapters may change them; `experts` the tensors of experts.
         """
         self._step = CpuStep()
         # The head computes only the rows whose logits are needed, so it has row numbers of its own.
@@ -225,6 +286,14 @@ class CpuLayers:
                 model.set_submodule(name, self._embeddings[name])
             else:
                 add_group([name], ends, self._head_step)
+        # The pairs of the layer that is being computed.
+        pairs = CpuStep()
+        for parent in dict.fromkeys(name.rpartition(".")[0] for name in experts):
+            names = [name for name in experts if name.rpartition(".")[0] == parent]
+            adapters = CpuExperts([experts[name] for name in names], slots, max_rank, dtype, self._step, pairs)
+            self._groups += [([name], group) for name, group in zip(names, adapters.groups, strict=True)]
+            layer_experts: Any = model.get_submodule(parent).forward
+            layer_experts.adapters = adapters
 
     def install(self, weights: AdapterWeights, slot: int) -> None:
         """See AdapterLayers."""

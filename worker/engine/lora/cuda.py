@@ -352,7 +352,7 @@ class CudaLora:
         for name, group in self._groups.items():
             for index, module in enumerate(self._modules[name]):
                 pair = weights.pairs.get(module)
-                rank = 0 if pair is None else len(pair.a)
+                rank = 0 if pair is None else pair.rank
                 ranks.append(rank if pair is None or pair.rescale is None else -rank)
                 if pair is not None:
                     tensors += pair.tensors

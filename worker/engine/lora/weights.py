@@ -31,6 +31,7 @@ from torch import Tensor
 from artifacts import ArtifactError, MismatchError
 from artifacts.checkpoint import ADAPTER_HEADER_BYTES, TensorInfo, read_header
 from artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
+from artifacts.experts import ExpertSizes, named_by_parameter
 from artifacts.families import is_embedding
 from artifacts.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config
 from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, tensor_names
@@ -87,12 +88,18 @@ def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
 class LoraPair:
     """A module's A [rank, in_features] and B [rank, out_features]: the layer adds x A^T B; B contains the scaling.
 
-    For token embeddings x is one-hot, in_features the vocabulary. `rescale` is set for DoRA (see above).
+    For token embeddings x is one-hot, in_features the vocabulary. Of a layer's experts each has a pair: A and B begin
+    with a dimension for them. `rescale` is set for DoRA (see above).
     """
 
     a: Tensor
     b: Tensor
     rescale: Rescale | None = None
+
+    @property
+    def rank(self) -> int:
+        """Return the rank, of each expert where there are experts."""
+        return self.a.shape[-2]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -128,10 +135,11 @@ class AdapterWeights:
 
 def read_source(
     source: AdapterSource,
-    linears: Mapping[str, tuple[int, int]],
+    linears: Mapping[str, tuple[int, ...]],
     max_rank: int,
     base: ModelLayers | None = None,
     architecture: str = "",
+    max_expert_rank: int | None = None,
 ) -> AdapterWeights:
     """Read an adapter, or a weighted set of adapters as one whose A's and B's are concatenated: ranks add up.
 
@@ -139,7 +147,8 @@ def read_source(
     weight * scaling * B A. Raises what read_adapter raises.
     """
     adapters = [
-        read_adapter(part.directory, linears, max_rank, part.weight, base, architecture) for part in source.summands
+        read_adapter(part.directory, linears, max_rank, part.weight, base, architecture, max_expert_rank)
+        for part in source.summands
     ]
     if source.parts and any(pair.rescale for adapter in adapters for pair in adapter.pairs.values()):
         raise MismatchError("adapters", "one of them is a DoRA adapter, whose change of the base is no sum of others")
@@ -150,37 +159,39 @@ def read_source(
     pairs: dict[str, LoraPair] = {}
     for module in dict.fromkeys(module for adapter in adapters for module in adapter.pairs):
         parts = [adapter.pairs[module] for adapter in adapters if module in adapter.pairs]
-        pair = LoraPair(torch.cat([part.a for part in parts]), torch.cat([part.b for part in parts]))
-        if len(pair.a) > max_rank:
-            raise MismatchError(
-                "adapters", f"their ranks at {module} add up to {len(pair.a)}; this engine takes {max_rank}"
-            )
+        pair = LoraPair(torch.cat([part.a for part in parts], -2), torch.cat([part.b for part in parts], -2))
+        limit = _rank_limit(linears[module], max_rank, max_expert_rank)
+        if pair.rank > limit:
+            raise MismatchError("adapters", f"their ranks at {module} add up to {pair.rank}; this engine takes {limit}")
         pairs[module] = pair
-    return AdapterWeights(pairs, max(len(pair.a) for pair in pairs.values()))
+    return AdapterWeights(pairs, max(pair.rank for pair in pairs.values()))
 
 
 def read_adapter(
     directory: str,
-    linears: Mapping[str, tuple[int, int]],
+    linears: Mapping[str, tuple[int, ...]],
     max_rank: int,
     weight: float = 1.0,
     base: ModelLayers | None = None,
     architecture: str = "",
+    max_expert_rank: int | None = None,
 ) -> AdapterWeights:
     """Read an adapter and scale its B's.
 
-    `linears` are the layers that adapters can change, (in_features, out_features) by module name; `architecture` is
-    the model's `model_type`. Each A is a view of the mapped file, each B float32 and transposed; their values are
-    checked by adapter_memory.pack_adapter. `weight` is a factor of the whole adapter. Without `base` DoRA adapters and
-    copies of the base's weights are refused. Raises ArtifactError for broken files, MismatchError where the adapter
-    does not fit the model or `max_rank`.
+    `linears` are the layers that adapters can change, (in_features, out_features) by module name, and the tensors of
+    experts, ExpertSizes by name; `architecture` is the model's `model_type`. Each A is a view of the mapped file, each
+    B float32 and transposed; their values are checked by pack_adapter. `weight` is a factor of the whole adapter.
+    Without `base` DoRA adapters and copies of the base's weights are refused. Raises ArtifactError for broken files,
+    MismatchError where the adapter does not fit the model or `max_rank` (of experts `max_expert_rank`, if set).
     """
     path = Path(directory)
     try:
         config = parse_peft_config((path / CONFIG_FILE).read_bytes())
+        experts = {name: sizes.experts for name, sizes in linears.items() if isinstance(sizes, ExpertSizes)}
         header = canonical_header(read_header(path / WEIGHTS_FILE, ADAPTER_HEADER_BYTES), config, architecture)
+        header = named_by_parameter(header, config.target_parameters, experts)
         head = head_tensors(header, architecture)
-        shapes = lora_tensors(header, use_dora=config.use_dora, head=head.values())
+        shapes = lora_tensors(header, use_dora=config.use_dora, head=head.values(), experts=experts)
         check_head(header, config, architecture, linears, base.hidden_size if base else hidden_size(linears))
         if config.use_dora and base is None:
             raise MismatchError("use_dora", "DoRA cannot be read without the base model's weights")
@@ -190,7 +201,7 @@ def read_adapter(
                     WEIGHTS_FILE, f"tensor {name} has the dtype {info.dtype}; F32, F16 or BF16 are served"
                 )
         for module, shape in shapes.items():
-            _check_module(module, shape, config, linears, max_rank)
+            _check_module(module, shape, config, linears, max_rank, max_expert_rank)
         tensors = map_tensors(path / WEIGHTS_FILE, header)
     except OSError as error:
         raise ArtifactError(str(path), f"cannot be read: {error}") from error
@@ -198,7 +209,7 @@ def read_adapter(
         if base is None or not base.repeats(parameter, tensors[name]):
             raise MismatchError(WEIGHTS_FILE, f"tensor {name} is not the model's own {parameter}")
     return AdapterWeights(
-        _pairs(tensors, shapes, config, weight, base),
+        _pairs(tensors, shapes, experts, config, weight, base),
         max(shape.rank for shape in shapes.values()),
         {parameter: tensors[name] for parameter, name in head.items()},
     )
@@ -207,6 +218,7 @@ def read_adapter(
 def _pairs(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, LoraShape],
+    experts: Mapping[str, int],
     config: PeftConfig,
     weight: float,
     base: ModelLayers | None,
@@ -218,6 +230,11 @@ def _pairs(
     pairs = {}
     for module, b in zip(shapes, scaled, strict=True):
         a, change = tensors[names[module]["A"]], None
+        if module in experts:
+            # peft's rows of A are one expert's after the other's, its columns of B one rank's after the other's.
+            count, rank = experts[module], shapes[module].rank
+            pairs[module] = LoraPair(a.view(count, rank, -1), b.view(-1, rank, count).permute(2, 1, 0))
+            continue
         if config.use_dora and base is not None:
             change = dora_rescale(base, module, a, b, tensors[names[module]["magnitude"]])
             b.mul_(1 + change.gain[:, None])
@@ -227,12 +244,21 @@ def _pairs(
     return pairs
 
 
+def _rank_limit(sizes: tuple[int, ...], max_rank: int, max_expert_rank: int | None) -> int:
+    return max_rank if max_expert_rank is None or not isinstance(sizes, ExpertSizes) else max_expert_rank
+
+
 def _check_module(
-    module: str, shape: LoraShape, config: PeftConfig, linears: Mapping[str, tuple[int, int]], max_rank: int
+    module: str,
+    shape: LoraShape,
+    config: PeftConfig,
+    linears: Mapping[str, tuple[int, ...]],
+    max_rank: int,
+    max_expert_rank: int | None,
 ) -> None:
     if module not in linears:
         raise MismatchError(WEIGHTS_FILE, f"the model has no layer {module} that an adapter can change on this device")
-    if (shape.in_features, shape.out_features) != linears[module]:
+    if (shape.in_features, shape.out_features) != linears[module][:2]:
         raise MismatchError(
             WEIGHTS_FILE,
             f"{module} takes {shape.in_features} and gives {shape.out_features} features, "
@@ -242,8 +268,10 @@ def _check_module(
         raise MismatchError(
             WEIGHTS_FILE, f"{module} has rank {shape.rank}, {CONFIG_FILE} says {config.rank_of(module)}"
         )
-    if shape.rank > max_rank:
-        raise MismatchError(WEIGHTS_FILE, f"{module} has rank {shape.rank}; this engine takes {max_rank}")
+    limit = _rank_limit(linears[module], max_rank, max_expert_rank)
+    if shape.rank > limit:
+        flag = "--max-rank" if limit == max_rank else "--max-expert-rank"
+        raise MismatchError(WEIGHTS_FILE, f"{module} has rank {shape.rank}; this engine takes {limit} ({flag})")
 
 
 # Alignment of each tensor in the buffer, in bytes: a cache line of the CPU, four times what CUDA reads at once.
@@ -304,14 +332,17 @@ class TorchAdapterMemory:
 
 
 def adapter_memory(
-    base: ModelLayers, max_rank: int, *installs: Callable[[AdapterWeights, int], None]
+    base: ModelLayers,
+    max_rank: int,
+    *installs: Callable[[AdapterWeights, int], None],
+    max_expert_rank: int | None = None,
 ) -> TorchAdapterMemory:
     """Return the memory of a loaded model's adapters; `installs` put one into a slot."""
     loaded = base.loaded
     architecture: str = loaded.module.config.model_type
 
     def read(source: AdapterSource) -> AdapterWeights:
-        return read_source(source, loaded.adaptable, max_rank, base, architecture)
+        return read_source(source, loaded.adaptable, max_rank, base, architecture, max_expert_rank)
 
     def install(weights: AdapterWeights, slot: int) -> None:
         for into in installs:
@@ -327,7 +358,8 @@ def adapter_cache(
     *installs: Callable[[AdapterWeights, int], None],
 ) -> AdapterCache[PackedAdapter]:
     """Return the adapter cache of an engine; `on_loaded` is called from a loader thread."""
-    memory = adapter_memory(base, config.max_rank, *installs)
+    of_experts = config.max_expert_rank if base.loaded.device.type == "cuda" else None
+    memory = adapter_memory(base, config.max_rank, *installs, max_expert_rank=of_experts)
     loads = LoaderThreads[PackedAdapter](on_loaded, prepare=partial(prepare_loader, base.loaded.device))
     return AdapterCache(
         config.adapter_slots, memory, loads, host_adapter_bytes(config.host_adapter_bytes, base.loaded.device)

@@ -25,7 +25,7 @@ from worker.engine.attention import paged
 from worker.engine.attention.paged import AttentionContext, LayerCall
 from worker.engine.device import available_bytes, dtype_name, return_freed_memory
 from worker.engine.linear.choice import Choice, kind_of, measured, unmeasured
-from worker.engine.linear.experts import lay_out_experts
+from worker.engine.linear.experts import expert_tensors, lay_out_experts
 from worker.engine.linear.layouts import multiplies_bfloat16, packing_works, replace_linears
 from worker.engine.lora.base_layers import LoadedBase
 from worker.engine.quantized.stored import QuantizedWeights, has_tied_head, open_slices, transformers_config
@@ -202,6 +202,7 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto", quantize: st
         attention=context,
         linears=_linears(module),
         ends=_ends(module),
+        experts=expert_tensors(module),
         directory=directory,
         pooling=manifest.pooling,
         parameters=parameters,

@@ -7,6 +7,7 @@ every layer that the store would let through.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,8 +60,10 @@ def test_a_family_answers_as_transformers_does(
     monkeypatch.setattr("worker.engine.torch_engine.load_model", keep)
     engine = make_engine(tiny.directory, **CRAMPED)
     manifest, [loaded] = read_base_model(str(tiny.directory)), loads
-    adaptable = {one.name: (one.in_features, one.out_features) for one in manifest.modules}
-    assert adaptable == {**loaded.linears, **loaded.ends}
+    adaptable = {one.name: dataclasses.astuple(one)[1:] for one in manifest.modules}
+    linears = {name: (*sizes, 0) for name, sizes in {**loaded.linears, **loaded.ends}.items()}
+    assert adaptable == {**linears, **loaded.experts}
+    assert bool(loaded.experts) == FAMILIES[model_type].experts
     assert (manifest.architecture, manifest.context_length, manifest.vocab_size) == (model_type, 128, VOCAB)
     assert kv_shape(json.loads(manifest.files["config.json"])) == loaded.kv
 

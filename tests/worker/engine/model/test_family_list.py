@@ -40,7 +40,7 @@ def test_none_is_both_served_and_refused() -> None:
 
 
 def test_the_page_has_the_tables() -> None:
-    adapted = {False: "all linear layers", True: "all linear layers but experts and router"}
+    adapted = {False: "all linear layers", True: "all linear layers and experts, but no router"}
     served = [
         f"| {one.title} | `{one.model_type}` | `{one.architecture}` | {adapted[one.experts]} |"
         for one in FAMILIES.values()

@@ -172,8 +172,7 @@ def with_adapter(
     from peft import PeftModel
 
     family = FAMILIES[model_type]
-    # Of a mixture of experts the attention: peft would make gate_proj and its like into LoRA on the experts, which is
-    # refused by name (target_parameters).
+    # Of a mixture of experts the attention: test_expert_adapters.py has adapters of the experts.
     modules = [one.name for one in read_base_model(str(directory / "model")).modules]
     chosen = [name for name in modules if not family.experts or ".self_attn." in name]
     adapter = directory / "adapter"
