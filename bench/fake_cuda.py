@@ -27,6 +27,7 @@ from worker.engine.decoder import cuda
 from worker.engine.device import KernelCall
 from worker.engine.lora.weights import AdapterWeights, PackedAdapter
 from worker.engine.model.loader import LoadedModel, load_model
+from worker.engine.quantized.weight import QuantizedModule
 from worker.engine.sampling.step import InFlight, Sampled
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.loader_threads import LoaderThreads
@@ -296,7 +297,15 @@ def _in_earnest(function: Callable[..., Any]) -> Callable[..., Any]:
 def _move(module: nn.Module) -> None:
     """Replace a module's numbers by fake ones on the device."""
     moved: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        return moved.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE))
+
     for child in module.modules():
+        if isinstance(child, QuantizedModule):
+            weight = child.weight
+            zeros = None if weight.zeros is None else fake(weight.zeros)
+            child.weight = replace(weight, codes=fake(weight.codes), scales=fake(weight.scales), zeros=zeros)
         for name, tensor in [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]:
-            fake = moved.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE))
-            setattr(child, name, nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake)
+            own = fake(tensor)
+            setattr(child, name, nn.Parameter(own, requires_grad=False) if isinstance(tensor, nn.Parameter) else own)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from options import StoppingParams
 from tests.worker.engine.interpreted import replace_language_once
@@ -24,6 +26,7 @@ from worker.engine.lora.cuda_experts import adapt_experts
 from worker.engine.lora.weights import AdapterLayers
 from worker.engine.model.loader import LoadedModel
 from worker.engine.model.runner import DecodeBuffers
+from worker.engine.quantized import cuda, weight
 from worker.engine_api import AdapterSource, EngineConfig, NewSequence
 
 
@@ -85,7 +88,17 @@ def answers(case: dict[str, Any]) -> dict[str, Any]:
     return {"answers": made, "padded": padded}
 
 
+dequantized = weight.QuantizedLinear.forward
+
+
+def by_kernel(layer: weight.QuantizedLinear, x: Tensor) -> Tensor:
+    """Compute a quantized layer as on CUDA; but the interpreter is for one thread, and loaders have others."""
+    alone = threading.current_thread() is threading.main_thread()
+    return cuda.multiply(x, layer.weight, layer.bias) if alone else dequantized(layer, x)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     replace_language_once()
+    weight.QuantizedLinear.forward = by_kernel  # type: ignore[assignment, method-assign]
     print(json.dumps([answers(case) for case in json.load(sys.stdin)]))

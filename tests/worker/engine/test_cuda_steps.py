@@ -12,6 +12,7 @@ from bench.fake_cuda import FakeCuda, fake_engine
 from options import Encode, SamplingParams, StoppingParams
 from tests.worker.engine.model.tiny_families import VOCAB, make_config, make_model
 from worker.engine.model.runner import DecodeGraphs, Runner
+from worker.engine.quantized.weight import QuantizedWeight
 from worker.engine.scheduling.sequence import Batch
 from worker.engine.torch_engine import TorchEngine
 from worker.engine_api import AdapterSource, EngineConfig, ModelUnusableError, NewSequence
@@ -106,6 +107,28 @@ def test_no_kernel_is_compiled_once_the_engine_serves(dtype: str, kv_cache_dtype
         assert {"attend_splits", "attend_chunks", "shrink_rows", "expand_rows", "choose_ids"} <= {
             one.kernel.__name__ for one in device.kernels
         }
+
+
+def test_a_step_does_not_dequantize_weights(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product is one launch over the codes, in decode steps and beside prompts, and compiled beforehand."""
+
+    def dequantize(*_: Any) -> None:
+        raise AssertionError("a weight is dequantized")
+
+    config = EngineConfig(
+        str(tiny_llama.directory), "cuda", rows=ROWS, block_size=4, kv_blocks=60, step_tokens=80, quantize="int4",
+        adapter_slots=2, max_rank=16,
+    )  # fmt: skip
+    chance = random.Random(3)
+    with fake_engine(config) as (engine, device):
+        ready, before = compiled(device), len(device.kernels)
+        monkeypatch.setattr(QuantizedWeight, "dequantize", dequantize)
+        steps = run(engine, requests(20, chance), chance)
+        assert compiled(device) - ready == set()
+        products = [one for one in device.kernels[before:] if one.kernel.__name__ == "multiply_codes"]
+        # Of steps that no graph replays: q, k and v, o, gate and up, down, in three layers.
+        assert 0 < len(products) <= 12 * steps
+        assert len(products) % 12 == 0
 
 
 def test_a_step_of_experts_adapters_does_not_wait_either(tmp_path: Any) -> None:

@@ -69,6 +69,7 @@ class Interpreted:
     sampling: dict[str, tuple[int, int]]
     rows: dict[str, dict[str, float]]
     families: dict[str, tuple[float, dict[str, int]]]
+    products: dict[str, dict[str, float]]
     engine: list[tuple[PeftOracle, Asked, dict[str, Any]]]
 
 
@@ -111,7 +112,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> I
         case(experts, of_experts, True, ahead=True, max_expert_rank=5),
     ]
     kernels = {name: name for name in ("lora", "attention", "sampling")}
-    kernels |= {"rows": "row", "families": "family"}
+    kernels |= {"rows": "row", "families": "family", "products": "product"}
     programs = ["cuda_engine_cases.py", *(f"{program}_cases.py" for program in kernels.values())]
     inputs = [settings for *_, settings in cases]
     engine, *of_kernels = results_of(programs, "cpu", inputs, WITHOUT_NUMBA)
@@ -139,6 +140,14 @@ def test_the_kernels_of_rows_compute_what_torch_computes(interpreted: Interprete
     for name, tolerance in {"float32": 1e-6, "float16": 1e-3}.items():
         assert len(interpreted.rows[name]) == 23
         assert {case: value for case, value in interpreted.rows[name].items() if value > tolerance} == {}, name
+
+
+def test_products_with_codes_are_those_of_the_definition(interpreted: Interpreted) -> None:
+    """Of every scheme, in float32; in float16 the definition rounds the weights, and the kernel does not."""
+    for name, tolerance in {"float32": 3e-6, "float16": 1e-3}.items():
+        assert interpreted.products[name].pop("alone") == 0
+        assert len(interpreted.products[name]) == 30
+        assert {case: value for case, value in interpreted.products[name].items() if value > tolerance} == {}, name
 
 
 def test_families_with_the_kernels_of_rows_give_the_same_logits(interpreted: Interpreted) -> None:

@@ -6,6 +6,8 @@ workspaces. torch keeps the memory that they took for the steps to come: what is
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from artifacts.families import INT8
@@ -35,7 +37,7 @@ def run_first_steps(loaded: LoadedModel, lora: AdapterLayers, encoding: Encoding
     cache = KvCache(loaded.kv, 1, config.block_size, loaded.dtype, loaded.device, int8=int8)
     runner = Runner(loaded, cache, lora, encoding, ahead=True)
     try:
-        for batch in _largest_batches(cache, loaded.context_length, config):
+        for batch in _batches(loaded, cache, config):
             if runner.launch(batch).failures:
                 raise ModelUnusableError(f"no token could be sampled on {loaded.device}: the log above says why")
         torch.cuda.synchronize(loaded.device)
@@ -46,6 +48,17 @@ def run_first_steps(loaded: LoadedModel, lora: AdapterLayers, encoding: Encoding
         ) from None
     finally:
         runner.close()
+
+
+def _batches(loaded: LoadedModel, cache: KvCache, config: EngineConfig) -> list[Batch]:
+    """Return the largest steps, and of a quantized model the largest of each tile of products, with its own kernels."""
+    sizes = {config.step_tokens}
+    if loaded.quantized is not None:
+        from worker.engine.quantized.cuda import TILES  # Triton is there only with CUDA
+
+        sizes |= {min(tile.height, config.step_tokens) for tile in TILES}
+    limits = (replace(config, step_tokens=tokens) for tokens in sorted(sizes))
+    return [batch for one in limits for batch in _largest_batches(cache, loaded.context_length, one)]
 
 
 def _largest_batches(cache: KvCache, context: int, config: EngineConfig) -> list[Batch]:

@@ -2,13 +2,14 @@
 
     weight [out, in] ≈ (codes - zeros) * scales          scales, zeros: one for each output and group of columns
 
-The layer computes with the dequantized weight, on any device: the definition that kernels are compared with.
+The layer computes with the dequantized weight, the definition that kernels are compared with; on CUDA by its kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Self, TypeGuard
 
 import torch
@@ -112,7 +113,17 @@ class QuantizedLinear(QuantizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the transposed dequantized weight, and add the bias where there is one."""
+        if self.weight.codes.is_cuda and (cuda := _cuda()).can_multiply(self.weight):
+            y: Tensor = cuda.multiply(x, self.weight, self.bias)
+            return y
         return linear(x, self.weight.dequantize(x.dtype), self.bias)
+
+
+@cache
+def _cuda() -> Any:
+    from worker.engine.quantized import cuda  # Triton is there only with CUDA
+
+    return cuda
 
 
 # The layers that adapters change, that are fused and packed.

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn.functional import linear
 
-from worker.engine.quantized.weight import QuantizedLinear, QuantizedWeight, quantize
+from artifacts.quantization import parse_quantization
+from tests.worker.engine.triton_runs import compiled_for
+from worker.engine.quantized.weight import QuantizedLinear, QuantizedWeight, quantize, quantize_weight
 
 SCHEMES = [(8, None, True), (8, None, False), (8, 32, True), (4, 32, True), (4, 32, False), (4, None, True)]
 
@@ -43,3 +47,20 @@ def test_the_layer_computes_with_the_dequantized_weight_and_moves_without_a_cast
     assert layer.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
     assert layer.weight.scales.dtype == torch.float32
     assert layer.to("meta").weight.codes.device.type == "meta"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_product_with_codes_compiles_for_every_scheme(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In tiles of every height; int4 has groups with zero points, fp8's numbers no device must know."""
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    from worker.engine.quantized.cuda import product_call
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for name, rows in (("int4", 1), ("fp8", 40), ("int8", 200)):
+        scheme = parse_quantization(name)
+        assert scheme is not None
+        weight, x = quantize_weight(torch.ones(512, 512), scheme), torch.zeros(rows, 512, dtype=torch.bfloat16)
+        compiled = compiled_for(capability, product_call(x, weight, x[0], torch.zeros_like(x)))
+        assert "ld.global.v4" in compiled.asm["ptx"] or "cp.async" in compiled.asm["ptx"], "reads are 16 bytes wide"
