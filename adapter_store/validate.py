@@ -16,7 +16,7 @@ from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import HASH_ARCHITECTURE, BaseModel, ModuleShape
 from artifacts.checkpoint import ADAPTER_HEADER_BYTES, TensorInfo, read_header
 from artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
-from artifacts.experts import named_by_parameter
+from artifacts.experts import ExpertSizes, in_layout_of_model, named_by_parameter
 from artifacts.json_object import parse_object
 from artifacts.peft_config import CONFIG_FILE, MAX_RANK, PeftConfig, parse_peft_config
 from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, revision_digest
@@ -57,10 +57,16 @@ def validate_adapter(directory: Path, base: BaseModel) -> Validated:
     sent = parse_peft_config(config_bytes)
     header = canonical_header(read_header(directory / WEIGHTS_FILE, ADAPTER_HEADER_BYTES), sent, base.architecture)
     modules = {module.name: module for module in base.modules}
-    experts = {module.name: module.experts for module in base.modules if module.experts}
+    experts = {
+        module.name: ExpertSizes(module.in_features, module.out_features, module.experts)
+        for module in base.modules
+        if module.experts
+    }
     header = named_by_parameter(header, sent.target_parameters, experts)
     head = head_tensors(header, base.architecture)
-    shapes = lora_tensors(header, use_dora=sent.use_dora, head=head.values(), experts=experts)
+    counts = {name: sizes.experts for name, sizes in experts.items()}
+    shapes = lora_tensors(header, use_dora=sent.use_dora, head=head.values(), experts=counts)
+    shapes, _ = in_layout_of_model(shapes, experts, sent, base.architecture)
     sizes = {name: (module.in_features, module.out_features) for name, module in modules.items()}
     check_head(header, sent, base.architecture, modules, hidden_size(sizes))
     config = sent.resolved(shapes)

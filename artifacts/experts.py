@@ -8,6 +8,9 @@
 peft makes such an adapter of `target_parameters`, and wraps the module once for each of its tensors that these name, in
 the tensors' order (peft `tuners/lora/layer.py:ParamWrapper`). So a tensor of the adapter does not say by its name what
 it belongs to: without `base_layer` it is the last one's.
+
+Before 0.19 peft took [experts, out, in] for [experts, in, out]: it made A for the outputs and B for the inputs. Their
+sizes tell, unless inputs and outputs are equally many; then `peft_version` does.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from artifacts import ArtifactError, MismatchError
 from artifacts.base_modules import is_left_out
 from artifacts.checkpoint import Checkpoint
 from artifacts.families import FAMILIES, config_count
-from artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE
+from artifacts.peft_config import PeftConfig
+from artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE, LoraShape
 
 _UP, _DOWN = "gate_up_proj", "down_proj"
 # The last tensor first: it is the outermost that peft wraps.
@@ -30,6 +34,7 @@ _KINDS = {"gate_proj": _UP, "up_proj": _UP, "w1": _UP, "w3": _UP, "down_proj": _
 # Ends of the names that Granite's checkpoints give the joined tensors, and those that they have in the model.
 _JOINED = {".input_linear.weight": f".experts.{_UP}", ".output_linear.weight": f".experts.{_DOWN}"}
 _ADAPTERS = re.compile(rf"{re.escape(TENSOR_PREFIX)}(.+?)((?:\.base_layer)*)(\.lora_[AB]\.weight)")
+_VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.\d{1,6})?(?:\.post\d{1,6})?")
 _V = TypeVar("_V")
 
 
@@ -72,6 +77,36 @@ def expert_sizes(config: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str,
         joined[name] = ExpertSizes(in_features, outputs, len(experts[name.rpartition(".")[0]]))
     has_prefix = any(name.startswith(f"{family.prefix}.") for name in shapes)
     return {name if has_prefix else f"{family.prefix}.{name}": sizes for name, sizes in joined.items()}
+
+
+def in_layout_of_model(
+    shapes: Mapping[str, LoraShape], experts: Mapping[str, ExpertSizes], config: PeftConfig, architecture: str
+) -> tuple[dict[str, LoraShape], frozenset[str]]:
+    """Return the shapes with pairs of experts as a peft of today makes them, and the names of those it made otherwise.
+
+    `architecture` is the model's `model_type`. Raises MismatchError where neither sizes nor version tell.
+    """
+    family = FAMILIES.get(architecture)
+    if family is None or family.experts_input_first:
+        return dict(shapes), frozenset()
+    former = frozenset(name for name in shapes if name in experts and _is_former(shapes[name], experts[name], config))
+    swapped = {
+        name: LoraShape(shapes[name].rank, shapes[name].out_features, shapes[name].in_features) for name in former
+    }
+    return {**shapes, **swapped}, former
+
+
+def _is_former(shape: LoraShape, sizes: ExpertSizes, config: PeftConfig) -> bool:
+    if sizes.in_features != sizes.out_features:
+        return shape[1:] == (sizes.out_features, sizes.in_features)
+    version = _VERSION.fullmatch(config.peft_version)
+    if version is None:
+        raise MismatchError(
+            "peft_version",
+            f"{config.peft_version!r:.40} does not tell the layout of experts' tensors, which changed with 0.19; "
+            "save the adapter with a release of peft",
+        )
+    return (int(version[1]), int(version[2])) < (0, 19)
 
 
 def named_by_parameter(tensors: Mapping[str, _V], targets: Sequence[str], experts: Collection[str]) -> dict[str, _V]:

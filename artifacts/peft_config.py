@@ -68,6 +68,7 @@ _CHECKED = {
     "init_lora_weights",
     "modules_to_save",
     LABELS_FIELD,
+    "peft_version",
     CHAT_FIELD,
     PROMPTS_FIELD,
 }
@@ -78,8 +79,8 @@ _HEADS = ("classifier", "score", "pooler", "head")
 # the base stores its weight; each *_config belongs to an init that is refused or leaves the base model as it is.
 _WITHOUT_EFFECT = {
     "auto_mapping", "corda_config", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
-    "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "target_modules",
+    "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "qalora_group_size",
+    "revision", "runtime_config", "target_modules",
 }  # fmt: skip
 # Fields that may differ from their default; docs/reference/adapter-fields.md lists them, and the refused ones.
 ACCEPTED = frozenset(_SERVED | _CHECKED | _WITHOUT_EFFECT)
@@ -246,6 +247,7 @@ class PeftConfig:
     labels: tuple[str, ...] = ()
     # Names of tensors of experts, or their ends after a dot.
     target_parameters: tuple[str, ...] = ()
+    peft_version: str = ""
 
     def check_anchors(self) -> None:
         """Raise MismatchError for a pattern of a name's begin; for adapters of the model without its head."""
@@ -308,6 +310,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
         base_model=str(config.get("base_model_name_or_path") or ""),
         labels=_labels(config.get(LABELS_FIELD) or {}),
         target_parameters=_target_parameters(config),
+        peft_version=str(config.get("peft_version") or ""),
     )
 
 

@@ -103,6 +103,31 @@ def test_an_adapter_of_one_tensor_is_pefts_without_panels_too(
     check_batch(of_one, make_engine(of_one.directory, **SETTINGS | {"adapter_slots": 1}), run_until_idle, seed=4)
 
 
+def test_an_adapter_in_the_layout_of_peft_before_0_19_is_the_same(
+    tmp_path: Path, make_engine: Any, run_until_idle: Any
+) -> None:
+    """Write it as peft 0.18 did; here gate_up_proj has as many inputs as outputs, so that sizes do not tell."""
+    kinds = {name: KINDS[name] for name in ("experts alone", "other layers")}
+    oracle = PeftOracle("qwen3_moe", tmp_path, kinds, shape=shape_of("qwen3_moe"))
+    base, adapter = read_base_model(str(oracle.directory)), oracle.adapters["experts alone"]
+    tensors = load_file(adapter / WEIGHTS_FILE)
+    for name in [name for name in tensors if "lora_A" in name]:
+        of_b = name.replace("lora_A", "lora_B")
+        a, b = tensors[name].view(4, 3, -1), tensors[of_b].view(-1, 3, 4)
+        # peft 0.18's change of expert e: the sum over ranks r of A[e, r, output] * B[input, r, e].
+        tensors[name], tensors[of_b] = b.permute(2, 1, 0).reshape(12, -1), a.permute(2, 1, 0).reshape(-1, 12)
+    save_file({name: one.contiguous() for name, one in tensors.items()}, adapter / WEIGHTS_FILE)
+    config = json.loads((adapter / CONFIG_FILE).read_bytes())
+    for version in ("", "0.19.2.dev0@abc"):
+        (adapter / CONFIG_FILE).write_text(json.dumps(config | {"peft_version": version}))
+        with pytest.raises(ArtifactError, match="layout of experts") as caught:
+            validate_adapter(adapter, base)
+        assert caught.value.subject == "peft_version"
+    (adapter / CONFIG_FILE).write_text(json.dumps(config | {"peft_version": "0.18.1"}))
+    assert validate_adapter(adapter, base).rank == 3
+    check_batch(oracle, make_engine(oracle.directory, **SETTINGS), run_until_idle, seed=4)
+
+
 def test_a_weighted_set_adds_up_the_changes_of_each_expert(of_one: PeftOracle) -> None:
     loaded = load_model(str(of_one.directory))
     weighted = zip(of_one.adapters.items(), (2, -1), strict=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from torch import Tensor
 from artifacts import ArtifactError, MismatchError
 from artifacts.checkpoint import ADAPTER_HEADER_BYTES, TensorInfo, read_header
 from artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
-from artifacts.experts import ExpertSizes, named_by_parameter
+from artifacts.experts import ExpertSizes, in_layout_of_model, named_by_parameter
 from artifacts.families import is_embedding
 from artifacts.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config
 from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, tensor_names
@@ -187,11 +187,13 @@ def read_adapter(
     path = Path(directory)
     try:
         config = parse_peft_config((path / CONFIG_FILE).read_bytes())
-        experts = {name: sizes.experts for name, sizes in linears.items() if isinstance(sizes, ExpertSizes)}
+        experts = {name: sizes for name, sizes in linears.items() if isinstance(sizes, ExpertSizes)}
+        counts = {name: sizes.experts for name, sizes in experts.items()}
         header = canonical_header(read_header(path / WEIGHTS_FILE, ADAPTER_HEADER_BYTES), config, architecture)
         header = named_by_parameter(header, config.target_parameters, experts)
         head = head_tensors(header, architecture)
-        shapes = lora_tensors(header, use_dora=config.use_dora, head=head.values(), experts=experts)
+        shapes = lora_tensors(header, use_dora=config.use_dora, head=head.values(), experts=counts)
+        shapes, former = in_layout_of_model(shapes, experts, config, architecture)
         check_head(header, config, architecture, linears, base.hidden_size if base else hidden_size(linears))
         if config.use_dora and base is None:
             raise MismatchError("use_dora", "DoRA cannot be read without the base model's weights")
@@ -208,8 +210,11 @@ def read_adapter(
     for name, parameter in base_copies(header).items():
         if base is None or not base.repeats(parameter, tensors[name]):
             raise MismatchError(WEIGHTS_FILE, f"tensor {name} is not the model's own {parameter}")
+    of_experts = {module: shape for module, shape in shapes.items() if module in experts}
+    linear_shapes = {module: shape for module, shape in shapes.items() if module not in experts}
+    pairs = _pairs(tensors, linear_shapes, config, weight, base) if linear_shapes else {}
     return AdapterWeights(
-        _pairs(tensors, shapes, experts, config, weight, base),
+        pairs | _expert_pairs(tensors, of_experts, counts, former, config, weight),
         max(shape.rank for shape in shapes.values()),
         {parameter: tensors[name] for parameter, name in head.items()},
     )
@@ -218,7 +223,6 @@ def read_adapter(
 def _pairs(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, LoraShape],
-    experts: Mapping[str, int],
     config: PeftConfig,
     weight: float,
     base: ModelLayers | None,
@@ -230,17 +234,32 @@ def _pairs(
     pairs = {}
     for module, b in zip(shapes, scaled, strict=True):
         a, change = tensors[names[module]["A"]], None
-        if module in experts:
-            # peft's rows of A are one expert's after the other's, its columns of B one rank's after the other's.
-            count, rank = experts[module], shapes[module].rank
-            pairs[module] = LoraPair(a.view(count, rank, -1), b.view(-1, rank, count).permute(2, 1, 0))
-            continue
         if config.use_dora and base is not None:
             change = dora_rescale(base, module, a, b, tensors[names[module]["magnitude"]])
             b.mul_(1 + change.gain[:, None])
         if base is not None and is_embedding(module):
             b.mul_(base.output_scale(module))
         pairs[module] = LoraPair(a, b.t(), change)
+    return pairs
+
+
+def _expert_pairs(
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, LoraShape],
+    experts: Mapping[str, int],
+    former: Collection[str],
+    config: PeftConfig,
+    weight: float,
+) -> dict[str, LoraPair]:
+    """Return the pairs of experts. In those of `former` peft's A is for the outputs, and its B for the inputs."""
+    pairs = {}
+    for module, (rank, _, _) in shapes.items():
+        names, count = tensor_names(module), experts[module]
+        # peft's rows of A are one expert's after the other's, its columns of B one rank's after the other's.
+        first = tensors[names["A"]].view(count, rank, -1)
+        second = tensors[names["B"]].view(-1, rank, count).permute(2, 1, 0)
+        a, b = (second, first) if module in former else (first, second)
+        pairs[module] = LoraPair(a, b.float() * (weight * config.scaling_of(module, rank)))
     return pairs
 
 
