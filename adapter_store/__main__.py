@@ -8,6 +8,7 @@ import sys
 import uvloop
 
 from adapter_store.app import BootstrapKeyError, StoreSettings, serve
+from adapter_store.sources.policy import SourcesError
 from adapter_store.storage import DataDirectoryError
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
@@ -23,6 +24,7 @@ STOPPING = (
     DataDirectoryError,
     AuditFileError,
     PlansError,
+    SourcesError,
     MetricsPortError,
     PortInUse,
 )

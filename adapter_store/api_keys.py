@@ -76,9 +76,13 @@ class ApiKeys:
         self._changed = changed
         self._now_ns = now_ns
         # Changes are numbered within an epoch: after a restart, perhaps with an older catalog, readers begin anew.
-        self.epoch = secrets.token_hex(8)
+        self.begin_epoch()
         # When keys were used last, in nanoseconds since 1970, as far as the catalog does not know it yet.
         self._uses = dict[str, int]()
+
+    def begin_epoch(self) -> None:
+        """Let readers begin anew, since keys are gone, or are others."""
+        self.epoch = secrets.token_hex(8)
 
     def create(
         self, tenant: str, role: Role, scopes: frozenset[str], label: str, ttl_s: float | None
@@ -154,7 +158,7 @@ class ApiKeys:
             gone = [row[0] for row in rows.execute("SELECT key_id FROM api_keys WHERE tenant = ?", (tenant,))]
             rows.execute("DELETE FROM api_keys WHERE tenant = ?", (tenant,))
         if gone:
-            self.epoch = secrets.token_hex(8)
+            self.begin_epoch()
         return gone
 
     def page(self, tenant: str, after: str, limit: int) -> list[ApiKey]:

@@ -19,7 +19,7 @@ from adapter_store.accounts import AccountService, StoredAccounts
 from adapter_store.api_keys import ApiKeys, KeyService
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog, DeletedRevisions, Grants, GrantService
-from adapter_store.database import Database
+from adapter_store.database import Database, Statement
 from adapter_store.metrics import StoreMetrics
 from adapter_store.open_calls import TenantCalls
 from adapter_store.plans import PlanService, StoredPlans, StoreQuotas
@@ -27,7 +27,9 @@ from adapter_store.purge import TenantPurge, TenantService
 from adapter_store.receive import Receiver
 from adapter_store.records import FitnessPolicy
 from adapter_store.service import AdapterService, WorkerGrants
+from adapter_store.sources.policy import Sources
 from adapter_store.storage import DataDirectory
+from adapter_store.transfer import Transfers
 from artifacts.revision import FitnessLimits
 from rpc.errors import CallError
 from rpc.interceptors import CallMeter
@@ -35,7 +37,7 @@ from rpc.principal import Principal
 from rpc.server import Server, stop_signal
 from rpc.settings import check_bounds, setting
 from rpc.tasks import every
-from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
+from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, LogOnce, check_logging
 from telemetry.metrics import PORT_HELP, serve_metrics
 from tenancy.access import AccessSettings, GuardedServers
 from tenancy.api_keys import USED_AT_ONCE, KeyDirectory
@@ -54,15 +56,23 @@ log = logging.getLogger(__name__)
 DRAIN_S = 10.0
 # Interval in seconds between looks for deleted revisions whose time has passed.
 PURGE_S = 60.0
+# Interval in seconds between looks at what other stores have changed in the bucket, and between removals of changes
+# that a snapshot has. Timeouts in seconds of requests for a part of the catalog, and for a file.
+BUCKET_LOOK_S, TIDY_S, CATALOG_S, BLOB_S = 0.2, 60.0, 15.0, 3600.0
 # Interval in seconds between saves of when API keys were used last, which a store that is killed forgets.
 KEY_USES_S = 60.0
 
 
 @dataclass(frozen=True)
 class StoreSettings(AccessSettings):
-    """Keeps adapters and base models' manifests in a local directory and serves them over gRPC."""
+    """Keeps adapters and base models' manifests, in a directory or in a bucket, and serves them over gRPC."""
 
-    data: Path = setting("directory that holds everything; made when it is missing")  # a field
+    data: Path = setting("directory that holds everything; with --bucket, what is on its way; made when it is missing")
+    bucket: str = setting(
+        "s3://BUCKET/FOLDER, gs:// or az:// that holds everything, for several stores at once; credentials and "
+        "endpoint are in the provider's own variables (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...); empty: the directory",
+        "",
+    )
     host: str = setting("address to listen on", "127.0.0.1")
     port: int = setting("port to listen on, 0 for one that the system chooses", 50052)
     max_adapter_bytes: int = setting("maximum of bytes of a safetensors file", 4 * 1024**3, least=1)
@@ -85,6 +95,12 @@ class StoreSettings(AccessSettings):
         "the plans that operators set with `loraplex plans`",
         "",
     )
+    sources: str = setting(
+        "a TOML file with the sources that tenants may import adapters from (docs/guides/adapters.md), read again when "
+        "it changes; empty: none",
+        "",
+    )
+    transfer_timeout_s: float = setting("maximum of seconds for an import or an export", 3600.0, above=0)
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
@@ -123,6 +139,7 @@ class Store:
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
         self.metrics = StoreMetrics()
+        self._bucket_down = LogOnce(log)
         self.port = 0
         # HOST:PORT, then words like mtls=HOST:PORT.
         self.addresses: Sequence[str] = ()
@@ -154,15 +171,23 @@ class Store:
         catalog = Catalog(self._database, self._data, deleted, quotas)
         bases = BaseModels(self._database, self._data)
         self._receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes, quotas)
+        self._transfers = Transfers(
+            self._data,
+            self._receiver,
+            quotas,
+            self._sources,
+            max_adapter_bytes=self._settings.max_adapter_bytes,
+            timeout_s=self._settings.transfer_timeout_s,
+        )
         grants = Grants(self._database, self._settings.keep_deleted_s)
         adapters = AdapterService(
             catalog,
             bases,
             self._receiver,
-            deleted,
             self._fitness_policy(),
             grants,
             self.metrics,
+            self._transfers,
             None if (tls := self._settings.tls_files()) is None else WorkerGrants(tls, self._refused),
         )
         purge = TenantPurge(self._database, self._data, self._keys, self._plans, self._read_all_keys)
@@ -179,6 +204,7 @@ class Store:
         """Refuse new calls, let running ones end for `drain_s`, cancel them, close the data."""
         self.metrics.health.stop()
         await self._server.stop(drain_s)
+        await self._transfers.close()
         self._receiver.close()
         for task in (self._purging, self._following):
             task.cancel()
@@ -194,17 +220,28 @@ class Store:
         return GuardedServers(
             self._settings,
             tls,
-            lambda guard, port: Server(guard, outer=[meter], interceptors=[*bounds[port], self._auditor]),
+            lambda guard, port: Server(
+                guard, outer=[meter], interceptors=[*bounds[port], self._auditor, *self._shared_catalog()]
+            ),
             self._directory,
             self._refused,
         )
+
+    def _shared_catalog(self) -> list[grpc.aio.ServerInterceptor]:
+        if not self._settings.bucket:
+            return []
+        from adapter_store.bucket import SharedCatalog
+
+        return [SharedCatalog(self._database)]
 
     def _refused(self, method: str, caller: Principal | None, error: CallError, peer: str) -> None:
         self.metrics.refused.labels(error.reason).inc()
         self._auditor.refused(method, caller, error, peer)
 
     async def _follow(self) -> None:
-        looks = every(WINDOW_S, self._auditor.flush), every(PLANS_LOOK_S, self._look_at_plans)
+        looks = [every(WINDOW_S, self._auditor.flush), every(PLANS_LOOK_S, self._look_at_plans)]
+        if self._settings.bucket:
+            looks += [every(BUCKET_LOOK_S, self._follow_bucket), every(TIDY_S, self._tidy_bucket)]
         await asyncio.gather(self._server.follow(), every(KEY_USES_S, self._save_key_uses), *looks)
 
     async def _save_key_uses(self) -> None:
@@ -227,18 +264,65 @@ class Store:
 
     def _open(self) -> None:
         with ExitStack() as opened:
-            self._data = opened.enter_context(closing(DataDirectory(self._settings.data)))
+            self._data = opened.enter_context(closing(self._open_data()))
             self._auditor = Auditor(AuditLog(self._settings.audit, "store", self.metrics.audit))
             opened.callback(self._auditor.close)
-            self._database = opened.enter_context(closing(Database(self._data.catalog_path, self._data.count_blobs())))
+            self._database = opened.enter_context(closing(self._open_database()))
             self._read_keys()
+            self._sources = Sources(Path(path) if (path := self._settings.sources) else None)
             self._plans = StoredPlans(self._database, Path(path) if (path := self._settings.plans) else None)
+            self._share_catalog()
             removed = self._data.clean(self._database.referenced_blobs())
             self._data.keep_reserve()
             self.metrics.disk_usage.set_function(self._data.used_share)
             self._close = opened.pop_all().close
         if removed:
             log.info("removed %d unfinished uploads and files without an owner", removed)
+
+    def _open_data(self) -> DataDirectory:
+        if not (url := self._settings.bucket):
+            return DataDirectory(self._settings.data)
+        from adapter_store.bucket import BucketDirectory, open_bucket
+
+        return BucketDirectory(self._settings.data, open_bucket(url, BLOB_S))
+
+    def _open_database(self) -> Database:
+        if not (url := self._settings.bucket):
+            return Database(self._data.catalog_path, self._data.count_blobs())
+        from adapter_store.bucket import BucketDirectory, open_bucket
+        from adapter_store.replica import Replica
+
+        replica = Replica(self._data.catalog_path, open_bucket(url, CATALOG_S))
+        assert isinstance(self._data, BucketDirectory)
+        self._data.database = replica
+        return replica
+
+    def _share_catalog(self) -> None:
+        """Read in memory again what other stores have changed."""
+        self._database.changed = self._others_changed
+
+    def _others_changed(self, statements: Sequence[Statement] | None) -> None:
+        written = " ".join(sql for sql, _ in statements or ())
+        if statements is None or "api_key" in written:
+            if "DELETE FROM api_keys" in written or statements is None:
+                self._keys.begin_epoch()
+            self._read_all_keys()
+        if statements is None or " plans " in written:
+            self._plans.reload()
+
+    async def _follow_bucket(self) -> None:
+        try:
+            await asyncio.to_thread(self._database.refresh)
+        except CallError as error:
+            self._bucket_down(f"the catalog in the bucket cannot be read: {error}")
+        else:
+            self._bucket_down.reset()
+
+    async def _tidy_bucket(self) -> None:
+        try:
+            await asyncio.to_thread(self._database.tidy)
+        except CallError as error:
+            log.warning("the catalog's changes in the bucket stay many: %s", error)
 
     def _read_all_keys(self) -> None:
         with self._database.lock:  # a key that is made meanwhile would be forgotten

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from adapter_store.database import Database
 from adapter_store.records import Base, Blob, NewBase
-from adapter_store.storage import BlobReader, DataDirectory, Upload
+from adapter_store.storage import BlobReader, DataDirectory, Keep, Upload
 from artifacts.base_model import BaseModel, ModuleShape
 from artifacts.generation_config import UNSAID, GenerationConfig
 from rpc.errors import AlreadyExists, InvalidField, NotFound
@@ -70,6 +70,10 @@ class BaseModels:
         Raises AlreadyExists where the live revision differs and neither `replace` nor `stage` is set, or where this
         revision has another manifest or files and `replace` is not set.
         """
+        with self._data.staged(upload, new.files) as keep:
+            return self._database.repeated(lambda: self._register(new, keep))
+
+    def _register(self, new: NewBase, keep: Keep) -> Base:
         manifest, files = new.manifest, new.files
         name, position = manifest.name, f"{manifest.name}@{manifest.digest}"
         blobs = {blob.digest for blob in files.values()}
@@ -91,8 +95,8 @@ class BaseModels:
             elif live is not None and not (new.replace or new.stage):
                 raise AlreadyExists(_what_differs(live, manifest))
             _insert(rows, manifest, files)
-            for file, blob in files.items():
-                self._data.keep(upload.path / file, blob)
+            for file in files:
+                keep(rows, file)
             if live is None or not new.stage or (same is not None and same.state == "live"):
                 _make_live(rows, manifest.name, manifest.digest)
             blobs |= _remove_others(rows, manifest)
@@ -113,7 +117,7 @@ class BaseModels:
         """
         with self._database.reading() as rows:
             base = _get(rows, name)
-            return base, self._data.open(base.files)
+            return base, self._data.open(rows, base.files)
 
 
 def _without_experts(manifest: BaseModel) -> BaseModel:

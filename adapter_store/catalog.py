@@ -12,7 +12,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -41,7 +41,7 @@ from adapter_store.records import (
     to_adapter,
     to_revision,
 )
-from adapter_store.storage import BlobReader, DataDirectory, Upload
+from adapter_store.storage import BlobReader, DataDirectory, Keep, Upload
 from artifacts.names import SHARED, AdapterName, Reference, RevisionName, check_tenant
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, Figures
@@ -250,6 +250,9 @@ class DeletedRevisions:
         return self._remove(f"rowid IN (SELECT rowid FROM ({latest}) WHERE upto > ?)", [tenant, most_bytes])
 
     def _remove(self, where: str, values: Sequence[int | str]) -> int:
+        return self.database.repeated(lambda: self._remove_once(where, values))
+
+    def _remove_once(self, where: str, values: Sequence[int | str]) -> int:
         digests: set[str] = set()
         with self.database.swept(self.data, digests), self.database.transaction() as rows:
             removed = rows.execute(
@@ -266,7 +269,7 @@ class Catalog:
     def __init__(self, database: Database, data: DataDirectory, deleted: DeletedRevisions, quotas: StoreQuotas) -> None:
         self._database = database
         self._data = data
-        self._deleted = deleted
+        self.deleted = deleted
         self._quotas = quotas
 
     def resolve(self, reference: Reference, asked: str) -> tuple[Adapter, Revision]:
@@ -309,7 +312,7 @@ class Catalog:
         with self._database.reading() as rows:
             row = adapter_row(rows, name)
             selected = rows.execute(
-                REVISIONS + "WHERE adapter_id = ? AND number < ? ORDER BY number DESC LIMIT ?",
+                REVISIONS + "WHERE revisions.adapter_id = ? AND number < ? ORDER BY number DESC LIMIT ?",
                 (row["id"], before, limit),
             ).fetchall()
             for revision_row in selected:
@@ -326,10 +329,10 @@ class Catalog:
         The adapter may have been deleted a while ago.
         """
         with self._database.reading() as rows:
-            revision = find_revision(rows, name) or self._deleted.find(rows, name)
+            revision = find_revision(rows, name) or self.deleted.find(rows, name)
             if revision is None:
                 raise NotFound("revision", str(name))
-            return revision, self._data.open({CONFIG_FILE: revision.config, WEIGHTS_FILE: revision.weights})
+            return revision, self._data.open(rows, {CONFIG_FILE: revision.config, WEIGHTS_FILE: revision.weights})
 
     def check_upload(self, name: AdapterName, base_model: str, etag: str, key_id: str) -> None:
         """Check that a revision may be uploaded with an API key.
@@ -346,6 +349,11 @@ class Catalog:
 
         Raises as `check_upload` does, and Aborted if the base model was replaced meanwhile.
         """
+        files = {CONFIG_FILE: new.revision.config, WEIGHTS_FILE: new.revision.weights}
+        with self._data.staged(upload, files) as keep:
+            return self._database.repeated(lambda: self._publish(new, keep))
+
+    def _publish(self, new: NewRevision, keep: Keep) -> tuple[Adapter, Revision, bool]:
         sent, now = new.revision, time.time_ns()
         name = sent.name.adapter_name
         blobs = {sent.config.digest, sent.weights.digest}
@@ -370,8 +378,8 @@ class Catalog:
             stored = read_revision(rows, sent.name)
             # The config of the same revision may have its keys in another order: the bytes that came first stay.
             if stored.config == sent.config:
-                self._data.keep(upload.path / CONFIG_FILE, sent.config)
-            self._data.keep(upload.path / WEIGHTS_FILE, sent.weights)
+                keep(rows, CONFIG_FILE)
+            keep(rows, WEIGHTS_FILE)
             return to_adapter(rows, adapter_row(rows, name)), stored, created
 
     def set_alias(self, name: AdapterName, alias: str, digest: str, etag: str) -> Adapter:
@@ -427,16 +435,16 @@ class Catalog:
         with self._database.transaction() as rows:
             row = adapter_row(rows, name)
             _check(row, name, row["base_model"], etag)
-            self._deleted.take(rows, row["id"])
+            self.deleted.take(rows, row["id"])
             end_grants(rows, name, time.time_ns())
             rows.execute("DELETE FROM adapters WHERE id = ?", (row["id"],))
         if purge:
-            self._deleted.purge(name=name)
+            self.deleted.purge(name=name)
             return
         with suppress(Exhausted):  # the adapter is deleted; its bytes are freed later
-            self._deleted.purge()
+            self.deleted.purge()
             if (most_bytes := self._quotas.bytes_of(name.tenant)) is not None:
-                self._deleted.trim(name.tenant, most_bytes)
+                self.deleted.trim(name.tenant, most_bytes)
 
 
 def _check(row: sqlite3.Row | None, name: AdapterName, base_model: str, etag: str) -> None:
@@ -460,11 +468,19 @@ def _check_base(rows: sqlite3.Connection, revision: Revision) -> None:
 def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision, now: int) -> bool:
     """Insert a revision; returns False for bytes that are there, which now count as validated against the new base."""
     revision = new.revision
+    origin = revision.provenance
+
+    def note_origin() -> None:
+        if origin is not None:  # of bytes that came twice the first origin stays
+            values = (adapter_id, revision.name.digest, replace(origin, fetch_ns=now).to_json())
+            rows.execute("INSERT OR IGNORE INTO provenance VALUES (?, ?, ?)", values)
+
     same = rows.execute(
         "UPDATE revisions SET base_digest = ?, rank = ? WHERE adapter_id = ? AND digest = ?",
         (revision.base_digest, revision.rank, adapter_id, revision.name.digest),
     )
     if same.rowcount:
+        note_origin()
         return False
     rows.execute(
         "INSERT INTO revisions (adapter_id, digest, base_digest, rank, config_digest, config_bytes, weights_digest, "
@@ -474,6 +490,7 @@ def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision
             *(revision.config.size, revision.weights.digest, revision.weights.size, now),
         ),
     )
+    note_origin()
     if new.key_id:
         rows.execute("INSERT INTO revision_keys VALUES (?, ?, ?)", (adapter_id, revision.name.digest, new.key_id))
     return True

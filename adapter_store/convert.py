@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.records import Adapter, Base, FitnessCertificate, FitnessPolicy, FoundRevision, Revision
+from adapter_store.records import Adapter, Base, FitnessCertificate, FitnessPolicy, FoundRevision, Provenance, Revision
 from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import TASKS, BaseModel, ModuleShape
 from artifacts.generation_config import GenerationConfig
@@ -146,7 +146,16 @@ def revision_to_pb(revision: Revision, policy: FitnessPolicy) -> pb.Revision:
         weight_bytes=revision.weights.size,
         create_time=timestamp(revision.create_ns),
         certificates=[certificate_to_pb(certificate, policy) for certificate in revision.certificates],
+        provenance=None if revision.provenance is None else _provenance_to_pb(revision.provenance),
     )
+
+
+def _provenance_to_pb(provenance: Provenance) -> pb.Provenance:
+    files = [
+        pb.SourceFile(path=file.path, size=file.size, etag=file.etag, version=file.version) for file in provenance.files
+    ]
+    fetched = timestamp(provenance.fetch_ns or None)
+    return pb.Provenance(uri=provenance.uri, pin=provenance.pin, files=files, fetch_time=fetched)
 
 
 def found_to_pb(found: FoundRevision) -> pb.FoundRevision:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from adapter_store.storage import DataDirectory, DataDirectoryError, disk_full
 
+# A statement, and the values that it was run with.
+Statement = tuple[str, list[Any]]
 # The tables, as numbered steps: number n, beginning at 1, makes a catalog of version n of one of version n - 1. From
 # version 1.0 on a step that was released stays as it is, and a change of the tables is another step at the end.
 MIGRATIONS = (
@@ -188,6 +191,21 @@ ALTER TABLE base_revisions RENAME TO base_models;
 ALTER TABLE base_revision_files RENAME TO base_files;
 CREATE INDEX base_files_by_digest ON base_files (digest);
 """,
+    # Where imported revisions came from, as JSON of records.Provenance.
+    """
+CREATE TABLE provenance (
+    adapter_id INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    origin TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, digest),
+    FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
+);
+-- Where blobs are in a bucket; none of those in a directory.
+CREATE TABLE blobs (
+    digest TEXT PRIMARY KEY,
+    place TEXT NOT NULL
+);
+""",
 )
 _COLUMNS = """
 SELECT tables.name, columns.name FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns
@@ -206,6 +224,31 @@ SELECT EXISTS (SELECT 1 FROM revisions WHERE config_digest = :digest)
 """
 
 
+T = TypeVar("T")
+
+
+class Connection(sqlite3.Connection):
+    """A connection that notes the statements of a transaction, with their values, where somebody wants them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.row_factory = sqlite3.Row
+        self.noted: list[Statement] | None = None
+
+    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        """Run a statement."""
+        if self.noted is not None:
+            self.noted.append((sql, [parameters]))
+        return super().execute(sql, parameters)
+
+    def executemany(self, sql: str, parameters: Iterable[Any], /) -> sqlite3.Cursor:
+        """Run a statement with each of several values."""
+        values = list(parameters)
+        if self.noted is not None:
+            self.noted.append((sql, values))
+        return super().executemany(sql, values)
+
+
 class Database:
     """A connection that one thread uses at a time. `lock` may be held around several transactions.
 
@@ -215,18 +258,19 @@ class Database:
 
     def __init__(self, path: Path, blobs: int = 0) -> None:
         self.lock = threading.RLock()
+        # Called with the statements of other stores' changes, or None for all of them, with the lock held.
+        self.changed: Callable[[list[Statement] | None], None] = lambda _: None
         if blobs and not (path.is_file() and path.stat().st_size):
             raise _lost_catalog(path, blobs)
         try:
             with ExitStack() as opened:
-                connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+                connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=Connection)
                 opened.callback(connection.close)
-                connection.row_factory = sqlite3.Row
                 # In WAL mode with FULL every commit is on the disk before it returns.
                 # With secure_delete removed rows are overwritten.
                 for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
                     connection.execute(f"PRAGMA {pragma}")
-                _migrate(connection, path, blobs)
+                migrate(connection, path, blobs)
                 _check_shape(connection, path)
                 opened.pop_all()
         except sqlite3.Error as error:
@@ -251,6 +295,17 @@ class Database:
                     raise disk_full() from error
                 raise
 
+    def repeated(self, change: Callable[[], T]) -> T:
+        """Return what a change returns. Of stores that share a catalog one may have to make it again."""
+        return change()
+
+    def refresh(self) -> bool:
+        """Tell whether another store has changed the catalog, which this one has now read."""
+        return False
+
+    def tidy(self) -> None:
+        """Remove what the catalog does not need any more."""
+
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """Run a transaction that reads: all that it reads belongs to the same moment."""
@@ -274,8 +329,7 @@ class Database:
             try:
                 yield
             finally:
-                for digest in self.unreferenced(digests):
-                    data.remove(digest)
+                data.remove(self.unreferenced(digests))
 
     def forget_removed(self) -> None:
         """Write the removal of rows into the file itself, and empty the journal, which still has them."""
@@ -288,7 +342,7 @@ class Database:
             self._connection.close()
 
 
-def _migrate(connection: sqlite3.Connection, path: Path, blobs: int) -> None:
+def migrate(connection: sqlite3.Connection, path: Path, blobs: int = 0) -> None:
     """Run the migrations that the catalog lacks, each in a transaction."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version == 0 and blobs:

@@ -30,6 +30,8 @@ SLOWEST_BYTES_S = 64 * 1024
 # only when each of these has had its turn on the loop: so downloads are few, and send short pieces, of so many bytes.
 CALLS, DOWNLOADS = 64, 8
 TENANT_PIECE_BYTES = 64 * 1024
+# Methods with a bound of their own: an import may take an hour, and downloads are few.
+_TRANSFERS = ("/ImportRevision", "/ExportRevision")
 
 
 class OpenUploads:
@@ -82,8 +84,8 @@ class TenantCalls(Interceptor):
         self._silent_s = silent_s
 
     def wrap(self, handler: Handler, method: str) -> Handler:
-        """Wrap the handler; calls of the health service have no caller and are not counted."""
-        if handler.request_streaming or method.startswith("/grpc."):
+        """Wrap the handler; without those of the health service and those with a bound of their own."""
+        if handler.request_streaming or method.startswith("/grpc.") or method.endswith(_TRANSFERS):
             return handler
         return wrapped(handler, self._many if handler.response_streaming else self._one)
 

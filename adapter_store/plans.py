@@ -82,9 +82,14 @@ class StoredPlans:
         if self._file is not None:
             self._take_file(self._file.content)
             return
-        self.epoch = secrets.token_hex(8)
-        with database.reading() as rows:
-            self._plans = {row["name"]: _to_plan(row) for row in rows.execute("SELECT * FROM plans")}
+        self.reload()
+
+    def reload(self) -> None:
+        """Read the catalog's plans, which another store may have changed; readers begin anew."""
+        if self._file is None:
+            self.epoch = secrets.token_hex(8)
+            with self._database.reading() as rows:
+                self._plans = {row["name"]: _to_plan(row) for row in rows.execute("SELECT * FROM plans")}
 
     def look(self) -> list[str]:
         """Read the file again if it has changed; return the names of the plans that are others now."""

@@ -90,15 +90,11 @@ class TenantPurge:
 
     def purge(self, tenant: str) -> Purged:
         """Remove everything of a tenant. Doing it again is right."""
-        keys = self._keys.purge(tenant)  # first, so that nothing new comes
+        keys = self._database.repeated(lambda: self._keys.purge(tenant))  # first, so that nothing new comes
         self._keys_changed()
-        plans = self._plans.purge([plan_name(tenant), *(f"keys/{key_id}" for key_id in keys)])
-        blobs: set[str] = set()
-        with self._database.swept(self._data, blobs), self._database.transaction() as rows:
-            removed = list(_names(rows, tenant))
-            blobs |= {digest for row in rows.execute(_BLOBS, {"tenant": tenant}) for digest in row}
-            for statement in _REMOVALS:
-                rows.execute(statement, {"tenant": tenant})
+        names = [plan_name(tenant), *(f"keys/{key_id}" for key_id in keys)]
+        plans = self._database.repeated(lambda: self._plans.purge(names))
+        removed, blobs = self._database.repeated(lambda: self._remove(tenant))
         self._database.forget_removed()
         gone = self._database.unreferenced(blobs)
         removed += [f"keys/{key_id}" for key_id in keys] + [f"plans/{name}" for name in plans]
@@ -106,6 +102,16 @@ class TenantPurge:
         return Purged(
             removed, self._remaining(tenant, gone), [f"blobs/{one}" for one in sorted(blobs.difference(gone))]
         )
+
+    def _remove(self, tenant: str) -> tuple[list[str], set[str]]:
+        """Remove what the catalog has of a tenant; returns its names, and the digests of its files."""
+        blobs: set[str] = set()
+        with self._database.swept(self._data, blobs), self._database.transaction() as rows:
+            removed = list(_names(rows, tenant))
+            blobs |= {digest for row in rows.execute(_BLOBS, {"tenant": tenant}) for digest in row}
+            for statement in _REMOVALS:
+                rows.execute(statement, {"tenant": tenant})
+        return removed, blobs
 
     def gone(self, digests: Sequence[str]) -> list[str]:
         """Return those of the revisions, by digest, that the store has of no tenant, not even as deleted ones."""

@@ -17,7 +17,7 @@ from adapter_store.catalog import Catalog
 from adapter_store.convert import base_from_pb, own_adapter, refusals
 from adapter_store.open_calls import OpenUploads
 from adapter_store.plans import StoreQuotas
-from adapter_store.records import Base, Blob, NewBase, NewRevision, Revision
+from adapter_store.records import Base, Blob, NewBase, NewRevision, Provenance, Revision
 from adapter_store.storage import PIECE_BYTES, DataDirectory, Upload
 from adapter_store.validate import CONFIG_BYTES, Validated, validate_adapter
 from artifacts import ArtifactError, MismatchError
@@ -40,6 +40,7 @@ _SILENT_S = 0.5
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 P = TypeVar("P")
+UploadHeader = pb.UploadHeader | pb.ImportRevisionRequest
 UploadPart = pb.UploadRevisionRequest | pb.ValidateAdapterRequest
 # Returns the maximum size in bytes of a file by its name. Raises InvalidField on a name that is refused.
 LimitOf = Callable[[str], int]
@@ -48,7 +49,9 @@ _CHECK_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Header:
+class Header:
+    """The header of an upload: it becomes a revision of `name` for the base model; `alias` None moves no alias."""
+
     name: AdapterName
     alias: str | None
     etag: str
@@ -86,13 +89,16 @@ class Receiver:
         async with _heard_out(aiter(parts)) as received, AsyncExitStack() as counted:
             counted.enter_context(self._quotas.uploading(tenant, caller().key_id))
             coming = await counted.enter_async_context(self._open_uploads.one(received, tenant))
-            header = await self._header(await anext(coming, None), tenant)
+            first = await anext(coming, None)
+            if first is None or first.WhichOneof("part") != "header":
+                raise InvalidField("header", "comes first, then the chunks")
+            header = await self.header(first.header, tenant, "header.")
             limit = sum(self._limits.values())
             async with _received(self._data, coming, "header", self._adapter_limit, limit) as upload:
                 for file in self._limits:
                     if file not in upload.sizes:
                         raise InvalidField("chunk", f"{file} is missing")
-                yield await self._check(header, upload, tenant), upload
+                yield await self.check(header, upload, tenant), upload
 
     @asynccontextmanager
     async def base_model(
@@ -109,24 +115,25 @@ class Receiver:
                 _check_announced(first.model, blobs)
                 yield NewBase(manifest, blobs, first.replace, first.stage), upload
 
-    async def _header(self, first: UploadPart | None, tenant: str) -> _Header:
-        if first is None or first.WhichOneof("part") != "header":
-            raise InvalidField("header", "comes first, then the chunks")
-        header = first.header
-        name = own_adapter("header.adapter", header.adapter, tenant)
-        with refusals("header.alias"):
+    async def header(self, header: UploadHeader, tenant: str, at: str = "") -> Header:
+        """Check what an upload is to become, before its bytes come. Raises errors that name fields below `at`."""
+        name = own_adapter(f"{at}adapter", header.adapter, tenant)
+        with refusals(f"{at}alias"):
             alias = None if header.alias == _NO_ALIAS else check_alias(header.alias or LIVE)
         model = header.base_model or self._quotas.default_model(name.tenant, caller().key_id)
-        base = await asyncio.to_thread(self._bases.get_or_only, model, "header.base_model")
+        base = await asyncio.to_thread(self._bases.get_or_only, model, f"{at}base_model")
         await asyncio.to_thread(self._catalog.check_upload, name, base.manifest.name, header.etag, caller().key_id)
-        return _Header(name, alias, header.etag, base)
+        return Header(name, alias, header.etag, base)
 
     def _adapter_limit(self, file: str) -> int:
         if file not in self._limits:
             raise InvalidField("chunk.name", f"{file!r} is not a file of an adapter: {', '.join(self._limits)}")
         return self._limits[file]
 
-    async def _check(self, header: _Header, upload: Upload, tenant: str) -> NewRevision:
+    async def check(
+        self, header: Header, upload: Upload, tenant: str, provenance: Provenance | None = None
+    ) -> NewRevision:
+        """Validate a complete upload against its base model. Raises errors of the call."""
         blobs = await asyncio.to_thread(upload.finish)
         base = header.base.manifest
         valid, digest = await self._validator.check(upload, blobs[WEIGHTS_FILE].digest, base, tenant)
@@ -134,8 +141,16 @@ class Receiver:
             blobs[CONFIG_FILE] = await asyncio.to_thread(upload.rewrite, CONFIG_FILE, valid.config)
         name = RevisionName(header.name.tenant, header.name.adapter, digest)
         files = (blobs[CONFIG_FILE], blobs[WEIGHTS_FILE])
-        revision = Revision(name, base.name, base.adapted_digest, valid.rank, *files)
-        return NewRevision(revision, header.alias, header.etag, caller().key_id)
+        revision = Revision(name, base.name, base.adapted_digest, valid.rank, *files, provenance=provenance)
+        return NewRevision(revision, header.alias, header.etag, caller().key_id, _warnings(valid, base.name))
+
+
+def _warnings(valid: Validated, base: str) -> tuple[str, ...]:
+    """Return a warning of an adapter that names another base model: its shapes fit, so that it is accepted."""
+    trained_on = valid.trained_on.rstrip("/").rpartition("/")[2]
+    if not trained_on or trained_on.lower() == base.rpartition("/")[2].lower():
+        return ()
+    return (f"base_model_name_or_path is {valid.trained_on[:200]!r}: its shapes fit {base}, which serves it",)
 
 
 @asynccontextmanager
@@ -203,7 +218,8 @@ class _Validator:
                 kind = MismatchError if answer.get("mismatch") else ArtifactError
                 raise kind(answer["subject"], answer["error"])
         config = answer["config"]
-        return Validated(answer["rank"], None if config is None else config.encode()), answer["digest"]
+        kept = None if config is None else config.encode()
+        return Validated(answer["rank"], kept, answer["trained_on"]), answer["digest"]
 
     def close(self) -> None:
         """End the children."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from adapter_store.sources import SourceFile
 from artifacts.base_model import BaseModel
 from artifacts.names import AdapterName, RevisionName
 from artifacts.revision import Figures, FitnessLimits
 from rpc.errors import NotFound
 
-REVISIONS = "SELECT revisions.*, tenant, adapter, base_model FROM revisions JOIN adapters ON adapters.id = adapter_id "
+REVISIONS = (
+    "SELECT revisions.*, tenant, adapter, base_model, provenance.origin FROM revisions "
+    "JOIN adapters ON adapters.id = revisions.adapter_id LEFT JOIN provenance USING (adapter_id, digest) "
+)
 _BY_DIGESTS = (
     "SELECT revisions.digest, tenant, adapter, NULL AS delete_ns, (SELECT json_group_array(alias) "
     "FROM aliases WHERE aliases.adapter_id = adapters.id AND aliases.digest = revisions.digest) AS aliases "
@@ -62,6 +66,29 @@ class FitnessPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class Provenance:
+    """The origin of an imported revision: the URI that was asked for, and what it was then.
+
+    `pin` is a URI of these bytes alone, where the source has one: a commit, a digest; the files have their versions.
+    """
+
+    uri: str
+    pin: str
+    files: tuple[SourceFile, ...]
+    fetch_ns: int = 0
+
+    def to_json(self) -> str:
+        """Return the catalog's form."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Provenance:
+        """Read the catalog's form."""
+        values = json.loads(text)
+        return cls(**{**values, "files": tuple(SourceFile(**file) for file in values["files"])})
+
+
+@dataclass(frozen=True, slots=True)
 class Revision:
     """A revision. `order` grows with every revision of the store; one that is not kept yet has no time and order."""
 
@@ -74,6 +101,7 @@ class Revision:
     create_ns: int | None = None
     order: int = 0
     certificates: tuple[FitnessCertificate, ...] = ()
+    provenance: Provenance | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +124,8 @@ class NewRevision:
     alias: str | None
     etag: str
     key_id: str
+    # What does not hinder the adapter, and its owner should know.
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +183,8 @@ def etag_of(row: sqlite3.Row) -> str:
 
 def find_revision(rows: sqlite3.Connection, name: RevisionName) -> Revision | None:
     row = rows.execute(
-        REVISIONS + "WHERE tenant = ? AND adapter = ? AND digest = ?", (name.tenant, name.adapter, name.digest)
+        REVISIONS + "WHERE tenant = ? AND adapter = ? AND revisions.digest = ?",
+        (name.tenant, name.adapter, name.digest),
     ).fetchone()
     return None if row is None else to_revision(row, certificates_of(rows, row))
 
@@ -206,4 +237,6 @@ def to_revision(row: sqlite3.Row, certificates: tuple[FitnessCertificate, ...] =
         create_ns=row["create_ns"],
         order=row["number"],
         certificates=certificates,
+        # Deleted revisions have none.
+        provenance=Provenance.from_json(row["origin"]) if "origin" in row.keys() and row["origin"] else None,  # noqa: SIM118
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 
 from adapter_store.bases import BaseModels
-from adapter_store.catalog import Catalog, DeletedRevisions, Grants
+from adapter_store.catalog import Catalog, Grants
 from adapter_store.convert import (
     adapter_to_pb,
     base_to_pb,
@@ -38,7 +38,9 @@ from adapter_store.metrics import StoreMetrics
 from adapter_store.open_calls import TENANT_PIECE_BYTES
 from adapter_store.receive import Receiver
 from adapter_store.records import FitnessPolicy, Revision
+from adapter_store.sources.fetch import Progress
 from adapter_store.storage import DISK_FULL, PIECE_BYTES, BlobReader, CorruptBlob
+from adapter_store.transfer import Transfers
 from artifacts.names import (
     check_alias,
     parse_adapter_name,
@@ -124,10 +126,10 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         catalog: Catalog,
         bases: BaseModels,
         receiver: Receiver,
-        deleted: DeletedRevisions,
         fitness: FitnessPolicy,
         grants: Grants,
         metrics: StoreMetrics,
+        transfers: Transfers,
         worker_grants: WorkerGrants | None = None,
     ) -> None:
         self._metrics = metrics
@@ -135,9 +137,9 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         self._lists = Lists()
         self._bases = bases
         self._receiver = receiver
-        self._deleted = deleted
         self._fitness = fitness
         self._grants = grants
+        self._transfers = transfers
         self._worker_grants = worker_grants
 
     async def UploadRevision(
@@ -151,8 +153,57 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         self._metrics.published.inc(created)
         log.info("%s %s", "published" if created else "already there:", published.name)
         return pb.UploadRevisionResponse(
-            adapter=adapter_to_pb(adapter), revision=self._revision(published), created=created
+            adapter=adapter_to_pb(adapter),
+            revision=self._revision(published),
+            created=created,
+            warnings=new.warnings,
         )
+
+    async def ImportRevision(
+        self, request: pb.ImportRevisionRequest, context: Context
+    ) -> AsyncIterator[pb.ImportRevisionResponse]:
+        """Fetch a revision from a source, keep it if all of it is valid, and move its alias."""
+        coming = self._transfers.imported(request, calling_tenant())
+        async with self._making_room(), aclosing(coming):
+            async for event in coming:
+                if isinstance(event, Progress):
+                    yield pb.ImportRevisionResponse(progress=_progress_to_pb(event))
+                    continue
+                new, upload = event
+                adapter, published, created = await asyncio.to_thread(self._catalog.publish, new, upload)
+                self._metrics.received.inc(sum(upload.sizes.values()))
+                self._metrics.published.inc(created)
+                log.info("%s %s from %s", "imported" if created else "already there:", published.name, request.source)
+                imported = pb.ImportedRevision(
+                    adapter=adapter_to_pb(adapter),
+                    revision=self._revision(published),
+                    created=created,
+                    warnings=new.warnings,
+                )
+                yield pb.ImportRevisionResponse(imported=imported)
+
+    async def ExportRevision(
+        self, request: pb.ExportRevisionRequest, context: Context
+    ) -> AsyncIterator[pb.ExportRevisionResponse]:
+        """Push a revision to a registry."""
+        tenant = calling_tenant()
+        with refusals("name"):
+            reference = parse_reference(request.name, tenant)
+        if not await self._grants.may_use(reference.candidates[0], tenant):
+            raise NotFound("adapter", request.name)
+        _, revision = await asyncio.to_thread(self._catalog.resolve, reference, request.name)
+        going = self._transfers.exported(
+            request.destination, tenant, partial(self._catalog.open_revision, revision.name)
+        )
+        async with aclosing(going):
+            async for event in going:
+                if isinstance(event, Progress):
+                    yield pb.ExportRevisionResponse(progress=_progress_to_pb(event))
+                    continue
+                pushed, pin = event
+                log.info("exported %s to %s", pushed.name, pin)
+                exported = pb.ExportedRevision(revision=self._revision(pushed), pin=pin)
+                yield pb.ExportRevisionResponse(exported=exported)
 
     async def CertifyRevision(self, request: pb.CertifyRevisionRequest, context: Context) -> pb.CertifyRevisionResponse:
         """Keep a revision's certificate."""
@@ -231,10 +282,10 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
             if error.reason != DISK_FULL:
                 raise
             # Otherwise nobody could free a full disk. The store takes the reserve again when there is room.
-            if not await asyncio.to_thread(self._deleted.data.give_reserve):
+            if not await asyncio.to_thread(self._catalog.deleted.data.give_reserve):
                 raise
             await asyncio.to_thread(delete)
-            await asyncio.to_thread(self._deleted.purge, everything=True)
+            await asyncio.to_thread(self._catalog.deleted.purge, everything=True)
         log.info("%s %s", "purged" if request.purge else "deleted", name)
         return pb.DeleteAdapterResponse()
 
@@ -323,12 +374,17 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
             if error.reason != DISK_FULL:
                 raise
             with suppress(CallError):
-                removed = await asyncio.to_thread(self._deleted.purge, everything=True)
+                removed = await asyncio.to_thread(self._catalog.deleted.purge, everything=True)
                 log.warning("the disk is full: removed %d revisions of deleted adapters", removed)
             raise
 
     def _revision(self, revision: Revision) -> pb.Revision:
         return revision_to_pb(revision, self._fitness)
+
+
+def _progress_to_pb(progress: Progress) -> pb.TransferProgress:
+    done, total = progress.received, progress.total
+    return pb.TransferProgress(done_bytes=done, total_bytes=total, resumed_bytes=progress.resumed)
 
 
 @asynccontextmanager

@@ -17,12 +17,13 @@ import fcntl
 import hashlib
 import os
 import shutil
+import sqlite3
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from adapter_store.records import Blob
 from artifacts.names import DIGEST_PREFIX
@@ -81,6 +82,11 @@ class Upload:
             sizes = self.sizes.items()
             return {name: Blob(DIGEST_PREFIX + self._hashes[name].hexdigest(), size) for name, size in sizes}
 
+    def digest(self, name: str) -> str:
+        """Return the digest of what came of a file so far."""
+        with self._lock:
+            return DIGEST_PREFIX + self._hashes[name].hexdigest()
+
     def rewrite(self, name: str, data: bytes) -> Blob:
         """Replace a file of a finished upload durably; returns its digest and size. Raises Exhausted on a full disk."""
         with self._lock, _disk_errors():
@@ -111,21 +117,29 @@ class Upload:
             self._file = None
 
 
+class Readable(Protocol):
+    """A blob's bytes, from the beginning."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return at most so many bytes more; empty at the end. Raises OSError."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+# Keeps a file of a finished upload as its blob, in the transaction of a connection.
+Keep = Callable[[sqlite3.Connection, str], None]
+
+
 class BlobReader:
     """Reads a blob piece by piece; returns the last piece only if all pieces together have the digest."""
 
-    def __init__(self, path: Path, blob: Blob) -> None:
+    def __init__(self, file: Readable, blob: Blob) -> None:
+        self._file = file
         self._blob = blob
         self._sha256 = hashlib.sha256()
         self._lock = threading.Lock()
         self.remaining = blob.size
-        try:
-            self._file = open(path, "rb")  # noqa: SIM115  # closed by close()
-        except OSError as error:
-            raise CorruptBlob(f"{blob.digest} cannot be read: {error.strerror}") from error
-        if os.fstat(self._file.fileno()).st_size != blob.size:
-            self._file.close()
-            raise CorruptBlob(f"{blob.digest} does not have {blob.size} bytes")
 
     def read(self, piece_bytes: int = PIECE_BYTES) -> bytes:
         """Return the next piece; empty at the end. Raises CorruptBlob."""
@@ -212,29 +226,48 @@ class DataDirectory:
         """Return an empty upload; it touches the disk with its first bytes."""
         return Upload(self._uploads / uuid.uuid4().hex)
 
-    def keep(self, path: Path, blob: Blob) -> None:
-        """Move a finished upload's file to its blob, durably. Replaces an existing blob, which may be damaged."""
-        with _disk_errors():
-            os.replace(path, self._path(blob.digest))
-            _sync_directory(self._blobs)
+    @contextmanager
+    def staged(self, upload: Upload, files: Mapping[str, Blob]) -> Iterator[Keep]:
+        """Prepare files of a finished upload to be kept; yields the function that keeps one, in a transaction.
 
-    def open(self, blobs: Mapping[str, Blob]) -> dict[str, BlobReader]:
-        """Open blobs for reading, all or none. Raises CorruptBlob."""
+        It moves the file to its blob, durably, and replaces an existing blob, which may be damaged.
+        """
+
+        def keep(_: sqlite3.Connection, file: str) -> None:
+            with _disk_errors():
+                os.replace(upload.path / file, self._path(files[file].digest))
+                _sync_directory(self._blobs)
+
+        yield keep
+
+    def open(self, rows: sqlite3.Connection, blobs: Mapping[str, Blob]) -> dict[str, BlobReader]:
+        """Open blobs for reading, all or none, as a connection sees them. Raises CorruptBlob."""
         readers: dict[str, BlobReader] = {}
         with ExitStack() as opened:
             for name, blob in blobs.items():
-                readers[name] = BlobReader(self._path(blob.digest), blob)
+                readers[name] = BlobReader(self._open(rows, blob), blob)
                 opened.callback(readers[name].close)
             opened.pop_all()
         return readers
+
+    def _open(self, _: sqlite3.Connection, blob: Blob) -> Readable:
+        try:
+            file = open(self._path(blob.digest), "rb")  # noqa: SIM115  # the reader closes it
+        except OSError as error:
+            raise CorruptBlob(f"{blob.digest} cannot be read: {error.strerror}") from error
+        if os.fstat(file.fileno()).st_size != blob.size:
+            file.close()
+            raise CorruptBlob(f"{blob.digest} does not have {blob.size} bytes")
+        return file
 
     def has(self, digest: str) -> bool:
         """Tell whether a blob is there."""
         return self._path(digest).exists()
 
-    def remove(self, digest: str) -> None:
-        """Delete a blob; open readers go on."""
-        self._path(digest).unlink(missing_ok=True)
+    def remove(self, digests: Collection[str]) -> None:
+        """Delete blobs that no row needs; open readers go on. The caller holds the catalog's lock."""
+        for digest in digests:
+            self._path(digest).unlink(missing_ok=True)
 
     def _path(self, digest: str) -> Path:
         return self._blobs / digest.removeprefix(DIGEST_PREFIX)

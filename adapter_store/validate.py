@@ -39,10 +39,13 @@ _FILES = 8
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """An adapter that is accepted: its largest rank, and the configuration to keep where that is not the one given."""
+    """An adapter that is accepted: its largest rank, the configuration to keep where that is not the one given, and the
+    name that its training gave the base model.
+    """
 
     rank: int
     config: bytes | None = None
+    trained_on: str = ""
 
 
 def validate_adapter(directory: Path, base: BaseModel) -> Validated:
@@ -82,7 +85,8 @@ def validate_adapter(directory: Path, base: BaseModel) -> Validated:
         if tensor.dtype not in _EXPONENTS:
             raise MismatchError(WEIGHTS_FILE, f"tensor {name} is {tensor.dtype}; F32, F16 and BF16 are served")
     _check_finite(directory / WEIGHTS_FILE, header)
-    return Validated(max(shape.rank for shape in shapes.values()), _with_names(config_bytes, sent, config, shapes))
+    rank = max(shape.rank for shape in shapes.values())
+    return Validated(rank, _with_names(config_bytes, sent, config, shapes), sent.base_model)
 
 
 def _with_names(data: bytes, sent: PeftConfig, config: PeftConfig, modules: Mapping[str, LoraShape]) -> bytes | None:
@@ -158,7 +162,8 @@ def _answer(request: Mapping[str, Any]) -> Json:
         return {"subject": "adapter", "error": f"its files cannot be read: {type(error).__name__}"}
     config = (directory / CONFIG_FILE).read_bytes() if valid.config is None else valid.config
     digest = revision_digest(config, request["weights"])
-    return {"rank": valid.rank, "digest": digest, "config": valid.config.decode() if valid.config else None}
+    kept = valid.config.decode() if valid.config else None
+    return {"rank": valid.rank, "digest": digest, "config": kept, "trained_on": valid.trained_on}
 
 
 def _cpu_s(request: Mapping[str, Any]) -> float:

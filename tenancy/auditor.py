@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,8 @@ AUDITED: Mapping[str, Audited] = {
         "adapters.v1.AdapterService",
         {
             "UploadRevision": Audited(answer=("revision.name", "created")),
+            "ImportRevision": Audited(("adapter", "source"), ("imported.revision.name", "imported.created")),
+            "ExportRevision": Audited(("name", "destination"), ("exported.pin",)),
             "CertifyRevision": Audited(("name", "certificate.quantization")),
             "SetAlias": Audited(("adapter", "alias", "digest")),
             "DeleteAdapter": Audited(("name", "purge")),
@@ -171,41 +174,57 @@ class Auditor(Interceptor):
     def wrap(self, handler: Handler, method: str) -> Handler:
         """Wrap the handlers of audited methods."""
         if (audited := AUDITED.get(method)) is not None:
-            return wrapped(handler, lambda inner: self._changing(inner, method, audited))
+            change = self._changing_stream if handler.response_streaming else self._changing
+            return wrapped(handler, lambda inner: change(inner, method, audited))
         if method in STEALABLE:
             return wrapped(handler, lambda inner: self._stealable(inner, method))
         return handler
 
     def _changing(self, inner: Method, method: str, audited: Audited) -> Method:
         async def recorded(request: Any, context: Context) -> Any:
-            code, details = "CANCELLED", dict[str, Any]()
-            try:
-                if isinstance(request, Message):
-                    details |= _values(request, audited.request)
+            with self._recording(request, context, method, audited) as details:
                 answer = await inner(request, context)
-                code = "OK"
-                details |= _values(answer, audited.answer)
+                details.update(_values(answer, audited.answer))
                 return answer
-            except CallError as error:
-                code = error.reason
-                raise
-            except Exception:
-                code = "INTERNAL"
-                raise
-            finally:
-                who = caller()
-                self.record(
-                    "call",
-                    method=short(method),
-                    caller=who.name,
-                    credential=who.kind.value,
-                    peer=context.peer(),
-                    tenant=who.tenant,
-                    result=code,
-                    details=details,
-                )
 
         return recorded
+
+    def _changing_stream(self, inner: Method, method: str, audited: Audited) -> Method:
+        async def recorded(request: Any, context: Context) -> AsyncIterator[Any]:
+            with self._recording(request, context, method, audited) as details:
+                async for answer in inner(request, context):
+                    details.update(_values(answer, audited.answer))
+                    yield answer
+
+        return recorded
+
+    @contextmanager
+    def _recording(self, request: Any, context: Context, method: str, audited: Audited) -> Iterator[dict[str, Any]]:
+        """Record a call when the context ends, with the details that were put into what it yields."""
+        code, details = "CANCELLED", dict[str, Any]()
+        try:
+            if isinstance(request, Message):
+                details |= _values(request, audited.request)
+            yield details
+            code = "OK"
+        except CallError as error:
+            code = error.reason
+            raise
+        except Exception:
+            code = "INTERNAL"
+            raise
+        finally:
+            who = caller()
+            self.record(
+                "call",
+                method=short(method),
+                caller=who.name,
+                credential=who.kind.value,
+                peer=context.peer(),
+                tenant=who.tenant,
+                result=code,
+                details=details,
+            )
 
     def _stealable(self, inner: Method, method: str) -> Method:
         async def watched(request: Any, context: Context) -> AsyncIterator[Any]:

@@ -104,6 +104,8 @@ PERMISSIONS: Mapping[str, Permission] = {
         "loraplex.adapters.v1.AdapterService",
         {
             "UploadRevision": _WRITE_ADAPTERS,
+            "ImportRevision": _WRITE_ADAPTERS,
+            "ExportRevision": _WRITE_ADAPTERS,
             "CertifyRevision": _WRITE_ADAPTERS,
             "ValidateAdapter": _WRITE_ADAPTERS,
             "SetAlias": _WRITE_ADAPTERS,

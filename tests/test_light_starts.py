@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 # Imported where they are needed: models, grammars, traces and templates that a process may never see.
-LATE = {"jinja2", "llguidance", "numpy", "opentelemetry", "rich", "tokenizers", "torch", "transformers"}
+LATE = {"httpx2", "huggingface_hub", "jinja2", "llguidance", "numpy", "obstore", "opentelemetry", "rich", "tokenizers"}
+LATE |= {"torch", "transformers"}
 PROCESSES = "router.__main__, router.app, worker.__main__, worker.io.app, worker.engine.process, adapter_store.__main__"
 
 

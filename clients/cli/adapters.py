@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 # Flags that fill the fields of an upload's header.
 _HEADER_FLAGS = {"header.adapter": "--name", "header.alias": "--alias", "header.base_model": "--model"}
+_HEADER_FLAGS |= {field.removeprefix("header."): flag for field, flag in _HEADER_FLAGS.items()}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -121,6 +122,59 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     for note in _notes(directory):
         say(note)
     print_certificates([pushed.revision])
+
+
+@app.command("import")
+def import_(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="URI",
+            help="hf://ORG/REPO\\[@REVISION], s3://BUCKET/FOLDER, gs://, az://, oci://REGISTRY/REPO:TAG, or "
+            "file:///FOLDER of the store's machine.",
+        ),
+    ],
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name that requests use.")],
+    tenant: TenantOption = TENANT,
+    model: Annotated[str, typer.Option(metavar="NAME", help="Its base model, needed if the store has several.")] = "",
+    alias: Annotated[
+        str, typer.Option(metavar="ALIAS", help="Alias to move to this revision: `live` by default, `-` for none.")
+    ] = "",
+    store: StoreOption = STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Let the store fetch an adapter from a source that its operator allows, and make it the one that requests get.
+
+    [bold]loraplex adapters import hf://acme/support-lora --name support --tenant acme[/]
+    """
+    with store_client(store, tenant) as client, _progress_bar(source) as progress, _named_by_flags():
+        imported = client.import_revision(source, name, base_model=model, alias=alias, progress=progress)
+    revision = imported.revision
+    if as_json:
+        fields = {**vars(revision), "provenance": revision.provenance and asdict(revision.provenance)}
+        print_json({**fields, "created": imported.created, "warnings": imported.warnings})
+        return
+    say(f"{'imported' if imported.created else 'unchanged, the store already has the same bytes:'} {revision.name}")
+    if revision.provenance is not None:
+        say(f"from {revision.provenance.pin}")
+    for warning in imported.warnings:
+        say(warning)
+
+
+@app.command("export")
+def export(
+    name: NameArgument,
+    destination: Annotated[str, typer.Argument(metavar="URI", help="oci://REGISTRY/REPO:TAG")],
+    tenant: TenantOption = TENANT,
+    store: StoreOption = STORE,
+) -> None:
+    """Let the store push an adapter to a registry, as a model artifact that `adapters import` reads.
+
+    [bold]loraplex adapters export support oci://registry.example.com/acme/support:v1 --tenant acme[/]
+    """
+    with store_client(store, tenant) as client, _progress_bar(destination) as progress:
+        exported = client.export_revision(name, destination, progress=progress)
+    say(f"{exported.pin}: {exported.revision.name}")
 
 
 def _digest_of(client: StoreClient, name: str, alias: str) -> str:

@@ -130,11 +130,11 @@ async def test_a_revision_whose_commit_fails_is_not_there(
 ) -> None:
     await client.register(hash_base)
 
-    def full(path: Path, blob: Any) -> None:
+    def full(path: Path) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._data, "keep", full)
+        patch.setattr("adapter_store.storage._sync_directory", full)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.upload("support", FILES)
     assert refusal(caught.value)[0] == "INTERNAL"

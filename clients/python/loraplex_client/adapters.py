@@ -19,6 +19,7 @@ from loraplex_client.errors import DataLossError, InvalidRequestError
 from loraplex_client.resources import (
     Adapter,
     BaseModel,
+    Exported,
     FitnessCertificate,
     Pushed,
     Revision,
@@ -127,6 +128,30 @@ class StoreCalls:
             requests = UploadRequests(_piece_requests(header, pieces))
         response = yield Call("UploadRevision", requests)
         return _pushed(response)
+
+    @method
+    def import_revision(
+        self, source: str, name: str, *, base_model: str = "", alias: str = "", progress: Progress | None = None
+    ) -> Script[Pushed]:
+        """Let the store fetch an adapter as a revision of `name`, and move `alias` (`live`) to it, as `push` does.
+
+        `source` is hf://ORG/REPO[@REVISION][/FOLDER], s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, az://CONTAINER/FOLDER,
+        oci://REGISTRY/REPO:TAG or file:///FOLDER of the store's machine. The store has the credentials, and its
+        operator says which sources the tenant may use. `progress` is called with the bytes that the store has and the
+        bytes in all. An import that was interrupted goes on with the same call within ten minutes.
+        """
+        request = adapters_pb2.ImportRevisionRequest(adapter=name, base_model=base_model, alias=alias, source=source)
+        events = _Events(progress)
+        yield Call("ImportRevision", request, take=events.take)
+        return _pushed(events.last("imported"))
+
+    @method
+    def export_revision(self, name: str, destination: str, *, progress: Progress | None = None) -> Script[Exported]:
+        """Let the store push the revision that `name` means to a registry, as oci://REGISTRY/REPO:TAG."""
+        events = _Events(progress)
+        request = adapters_pb2.ExportRevisionRequest(name=name, destination=destination)
+        yield Call("ExportRevision", request, take=events.take)
+        return resource_of(Exported, events.last("exported"))
 
     @method
     def list(self, tenant: str = "") -> Script[tuple[Adapter, ...]]:
@@ -348,8 +373,29 @@ def _chunk_requests(name: str, data: bytes) -> Iterator[adapters_pb2.UploadRevis
         yield adapters_pb2.UploadRevisionRequest(chunk=chunk)
 
 
-def _pushed(response: adapters_pb2.UploadRevisionResponse) -> Pushed:
-    return Pushed(resource_of(Adapter, response.adapter), resource_of(Revision, response.revision), response.created)
+def _pushed(response: adapters_pb2.UploadRevisionResponse | adapters_pb2.ImportedRevision) -> Pushed:
+    adapter, revision = resource_of(Adapter, response.adapter), resource_of(Revision, response.revision)
+    return Pushed(adapter, revision, response.created, tuple(response.warnings))
+
+
+class _Events:
+    """The messages of an import or an export: the progress is told, and the last one kept."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._message: Any = None
+
+    def take(self, message: Any) -> None:
+        """Tell the progress."""
+        self._message = message
+        if message.WhichOneof("event") == "progress" and self._progress is not None:
+            self._progress(message.progress.done_bytes, message.progress.total_bytes)
+
+    def last(self, event: str) -> Any:
+        """Return the event that ends a transfer. Raises DataLossError where the stream ended before it."""
+        if self._message is None or self._message.WhichOneof("event") != event:
+            raise DataLossError("the store ended the call without its result", kind="revision", name="")
+        return getattr(self._message, event)
 
 
 def _register_requests(

@@ -54,6 +54,29 @@ class FitnessCertificate:
 
 
 @dataclass(frozen=True)
+class SourceFile:
+    """A file of a source, as it was when it was fetched. `etag` and `version` are empty where the source has none."""
+
+    path: str
+    size: int
+    etag: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The origin of an imported revision: the URI that was asked for, and one of these bytes alone (`pin`).
+
+    For sources without such URIs `pin` is the same one, and `files` say which bytes they were.
+    """
+
+    uri: str
+    pin: str
+    files: tuple[SourceFile, ...]
+    fetch_time: datetime | None = None
+
+
+@dataclass(frozen=True)
 class Revision:
     """A revision: `name` is tenants/{tenant}/adapters/{adapter}/revisions/{digest}; `rank` is its largest rank."""
 
@@ -65,15 +88,29 @@ class Revision:
     weight_bytes: int
     create_time: datetime
     certificates: tuple[FitnessCertificate, ...] = ()
+    # None unless it was imported.
+    provenance: Provenance | None = None
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """The result of an upload; `created` is False if the store had the same bytes already."""
+    """The result of an upload or an import; `created` is False if the store had the same bytes already.
+
+    `warnings` say what was left out of an import, and what else its owner should know.
+    """
 
     adapter: Adapter
     revision: Revision
     created: bool
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The result of an export: the revision, and the URI of its artifact, oci://REGISTRY/REPO@sha256:DIGEST."""
+
+    revision: Revision
+    pin: str
 
 
 @dataclass(frozen=True)
@@ -158,9 +195,9 @@ def resource_of(cls: type[T], message: Message) -> T:
 
 
 def _field_of(message: Message, name: str) -> Any:
-    """Return a field's value; None for a number that is unset and not 0."""
+    """Return a field's value; None for a number that is unset and not 0, and for an unset provenance."""
     field = message.DESCRIPTOR.fields_by_name[name]
-    if field.message_type is None and field.has_presence and not message.HasField(name):
+    if (field.message_type is None or name == "provenance") and field.has_presence and not message.HasField(name):
         return None
     return _value_of(getattr(message, name))
 
@@ -185,6 +222,9 @@ _CLASSES: Mapping[str, type] = {
     "FitnessCertificate": FitnessCertificate,
     "Module": Module,
     "FileInfo": ModelFile,
+    "Provenance": Provenance,
+    "Revision": Revision,
+    "SourceFile": SourceFile,
     "GenerationConfig": GenerationConfig,
 }
 

@@ -1,0 +1,327 @@
+"""Tests the contract of catalogs and blobs, in a directory and in buckets, and several stores on one bucket."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+from obstore.store import MemoryStore
+
+from adapter_store.bases import BaseModels
+from adapter_store.bucket import BucketDirectory
+from adapter_store.catalog import Catalog, DeletedRevisions
+from adapter_store.database import MIGRATIONS, Database
+from adapter_store.metrics import StoreMetrics
+from adapter_store.plans import StoredPlans, StoreQuotas
+from adapter_store.records import NewBase, NewRevision, Revision
+from adapter_store.replica import Replica
+from adapter_store.storage import CorruptBlob, DataDirectory, DataDirectoryError
+from artifacts.base_model import read_base_model
+from artifacts.names import AdapterName, RevisionName, parse_reference
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE, revision_digest
+from rpc.errors import Aborted, NotFound
+from tests.adapter_store.sources.places import bucket_of, seaweed
+
+NAME = AdapterName("acme", "support")
+BASE = read_base_model("hash:?vocab=600")
+
+
+@dataclass
+class Parts:
+    """The parts of one store."""
+
+    data: DataDirectory
+    database: Database
+    catalog: Catalog
+    deleted: DeletedRevisions
+
+    def publish(self, weights: bytes, name: AdapterName = NAME, etag: str = "", alias: str | None = "live") -> Revision:
+        """Keep a revision with these weights."""
+        upload = self.data.new_upload()
+        try:
+            for file, content in ((CONFIG_FILE, b"{}"), (WEIGHTS_FILE, weights)):
+                upload.append(file, content)
+            files = upload.finish()
+            digest = revision_digest(b"{}", files[WEIGHTS_FILE].digest)
+            revision_name = RevisionName(name.tenant, name.adapter, digest)
+            revision = Revision(revision_name, BASE.name, BASE.digest, 1, files[CONFIG_FILE], files[WEIGHTS_FILE])
+            return self.catalog.publish(NewRevision(revision, alias, etag, ""), upload)[1]
+        finally:
+            upload.discard()
+
+    def read(self, name: RevisionName) -> bytes:
+        """Return a revision's weights."""
+        _, readers = self.catalog.open_revision(name)
+        with ExitStack() as opened:
+            for reader in readers.values():
+                opened.callback(reader.close)
+            weights, content = readers[WEIGHTS_FILE], b""
+            while weights.remaining:
+                content += weights.read()
+            return content
+
+    def etag(self, name: AdapterName = NAME) -> str:
+        """Return an adapter's etag."""
+        return self.catalog.resolve(parse_reference(str(name), name.tenant), str(name))[0].etag
+
+
+def parts(root: Path, bucket: Any = None) -> Parts:
+    """Open a store's parts in a directory, or with what they keep in a bucket; a base model is there."""
+    if bucket is None:
+        data: DataDirectory = DataDirectory(root)
+        database = Database(data.catalog_path, data.count_blobs())
+    else:
+        data = BucketDirectory(root, bucket)
+        database = data.database = Replica(data.catalog_path, bucket)
+    deleted = DeletedRevisions(database, data, 0.0)
+    catalog = Catalog(database, data, deleted, StoreQuotas(StoredPlans(database), StoreMetrics()))
+    BaseModels(database, data).register(NewBase(BASE, {}, False, False), data.new_upload())
+    return Parts(data, database, catalog, deleted)
+
+
+@pytest.fixture(scope="module")
+def seaweed_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """SeaweedFS, once for the file."""
+    with seaweed(tmp_path_factory.mktemp("seaweed")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def moto_url() -> Iterator[str]:
+    """The server of moto, once for the file."""
+    moto = pytest.importorskip("moto.server", reason="moto's server is not installed: pip install 'moto[server]'")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+_names = iter(f"bucket-{number}" for number in range(10_000))
+
+
+def place_of(kind: str, request: pytest.FixtureRequest) -> Any:
+    """Return an empty place of a kind; None for a directory."""
+    if kind == "directory":
+        return None
+    if kind == "memory":
+        return MemoryStore()
+    return bucket_of(request.getfixturevalue(f"{kind}_url"), next(_names))
+
+
+@pytest.fixture(params=["directory", "memory", "seaweed", "moto"])
+def place(request: pytest.FixtureRequest) -> Any:
+    """A place that keeps a store's things."""
+    return place_of(request.param, request)
+
+
+@pytest.fixture(params=["memory", "seaweed", "moto"])
+def bucket(request: pytest.FixtureRequest) -> Any:
+    """A bucket for several stores."""
+    return place_of(request.param, request)
+
+
+@pytest.fixture
+def open_parts(tmp_path: Path) -> Iterator[Callable[..., Parts]]:
+    """Opens stores' parts, and closes them."""
+    with ExitStack() as opened:
+
+        def open_(place: Any, at: str = "a") -> Parts:
+            store = parts(tmp_path / at, place)
+            opened.enter_context(closing(store.data))
+            opened.enter_context(closing(store.database))
+            return store
+
+        yield open_
+
+
+def test_what_is_kept_is_read_until_it_is_deleted(place: Any, open_parts: Callable[..., Parts]) -> None:
+    store = open_parts(place)
+    big = random.Random(1).randbytes(3_000_000)
+    revision = store.publish(big)
+    assert store.read(revision.name) == big
+    other = store.publish(big, AdapterName("globex", "same"))
+    store.catalog.delete(NAME, "", purge=True)
+    with pytest.raises(NotFound):
+        store.catalog.open_revision(revision.name)
+    assert store.read(other.name) == big  # the same bytes are another tenant's too
+    store.catalog.delete(other.name.adapter_name, "", purge=True)
+    assert not store.data.has(revision.weights.digest)
+    if place is not None:
+        assert not [each for page in obstore.list(place, "blobs/") for each in page]
+
+
+def test_a_change_that_fails_leaves_nothing(place: Any, open_parts: Callable[..., Parts]) -> None:
+    store = open_parts(place)
+    kept = store.publish(b"first")
+    with pytest.raises(Aborted):
+        store.publish(b"second", etag="0-0")
+
+    def fail() -> None:
+        with store.database.transaction() as rows:
+            rows.execute("UPDATE adapters SET base_model = 'other'")
+            rows.execute("INSERT INTO nothing VALUES (1)")
+
+    with pytest.raises(sqlite3.Error):
+        fail()
+    assert store.catalog.resolve(parse_reference("support", "acme"), "")[1] == kept
+    if place is not None:
+        assert len([each for page in obstore.list(place, "blobs/") for each in page]) == 2
+
+
+def test_a_store_that_starts_again_has_everything(place: Any, tmp_path: Path) -> None:
+    for number in range(3):
+        store = parts(tmp_path / "a", place)
+        assert store.data.clean(store.database.referenced_blobs()) == 0
+        store.publish(b"%d" % number)
+        upload = store.data.new_upload()
+        upload.append("left", b"by a crash")
+        store.database.close()
+        store.data.close()
+        store = parts(tmp_path / "a", place)
+        assert store.data.clean(store.database.referenced_blobs()) == 1
+        revisions = list(store.catalog.revisions(NAME, 2**62, 10))
+        assert [store.read(revision.name) for revision in revisions] == [b"%d" % n for n in range(number, -1, -1)]
+        store.database.close()
+        store.data.close()
+
+
+def test_a_store_sees_what_another_has_changed(bucket: Any, open_parts: Callable[..., Parts]) -> None:
+    first, second = open_parts(bucket, "a"), open_parts(bucket, "b")
+    revision = first.publish(b"weights")
+    assert second.database.refresh()
+    assert not second.database.refresh()
+    assert second.read(revision.name) == b"weights"
+    statements: list[Any] = []
+    first.database.changed = lambda changes: statements.extend(changes or [])
+    second.catalog.set_alias(NAME, "canary", revision.name.digest, "")
+    first.database.refresh()
+    assert any("INSERT OR REPLACE INTO aliases" in sql for sql, _ in statements)
+    assert first.etag() == second.etag()
+
+
+def test_nothing_is_lost_among_stores_that_change_the_same(bucket: Any, open_parts: Callable[..., Parts]) -> None:
+    """The moves are conditional, so that each success is one change; every read is a whole revision."""
+    moves = 100 if not isinstance(bucket, MemoryStore) else 300
+    stores = [open_parts(bucket, at) for at in "ab"]
+    contents = {stores[0].publish(b"%d" % n * 10_000).name.digest: b"%d" % n * 10_000 for n in range(4)}
+    stores[1].database.refresh()
+    begun = int(stores[0].etag().partition("-")[2])
+
+    def move(number: int) -> int:
+        store, rng = stores[number % 2], random.Random(number)
+        while True:
+            etag = store.etag()
+            digest = rng.choice(list(contents))
+            try:
+                set_alias = partial(store.catalog.set_alias, NAME, f"a{number % 7}", digest, etag)
+                adapter = store.database.repeated(set_alias)
+                return 0 if adapter.etag == etag else 1
+            except Aborted:
+                store.database.refresh()
+
+    def make_and_delete(number: int) -> int:
+        store, name = stores[number % 2], AdapterName("acme", f"other{number}")
+        revision = store.publish(b"%d" % (number % 3) * 5000, name)
+        assert store.read(revision.name) == b"%d" % (number % 3) * 5000
+        store.database.repeated(lambda: store.catalog.delete(name, "", purge=True))
+        return 0
+
+    def read(number: int) -> int:
+        store = stores[number % 2]
+        _, revision = store.catalog.resolve(parse_reference(f"support@{random.choice(list(contents))}", "acme"), "")
+        assert store.read(revision.name) == contents[revision.name.digest]
+        return 0
+
+    kinds = [move] * moves + [make_and_delete] * (moves // 5) + [read] * moves
+    with ThreadPoolExecutor(8) as threads:
+        changed = sum(threads.map(lambda job: job[1](job[0]), enumerate(random.Random(5).sample(kinds, len(kinds)))))
+    for store in stores:
+        store.database.refresh()
+        assert int(store.etag().partition("-")[2]) == begun + changed
+        assert [adapter.name for adapter in store.catalog.adapters(["acme"], ("", ""), 1000)] == [NAME]
+    dumps = [list(store.database._connection.iterdump()) for store in stores]
+    assert dumps[0] == dumps[1]
+    assert len([each for page in obstore.list(bucket, "blobs/") for each in page]) == len(contents) + 1
+
+
+def test_a_store_that_was_away_reads_the_snapshot(open_parts: Callable[..., Parts]) -> None:
+    bucket = MemoryStore()
+    first, second = open_parts(bucket, "a"), open_parts(bucket, "b")
+    for number in range(50):
+        first.publish(b"%d" % number * 100, AdapterName("acme", f"n{number}"))
+    first.database.forget_removed()
+    kinds = {each["path"].partition("/")[0] for page in obstore.list(bucket) for each in page}
+    assert kinds == {"head", "snapshots", "blobs"}
+    assert second.database.refresh()
+    assert len(list(second.catalog.adapters(["acme"], ("", ""), 1000))) == 50
+    second.publish(b"later")
+    first.database.refresh()
+    assert [list(store.database._connection.iterdump()) for store in (first,)] == [
+        list(second.database._connection.iterdump())
+    ]
+
+
+def test_a_write_whose_answer_is_lost_is_not_made_twice(
+    open_parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_parts(MemoryStore())
+    revision = store.publish(b"weights")
+    real = obstore.put
+
+    def lost(bucket: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        real(bucket, path, *args, **kwargs)
+        if path == "head":
+            raise obstore.exceptions.GenericError("the answer is lost")
+
+    monkeypatch.setattr(obstore, "put", lost)
+    before = store.etag()
+    adapter = store.catalog.set_alias(NAME, "canary", revision.name.digest, before)
+    assert adapter.etag == store.etag() != before
+    monkeypatch.undo()
+    assert not store.database.refresh()
+    store.catalog.set_alias(NAME, "canary", "", adapter.etag)
+
+
+def test_a_bucket_without_conditions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = obstore.put
+
+    def regardless(bucket: Any, path: str, data: Any, **kwargs: Any) -> Any:
+        return real(bucket, path, data, **{**kwargs, "mode": "overwrite"})
+
+    monkeypatch.setattr(obstore, "put", regardless)
+    with pytest.raises(DataDirectoryError, match="conditional writes"):
+        Replica(tmp_path / "catalog.db", MemoryStore())
+
+
+def test_a_later_versions_catalog_is_refused(open_parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = MemoryStore()
+    first = open_parts(bucket, "a")
+    with monkeypatch.context() as patched:
+        steps = (*MIGRATIONS, "CREATE TABLE later (a TEXT)")
+        for module in ("database", "replica"):
+            patched.setattr(f"adapter_store.{module}.MIGRATIONS", steps)
+        open_parts(bucket, "b")
+    with pytest.raises(Exception, match="later version"):
+        first.database.refresh()
+    with pytest.raises(DataDirectoryError, match="later version"):
+        parts(Path(first.data._root.parent) / "c", bucket)
+
+
+def test_a_missing_blob_is_named(open_parts: Callable[..., Parts]) -> None:
+    bucket = MemoryStore()
+    store = open_parts(bucket)
+    revision = store.publish(b"weights")
+    for page in obstore.list(bucket, "blobs/"):
+        obstore.delete(bucket, [each["path"] for each in page])
+    with pytest.raises(CorruptBlob, match=revision.weights.digest), suppress(NotFound):
+        store.read(revision.name)
