@@ -47,7 +47,7 @@ def open_bucket(url: str, timeout_s: float) -> ObjectStore:
     """
     try:
         times = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=5)}
-        options: Any = {"client_options": times}
+        options: Any = {"client_options": {**times, "allow_http": True}}  # where the operator's endpoint says so
         options["retry_config"] = {"max_retries": 3, "retry_timeout": timedelta(seconds=10)}
         return from_url(url, **({} if url.startswith("memory:") else options))
     except (BaseError, ValueError) as error:
