@@ -31,9 +31,10 @@ _STREAMS = 4 * CALLS
 # Timeout in ms for a new connection's handshake, and time in ms after which one without a call is closed.
 _HANDSHAKE_MS = 10_000
 _IDLE_MS = 3_600_000
-# Time in ms after which a connection takes no new calls, and its client makes another one: certificates are checked at
-# the handshake, and those of an authority that was removed would otherwise be good for as long as they like.
-AGE_MS = 3_600_000
+# Time in ms after which a connection takes no new calls, and its client makes another one, for which it resolves the
+# name again: so calls reach servers that were added to it. Certificates are checked at the handshake as well, and those
+# of an authority that was removed would otherwise be good for as long as they like.
+AGE_MS = 60_000
 # Time in ms that the calls of such a connection get to end. It is the bound of calls whose clients read nothing: gRPC
 # has no way to end one of these alone.
 GRACE_MS = 3_600_000

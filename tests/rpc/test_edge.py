@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
+import pytest
 from google.rpc import error_details_pb2 as details_pb2
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -74,3 +75,29 @@ async def test_a_burst_beyond_the_calls_of_a_connection_is_refused_with_a_reason
 def test_a_server_leaves_files_for_other_uses() -> None:
     options = dict(edge_options())
     assert 0 < options["grpc.max_allowed_incoming_connections"] <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+
+
+async def test_a_connection_that_is_old_is_replaced_and_no_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New connections resolve the server's name again, and so find servers that were added to it."""
+
+    class Peers(inference_pb2_grpc.InferenceServiceServicer):
+        seen: ClassVar[set[str]] = set()
+
+        async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+            self.seen.add(context.peer())
+            return pb.TokenizeResponse()
+
+    monkeypatch.setattr("rpc.server.AGE_MS", 100)
+    server = Server(open_guard())
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Peers(), server.services)  # type: ignore[abstract]
+    port = server.bind("127.0.0.1", 0)
+    await server.start()
+    async with asyncio.timeout(20), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+        async def call() -> None:
+            while len(Peers.seen) < 4:
+                await stub.Tokenize(pb.TokenizeRequest())
+
+        await asyncio.gather(*(call() for _ in range(8)))
+    await server.stop(0)
