@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels formats swaps upgrade rehearsal texts company gpu bench json-schema-suite lint format lock sbom audit clean
+.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels formats swaps upgrade rehearsal texts company gpu bench json-schema-suite lint format lock sbom audit clean buckets
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -121,6 +121,12 @@ lorax: $(STAMP) ## Install LoRAX's own client and test the HTTP gateway with it
 CLIENTS ?=
 clients: $(STAMP) ## Install client libraries of others and try each of them with a cluster's HTTP gateway
 	$(BIN)/python -m tests.libraries $(if $(CLIENTS),--only "$(CLIENTS)")
+
+buckets: $(STAMP) ## Test the store on more object stores (moto, Azurite), with 1,000 changes at once and 50 kills
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[buckets]'
+	@if command -v npm > /dev/null; then npm install --no-save --no-audit --no-fund --prefix .cache/azurite azurite@3; \
+		else echo "no npm: Azurite's tests are skipped"; fi
+	STORE_MOVES=1000 STORE_KILLS=50 $(BIN)/pytest --timeout 900 -rs tests/adapter_store/sources tests/adapter_store/test_shared_catalog.py
 
 forged: $(STAMP) ## Forge hellos, frames, jobs, commands, tokens and grants against a cluster with credentials
 	$(BIN)/python -m tests.forged

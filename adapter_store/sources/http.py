@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 import ssl
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,8 @@ import httpx2
 from adapter_store.sources import PIECE_BYTES, Interrupted, SourceFile, broken, changed, down, not_found, refused
 from rpc.errors import PermissionDenied
 
+# The library logs every URL, which may be signed for whoever has it.
+logging.getLogger("httpx2").setLevel(logging.WARNING)
 # Time in seconds for a connection, and for the next bytes of an answer.
 CONNECT_S, SILENT_S = 10.0, 30.0
 # Maximum number of redirects, and bytes of an answer that is read whole: a list of files, or a manifest.
@@ -77,11 +80,10 @@ class _Backend(httpcore2.SyncBackend):
 
 class _Transport(httpx2.HTTPTransport):
     def __init__(self, allow_private: bool) -> None:
-        super().__init__(trust_env=False)
+        context = ssl.create_default_context()
+        super().__init__(verify=context, trust_env=False)
         self._pool.close()
-        self._pool = httpcore2.ConnectionPool(
-            ssl_context=ssl.create_default_context(), network_backend=_Backend(allow_private)
-        )
+        self._pool = httpcore2.ConnectionPool(ssl_context=context, network_backend=_Backend(allow_private))
 
 
 class SourceClient:

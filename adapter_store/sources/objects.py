@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from rpc.errors import InvalidField
 
 # Time in seconds for which the library repeats a request by itself.
 _RETRY_S = 10.0
+_STATUS = re.compile(r"status code: (\d{3})")
 
 
 def open_bucket(uri: SourceUri, rule: Rule) -> ObjectStore:
@@ -76,9 +78,10 @@ class ObjectFolder:
         """Return the file with its version, if the bucket has versions."""
         with self._errors():
             meta = obstore.head(self._bucket, self._folder + file.path)
-        if (meta["size"], meta["e_tag"] or "") != (file.size, file.etag):
+        etag = meta["e_tag"] or ""
+        if (meta["size"], etag.strip('"')) != (file.size, file.etag.strip('"')):  # Azure lists them without quotes
             raise changed(file, "the bucket has another object of its name")
-        return replace(file, version=meta["version"] or "")
+        return replace(file, etag=etag, version=meta["version"] or "")
 
     def read(self, file: SourceFile, start: int) -> Iterator[bytes]:
         """Yield the bytes of the object of that version and ETag."""
@@ -111,4 +114,9 @@ class ObjectFolder:
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise refused(self._uri, 403 if isinstance(error, PermissionDeniedError) else 401) from error
         except BaseError as error:
+            status = _STATUS.search(str(error))  # lists have no errors of their own
+            if status is not None and status[1] == "404":
+                raise not_found(self._uri) from error
+            if status is not None and status[1] in {"401", "403"}:
+                raise refused(self._uri, int(status[1])) from error
             raise Interrupted(str(error).partition("\n")[0][:200]) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors.numpy import save
 from adapter_store.app import Store, StoreSettings
 from artifacts.base_model import BaseModel, ModuleShape, read_base_model
 from rpc.server import channel_options
+from tests.adapter_store.sources.places import seaweed
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -119,6 +120,13 @@ def refusal_of(error: grpc.aio.AioRpcError) -> tuple[str, str, bytes]:
     kinds = ",".join(detail.type_url.rpartition(".")[2] for detail in status.details)
     assert status.message == error.details()
     return error.code().name, kinds, raw
+
+
+@pytest.fixture(scope="session")
+def seaweed_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an object store, SeaweedFS; it has the bucket `acme`."""
+    with seaweed(tmp_path_factory.mktemp("seaweed")) as url:
+        yield url
 
 
 @pytest.fixture

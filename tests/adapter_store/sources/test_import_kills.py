@@ -9,7 +9,7 @@ import asyncio
 import os
 import random
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from loraplex.admin.v1 import plans_pb2, plans_pb2_grpc
 from artifacts.base_model import BaseModel
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
-from tests.adapter_store.sources.places import Hub, bucket_of, seaweed, served
+from tests.adapter_store.sources.places import Hub, bucket_of, served
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client
@@ -32,13 +32,6 @@ SEED = 29
 KILLS = int(os.environ.get("STORE_KILLS", "2"))
 FILES = {CONFIG_FILE: b'{"peft_type": "LORA", "r": 8}', WEIGHTS_FILE: bytes(range(256)) * 12_000}
 TENANT = (("x-loraplex-tenant", "acme"),)
-
-
-@pytest.fixture(scope="module")
-def bucket_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """SeaweedFS, once for the file."""
-    with seaweed(tmp_path_factory.mktemp("seaweed")) as url:
-        yield url
 
 
 @asynccontextmanager
@@ -68,13 +61,17 @@ async def test_kill_9_at_any_moment_of_an_import_shows_all_of_it_or_nothing(
 ) -> None:
     url, flags = "", []
     if kind == "bucket":
-        url = request.getfixturevalue("bucket_url")
+        url = request.getfixturevalue("seaweed_url")
         bucket_of(url)
         flags = ["--bucket", "s3://acme/killed"]
     chance, hub = random.Random(SEED), Hub(dict(FILES))
     requests: asyncio.Queue[None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    hub.before_file = lambda: loop.call_soon_threadsafe(requests.put_nowait, None)
+
+    def note() -> None:
+        loop.call_soon_threadsafe(requests.put_nowait, None)
+
+    hub.before_file = note
     shown = 0
     with served(hub.answer) as hub_url:
         sources = tmp_path / "sources.toml"
@@ -116,13 +113,13 @@ async def read_all(call: AsyncIterator[object]) -> None:
 
 
 async def test_two_stores_on_one_bucket_serve_what_the_other_one_has_just_made(
-    tmp_path: Path, connect: Callable[[str], Client], hash_base: BaseModel, bucket_url: str
+    tmp_path: Path, connect: Callable[[str], Client], hash_base: BaseModel, seaweed_url: str
 ) -> None:
-    bucket = bucket_of(bucket_url, "two")
+    bucket = bucket_of(seaweed_url, "two")
     flags = ["--bucket", "s3://acme/two"]
     async with (
-        running(tmp_path / "a", *flags, url=bucket_url) as (process, one),
-        running(tmp_path / "b", *flags, url=bucket_url) as (_, two),
+        running(tmp_path / "a", *flags, url=seaweed_url) as (process, one),
+        running(tmp_path / "b", *flags, url=seaweed_url) as (_, two),
     ):
         first, second = connect(one), connect(two)
         await first.register(hash_base)

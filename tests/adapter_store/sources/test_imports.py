@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
-import obstore
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
@@ -17,7 +16,7 @@ from adapter_store.sources import fetch, http
 from artifacts.base_model import BaseModel
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
-from tests.adapter_store.sources.places import COMMIT, Hub, OciRegistry, Place, bucket_of, put_files, seaweed, served
+from tests.adapter_store.sources.places import COMMIT, Hub, OciRegistry, Place, served
 
 if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client
@@ -372,20 +371,3 @@ async def test_an_artifact_of_a_registry_is_the_same_revision_as_what_was_export
     request = pb.ExportRevisionRequest(name="support", destination="oci://elsewhere.test/acme/support:v1")
     with pytest.raises(grpc.aio.AioRpcError, match="may not export"):
         [event async for event in client.stub.ExportRevision(request, metadata=(("x-loraplex-tenant", "acme"),))]
-
-
-async def test_a_folder_of_a_bucket_keeps_its_versions(
-    client: Client, sources: Path, refusal: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = tmp_path / "seaweed"
-    place.mkdir()
-    with seaweed(place) as url:
-        bucket = bucket_of(url)
-        put_files(bucket, "lora/support", FILES)
-        allow(sources, "s3://acme/lora", url)
-        imported = await import_(client, "s3://acme/lora/support")
-        assert (await client.download(imported.revision.name))[1] == FILES
-        weights = next(file for file in imported.revision.provenance.files if file.path == WEIGHTS_FILE)
-        assert weights.etag == obstore.head(bucket, f"lora/support/{WEIGHTS_FILE}")["e_tag"]
-        code, message = await refused(client, refusal, source="s3://acme/lora/nothing")
-        assert (code, "no files" in message) == ("NOT_FOUND", True)
