@@ -74,6 +74,14 @@ async def test_an_upload_need_not_move_an_alias(client: Client, hash_base: BaseM
     assert (await client.get(f"support@{uploaded.revision.digest}")).revision == uploaded.revision
 
 
+async def test_another_base_models_name_is_a_warning(client: Client, tiny_base: BaseModel, adapter_files: Any) -> None:
+    await client.register(tiny_base)
+    (warning,) = (await client.upload("a", adapter_files(1, base_model_name_or_path="/models/Other-7B"))).warnings
+    assert "'/models/Other-7B': its shapes fit tiny" in warning
+    for name in ("tiny", "org/Tiny", "/models/tiny/", None):
+        assert not (await client.upload("b", adapter_files(2, base_model_name_or_path=name))).warnings
+
+
 async def test_validate_checks_and_keeps_nothing(client: Client, tiny_base: BaseModel, adapter_files: Any) -> None:
     await client.register(tiny_base)
 

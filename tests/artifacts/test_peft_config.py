@@ -40,6 +40,27 @@ def test_reads_what_peft_writes() -> None:
     assert config.scaling_of("model.layers.0.self_attn.q_proj", 8) == 2.0
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {  # unsloth
+            "auto_mapping": {
+                "base_model_class": "LlamaForCausalLM",
+                "parent_library": "transformers.models.llama.modeling_llama",
+                "unsloth_fixed": True,
+            },
+            "target_modules": r"(?:.*?(?:self_attn|mlp).*?(?:q_proj|v_proj).*?)",
+            "task_type": None,
+        },
+        {"revision": "main", "loftq_config": None, "lora_dropout": 0.05},  # axolotl
+        {"base_model_name_or_path": "/root/models/tiny", "target_modules": ["down_proj", "q_proj"]},  # LLaMA-Factory
+        {"lora_dtype": "bfloat16", "lorap_lr_ratio": None, "lorap_emb_lr": 1e-6},  # ms-swift
+    ],
+)
+def test_reads_what_other_trainers_write(changes: dict[str, Any]) -> None:
+    assert parse(**changes).rank == 8
+
+
 def test_reads_the_fewest_fields() -> None:
     config = parse_peft_config(b'{"peft_type": "LORA", "r": 4}')
     assert (config.rank, config.alpha) == (4, 8.0)

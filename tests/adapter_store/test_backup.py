@@ -1,0 +1,59 @@
+"""Backups: a copy of a directory or a bucket, made while its store runs, which a store can run on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adapter_store import backup
+from adapter_store.storage import CorruptBlob
+from artifacts.names import AdapterName
+from tests.adapter_store.sources.places import bucket_of
+from tests.adapter_store.test_shared_catalog import parts
+
+
+def test_a_copy_is_a_store_also_from_a_directory_into_a_bucket_and_back(
+    tmp_path: Path, seaweed_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+    for name, value in {**keys, "AWS_ENDPOINT_URL": seaweed_url}.items():
+        monkeypatch.setenv(name, value)
+    bucket_of(seaweed_url)
+    store = parts(tmp_path / "a")
+    contents = [b"%d" % number * 1_000_000 for number in range(3)]
+    names = [store.publish(content, AdapterName("acme", f"n{at}")).name for at, content in enumerate(contents)]
+    for origin, destination in [("a", "s3://acme/copy"), ("s3://acme/copy", "b"), ("b", "c")]:
+        here, there = (place if "://" in place else str(tmp_path / place) for place in (origin, destination))
+        assert backup.copy(here, there) == 4
+        assert "is not empty" in run(here, there)
+    store.database.close()
+    store.data.close()
+    for copy in (parts(tmp_path / "c"), parts(tmp_path / "d", bucket_of(seaweed_url, "copy"))):
+        assert [copy.read(name) for name in names] == contents
+        assert copy.data.clean(copy.database.referenced_blobs()) == 0
+        copy.catalog.delete(names[0].adapter_name, "", purge=True)
+        copy.database.close()
+        copy.data.close()
+
+
+def test_a_damaged_file_is_named_and_no_catalog_is_written(tmp_path: Path) -> None:
+    store = parts(tmp_path / "a")
+    revision = store.publish(b"weights")
+    (tmp_path / "a" / "blobs" / revision.weights.digest.partition(":")[2]).write_bytes(b"weightz")
+    with pytest.raises(CorruptBlob, match=revision.weights.digest):
+        backup.copy(str(tmp_path / "a"), str(tmp_path / "b"))
+    store.database.close()
+    store.data.close()
+    assert "not a store's directory" in run(str(tmp_path), str(tmp_path / "c"))
+
+
+def run(origin: str, destination: str) -> str:
+    """Run the command, which fails; returns its one line."""
+    command = [sys.executable, "-m", "adapter_store.backup", "--from", origin, "--to", destination]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
