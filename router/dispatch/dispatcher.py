@@ -14,6 +14,8 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Self
 
+from redis.exceptions import ConnectionError as RedisConnectionError
+
 from broker.connection import REDIS_DOWN
 from broker.ledger import ReserveCall
 from broker.messages import Job
@@ -157,7 +159,7 @@ class Dispatcher:
     async def _enqueue(self, job: Job, prepared: PreparedEntry, reserve: ReserveCall | None) -> None:
         try:
             with self._metrics.enqueue_time.time():
-                await prepared.enqueue(reserve)
+                await self._enqueue_once_reached(prepared, reserve)
         except REFUSALS as error:
             if isinstance(error, QuarantinedError):
                 self._metrics.quarantined.inc()
@@ -165,6 +167,17 @@ class Dispatcher:
         except REDIS_DOWN as error:
             log.warning("the queue does not answer: %r", error, extra=fields(job_id=job.job_id))
             raise Unavailable("the queue does not answer", reason="QUEUE_DOWN") from error
+
+    async def _enqueue_once_reached(self, prepared: PreparedEntry, reserve: ReserveCall | None) -> None:
+        loop = asyncio.get_running_loop()
+        last = loop.time() + self._timing.enqueue_s - self._timing.pause_s
+        while True:
+            try:
+                return await prepared.enqueue(reserve)
+            except RedisConnectionError:
+                if loop.time() > last:
+                    raise
+            await asyncio.sleep(self._timing.pause_s)
 
     def release(self, routed: RoutedJob) -> None:
         """Stop a job wherever it is: nothing of it stays queued or running."""

@@ -193,6 +193,9 @@ class DispatchTiming:
     seal_s: float = SEALED_JOB_S / 2
     # Interval between attempts of an operation on a queue that does not answer.
     pause_s: float = 0.2
+    # Time that a new job waits for a Redis that cannot be reached, which restarts or fails over; a client's own retries
+    # are few when all of its calls fail at once.
+    enqueue_s: float = CALL_S
     # Timeout for removing an ended job from Redis, and for adding a dead letter: an outage may be for good.
     finish_s: float = 60.0
     # Timeout for pending queue operations when the router stops.

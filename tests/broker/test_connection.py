@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,13 +16,11 @@ from broker.liveness import Liveness
 from broker.messages import Capacity
 from broker.queue import JobQueue
 from broker.startup import connect_once_up
-from deploy import valkey
-from rpc.children.process import Process
 from tests.broker.clocked_queue import BASE, make_job
-from tests.valkey_cluster import ValkeyCluster, free_port
+from tests.valkey_cluster import ValkeyCluster
+from tests.valkey_sentinel import WatchedValkeys
 from tests.valkey_server import MovingAddress, ValkeyServer
 
-SENTINEL_READY = re.compile(r"\+monitor master")
 KEYS = Keys("tiny", "main")
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
 
@@ -138,34 +135,14 @@ async def answers(client: Redis, key: str) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_sentinels_tell_the_primary_before_and_after_a_failover(
-    directory: Path, pair: tuple[ValkeyServer, ValkeyServer]
-) -> None:
-    primary, replica = pair
-    port, config = free_port(), directory / "sentinel.conf"
-    config.write_text(
-        f"port {port}\nbind 127.0.0.1\nsentinel monitor main 127.0.0.1 {primary.port} 1\n"
-        "sentinel down-after-milliseconds main 300\nsentinel failover-timeout main 1000\n"
-    )
-    command = [valkey.command(directory)[0], str(config), "--sentinel"]
-    sentinel = await Process.start("sentinel", command, log_path=directory / "log", ready=SENTINEL_READY)
-    try:
-        await sentinel.wait_ready()
-        url = f"redis+sentinel://127.0.0.1:1,127.0.0.1:{port}/main"
-        await use(url)
-        async with (
-            await connect(url) as client,
-            Redis(port=port) as told,
-        ):
-            async with asyncio.timeout(60):  # it learns of the replica from the primary, by and by
-                while not await told.sentinel_slaves("main"):  # noqa: ASYNC110 — nor does it say so
-                    await asyncio.sleep(0.1)
-            await primary.kill()
+async def test_sentinels_tell_the_primary_before_and_after_a_failover(directory: Path) -> None:
+    async with WatchedValkeys(directory) as valkeys:
+        await use(valkeys.url)
+        async with await connect(valkeys.url) as client:
+            await valkeys.lose_primary()
             await answers(client, "after")
-        async with await replica.client() as client:
+        async with await valkeys.replica.client() as client:
             assert await client.exists("after")
-    finally:
-        await sentinel.kill()
 
 
 async def test_a_primary_that_became_a_replica_is_left(

@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +32,7 @@ from options import StoppingParams
 from rpc.children.process import Process
 from tests.deploy.kubernetes_tools import Manifest, render
 from tests.hash_oracle import expected_ids
+from tests.valkey_sentinel import WatchedValkeys
 
 # Interval in seconds of the probes and of looks at a rollout; Kubernetes' own are seconds.
 _LOOK_S = 0.1
@@ -156,8 +157,10 @@ async def _http_status(host: str, port: int, path: str) -> int:
 class Cluster:
     """The objects that were applied last, and the pods that run for them."""
 
-    def __init__(self, directory: Path, namespace: str = "llm") -> None:
+    def __init__(self, directory: Path, redis_url: str = "", namespace: str = "llm") -> None:
+        """Take the URL that the Secret of Redis has, where the chart runs no Valkey of its own."""
         self._directory = directory
+        self._redis_url = redis_url
         self._namespace = namespace
         # A network of its own, so that two rehearsals beside each other do not meet.
         self._network = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"
@@ -267,7 +270,7 @@ class Cluster:
         """Return the command and the environment of a pod's container, with addresses and folders of this machine."""
         home = self._directory / pod.name
         home.mkdir(exist_ok=True)
-        variables = {one["name"]: str(one.get("value", pod.name)) for one in pod.container.get("env", [])}
+        variables = {one["name"]: self._value(one, pod) for one in pod.container.get("env", [])}
 
         def here(word: str) -> str:
             word = word.replace("$(POD_NAME)", pod.name).replace("0.0.0.0", pod.address)
@@ -283,6 +286,12 @@ class Cluster:
             argv = [str(Path(sys.executable).with_name(program)), *arguments]
         environ = {key: value for key, value in os.environ.items() if not key.startswith("LORAPLEX_")}
         return argv, environ | {key: here(value) for key, value in variables.items()}
+
+    def _value(self, variable: Manifest, pod: Pod) -> str:
+        source = variable.get("valueFrom", {})
+        if "secretKeyRef" in source:
+            return self._redis_url
+        return pod.name if "fieldRef" in source else str(variable["value"])
 
     def _with_addresses(self, word: str) -> str:
         """Replace the names of pods and services in a flag or URL by their addresses."""
@@ -400,20 +409,42 @@ async def rehearse(directory: Path, streams: int, say: Callable[[str], None]) ->
     try:
         await cluster.apply(render("laptop", sizes))
         say(f"installed: {sum(map(len, cluster.pods.values()))} pods are ready")
-        load = Streams(cluster.routers, streams)
-        changes: list[tuple[str, Callable[[], Any]]] = [
-            ("a new version of every part", lambda: cluster.apply(render("laptop", (*sizes, "image.tag=next")))),
-            ("workers from 2 to 6", lambda: cluster.scale("lx-worker-cpu", 6)),
-            ("workers from 6 to 2", lambda: cluster.scale("lx-worker-cpu", 2)),
-            *((f"{name} is killed", partial(cluster.kill, name)) for name in _KILLED),
-        ]
-        for what, change in changes:
-            await load.during(change())
-            say(f"{what}: {load.answers} answers, of which {load.continued} continued elsewhere; 0 failed")
-        await load.end()
-        assert {code for _, code in cluster.ended} == {0}, cluster.ended
+        await _change(
+            cluster,
+            Streams(cluster.routers, streams),
+            say,
+            {
+                "a new version of every part": lambda: cluster.apply(render("laptop", (*sizes, "image.tag=next"))),
+                "workers from 2 to 6": lambda: cluster.scale("lx-worker-cpu", 6),
+                "workers from 6 to 2": lambda: cluster.scale("lx-worker-cpu", 2),
+                **{f"{name} is killed": partial(cluster.kill, name) for name in _KILLED},
+            },
+        )
     finally:
         await cluster.close()
+
+
+async def rehearse_failover(directory: Path, streams: int, say: Callable[[str], None]) -> None:
+    """Install the chart with a Valkey that a sentinel watches, whose primary is lost under load."""
+    sizes = ("router.replicas=2", "redis.embedded=false", "redis.urlSecret.name=redis", "gateway.enabled=false")
+    async with WatchedValkeys(directory / "v") as valkeys:
+        cluster = Cluster(directory, valkeys.url)
+        try:
+            await cluster.apply(render("laptop", sizes))
+            load = Streams(cluster.routers, streams)
+            await _change(cluster, load, say, {"Sentinel fails over": valkeys.lose_primary})
+        finally:
+            await cluster.close()
+
+
+async def _change(
+    cluster: Cluster, load: Streams, say: Callable[[str], None], changes: Mapping[str, Callable[[], Any]]
+) -> None:
+    for what, change in changes.items():
+        await load.during(change())
+        say(f"{what}: {load.answers} answers, of which {load.continued} continued elsewhere; 0 failed")
+    await load.end()
+    assert {code for _, code in cluster.ended} <= {0}, cluster.ended
 
 
 def main() -> None:
@@ -421,8 +452,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.deploy.rehearsal", description=__doc__)
     parser.add_argument("--streams", type=int, default=200, help="requests that run at any time")
     streams = parser.parse_args().streams
-    with tempfile.TemporaryDirectory(prefix="lx-") as directory:
-        asyncio.run(rehearse(Path(directory), streams, lambda line: print(line, flush=True)))
+    for part in (rehearse, rehearse_failover):
+        with tempfile.TemporaryDirectory(prefix="lx-") as directory:
+            asyncio.run(part(Path(directory), streams, lambda line: print(line, flush=True)))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.ledger import ReserveCall
 from broker.liveness import WorkerLoad, preferred
@@ -27,7 +28,7 @@ from router.dispatch.links import DispatchTiming, RelayReach
 from router.dispatch.outbox import AT_ONCE, FAULTS_LIMIT, MIB, Placer
 from router.metrics import RouterMetrics
 from router.settings import Settings
-from rpc.errors import Internal
+from rpc.errors import Internal, Unavailable
 from rpc.principal import CredentialKind, Principal, Role, set_caller
 from tenancy.plans import QUEUE_SHARE
 from tests.plans_file import plans_in
@@ -128,6 +129,23 @@ async def test_a_redis_that_is_down_is_asked_again_until_it_has_the_job(
         again = await claim(queue)
         assert (again.attempt, again.emitted) == (2, {0: (5,)})
         assert queue.calls["enqueue"] == 1 + 9 + 1
+
+
+async def test_a_new_job_waits_for_a_redis_that_fails_over(dispatcher: Dispatcher, queue: ShakyQueue) -> None:
+    queue.faults["enqueue"] = [RedisConnectionError("refused") for _ in range(9)]
+    async with dispatched(dispatcher, job()):
+        assert (await claim(queue)).attempt == 1
+        assert queue.calls["enqueue"] == 9 + 1
+
+
+async def test_a_new_job_does_not_wait_for_long(queue: ShakyQueue) -> None:
+    dispatcher = quick(queue, enqueue_s=0.05)
+    queue.faults["enqueue"] = [RedisConnectionError("refused") for _ in range(1_000)]
+    with pytest.raises(Unavailable) as refused:
+        await dispatcher.dispatch(job())
+    assert refused.value.reason == "QUEUE_DOWN"
+    assert 1 < queue.calls["enqueue"] < 1_000
+    assert dispatcher.jobs == ()
 
 
 @pytest.mark.parametrize("faults", [FAULTS_LIMIT - 1, FAULTS_LIMIT])
