@@ -116,7 +116,8 @@ def specialization(call: KernelCall) -> str:
         if parameter.name in call.constants or value is None or isinstance(value, (float, bool)):
             known[parameter.name] = repr(value) if parameter.name in call.constants else type(value).__name__
         elif isinstance(value, Tensor):
-            known[parameter.name] = str(value.dtype), value.storage_offset() * value.itemsize % 16 == 0
+            aligned = not parameter.do_not_specialize_on_alignment and value.storage_offset() * value.itemsize % 16 == 0
+            known[parameter.name] = str(value.dtype), aligned
         else:
             bits = 32 if -(2**31) <= value < 2**31 else 64
             special = not parameter.do_not_specialize

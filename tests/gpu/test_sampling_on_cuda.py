@@ -13,6 +13,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch fin
 def test_the_kernel_chooses_the_ids_that_the_cpu_chooses() -> None:
     """Logarithms and exponentials differ in their last bit: one id in a hundred may be the other of two near ones."""
     [counts] = results_of(["sampling_cases.py"], "cuda")
-    assert len(counts) == 30
+    assert len(counts) == 34
     differing, rows = (sum(numbers) for numbers in zip(*counts.values(), strict=True))
     assert differing <= rows / 100

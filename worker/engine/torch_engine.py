@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -42,16 +43,18 @@ from worker.engine.scheduling.sequence import Batch
 from worker.engine_api import EngineConfig, EngineLimits, ModelUnusableError, NewSequence, Output
 
 _log = logging.getLogger(__name__)
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 
 
 class TorchEngine(Engine[Scheduler]):
     """A transformers model as an Engine: continuous batching, a different adapter in every row.
 
     One that steps ahead launches a step before it collects the one before, so that the device never waits for the host,
-    which schedules, lays out and reports meanwhile.
+    which schedules, lays out and reports meanwhile. Each step's ids are chosen once those before are collected.
 
         device            │      step 1      │      step 2      │      step 3 ...
-        host     launch 1, launch 2 │ collect 1, launch 3 │ collect 2, launch 4 ...
+        host     launch and sample 1, launch 2 │ collect 1, sample 2, launch 3 │ collect 2, sample 3, launch 4 ...
     """
 
     def __init__(
@@ -84,30 +87,42 @@ class TorchEngine(Engine[Scheduler]):
     def step(self) -> list[Output]:
         """Launch one step of the batch, and collect it, or, stepping ahead, the one before it."""
         outputs = self._scheduler.take_arrivals()
-        batch = self._scheduler.schedule()
-        step = self._launch(batch, outputs) if batch else None
-        if self._ahead:
-            step, self._in_flight = self._in_flight, step
+        batch, began = self._scheduler.schedule(), time.monotonic()
+        launched = self._within_memory(self._runner.launch, batch, batch, outputs)
+        last, self._in_flight = self._in_flight, None
+        if last is not None:
+            outputs += self._collect(last)
+        step = self._within_memory(self._runner.sample, launched, batch, outputs)
         if step is not None:
-            sampled = step.collect()
-            seconds = self._timer.collected(time.monotonic())
-            if self._chunk_sizer is not None:
-                self._chunk_sizer.observe(step.batch, seconds)
-            outputs += self._scheduler.commit(step.batch, sampled.ids, sampled.logprobs, sampled.failures)
+            self._timer.launched(began)
+            if self._ahead:
+                self._in_flight = step
+            else:
+                outputs += self._collect(step)
         return outputs
 
-    def _launch(self, batch: Batch, outputs: list[Output]) -> InFlight | None:
-        """Launch a batch; None where memory is not enough for it. Add the outputs of sequences that end for that."""
-        began = time.monotonic()
+    def _collect(self, step: InFlight) -> list[Output]:
+        sampled = step.collect()
+        seconds = self._timer.collected(time.monotonic())
+        if self._chunk_sizer is not None:
+            self._chunk_sizer.observe(step.batch, seconds)
+        return self._scheduler.commit(step.batch, sampled.ids, sampled.logprobs, sampled.failures)
+
+    def _within_memory(
+        self, launch: Callable[[_A], _B], argument: _A | None, batch: Batch | None, outputs: list[Output]
+    ) -> _B | None:
+        """Launch a part of a batch; None where there is none, or memory is not enough for it.
+
+        Adds the outputs of sequences that end for that.
+        """
+        if argument is None or batch is None:
+            return None
         try:
-            step = self._runner.launch(batch)
+            return launch(argument)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             _log.warning("memory is not enough for a step of %d rows, %d tokens", len(batch.rows), batch.tokens)
-        else:
-            self._timer.launched(began)
-            return step
         # Only here, because the exception holds the frames of the failed step, and with them its tensors.
         outputs += self._scheduler.revoke(batch)
         return None

@@ -15,7 +15,7 @@ from tests.worker.engine.interpreted import replace_language_once
 from worker.engine.sampling.cuda import sample_with_triton
 from worker.engine.sampling.sampler import Adjustments, Draw, sample
 
-ROWS = 24
+ROWS = 14
 CASES = {
     "greedy": SamplingParams(),
     "temperature": SamplingParams(temperature=0.7),
@@ -29,7 +29,9 @@ CASES = {
     "min_p": SamplingParams(temperature=1.5, min_p=0.1),
     "top_n_sigma": SamplingParams(temperature=1.5, top_n_sigma=1.2),
     "typical_p": SamplingParams(temperature=1.0, typical_p=0.5),
-    "all": SamplingParams(temperature=3.0, top_k=50, top_p=0.9, min_p=0.01, top_n_sigma=2.5),
+    "small typical_p": SamplingParams(temperature=1.0, typical_p=1e-6),
+    "all": SamplingParams(temperature=3.0, top_k=50, top_p=0.9, min_p=0.01, top_n_sigma=2.5, typical_p=0.8),
+    "all but typical_p": SamplingParams(temperature=3.0, top_k=50, top_p=0.9, min_p=0.01, top_n_sigma=2.5),
     "penalties": SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.5, frequency_penalty=0.5),
     "bias": SamplingParams(logit_bias=((3, 9.0),), allowed_token_ids=(3, 4, 5)),
 }

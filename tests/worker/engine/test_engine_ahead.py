@@ -12,7 +12,7 @@ import torch
 
 from options import FinishReason, SamplingParams, StoppingParams
 from worker.engine.device import is_out_of_memory
-from worker.engine.model.runner import Runner
+from worker.engine.model.runner import Launched, Runner
 from worker.engine.sampling.step import InFlight, Sampled
 from worker.engine.scheduling.sequence import Batch
 from worker.engine_api import NewSequence, Output
@@ -55,7 +55,7 @@ def test_a_step_is_launched_before_the_last_one_is_collected(
     events: list[tuple[str, int]] = []
     batches: list[Batch] = []
 
-    def watched_launch(runner: Runner, batch: Batch) -> InFlight:
+    def watched_launch(runner: Runner, batch: Batch) -> Launched:
         events.append(("launch", len(batches)))
         batches.append(batch)
         return launch(runner, batch)
@@ -102,19 +102,28 @@ def test_sequences_that_go_and_come_while_a_step_is_in_flight(tiny_llama: Any, m
 
 
 @BOTH_MODES
-def test_penalties_see_every_id_before(
-    tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
+@pytest.mark.parametrize("what", ["penalties", "bad words"])
+def test_a_choice_that_depends_on_the_ids_before_sees_all_of_them_in_every_step(
+    what: str, tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:
     """Beside rows that step ahead; against the same request alone in an engine that does not."""
-    penalized = tiny_llama.request("p", range(40, 60), 30, sampling=SamplingParams(repetition_penalty=1.3))
+    plain = tiny_llama.request("p", range(40, 60), 30)
+    answer = tiny_llama.expected(plain)
+    words = tuple(zip(answer[2:20:3], answer[3:21:3], strict=True))
+    samplings = {"penalties": SamplingParams(repetition_penalty=1.3), "bad words": SamplingParams(bad_word_ids=words)}
+    asked = replace(plain, sampling=samplings[what])
     alone = make_engine(tiny_llama.directory, **SETTINGS, ahead=False)
-    truth = ids(run_until_idle(alone, {0: [penalized]})["p"])
-    assert truth != tiny_llama.expected(replace(penalized, sampling=SamplingParams())), "the penalty was to matter"
+    truth = ids(run_until_idle(alone, {0: [asked]})["p"])
+    assert truth != answer, "the option was to matter"
     company = uneven_requests(tiny_llama, 5)
-    outputs = run_until_idle(make_engine(tiny_llama.directory, **SETTINGS), {0: [*company, penalized]})
+    engine = make_engine(tiny_llama.directory, **SETTINGS)
+    outputs = run_until_idle(engine, {0: [*company, asked]})
     assert ids(outputs["p"]) == truth
     for request in company:
         assert ids(outputs[request.sequence_id]) == tiny_llama.expected(request)
+    before = engine.stats().steps
+    run_until_idle(engine, {0: [replace(asked, sequence_id="again", tenant="b")]})
+    assert engine.stats().steps - before == 30, "a step for each token"
 
 
 # ---- memory

@@ -161,12 +161,12 @@ def test_sampling_that_runs_out_of_memory_makes_the_step_smaller_and_ends_nobody
 ) -> None:
     times, sample = 0, sampler.sample
 
-    def sample_few(logits: torch.Tensor, draws: Any, *, wait: bool) -> torch.Tensor:
+    def sample_few(logits: torch.Tensor, draws: Any) -> torch.Tensor:
         nonlocal times
         if len(logits) > 2:
             times += 1
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return sample(logits, draws, wait=wait)
+        return sample(logits, draws)
 
     monkeypatch.setattr(step, "sample", sample_few)
     engine = make_engine(tiny_llama.directory, **SETTINGS)

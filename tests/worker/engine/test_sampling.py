@@ -15,10 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sample(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
-    """The ids, which are the same whether or not the host may look at how far the likeliest tokens reach."""
     ids: list[int] = sampler.sample(logits, draws).tolist()
-    some = slice(200)
-    assert sampler.sample(logits[some], draws[some], wait=False).tolist() == ids[some]
     return ids
 
 

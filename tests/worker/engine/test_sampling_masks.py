@@ -50,18 +50,16 @@ def test_only_allowed_ids_are_chosen_and_the_other_rows_are_as_they_were() -> No
     rows = len(SAMPLINGS)
     masks = [mask_of(few)] * rows + [mask_of(many)] * rows + [None] * rows
     scores = logits(3 * rows)
-    for wait in (True, False):
-        masked = scores.clone()
-        chosen = sample(masked, draws(masks), wait=wait).tolist()
-        assert torch.equal(masked[2 * rows :], scores[2 * rows :])
-        assert set(chosen[:rows]) <= set(few)
-        assert set(chosen[rows : 2 * rows]) <= set(many)
-        unmasked = [replace(draw, allowed=None) for draw in draws(masks)]
-        assert chosen[2 * rows :] == sample(scores, unmasked, wait=wait).tolist()[2 * rows :]
-        assert sample(scores.clone(), draws([mask_of(one)] * 3 * rows), wait=wait).tolist() == one * 3 * rows
-        if wait:
-            alone = [sample(scores[row : row + 1].clone(), [draw]).item() for row, draw in enumerate(draws(masks))]
-            assert alone == chosen
+    masked = scores.clone()
+    chosen = sample(masked, draws(masks)).tolist()
+    assert torch.equal(masked[2 * rows :], scores[2 * rows :])
+    assert set(chosen[:rows]) <= set(few)
+    assert set(chosen[rows : 2 * rows]) <= set(many)
+    unmasked = [replace(draw, allowed=None) for draw in draws(masks)]
+    assert chosen[2 * rows :] == sample(scores, unmasked).tolist()[2 * rows :]
+    assert sample(scores.clone(), draws([mask_of(one)] * 3 * rows)).tolist() == one * 3 * rows
+    alone = [sample(scores[row : row + 1].clone(), [draw]).item() for row, draw in enumerate(draws(masks))]
+    assert alone == chosen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 def test_the_kernel_compiles(
     dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from worker.engine.sampling.cuda import choose_call
+    from worker.engine.sampling.cuda import choose_call, totals_call
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     draws = [Draw(SamplingParams(temperature=1.0, top_k=5, top_p=0.9), 0, 1)] * 2
@@ -27,3 +27,4 @@ def test_the_kernel_compiles(
     assert call.grid == (2,), "one launch for all rows, whatever they ask for"
     compiled = compiled_for(capability, call)
     assert "local" not in compiled.asm["ptx"], "its sums are in registers"
+    compiled_for(capability, totals_call(torch.zeros(2), torch.zeros(2, 32_000)))

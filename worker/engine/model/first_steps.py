@@ -38,7 +38,7 @@ def run_first_steps(loaded: LoadedModel, lora: AdapterLayers, encoding: Encoding
     runner = Runner(loaded, cache, lora, encoding, ahead=True)
     try:
         for batch in _batches(loaded, cache, config):
-            if runner.launch(batch).failures:
+            if runner.sample(runner.launch(batch)).failures:
                 raise ModelUnusableError(f"no token could be sampled on {loaded.device}: the log above says why")
         torch.cuda.synchronize(loaded.device)
     except torch.OutOfMemoryError:

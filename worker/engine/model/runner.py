@@ -1,15 +1,21 @@
 """Launches the scheduler's batches, one after the other, into the model.
 
-A launch hands the device a whole step and returns. The next launch may come before the ids that this one sampled have
-been collected: ids that are placeholders are then taken, on the device, from the launch before. The order of one stream
-keeps all that a launch reads from the host, and the buffers that it overwrites, safe from the next launch: see
-worker/engine/device.py.
+A launch hands the device a step up to its logits and returns; `sample` adds what chooses the next ids. The next launch
+may come before the ids that this one sampled have been collected: ids that are placeholders are then taken, on the
+device, from the launch before. They are collected before the next sampling, whose penalties and grammars need them:
+
+    device    │ logits of step 1, its ids │ logits of step 2, its ids │ ...
+    host      launch 1, sample 1, launch 2, collect 1, sample 2, launch 3, collect 2 ...
+
+The order of one stream keeps all that a launch reads from the host, and the buffers that it overwrites, safe from the
+next launch: see worker/engine/device.py.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +27,8 @@ from worker.engine.device import upload
 from worker.engine.lora.weights import AdapterLayers
 from worker.engine.model.encoding import Encoding
 from worker.engine.model.loader import LoadedModel
-from worker.engine.sampling.sampler import NO_MASKS, MaskFiller, forbid_ids
-from worker.engine.sampling.step import InFlight, launch_sampling
+from worker.engine.sampling.sampler import NO_MASKS, MaskFiller, Masks, forbid_ids
+from worker.engine.sampling.step import InFlight, PendingVector, launch_sampling
 from worker.engine.scheduling.sequence import Batch, Row
 from worker.engine_api import EngineLimits
 
@@ -202,6 +208,16 @@ def _warm_up(inputs: StepInputs, forward: Callable[[StepInputs], Tensor], stream
     return logits
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step whose `logits` [wanted, vocab] and `vectors` are on their way; `masks` too, where they can be already."""
+
+    batch: Batch
+    logits: Tensor
+    vectors: Sequence[tuple[Row, PendingVector]]
+    masks: Future[Masks] | None
+
+
 class Runner:
     """A model, its KV cache and its adapters' slots; from one thread."""
 
@@ -214,7 +230,7 @@ class Runner:
         *,
         ahead: bool,
     ) -> None:
-        """Make a runner; with `ahead` a step is launched before the one before it is collected, so no launch waits."""
+        """Make a runner; with `ahead` a step is launched before the one before it is collected."""
         self._module = loaded.module
         self._attention = loaded.attention
         self._ahead = ahead
@@ -245,9 +261,10 @@ class Runner:
         forbid_ids(logits, [np.full(-(-logits.shape[-1] // 32), -1, dtype=np.int32)])
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> InFlight:
-        """Compute the rows' keys, values and next ids. An error for lack of memory leaves nothing behind."""
-        masks = self._masks.begin(batch)
+    def launch(self, batch: Batch) -> Launched:
+        """Compute the rows' keys, values and logits. An error for lack of memory leaves nothing behind."""
+        # Stepping ahead, the ids of the step before are missing still.
+        masks = None if self._ahead else self._masks.begin(batch)
         if self._buffers is not None and _is_decode(batch):
             logits = self._decode(self._buffers, batch)
         else:
@@ -259,9 +276,14 @@ class Runner:
             self._put_sampled_ids(inputs.input_ids[0], batch)
             self._encoding.begin(batch)
             logits = self._forward(inputs)
-        vectors = self._encoding.launch(batch)
+        return Launched(batch, logits, self._encoding.launch(batch), masks)
+
+    @torch.inference_mode()
+    def sample(self, step: Launched) -> InFlight:
+        """Choose the rows' next ids; all ids before them are known now. Memory may lack here as well."""
+        masks = self._masks.begin(step.batch) if self._ahead else step.masks
         allowed = masks.result() if masks else NO_MASKS
-        self._last = launch_sampling(logits, batch, allowed, vectors, wait=not self._ahead)
+        self._last = launch_sampling(step.logits, step.batch, allowed, step.vectors)
         return self._last
 
     def close(self) -> None:

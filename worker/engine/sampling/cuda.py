@@ -6,11 +6,12 @@ is found by counting: the scores' bits, read as integers in the same order, are 
     threshold    ????????  ──▶  5???????  ──▶  5c??????  ──▶ ...      a pass over the row weighs what is above each of
                                                                      the 16 values of the next four bits
 
-It is the smallest threshold with less above it than top_k tokens, or top_p of the probability. Typical_p, which orders
-tokens by something else, is left to torch. Imported only where there is Triton.
+It is the smallest threshold with less above it than top_k tokens, or top_p of the probability. For typical_p the tokens
+that the other limits keep are ordered by their distance from the entropy in the same way: of a score s that is
+|s - mean| with the mean of all scores, weighted by their probabilities. Imported only where there is Triton.
 """
 
-# ruff: noqa: N803 - compile-time arguments are in capitals
+# ruff: noqa: N803, PLR0913, PLR0917 - kernels take every size as an argument, and compile-time ones in capitals
 # mypy: disable-error-code="untyped-decorator"
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.engine.device import KernelCall, upload
-from worker.engine.sampling.sampler import COLDEST, HOTTEST, Draw, adjust_logits, row_key, sample_random
+from worker.engine.sampling.sampler import COLDEST, HOTTEST, Draw, adjust_logits, row_key
 
 # Columns that a program reads at once.
 _COLUMNS = 1024
-# Numbers of a row's parameters: temperature, top_p, log of min_p, top_n_sigma, in float32; top_k, the noise's two keys.
-_PARAMETERS: tl.constexpr = tl.constexpr(7)
+# Numbers of a row's parameters: temperature, top_p, log of min_p, top_n_sigma, typical_p, in float32; top_k, the two
+# keys of the noise.
+_PARAMETERS: tl.constexpr = tl.constexpr(8)
+# What a threshold is of: the number of the scores above it, their probability, or that of the nearer ones to the mean.
+_COUNT: tl.constexpr = tl.constexpr(0)
+_MASS: tl.constexpr = tl.constexpr(1)
+_TYPICAL: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
@@ -50,18 +56,45 @@ def _load(logits, at, vocab, best, temperature, COLUMNS: tl.constexpr):  # type:
 
 
 @triton.jit
-def _weigh(logits, vocab, best, temperature, thresholds, BY_COUNT: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _nearness(scores, mean):  # type: ignore[no-untyped-def]
+    """Return bits that are the larger, the nearer a score is to the mean."""
+    return tl.abs(scores - mean).to(tl.uint32, bitcast=True) ^ 0xFFFFFFFF
+
+
+@triton.jit
+def _weigh(  # type: ignore[no-untyped-def]
+    logits, vocab, best, temperature, least, lowest, mean, thresholds, OF: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Return the number of scores, or the sum of their exponentials, above each of 16 thresholds."""
     sums = tl.zeros([COLUMNS, 16], tl.float32)
     for at in range(0, vocab, COLUMNS):
         columns, scores, bits = _load(logits, at, vocab, best, temperature, COLUMNS)
-        weights = tl.where(columns < vocab, 1.0, 0.0) if BY_COUNT else tl.exp(scores)
+        weights = tl.where(columns < vocab, 1.0, 0.0) if OF == _COUNT else tl.exp(scores)
+        if OF == _TYPICAL:
+            weights = tl.where((bits >= least) & (scores >= lowest), weights, 0.0)
+            bits = _nearness(scores, mean)
         sums += tl.where(bits[:, None] > thresholds[None, :], weights[:, None], 0.0)
     return tl.sum(sums, 0)
 
 
 @triton.jit
-def _threshold(logits, vocab, best, temperature, target, BY_COUNT: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _typical_mean(logits, vocab, best, temperature, least, lowest, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the mean of the kept scores, weighted by their exponentials, and the sum of these."""
+    masses = tl.zeros([COLUMNS], tl.float32)
+    sums = tl.zeros([COLUMNS], tl.float32)
+    for at in range(0, vocab, COLUMNS):
+        _, scores, bits = _load(logits, at, vocab, best, temperature, COLUMNS)
+        kept = (bits >= least) & (scores >= lowest) & (scores > float("-inf"))
+        masses += tl.where(kept, tl.exp(scores), 0.0)
+        sums += tl.where(kept, tl.exp(scores) * scores, 0.0)
+    mass = tl.sum(masses, 0)
+    return tl.sum(sums, 0) / mass, mass
+
+
+@triton.jit
+def _threshold(  # type: ignore[no-untyped-def]
+    logits, vocab, best, temperature, least, lowest, mean, target, OF: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Return the bits of the smallest threshold with less than `target` above it."""
     found = tl.zeros([16], tl.uint32)
     digits = tl.arange(0, 16).to(tl.uint32)
@@ -70,7 +103,7 @@ def _threshold(logits, vocab, best, temperature, target, BY_COUNT: tl.constexpr,
         lower = ones * (28 - 4 * step)
         # The largest threshold that begins with each digit.
         thresholds = found | (digits << lower) | ((ones << lower) - ones)
-        above = _weigh(logits, vocab, best, temperature, thresholds, BY_COUNT, COLUMNS)
+        above = _weigh(logits, vocab, best, temperature, least, lowest, mean, thresholds, OF, COLUMNS)
         found = found | (tl.sum((above >= target).to(tl.uint32), 0) << lower)
     return tl.max(found, 0)
 
@@ -117,30 +150,38 @@ def _deviation(logits, vocab, best, temperature, COLUMNS: tl.constexpr):  # type
 def _draw(logits, parameters, vocab, best, temperature, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the id of a row whose best logit is finite: the largest of what the limits keep and its noise."""
     top_p, lowest, sigmas = _float(parameters, 1), _float(parameters, 2), _float(parameters, 3)
-    top_k = tl.load(parameters + 4)
-    first_key = tl.load(parameters + 5).to(tl.uint32, bitcast=True)
-    second_key = tl.load(parameters + 6).to(tl.uint32, bitcast=True)
+    typical_p, top_k = _float(parameters, 4), tl.load(parameters + 5)
+    first_key = tl.load(parameters + 6).to(tl.uint32, bitcast=True)
+    second_key = tl.load(parameters + 7).to(tl.uint32, bitcast=True)
     nothing = tl.zeros([16], tl.uint32)
     least = tl.max(nothing, 0)
     if top_k > 0:
-        least = _threshold(logits, vocab, best, temperature, top_k.to(tl.float32), True, COLUMNS)
+        target = top_k.to(tl.float32)
+        least = _threshold(logits, vocab, best, temperature, least, lowest, 0.0, target, _COUNT, COLUMNS)
     if top_p < 1:
-        total = tl.max(_weigh(logits, vocab, best, temperature, nothing + least, False, COLUMNS), 0)
+        total = tl.max(_weigh(logits, vocab, best, temperature, least, lowest, 0.0, nothing + least, _MASS, COLUMNS), 0)
         if top_k > 0:
             # Of the scores that equal the smallest of the top_k, as many as belong to them.
-            above = tl.max(_weigh(logits, vocab, best, temperature, nothing + least, True, COLUMNS), 0)
+            above = tl.max(
+                _weigh(logits, vocab, best, temperature, least, lowest, 0.0, nothing + least, _COUNT, COLUMNS), 0
+            )
             bits = tl.where(least >= 0x80000000, least ^ 0x80000000, least ^ 0xFFFFFFFF)
             total += (top_k.to(tl.float32) - above) * tl.exp(bits.to(tl.float32, bitcast=True))
-        by_mass = _threshold(logits, vocab, best, temperature, top_p * total, False, COLUMNS)
+        by_mass = _threshold(logits, vocab, best, temperature, least, lowest, 0.0, top_p * total, _MASS, COLUMNS)
         least = tl.maximum(least, by_mass)
     if sigmas > 0:
         lowest = tl.maximum(lowest, -sigmas * _deviation(logits, vocab, best, temperature, COLUMNS))
+    nearest, mean = tl.max(nothing, 0), 0.0
+    if typical_p < 1:
+        mean, mass = _typical_mean(logits, vocab, best, temperature, least, lowest, COLUMNS)
+        nearest = _threshold(logits, vocab, best, temperature, least, lowest, mean, typical_p * mass, _TYPICAL, COLUMNS)
     tops = tl.full([COLUMNS], float("-inf"), tl.float32)
     places = tl.zeros([COLUMNS], tl.int32)
     for at in range(0, vocab, COLUMNS):
         columns, scores, bits = _load(logits, at, vocab, best, temperature, COLUMNS)
         drawn = scores + _noise(columns, first_key, second_key)
         better = (columns < vocab) & (bits >= least) & (scores >= lowest) & (drawn > tops)
+        better = better & (_nearness(scores, mean) >= nearest)
         places = tl.where(better, columns, places)
         tops = tl.where(better, drawn, tops)
     return tl.min(tl.where(tops == tl.max(tops, 0), places, vocab), 0)
@@ -170,6 +211,46 @@ def choose_ids(ids, logits, parameters, vocab, row_stride, COLUMNS: tl.constexpr
     tl.store(ids + row, tl.where(usable, chosen, -1).to(tl.int64))
 
 
+# Rows may begin anywhere: another alignment would compile a kernel while requests wait.
+@triton.jit(do_not_specialize_on_alignment=["scores"])
+def sum_exponentials(totals, scores, vocab, row_stride, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the logarithm of the sum of a row's exponentials. Grid: row."""
+    row = tl.program_id(0)
+    scores += row.to(tl.int64) * row_stride
+    tops = tl.full([COLUMNS], float("-inf"), tl.float32)
+    sums = tl.zeros([COLUMNS], tl.float32)
+    for at in range(0, vocab, COLUMNS):
+        columns = at + tl.arange(0, COLUMNS)
+        numbers = tl.load(scores + columns, mask=columns < vocab, other=float("-inf"))
+        higher = tl.maximum(tops, numbers)
+        # Where there is no finite number yet, -inf - -inf would be NaN.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        sums = sums * tl.exp(tops - base) + tl.exp(numbers - base)
+        tops = higher
+    top = tl.max(tops, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(totals + row, tl.log(tl.sum(sums * tl.exp(tops - base), 0)) + base)
+
+
+def totals_call(totals: Tensor, scores: Tensor) -> KernelCall:
+    """Return the launch that fills `totals` [rows] float32 of scores [rows, vocab] float32; see log_totals."""
+    return KernelCall(
+        sum_exponentials,
+        (len(scores),),
+        {"totals": totals, "scores": scores, "vocab": scores.shape[1], "row_stride": scores.stride(0)},
+        {"COLUMNS": _COLUMNS},
+        warps=8,
+        stages=2,
+    )
+
+
+def log_totals(scores: Tensor) -> Tensor:
+    """Return logsumexp [rows] of float32 scores [rows, vocab]; unlike torch's, a row's bits are its own."""
+    totals = torch.empty(len(scores), dtype=torch.float32, device=scores.device)
+    totals_call(totals, scores).launch()
+    return totals
+
+
 def choose_call(ids: Tensor, logits: Tensor, draws: Sequence[Draw]) -> KernelCall:
     """Return the launch that chooses `ids` [rows] int64 from logits [rows, vocab]; see sampler.sample."""
     vocab = logits.shape[-1]
@@ -187,15 +268,16 @@ def choose_call(ids: Tensor, logits: Tensor, draws: Sequence[Draw]) -> KernelCal
 
 
 def _parameters(draws: Sequence[Draw], vocab: int) -> np.ndarray:
-    """Return the rows' parameters [rows, 7] int32, the first four of them the bits of float32."""
+    """Return the rows' parameters [rows, 8] int32, the first five of them the bits of float32."""
     numbers = np.zeros((len(draws), _PARAMETERS.value), dtype=np.int32)
     for row, draw in zip(numbers, draws, strict=True):
         sampling = draw.sampling
         temperature = min(max(sampling.temperature, COLDEST), HOTTEST) if sampling.temperature > 0 else 0.0
         log_min_p = math.log(sampling.min_p) if sampling.min_p > 0 else float("-inf")
-        row[:4].view(np.float32)[:] = temperature, sampling.top_p, log_min_p, sampling.top_n_sigma
-        row[4] = sampling.top_k if sampling.top_k < vocab else 0
-        row[5:] = row_key(sampling.seed, draw.choice, draw.position)
+        limits = sampling.top_p, log_min_p, sampling.top_n_sigma, sampling.typical_p
+        row[:5].view(np.float32)[:] = temperature, *limits
+        row[5] = sampling.top_k if sampling.top_k < vocab else 0
+        row[6:] = row_key(sampling.seed, draw.choice, draw.position)
     return numbers
 
 
@@ -209,11 +291,4 @@ def sample_with_triton(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     if scores is not logits:
         # A number that is none counts though the adjustments have replaced it.
         ids.masked_fill_(logits.amax(-1).isfinite().logical_not(), -1)
-    typical = [row for row, draw in enumerate(draws) if draw.sampling.typical_p < 1 and draw.sampling.temperature > 0]
-    if typical:
-        index = upload(typical, logits.device)
-        some = scores[index].float()
-        best = some.max(-1, keepdim=True).values
-        picked = sample_random(some.sub_(best), [draws[row] for row in typical], wait=False)
-        ids[index] = torch.where(ids[index] < 0, -1, picked)
     return ids

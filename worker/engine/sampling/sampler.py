@@ -64,9 +64,11 @@ class MaskFiller:
         self._executor: LLExecutor | None = None
 
     def begin(self, batch: Batch) -> Future[Masks] | None:
-        """Begin to fill the masks of a batch; None where no row needs one."""
+        """Begin to fill the masks of a batch, whose ids are all known; None where no row needs one."""
         constrained = [
-            (row, grammar) for row in batch.rows if (grammar := row.sequence.grammar) is not None and row.samples
+            (row, grammar)
+            for row in batch.rows
+            if (grammar := row.sequence.grammar) is not None and row.samples and row.live
         ]
         if not constrained:
             return None
@@ -339,12 +341,11 @@ class _Look:
     typical: bool = False
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], *, wait: bool = True) -> Tensor:
+def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Choose a token id for each row of logits [rows, vocab]: int64 [rows], -1 where a row's logits are NaN.
 
     A row's result does not depend on the other rows. `logits` become -inf where a row's grammar forbids an id, and are
-    not changed otherwise. Without `wait` no result is looked at meanwhile, at the cost of sorting all tokens of rows
-    with limits; on CUDA a kernel needs neither.
+    not changed otherwise. On CUDA the host does not wait for the result.
     """
     forbid_ids(logits, [draw.allowed for draw in draws])
     if logits.device.type == "cuda":
@@ -370,12 +371,12 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, wait: bool = True) -> Tenso
         if random:
             count = len(random)
             # The largest is subtracted first, so that a tiny temperature does not make finite logits infinite.
-            picked[:count] = sample_random(scores[:count].sub_(best[:count, None]), some[:count], wait)
+            picked[:count] = _sample_random(scores[:count].sub_(best[:count, None]), some[:count])
         chosen[index] = picked
     return chosen.masked_fill(~usable, -1)
 
 
-def sample_random(scores: Tensor, draws: Sequence[Draw], wait: bool) -> Tensor:
+def _sample_random(scores: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Draw an id [rows] from scores [rows, vocab] whose largest is 0; changes the scores."""
     device, vocab = scores.device, scores.shape[-1]
     temperature = upload([min(max(draw.sampling.temperature, COLDEST), HOTTEST) for draw in draws], device)
@@ -385,8 +386,7 @@ def sample_random(scores: Tensor, draws: Sequence[Draw], wait: bool) -> Tensor:
     chosen = torch.empty(len(draws), dtype=torch.int64, device=device)
     by_look: dict[_Look, list[int]] = {}
     for row, draw in enumerate(draws):
-        look = _look(draw.sampling, vocab)
-        by_look.setdefault(look if wait or not look.width else replace(look, width=vocab), []).append(row)
+        by_look.setdefault(_look(draw.sampling, vocab), []).append(row)
     while by_look:
         look, rows = by_look.popitem()
         index = upload(rows, device)

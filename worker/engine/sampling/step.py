@@ -42,8 +42,17 @@ def token_logprobs(logits: Tensor, ids: Tensor, alternatives: Sequence[int]) -> 
     return lambda: [*chain.from_iterable(part() for part in parts)]
 
 
+def _log_totals(scores: Tensor) -> Tensor:
+    """Return the logarithm of the sum of exponentials [rows] of float32 scores [rows, vocab]."""
+    if scores.device.type == "cuda":
+        from worker.engine.sampling.cuda import log_totals  # Triton is there only with CUDA
+
+        return log_totals(scores)
+    return scores.logsumexp(-1)
+
+
 def _part(scores: Tensor, ids: Tensor, alternatives: Sequence[int]) -> PendingLogprobs:
-    total = scores.logsumexp(-1, keepdim=True)
+    total = _log_totals(scores)[:, None]
     values, best = scores.topk(min(max(alternatives), scores.shape[-1]), dim=-1)
     own, values, best = (
         download(part) for part in ((scores.gather(-1, ids[:, None]) - total)[:, 0], values - total, best)
@@ -118,13 +127,11 @@ def launch_sampling(
     batch: Batch,
     masks: Masks = NO_MASKS,
     vectors: Sequence[tuple[Row, PendingVector]] = (),
-    *,
-    wait: bool,
 ) -> InFlight:
     """Sample from logits [wanted, vocab], which has, row by row, prompt positions, then the position that samples.
 
-    `masks` are of the batch's rows with a grammar; `vectors` are read when the step is collected. Without `wait` the
-    host never waits for the device.
+    `masks` are of the batch's rows with a grammar; `vectors` are read when the step is collected. The host never waits
+    for a CUDA device.
     """
     failures = dict(masks.failures)
     rows = [row for row in batch.rows if row.samples]
@@ -137,7 +144,7 @@ def launch_sampling(
         unchanged = logits.clone()
     ids = logits.new_full((len(rows),), -1, dtype=torch.int64)
     for part, chosen in _each_alone(
-        lambda part: sample(logits[part], [_draw(row, masks) for row in rows[part]], wait=wait), rows, failures
+        lambda part: sample(logits[part], [_draw(row, masks) for row in rows[part]]), rows, failures
     ):
         ids[part] = chosen
     logprobs = _logprobs(unchanged, rows, ids, failures)

@@ -404,8 +404,11 @@ class Scheduler(SequenceScheduler):
     def revoke(self, batch: Batch) -> list[Output]:
         """Undo the scheduling of the last batch, for which memory was not enough: the next batch is smaller.
 
-        A sequence that was alone fails.
+        A sequence that was alone fails. Some may have ended since, with the step before.
         """
+        batch = batch.live()
+        if not batch.rows:
+            return []
         batch.unschedule()
         alone = self._ceilings.lower(batch, self._running)
         return self.fail([alone.sequence_id], OUT_OF_MEMORY) if alone else []

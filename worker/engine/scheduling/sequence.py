@@ -125,8 +125,6 @@ class Sequence:
         self.end_ids = frozenset[int]() if spec.stopping.ignore_eos else end_token_ids
         self.stop_ids = frozenset(spec.stopping.stop_token_ids)
         self.bad_words = BadWords(spec.sampling.bad_word_ids)
-        # The next id depends on those before it, all of which must be known.
-        self.one_by_one = spec.sampling.penalizes or bool(spec.grammar) or bool(self.bad_words.before)
         # Number of ids after `ids` that steps sample.
         self.placeholders = 0
         # Number of ids, then placeholders, whose keys and values are in the cache after the scheduled steps.
@@ -178,11 +176,8 @@ class Sequence:
 
     @property
     def waits_for_ids(self) -> bool:
-        """Tell whether what is scheduled must be committed before more is.
-
-        Either its last token may be among the placeholders, or the next one depends on what they will be.
-        """
-        return self.placeholders > 0 and (self.one_by_one or self.answered + self.placeholders >= self.max_tokens)
+        """Tell whether what is scheduled must be committed before more is: its last token may be a placeholder."""
+        return self.placeholders > 0 and self.answered + self.placeholders >= self.max_tokens
 
     @property
     def missing_prompt_logprobs(self) -> range:
@@ -305,6 +300,11 @@ class Batch:
     rows: tuple[Row, ...]
     decodes: int
     tokens: int
+
+    def live(self) -> Batch:
+        """Return the rows of sequences that were not stopped since."""
+        rows = tuple(row for row in self.rows if row.live)
+        return Batch(rows, sum(row.count == 1 for row in rows), sum(row.count for row in rows))
 
     def unschedule(self) -> None:
         """Take the rows back from their sequences: this batch, the last one that was scheduled, does not run."""

@@ -155,7 +155,6 @@ class PagedModel:
             assert row.live
             assert row.samples == (row.start + row.count == sequence.length - row.samples)
             assert not row.last_is_placeholder or self.ahead
-            assert not (row.last_is_placeholder and sequence.one_by_one), "the next id depends on one that is not known"
             assert sequence.answered + sequence.placeholders <= sequence.max_tokens, "more than it may have"
 
     def take(self, outputs: list[Output]) -> None:

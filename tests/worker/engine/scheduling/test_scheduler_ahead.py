@@ -53,17 +53,13 @@ def test_nothing_is_scheduled_after_the_last_token(model: PagedModel) -> None:
     model.assert_idle()
 
 
-def test_a_row_whose_choice_depends_on_ids_waits_for_them(model: PagedModel) -> None:
+def test_a_row_whose_choice_depends_on_ids_is_in_every_step_too(model: PagedModel) -> None:
+    """They are committed before the next step samples."""
     model.add(spec("free"))
-    model.add(spec("biased", sampling=SamplingParams(logit_bias=((3, 1.0),))))
     model.add(spec("penalized", prompt=2, sampling=SamplingParams(repetition_penalty=1.1)))
-    first = scheduled(model)
-    sampled = model.run(first)
-    assert set(names(first)) == {"free", "biased", "penalized"}
-    second = scheduled(model)
-    assert set(names(second)) == {"free", "biased"}
-    model.take(model.scheduler.commit(first, sampled))
-    assert set(names(scheduled(model))) == {"free", "biased", "penalized"}
+    model.add(spec("bad words", prompt=2, sampling=SamplingParams(bad_word_ids=((3, 4),))))
+    for _ in range(3):
+        assert set(names(scheduled(model))) == {"free", "penalized", "bad words"}
 
 
 def test_what_follows_a_stop_token_is_dropped(model: PagedModel) -> None:
@@ -185,6 +181,24 @@ def test_of_decodes_for_which_memory_is_not_enough_the_last_in_rank_goes(model: 
     model.run_until_idle()
     for name in ("a", "b", "c"):
         model.assert_right(name)
+    model.assert_idle()
+
+
+def test_rows_that_have_ended_since_are_no_part_of_a_batch_that_is_revoked(model: PagedModel) -> None:
+    """Memory may lack when a step samples, after the step before it was committed."""
+    stopping = StoppingParams(max_tokens=20, stop_token_ids=oracle(spec("stops", tokens=1))[0], ignore_eos=True)
+    model.add(spec("stops", stopping=stopping))
+    model.add(spec("stays", tokens=9))
+    first = scheduled(model)
+    sampled = model.run(first)
+    second = scheduled(model)
+    assert set(names(second)) == {"stops", "stays"}
+    model.spoil(second)
+    model.take(model.scheduler.commit(first, sampled))
+    assert list(model.ended) == ["stops"]
+    # The other is alone now, and alone it does not fit.
+    model.take(model.scheduler.revoke(second))
+    assert model.failures["stays"].reason == "OUT_OF_MEMORY"
     model.assert_idle()
 
 
