@@ -275,7 +275,7 @@ def fake_engine(config: EngineConfig, seed: int = 1) -> Iterator[tuple[TorchEngi
 
     with torch.inference_mode(), _found() as device:
         forms: dict[str, Any] = {
-            name: _in_earnest(getattr(cuda, name)) for name in ("norm_form", "is_gated", "attention_form", "use_layers")
+            name: _in_earnest(getattr(cuda, name)) for name in ("norm_form", "gate_of", "attention_form", "use_layers")
         }
         with patch.multiple(torch_engine, load_model=load, adapter_cache=adapters), patch.multiple(cuda, **forms):
             engine = build_engine(config, paced=False)

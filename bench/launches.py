@@ -1,8 +1,8 @@
 """Launches of a decode step on CUDA, counted without a device: `python -m bench.launches [--quick] [--json FILE]`.
 
-Tiny models of Llama's form with two and with four layers run on a fake device (bench/fake_cuda.py). What the larger
-one launches more is what two layers take. A launch is an operator of torch's that computes or copies on the device, or
-a kernel of Triton's; an operator that launches several kernels counts once.
+Tiny models of several families run on a fake device (bench/fake_cuda.py). What is launched between the beginnings of
+two of their layers is what a layer takes. A launch is an operator of torch's that computes or copies on the device, or
+a kernel of Triton's; an operator that launches several kernels counts once. --quick counts those of Llama alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from bench.models import TINY, save_model
 from bench.report import Aim, Report
 from worker.engine_api import EngineConfig
 
-SHAPE = replace(TINY, name="tiny-llama", family="llama")
-LAYERS = (2, 4)
+# Layers as Llama's; with norms of each query and key; with norms around attention and MLP; with norms after them alone.
+FAMILIES = ("llama", "qwen3", "gemma3_text", "olmo2")
+LAYERS = 3
 ROWS = 8
 AIMS = {"launches_a_layer": Aim(at_most=14), "launches_a_layer_adapters": Aim(at_most=18), "launches_besides": Aim()}
 
@@ -32,42 +33,54 @@ def main() -> int:
 
 
 def measure(quick: bool) -> Report:
-    """Count the launches of a step of rows without adapters, and of one with them."""
-    steps = {adapted: _per_layer(adapted) for adapted in (False, True)}
-    (base, besides), (adapters, _) = steps[False], steps[True]
+    """Count the launches of a step of rows without adapters, and of one with them; of the family that has the most."""
+    rows, base, adapters, besides = [], list[int](), list[int](), list[int]()
+    for family in FAMILIES[:1] if quick else FAMILIES:
+        (layer, rest), (adapted, _) = _launches(family)
+        rows += [
+            {"family": family, "launch": name, "a layer": layer[name], "with adapters": adapted[name]}
+            for name in sorted(adapted)
+        ]
+        base.append(sum(layer.values()))
+        adapters.append(sum(adapted.values()))
+        besides.append(sum(rest.values()))
     return Report(
         name="launches",
         command="python -m bench.launches" + (" --quick" if quick else ""),
         quick=quick,
-        setup=asdict(SHAPE) | {"rows": ROWS},
-        rows=[{"launch": name, "a layer": base[name], "with adapters": adapters[name]} for name in sorted(adapters)],
+        setup=asdict(TINY) | {"rows": ROWS, "layers": LAYERS},
+        rows=rows,
         ratios={
-            "launches_a_layer": sum(base.values()),
-            "launches_a_layer_adapters": sum(adapters.values()),
-            "launches_besides": sum(besides.values()),
+            "launches_a_layer": max(base),
+            "launches_a_layer_adapters": max(adapters),
+            "launches_besides": max(besides),
         },
         aims=AIMS,
     )
 
 
-def _per_layer(adapted: bool) -> tuple[Counter[str], Counter[str]]:
-    """Return the launches of a layer, and those of a step besides its layers, by name."""
-    few, many = (_launches(layers, adapted) for layers in LAYERS)
-    layer = Counter({name: (many[name] - few[name]) // (LAYERS[1] - LAYERS[0]) for name in many})
-    return +layer, few - Counter({name: count * LAYERS[0] for name, count in layer.items()})
-
-
-def _launches(layers: int, adapted: bool) -> Counter[str]:
+def _launches(family: str) -> list[tuple[Counter[str], Counter[str]]]:
+    """Return a layer's launches, and those of a step besides its layers, by name: without adapters and with."""
+    shape = replace(TINY, name=f"tiny-{family}", family=family, layers=LAYERS)
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as directory:
-        model = save_model(replace(SHAPE, layers=layers), Path(directory))
+        model = save_model(shape, Path(directory))
         config = EngineConfig(str(model), "cuda", rows=ROWS, kv_blocks=64, adapter_slots=2, max_rank=16)
         with fake_engine(config) as (engine, device):
             runner, buffers = engine._runner, engine._runner._buffers
             assert buffers is not None, "an engine on CUDA has buffers"
-            runner._begin_empty(ROWS, adapted)
-            device.launches.clear()
-            runner._forward(buffers.inputs(ROWS))
-            return Counter(device.launches)
+            begins: list[int] = []
+            for layer in runner._module.model.layers:
+                layer.register_forward_pre_hook(lambda *_: begins.append(len(device.launches)))
+            counts = []
+            for adapted in (False, True):
+                runner._begin_empty(ROWS, adapted)
+                device.launches.clear()
+                begins.clear()
+                runner._forward(buffers.inputs(ROWS))
+                # The first layer has a normalization before it that the others have after the layer before.
+                one = Counter(device.launches[slice(*begins[1:3])])
+                counts.append((one, Counter(device.launches) - Counter({name: LAYERS * one[name] for name in one})))
+            return counts
 
 
 if __name__ == "__main__":

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from artifacts.peft_config import CONFIG_FILE
@@ -17,12 +25,15 @@ from artifacts.revision import WEIGHTS_FILE
 
 # The modules that adapters change in benchmarks: all linear layers of a decoder layer.
 ALL_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {"qwen2": Qwen2Config, "llama": LlamaConfig}
+_CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
+    "qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3": Qwen3Config, "gemma3_text": Gemma3TextConfig,
+    "olmo2": Olmo2Config,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder with gated MLPs, like Llama and Qwen2. `family` is qwen2 or llama; `tied`: tied embeddings."""
+    """A decoder with gated MLPs, like Llama and Qwen2. `family` is one of _CONFIGS; `tied`: tied embeddings."""
 
     name: str
     family: str
@@ -81,6 +92,7 @@ class ModelShape:
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
             vocab_size=self.vocabulary,
             max_position_embeddings=self.context,
             tie_word_embeddings=self.tied,

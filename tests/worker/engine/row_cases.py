@@ -10,12 +10,13 @@ import sys
 from typing import Any
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from artifacts.families import KvShape
 from tests.worker.engine.interpreted import replace_language_once
 from worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
-from worker.engine.decoder.cuda import FORMS, AttentionForm, NormForm, gate_call
+from worker.engine.decoder.cuda import AttentionForm, QueryKeyNorms, gate_call
+from worker.engine.decoder.residuals import FORMS, Norm, NormForm, norm_call
 
 NOTHING = torch.empty(0)
 CALL = LayerCall(0, NOTHING, NOTHING, NOTHING, 1.0)
@@ -33,22 +34,33 @@ def differences(dtype: torch.dtype, device: str) -> dict[str, float]:
         weight = torch.randn(columns, generator=generator).to(dtype)
         for offset, late in FORMS:
             form = NormForm(1e-5, offset, late)
+            norm = Norm(form, weight.to(device))
             out = torch.zeros(5, columns, dtype=dtype, device=device)
-            form.call(x.to(device)[:, :columns], weight.to(device), out).launch()
+            norm_call(norm, x.to(device)[:, :columns], out).launch()
             found[f"norm of {columns}, {offset:g}, {late}"] = difference(out, form.compute(x[:, :columns], weight))
             # The sums, in what is kept of them, are those of torch's operator.
             added, sums = (x[:, columns:].to(device).contiguous(), torch.zeros_like(out))
-            form.call(x.to(device)[:, :columns], weight.to(device), out, added, sums).launch()
+            norm_call(norm, x.to(device)[:, :columns], out, added, sums).launch()
             expected = x[:, :columns] + x[:, columns:]
             assert torch.equal(sums.cpu(), expected)
             found[f"sum and norm of {columns}, {offset:g}, {late}"] = difference(out, form.compute(expected, weight))
+            norm_call(None, x.to(device)[:, :columns], None, added, sums, norm).launch()
+            expected = x[:, :columns] + form.compute(x[:, columns:], weight)
+            found[f"normed sum of {columns}, {offset:g}, {late}"] = difference(sums, expected)
         out = torch.zeros(5, columns, dtype=dtype, device=device)
         gate_call(x.to(device), out).launch()
         found[f"gate of {columns}"] = difference(out, silu(x[:, :columns]) * x[:, columns:])
+        gate_call(x.to(device), out, gelu=True).launch()
+        found[f"gelu of {columns}"] = difference(out, gelu(x[:, :columns], approximate="tanh") * x[:, columns:])
     for dim, value_dim, heads, kv_heads in ((16, 16, 4, 2), (24, 10, 3, 1)):
         found[f"rotation of {heads} heads of {dim}"] = rotation(
             dtype, device, AttentionForm(CALL, heads, kv_heads, dim, value_dim)
         )
+        for what, sizes in {"each": (dim, dim), "all": (heads * dim, kv_heads * dim)}.items():
+            norms = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+            both = QueryKeyNorms(NormForm(1e-6, 1.0, late=True), *(norm.to(device) for norm in norms))
+            normed = AttentionForm(CALL, heads, kv_heads, dim, value_dim, both)
+            found[f"norm of {what}, rotation of {heads} heads of {dim}"] = rotation(dtype, device, normed)
     return found
 
 
@@ -60,7 +72,12 @@ def rotation(dtype: torch.dtype, device: str, form: AttentionForm) -> float:
     )
     cache = KvCache(KvShape(1, form.kv_heads, form.dim, form.value_dim), 3, 4, dtype, torch.device(device), int8=False)
     slots = torch.tensor([9, 2, 4, 0, 7])
-    call = form.of(x)
+    normed, norms = x[:, : sum(form.widths[:2])].clone(), form.norms
+    if norms is not None:
+        pairs = zip(normed.split_with_sizes(form.widths[:2], 1), (norms.query.cpu(), norms.key.cpu()), strict=True)
+        parts = [norms.form.compute(part.reshape(tokens, -1, len(weight)), weight) for part, weight in pairs]
+        normed = torch.cat([part.flatten(1) for part in parts], 1)
+    call = form.of(normed, x)
 
     def rotated(part: torch.Tensor) -> torch.Tensor:
         first, second = part.chunk(2, -1)
@@ -68,11 +85,11 @@ def rotation(dtype: torch.dtype, device: str, form: AttentionForm) -> float:
 
     expected = [rotated(call.query), rotated(call.key), call.value.clone()]
     step = AttentionStep(cache, slots.to(device), PLAN)
-    on_device = x.to(device, copy=True)
-    form.rotate_call(on_device, cos.to(device), sin.to(device), step).launch()
+    on_device, turned = x.to(device), torch.zeros_like(normed, device=device)
+    form.rotate_call(turned, on_device, cos.to(device), sin.to(device), step).launch()
     keys, values = (part[slots.to(device)] for part in cache.slots[0])
-    assert torch.equal(form.of(on_device).key, keys)
-    actual = [form.of(on_device).query, keys, values]
+    assert torch.equal(form.of(turned, on_device).key, keys)
+    actual = [form.of(turned, on_device).query, keys, values]
     return max(difference(mine, own) for mine, own in zip(actual, expected, strict=True))
 
 

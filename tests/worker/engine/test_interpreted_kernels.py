@@ -138,7 +138,7 @@ def test_attentions_kernels_compute_what_torch_computes(interpreted: Interpreted
 
 def test_the_kernels_of_rows_compute_what_torch_computes(interpreted: Interpreted) -> None:
     for name, tolerance in {"float32": 1e-6, "float16": 1e-3}.items():
-        assert len(interpreted.rows[name]) == 23
+        assert len(interpreted.rows[name]) == 39
         assert {case: value for case, value in interpreted.rows[name].items() if value > tolerance} == {}, name
 
 
@@ -155,8 +155,9 @@ def test_families_with_the_kernels_of_rows_give_the_same_logits(interpreted: Int
     assert {name: found for name, (found, _) in interpreted.families.items() if found > 2e-6} == {}
     assert {name: kinds for name, (_, kinds) in interpreted.families.items()} == {
         "llama": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 5},
-        "gemma2": {"_attention_forward": 2, "Norm": 9},
-        "olmo2": {"_gated_forward": 2, "Norm": 9},
+        "gemma3_text": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 13},
+        "olmo2": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 9},
+        "qwen3": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 9},
         "smollm3": {"_layer_forward": 2, "_attention_forward": 1, "_gated_forward": 2, "Norm": 5},
         "ministral3": {"_layer_forward": 2, "_gated_forward": 2, "Norm": 5},
         "mixtral": {"_layer_forward": 2, "_attention_forward": 2, "Norm": 5},

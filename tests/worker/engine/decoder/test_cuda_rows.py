@@ -24,7 +24,7 @@ pytestmark = pytest.mark.model
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_normalization_is_known_by_its_numbers(dtype: torch.dtype) -> None:
-    from worker.engine.decoder.cuda import NormForm, norm_form
+    from worker.engine.decoder.residuals import NormForm, norm_form
 
     class Doubling(LlamaRMSNorm):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -43,19 +43,20 @@ def test_a_normalization_is_known_by_its_numbers(dtype: torch.dtype) -> None:
 
 
 def test_a_gated_mlp_is_known_by_its_numbers() -> None:
-    from worker.engine.decoder.cuda import is_gated
+    from worker.engine.decoder.cuda import gate_of
 
     config: Any = LlamaConfig(hidden_size=32, intermediate_size=48)
-    assert is_gated(LlamaMLP(config), torch.bfloat16)  # type: ignore[no-untyped-call]
-    config.hidden_activation = "gelu_pytorch_tanh"
-    assert not is_gated(Gemma2MLP(config), torch.bfloat16)  # type: ignore[no-untyped-call]
+    assert gate_of(LlamaMLP(config), torch.bfloat16) == "silu"  # type: ignore[no-untyped-call]
+    for activation, gate in (("gelu_pytorch_tanh", "gelu"), ("relu", None)):
+        config.hidden_activation = activation
+        assert gate_of(Gemma2MLP(config), torch.bfloat16) == gate  # type: ignore[no-untyped-call]
 
 
 def test_a_layer_is_known_by_what_it_adds(tiny_llama: Any) -> None:
-    from worker.engine.decoder.residuals import adds_residuals
+    from worker.engine.decoder.residuals import LAYER_FORMS, adds_residuals
 
     layer = load_model(str(tiny_llama.directory)).module.model.layers[0]
-    assert adds_residuals(layer)
+    assert adds_residuals(layer, LAYER_FORMS[0])
 
     class Scaling(type(layer)):  # type: ignore[misc]
         def forward(self, hidden_states: Any, **named: Any) -> Any:
@@ -67,7 +68,7 @@ def test_a_layer_is_known_by_what_it_adds(tiny_llama: Any) -> None:
 
     for other in (Scaling, Rotating):
         layer.__class__ = other
-        assert not adds_residuals(layer)
+        assert not adds_residuals(layer, LAYER_FORMS[0])
 
 
 def test_an_attention_that_rotates_all_features_is_known_by_its_numbers(tiny_llama: Any, tiny_qwen2: Any) -> None:
@@ -93,27 +94,33 @@ def test_an_attention_that_rotates_all_features_is_known_by_its_numbers(tiny_lla
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernels_compile(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from worker.engine.decoder.cuda import AttentionForm, NormForm, gate_call
+    from worker.engine.decoder.cuda import AttentionForm, QueryKeyNorms, gate_call
+    from worker.engine.decoder.residuals import Norm, NormForm, norm_call
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     x, out = torch.zeros(8, 8192, dtype=torch.bfloat16), torch.zeros(8, 4096, dtype=torch.bfloat16)
-    for call in (NormForm(1e-5, 0.0, late=False).call(x[:, :4096], out[0], out), gate_call(x, out)):
+    form = NormForm(1e-5, 0.0, late=False)
+    norm = Norm(form, out[0])
+    calls = norm_call(norm, x[:, :4096], out), norm_call(norm, out, out, out, out, norm), gate_call(x, out)
+    for call in (*calls, gate_call(x, out, gelu=True)):
         compiled = compiled_for(capability, call)
         assert "ld.global.v4" in compiled.asm["ptx"], "rows are read 16 bytes at a time"
-    attention = AttentionForm(LayerCall(0, x, x, x, 1.0), 32, 8, 128, 128)
+    norms = (None, *(QueryKeyNorms(form, x[0, :size], x[0, :size]) for size in (128, 4096)))
+    attentions = [AttentionForm(LayerCall(0, x, x, x, 1.0), 32, 8, 128, 128, both) for both in norms]
     rows, angles = (
-        torch.zeros(8, sum(attention.widths), dtype=torch.bfloat16),
+        torch.zeros(8, sum(attentions[0].widths), dtype=torch.bfloat16),
         torch.zeros(8, 128, dtype=torch.bfloat16),
     )
     for int8 in (False, True):
         cache = KvCache(KvShape(1, 8, 128, 128), 1, 16, torch.bfloat16, torch.device("cpu"), int8=int8)
         plan: Any = None
         step = AttentionStep(cache, torch.zeros(8, dtype=torch.int64), plan)
-        compiled_for(capability, attention.rotate_call(rows, angles, angles, step))
+        for attention in attentions[: 1 if int8 else 3]:
+            compiled_for(capability, attention.rotate_call(x, rows, angles, angles, step))
 
 
 def test_the_launches_of_a_layer() -> None:
     """An operator of torch's more in each layer would show here."""
-    ratios = measure(quick=True).ratios
+    ratios = measure(quick=False).ratios
     assert ratios["launches_a_layer"] <= 10
     assert ratios["launches_a_layer_adapters"] <= 18
