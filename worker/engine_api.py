@@ -180,6 +180,8 @@ class EngineConfig:
     quantize: str = ""
     # The dtype of the KV cache: int8; empty: that in which the model computes.
     kv_cache_dtype: str = ""
+    # On CUDA a sequence's numbers have the same bits alone and beside any others, as they have on the CPU in any case.
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         """Check the values. Raises ValueError for a number that no engine can work with, ArtifactError for a dtype."""

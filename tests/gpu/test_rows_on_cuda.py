@@ -14,7 +14,10 @@ TOLERANCES = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
 
 
 def test_kernels_compute_what_torch_computes() -> None:
-    [differences] = results_of(["row_cases.py"], "cuda")
+    differences, differing = results_of(["row_cases.py", "invariant_cases.py"], "cuda")
     for name, tolerance in TOLERANCES.items():
         assert len(differences[name]) == 39
         assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name
+        # With the kernels of batch invariance a row alone has the bits that it has beside others.
+        differing[name].pop("decode kernel")
+        assert set(differing[name].values()) == {0}, name

@@ -160,7 +160,10 @@ def build_engine(
     blocks = _blocks(loaded, config)
     limits = EngineLimits.of(config, blocks=blocks, context=loaded.context_length, vocab_size=loaded.vocab_size)
     int8 = config.kv_cache_dtype == INT8
-    cache = KvCache(loaded.kv, limits.blocks, limits.block_size, loaded.dtype, loaded.device, int8=int8)
+    cache = KvCache(
+        loaded.kv, limits.blocks, limits.block_size, loaded.dtype, loaded.device, int8=int8,
+        batch_invariant=config.batch_invariant,
+    )  # fmt: skip
     adapters = adapter_cache(base, config, on_loaded, lora.install, encoding.install)
     torch.set_num_threads(step_threads(loaded.parameters, config.threads))
     chunk_sizer = ChunkSizer(config.itl_target_ms / 1000) if paced else None
@@ -208,6 +211,11 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
             f"{slots} adapter slots of rank {max_rank} do not fit in the memory of {device}; use fewer, or a lower rank"
         ) from None
     use_cuda_kernels(module, dtype)
+    if config.batch_invariant:
+        from worker.engine.decoder.invariant import use_invariant_products
+
+        use_invariant_products(module)
+        cuda_layers.keep_low_tiles()
     return cuda_layers
 
 

@@ -38,6 +38,11 @@ class Settings:
     dtype: str = setting("auto, float32, bfloat16 or float16", "auto")
     quantize: str = setting(QUANTIZE_HELP, "")
     kv_cache_dtype: str = setting(KV_CACHE_HELP, "")
+    batch_invariant: bool = setting(
+        "on CUDA: an answer has the same bits alone and in any batch, which takes longer; "
+        "on the CPU it has in any case",
+        False,
+    )
     rows: int = setting("maximum of answers that are computed at once; 0: 32, and 256 on CUDA", 0, least=0)
     kv_blocks: int = setting("blocks of KV cache; 0: as many as memory allows", 0, least=0)
     block_size: int = setting("tokens in a block", 16, least=1)

@@ -1,9 +1,10 @@
 """Compares the kernels with attention in torch, case by case: python attention_cases.py cpu|cuda.
 
 Prints {dtype: {case: largest difference}} as JSON; "alone" is the difference between a row in a batch and the row
-alone, "codes" the number of codes and scales of int8 that differ from torch's. The torch path computes in float32, from
-the same numbers. On the CPU the kernels need TRITON_INTERPRET=1, which must be set before Triton is first imported, so
-this is a program of its own; and bfloat16 is wrong there.
+alone, "parts" that between a chunk whose splits are computed apart and one of a single program, "codes" the number of
+codes and scales of int8 that differ from torch's. The torch path computes in float32, from the same numbers. On the CPU
+the kernels need TRITON_INTERPRET=1, which must be set before Triton is first imported, so this is a program of its own;
+and bfloat16 is wrong there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,9 +20,10 @@ from torch import Tensor
 from artifacts.families import KvShape
 from tests.worker.engine.attention_batches import Case, Numbers, cases, quantized
 from tests.worker.engine.interpreted import replace_language_once
+from worker.engine.attention import kernels
 from worker.engine.attention.cuda import TritonPlan, triton_plan
 from worker.engine.attention.paged import KvCache, LayerCall
-from worker.engine.scheduling.sequence import Batch
+from worker.engine.scheduling.sequence import Batch, Row
 
 
 def by_kernels(numbers: Numbers, batch: Batch | None = None) -> Tensor:
@@ -45,6 +48,23 @@ def difference_alone(device: torch.device, dtype: torch.dtype) -> float:
     numbers = Numbers(Case(decodes=(300, 5, 12), window=200), device, dtype)
     alone = by_kernels(numbers, Batch(numbers.batch.rows[:1], 1, 1))
     return float((alone - by_kernels(numbers)[:1]).abs().max().nan_to_num(math.inf))
+
+
+def difference_of_parts(device: torch.device, dtype: torch.dtype, window: int | None = None) -> float:
+    """Return the largest difference that it makes how a chunk's splits are computed; infinite where it is wrong."""
+    numbers = Numbers(Case(decodes=(), chunks=((300, 5), (40, 30)), window=window, sinks=True), device, dtype)
+    with patch.object(kernels, "CHUNK_SPLIT", 64):
+        apart = by_kernels(numbers)
+        with patch.object(kernels, "_FULL", 0):
+            together = by_kernels(numbers)
+        # The second half of a chunk, as its next chunk in another step.
+        row = numbers.batch.rows[1]
+        later = Numbers(numbers.case, device, dtype)
+        later.query = later.query[20:]
+        rest = by_kernels(later, Batch((Row(row.sequence, row.start + 15, 15, True),), 0, 15))
+    if bool(((together - numbers.in_torch()).abs() > 3e-2).any()):
+        return math.inf
+    return float(max((apart - together).abs().max(), (together[20:] - rest).abs().max()))
 
 
 def different_codes(device: torch.device, dtype: torch.dtype) -> int:
@@ -78,6 +98,8 @@ if __name__ == "__main__":
                 name: {case: difference(value, place, getattr(torch, name)) for case, value in list(cases())[::every]}
                 | {
                     "alone": difference_alone(place, getattr(torch, name)),
+                    "parts": difference_of_parts(place, getattr(torch, name)),
+                    "parts, window": difference_of_parts(place, getattr(torch, name), 100),
                     "codes": different_codes(place, getattr(torch, name)),
                 }
                 for name, every in chosen.items()

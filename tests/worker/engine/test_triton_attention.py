@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from artifacts.families import KvShape
-from tests.worker.engine.triton_runs import compiled_for_sm_90
+from tests.worker.engine.triton_runs import compiled_for
 from worker.engine.attention.paged import KvCache, LayerCall
 from worker.engine.device import before_compilations
 
@@ -17,20 +17,26 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "dtype", "score"),
+    ("heads", "kv_heads", "dim", "dtype", "score", "capability"),
     [
-        (8, 4, 256, torch.bfloat16, {"window": 4096, "softcap": 50.0}),
-        (4, 4, 24, torch.float32, {"softcap": 30.0, "sinks": True}),
-        (32, 8, 128, torch.bfloat16, {"int8": True}),
+        (8, 4, 256, torch.bfloat16, {"window": 4096, "softcap": 50.0}, 90),
+        (4, 4, 24, torch.float32, {"softcap": 30.0, "sinks": True}, 80),
+        (32, 8, 128, torch.bfloat16, {"int8": True}, 90),
+        (32, 8, 128, torch.bfloat16, {"batch_invariant": True}, 100),
     ],
 )
-def test_kernels_compile_for_sm_90(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, score: dict[str, Any],
+def test_kernels_compile(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, score: dict[str, Any], capability: int,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    names = [call.kernel.__name__ for call in launches(heads, kv_heads, dim, dtype, score)]
+    decodes = ["attend_chunks"] if score.get("batch_invariant") else ["attend_splits", "combine_splits"]
+    writes = ["write_heads"] if score.get("int8") else []
+    # Behind a short context a program computes all of a tile, behind a long one its splits are combined.
+    assert names == [*writes, *decodes, "attend_chunks", "attend_chunks", "combine_chunks"]
     for call in launches(heads, kv_heads, dim, dtype, score):
-        compiled_for_sm_90(call)
+        compiled_for(capability, call)
 
 
 def launches(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, score: dict[str, Any]) -> list[Any]:
@@ -41,13 +47,16 @@ def launches(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, score: dic
     plan = TritonPlan(
         DecodeRows(tables, torch.zeros(2, dtype=torch.int64)), ChunkRows(tables, ((2, 0, 40), (42, 5, 9)))
     )
-    int8 = bool(score.get("int8"))
-    cache = KvCache(KvShape(1, kv_heads, dim, dim), 4, 16, dtype, torch.device("cpu"), int8=int8)
+    late = TritonPlan(None, ChunkRows(tables, ((2, 0, 40), (42, 5000, 9))))
+    int8, batch_invariant = bool(score.get("int8")), bool(score.get("batch_invariant"))
+    shape, cpu = KvShape(1, kv_heads, dim, dim), torch.device("cpu")
+    cache = KvCache(shape, 4, 16, dtype, cpu, int8=int8, batch_invariant=batch_invariant)
     query, new = torch.zeros(51, heads, dim, dtype=dtype), torch.zeros(51, kv_heads, dim, dtype=dtype)
     sinks = torch.zeros(heads, dtype=dtype) if score.get("sinks") else None
     call = LayerCall(0, query, new, new, dim**-0.5, score.get("window"), score.get("softcap"), sinks)
     writes = [write_call(call, torch.zeros(51, dtype=torch.int64), cache)] if int8 else []
-    return writes + list(plan.kernels(call, cache, torch.empty_like(query)))
+    out = torch.empty_like(query)
+    return [*writes, *plan.kernels(call, cache, out), *late.kernels(call, cache, out)]
 
 
 class Driver:

@@ -45,12 +45,22 @@ _CPU_TOKENS_PER_ROW = 4096
 class KvCache:
     """Keys and values by layer, as slots.
 
-    The model computes in `dtype`; `int8` says that keys and values are kept as codes.
+    The model computes in `dtype`; `int8` says that keys and values are kept as codes. With `batch_invariant` CUDA's
+    kernels give a token the same bits in decode steps and in chunks of any size.
     """
 
     def __init__(
-        self, shape: KvShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *, int8: bool
+        self,
+        shape: KvShape,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        int8: bool,
+        batch_invariant: bool = False,
     ) -> None:
+        self.batch_invariant = batch_invariant
         self.blocks = blocks
         self.block_size = block_size
         self.scratch_block = blocks

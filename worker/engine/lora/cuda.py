@@ -335,6 +335,11 @@ class CudaLora:
             self._groups[name] = SlotGroup(inputs.pop(), widths, slots, max_rank, dtype, device)
         self._table = torch.full((rows, 3), -1, dtype=torch.int32, device=device)
         self._tiles = Tiles(self._table[:0], LOW_TILE)
+        self._highest = HIGH_TILE
+
+    def keep_low_tiles(self) -> None:
+        """Use tiles of one height from now on, so that a row's bits do not depend on how many tokens others have."""
+        self._highest = LOW_TILE
 
     def warm_up(self) -> None:
         """Compile all kernels before the first step; nothing is computed."""
@@ -374,7 +379,7 @@ class CudaLora:
 
     def begin_step(self, rows: Sequence[tuple[int, int]], logit_counts: Sequence[int] = ()) -> None:
         """See AdapterLayers. The host's work is O(rows + tiles); where no row has an adapter nothing is launched."""
-        height = HIGH_TILE if any(slot >= 0 and tokens > LOW_TILE for slot, tokens in rows) else LOW_TILE
+        height = self._highest if any(slot >= 0 and tokens > LOW_TILE for slot, tokens in rows) else LOW_TILE
         lines = tile_lines(rows, height)
         table = upload(lines, self._device, torch.int32) if lines else self._table[:0]
         self._tiles = Tiles(table, height)

@@ -34,7 +34,9 @@ def run_first_steps(loaded: LoadedModel, lora: AdapterLayers, encoding: Encoding
     """Run the largest step of each kind. Raises ModelUnusableError where one fails, or the memory is not enough."""
     int8 = config.kv_cache_dtype == INT8
     # All positions of all rows are in its scratch block: the numbers do not matter.
-    cache = KvCache(loaded.kv, 1, config.block_size, loaded.dtype, loaded.device, int8=int8)
+    cache = KvCache(
+        loaded.kv, 1, config.block_size, loaded.dtype, loaded.device, int8=int8, batch_invariant=config.batch_invariant
+    )
     runner = Runner(loaded, cache, lora, encoding, ahead=True)
     try:
         for batch in _batches(loaded, cache, config):
@@ -62,7 +64,12 @@ def _batches(loaded: LoadedModel, cache: KvCache, config: EngineConfig) -> list[
 
 
 def _largest_batches(cache: KvCache, context: int, config: EngineConfig) -> list[Batch]:
-    """Return steps of decode rows alone, and one of the most tokens, whose logits are all wanted."""
+    """Return steps of decode rows alone, one of the most tokens, whose logits are all wanted, and two of few tokens.
+
+    Chunks behind a short and behind a long context have kernels of their own.
+    """
+    from worker.engine.attention.kernels import CHUNK_SPLIT  # Triton is there only with CUDA
+
     slot, count = 0 if config.adapter_slots else -1, min(config.rows, config.step_tokens)
 
     def decode_rows(samplings: tuple[SamplingParams, ...]) -> list[Row]:
@@ -77,6 +84,11 @@ def _largest_batches(cache: KvCache, context: int, config: EngineConfig) -> list
     steps = [Batch(tuple(decode_rows(samplings)), count, count) for samplings in (_PLAIN, _ADJUSTED)]
     if longer:
         steps.append(Batch((*decodes, *longer), len(decodes), config.step_tokens - left))
+    if context > CHUNK_SPLIT:
+        start = min(CHUNK_SPLIT, context - 2)
+        steps.append(Batch((_row(cache, _PLAIN[0], start, 1, slot),), 1, 1))
+    if longer and context > CHUNK_SPLIT:
+        steps += [Batch((_row(cache, _ADJUSTED[0], at, 2, slot),), 0, 2) for at in (0, start)]
     return steps
 
 

@@ -17,6 +17,7 @@ from bench.launches import measure
 from tests.worker.engine.triton_runs import compiled_for
 from worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
 from worker.engine.model.loader import load_model
+from worker.engine_api import ModelUnusableError
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 pytestmark = pytest.mark.model
@@ -117,6 +118,31 @@ def test_the_kernels_compile(capability: int, tmp_path: Path, monkeypatch: pytes
         step = AttentionStep(cache, torch.zeros(8, dtype=torch.int64), plan)
         for attention in attentions[: 1 if int8 else 3]:
             compiled_for(capability, attention.rotate_call(x, rows, angles, angles, step))
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16), (100, torch.bfloat16)])
+def test_the_product_of_batch_invariance_compiles(
+    capability: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker.engine.decoder.invariant import multiply_call
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    x, y = torch.zeros(100, 256, dtype=dtype), torch.zeros(100, 6144, dtype=dtype)
+    call = multiply_call(y, x, torch.zeros(6144, 256, dtype=dtype), torch.zeros(6144, dtype=dtype))
+    assert call.grid == (2, 6144 // 32), "tiles depend on the layer, not on the rows"
+    compiled_for(capability, call)
+
+
+def test_a_model_whose_rows_may_depend_on_each_other_is_refused() -> None:
+    from worker.engine.decoder.invariant import InvariantLinear, use_invariant_products
+
+    config: Any = LlamaConfig(hidden_size=32, intermediate_size=48)
+    model = nn.ModuleDict({"mlp": LlamaMLP(config)})  # type: ignore[no-untyped-call]
+    use_invariant_products(model)
+    assert isinstance(model.get_submodule("mlp.up_proj"), InvariantLinear)
+    model["norm"] = LlamaRMSNorm(48)
+    with pytest.raises(ModelUnusableError, match="--batch-invariant: the rows of norm, a LlamaRMSNorm, may depend"):
+        use_invariant_products(model)
 
 
 def test_the_launches_of_a_layer() -> None:
