@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels formats swaps upgrade rehearsal texts company gpu bench json-schema-suite lint format lock sbom audit clean buckets
+.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels compilations formats swaps upgrade rehearsal texts company gpu bench json-schema-suite lint format lock sbom audit clean buckets
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -152,6 +152,9 @@ texts: $(STAMP) ## Encode TEXTS texts by the load tester while workers are kille
 company: $(STAMP) ## Compare answers alone and in random batches, bit by bit, in every dtype of the CPU
 	PROMPTS=$(PROMPTS) COMPOSITIONS=$(COMPOSITIONS) SEED=$(SEED) $(BIN)/pytest -q -s tests/worker/engine/test_company.py
 
+compilations: $(STAMP) ## Run over 500 drawn steps on a fake CUDA device; none may compile a kernel
+	REQUESTS=300 $(BIN)/pytest -s --timeout 600 tests/worker/engine/test_cuda_steps.py -k compiled
+
 cancels: $(STAMP) ## Cancel CANCELS requests at random moments; nothing of them may be left
 	CANCELS=$(CANCELS) $(BIN)/pytest --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_cancels.py
 
@@ -172,13 +175,11 @@ upgrade: $(STAMP) ## Upgrade a running cluster from the last tag, part by part u
 	UPGRADE_FROM="$(CURDIR)/.cache/upgrade/site" $(BIN)/pytest -s --timeout 600 tests/e2e/test_upgrade.py
 
 # Uses the first Python whose torch finds a device. That may be the machine's own Python, offline and without the other
-# rooms' packages, so nothing is installed and the conftest of the whole suite is left out.
-gpu: ## Test on a CUDA device and write docs/results/benchmarks-gpu.md; without a device only say so
+# rooms' packages, so nothing is installed. A second call goes on where the first one ended.
+gpu: ## Check, profile and measure on a CUDA device in half an hour, and write docs/results/benchmarks-gpu.md
 	@for python in python3 $(BIN)/python; do \
 		if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
-			$$python -m pytest -q -p no:cacheprovider -o addopts= --import-mode=importlib -p tests.tiny_models \
-				--confcutdir=tests/gpu tests/gpu && $$python -m bench.gpu; \
-			exit $$?; \
+			exec $$python -m bench.gpu; \
 		fi; \
 	done; \
 	echo "no CUDA device: torch is missing or finds none, so there is nothing to test or measure"

@@ -10,9 +10,11 @@ from typing import Any
 from bench.limit import recorded_steps
 from bench.rounds import Timed
 from bench.workload import Request, answered_tokens
-from options import StoppingParams
+from options import SamplingParams, StoppingParams
 from worker.engine.torch_engine import build_engine
 from worker.engine_api import AdapterSource, EngineConfig, NewSequence, Output
+
+_GREEDY = SamplingParams()
 
 
 class BareEngine:
@@ -41,10 +43,10 @@ class BareEngine:
             seconds = time.perf_counter() - start
         return Timed(answered_tokens(requests), seconds, tuple(steps))
 
-    def add_requests(self, requests: Sequence[Request], first: int = 0) -> None:
+    def add_requests(self, requests: Sequence[Request], first: int = 0, sampling: SamplingParams = _GREEDY) -> None:
         """Add requests; their names are their indices, counted from `first`: "0", "1" and so on."""
         for index, request in enumerate(requests, first):
-            self._engine.add_sequence(self._sequence(f"{index}", request))
+            self._engine.add_sequence(self._sequence(f"{index}", request, sampling))
 
     def step(self) -> list[Output]:
         """Run one step. Raises RuntimeError if a sequence failed."""
@@ -65,6 +67,7 @@ class BareEngine:
         """End the engine's threads."""
         self._engine.close()
 
-    def _sequence(self, name: str, request: Request) -> NewSequence:
+    def _sequence(self, name: str, request: Request, sampling: SamplingParams) -> NewSequence:
         adapter = None if request.adapter is None else self._adapters[request.adapter]
-        return NewSequence(name, request.prompt_ids, adapter=adapter, stopping=StoppingParams(request.tokens))
+        stopping = StoppingParams(request.tokens)
+        return NewSequence(name, request.prompt_ids, adapter=adapter, sampling=sampling, stopping=stopping)

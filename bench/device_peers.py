@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from bench.bare_engine import BareEngine
 from bench.peers import ContinuousBatches, StaticBatches
+from bench.report import Figures
 from bench.rounds import Case, Rounds, Timed
 from bench.workload import Request, Workload
 
@@ -31,28 +32,20 @@ class PeerSetup:
     rounds: int
 
 
-@dataclass(frozen=True)
-class PeerFigures:
-    """The rows and ratios of a report."""
-
-    rows: Sequence[Mapping[str, Any]]
-    ratios: Mapping[str, float]
-
-
 class _Answers(Protocol):
     def run(self, requests: Sequence[Request]) -> Timed: ...
 
 
 def against_peers(
     setup: PeerSetup, engine: BareEngine, model: Path, adapters: Sequence[Path], vocabulary: int, device: str
-) -> PeerFigures:
+) -> Figures:
     """Run our engine in turn with each peer, one peer after the other: a device need not hold all three models."""
     base = _against_continuous(setup, engine, model, vocabulary, device)
     _free(device)
     mixed = _against_peft(setup, engine, model, adapters[: setup.static_requests], vocabulary, device)
     _free(device)
     ours, peft = mixed.runs
-    return PeerFigures(
+    return Figures(
         [*base.rows(), *mixed.rows()],
         {"base_vs_hf_continuous": base.ratio(_BASE, _CONTINUOUS), "mixed_vs_peft_static": mixed.ratio(ours, peft)},
     )

@@ -31,6 +31,7 @@ from worker.engine.quantized.weight import QuantizedModule
 from worker.engine.sampling.step import InFlight, Sampled
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.loader_threads import LoaderThreads
+from worker.engine.scheduling.sequence import Row
 from worker.engine.torch_engine import TorchEngine, build_engine
 from worker.engine_api import AdapterSource, EngineConfig
 
@@ -264,13 +265,18 @@ def fake_engine(config: EngineConfig, seed: int = 1) -> Iterator[tuple[TorchEngi
 
     chance = random.Random(seed)
 
+    def draw(row: Row) -> int:
+        grammar = row.sequence.grammar
+        allowed = grammar.allowed_ids(frozenset()).tolist() if grammar is not None and row.live else None
+        return chance.choice(allowed) if allowed else chance.randrange(engine.limits.vocab_size)
+
     def collect(step: InFlight) -> Sampled:
         assert not step.failures, step.failures
         for row, _ in step.prompts:
             row.sequence.prompt_logprobs += [TokenLogprobs(0.0, ())] * len(row.prompt_positions)
         for row, _ in step.vectors:
             row.sequence.vector = (0.0,)
-        ids = [chance.randrange(engine.limits.vocab_size) for _ in step.rows]
+        ids = [draw(row) for row in step.rows]
         return Sampled(ids, step.failures, [TokenLogprobs(0.0, ())] * len(ids) if step.logprobs else [])
 
     with torch.inference_mode(), _found() as device:

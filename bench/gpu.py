@@ -1,18 +1,29 @@
-"""The engine on CUDA against the device's own limits: `python -m bench.gpu [--quick] [--json FILE]`.
+"""The engine on CUDA: checked, profiled and measured in half an hour: `python -m bench.gpu [--quick] [--out DIR]`.
 
-llama3-8b in bfloat16 with random weights; decode steps at a context of 512, with and without adapters, and prefills of
-4,096 tokens. Each is compared with the time of its bytes and operations at the bandwidth and the rate that are measured
-between the runs. Then transformers' continuous batching and peft's mixed batches run in turn with ours.
+    checks, sanitizer, waits │ model │ steps │ profile │ load │ peers      each in its own process, under eight minutes
 
-A full run writes docs/results/benchmarks-gpu.md. Without a CUDA device the benchmark says so and ends with exit code 0.
+A part's figures are a file in DIR as soon as it ends; the next call goes on with the parts that have none. When all are
+there, a full run writes docs/results/benchmarks-gpu.md. llama3-8b in bfloat16 with random weights: decode steps at a
+context of 512, with and without adapters, and prefills of 4,096 tokens, each compared with the time of its bytes and
+operations at the bandwidth and the rate that are measured between the runs; closed loops; then transformers' continuous
+batching and peft's mixed batches run in turn with ours.
+
+Without a CUDA device the programme says so and ends with exit code 0; `--rehearse` runs all parts on the CPU with a
+tiny model. It needs no network, and no packages but torch, triton, transformers, peft, safetensors and pytest.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -22,14 +33,15 @@ import torch
 
 from bench.bare_engine import BareEngine
 from bench.ceilings import Ceilings
-from bench.command import run_command
 from bench.device_ceilings import DeviceCeilingMeter, spread
+from bench.device_checks import check_waits, run_sanitizer, run_tests
+from bench.device_load import LoadSetup, measure_load
 from bench.device_peers import PeerSetup, against_peers
-from bench.device_steps import StepCase, StepSetup, Window, time_case
+from bench.device_steps import StepCase, StepSetup, Window, profile_steps, time_case
 from bench.gpu_page import PAGE, device_facts, page
 from bench.limit import limit_s
-from bench.models import LLAMA3_8B, LLAMA3_QUICK, ModelShape, save_adapter, save_model
-from bench.report import Aim, Report, progress
+from bench.models import LLAMA3_8B, LLAMA3_QUICK, TINY, ModelShape, save_adapter, save_model
+from bench.report import Aim, Figures, Report, progress
 from bench.workload import Workload
 
 # Rank and number of the adapters.
@@ -63,62 +75,212 @@ CASES = (
 class Setup:
     """The sizes of a run. Every step case runs `repeats` times; the last two fields are those of DeviceCeilingMeter."""
 
+    name: str
     shape: ModelShape
     peers: PeerSetup
     repeats: int
     steps: StepSetup = field(default_factory=StepSetup)
+    load: LoadSetup = field(default_factory=LoadSetup)
+    profiled_rows: int = 64
     buffer_bytes: int = 2 * 2**30
     matrix_side: int = 8192
+    requests: int = 120
+    device: str = "cuda"
+
+    @property
+    def model(self) -> Path:
+        """Return the model's directory, which all parts share."""
+        return Path(tempfile.gettempdir()) / f"loraplex-gpu-{self.shape.name}"
 
 
-FULL = Setup(LLAMA3_8B, PeerSetup(Workload(64, prompt=448, short=16, long=32), 32, rounds=2), repeats=3)
-QUICK = Setup(LLAMA3_QUICK, PeerSetup(Workload(64, prompt=448, short=8, long=16), 32, rounds=1), repeats=1)
+_ROUND = Workload(64, prompt=448, short=16, long=32)
+SETUPS = {
+    "full": Setup("full", LLAMA3_8B, PeerSetup(_ROUND, 32, rounds=2), repeats=3),
+    "quick": Setup(
+        "quick", LLAMA3_QUICK, PeerSetup(Workload(64, prompt=448, short=8, long=16), 32, rounds=1), repeats=1,
+        load=LoadSetup((64,), (0, 64), answer=32),
+    ),
+    "rehearsal": Setup(
+        "rehearsal",
+        TINY,
+        PeerSetup(Workload(requests=4, prompt=12, short=2, long=4), static_requests=3, rounds=1),
+        repeats=1,
+        steps=StepSetup(context=24, prefill=600, windows=2, steps=2),
+        load=LoadSetup((2,), (0, 3), prompt=12, answer=4),
+        profiled_rows=4,
+        buffer_bytes=2**16,
+        matrix_side=32,
+        requests=14,
+        device="cpu",
+    ),
+}  # fmt: skip
+
+
+def make_model(setup: Setup) -> Figures:
+    """Write the model and the adapters, unless they are there."""
+    if not (setup.model / "complete").is_file():
+        shutil.rmtree(setup.model, ignore_errors=True)
+        setup.model.mkdir(parents=True)
+        _check_disk(setup.shape, setup.model)
+        progress(f"making {setup.shape.name} and {ADAPTERS} adapters of rank {RANK}")
+        save_model(setup.shape, setup.model / "model", device=setup.device)
+        _save_adapters(setup.shape, setup.model)
+        (setup.model / "complete").touch()
+    return Figures([])
+
+
+def measure_steps(setup: Setup) -> Figures:
+    """Time all cases of steps against the device's limits."""
+    place, engine = torch.device(setup.device), _engine(setup)
+    try:
+        meter = DeviceCeilingMeter(place, setup.buffer_bytes, setup.matrix_side)
+        windows = _measure_cases(setup, engine, meter, place)
+    finally:
+        engine.close()
+    ceilings = meter.median()
+    return Figures([*_rows(windows, ceilings, setup.shape), *meter.rows()], _ratios(windows, ceilings, setup.shape))
+
+
+def profile(setup: Setup) -> Figures:
+    """Profile a replayed and a mixed step, each row with an adapter."""
+    engine = _engine(setup)
+    try:
+        return profile_steps(
+            engine, setup.profiled_rows, ADAPTERS, setup.steps, setup.shape, RANK, torch.device(setup.device)
+        )
+    finally:
+        engine.close()
+
+
+def measure_loops(setup: Setup) -> Figures:
+    """Run the closed loops."""
+    return measure_load(setup.load, setup.model / "model", _adapters(setup), setup.shape.vocabulary, setup.device)
+
+
+def measure_peers(setup: Setup) -> Figures:
+    """Run our engine in turn with the peers."""
+    engine = _engine(setup)
+    try:
+        return against_peers(
+            setup.peers, engine, setup.model / "model", _adapters(setup), setup.shape.vocabulary, setup.device
+        )
+    finally:
+        engine.close()
+
+
+# The parts in their order: what fails first costs least.
+PARTS: Mapping[str, Callable[[Setup], Figures]] = {
+    "checks": lambda setup: run_tests(),
+    "waits": lambda setup: check_waits(setup.device, setup.requests),
+    "sanitizer": lambda setup: run_sanitizer(),
+    "model": make_model,
+    "steps": measure_steps,
+    "profile": profile,
+    "load": measure_loops,
+    "peers": measure_peers,
+}
+# Timeout in seconds for a part.
+PART_S = 470
 
 
 def main() -> int:
-    """Run the benchmark with the command line's arguments; return the exit code."""
-    if not torch.cuda.is_available():
+    """Run the programme with the command line's arguments; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a model of four layers, and fewer loops")
+    parser.add_argument("--rehearse", action="store_true", help="all parts with a tiny model on the CPU")
+    parser.add_argument("--out", type=Path, default=Path(".cache/gpu"), metavar="DIR", help="where figures are written")
+    parser.add_argument("--only", default="", metavar="PART,...", help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--again", action="store_true", help="run parts whose figures are there too")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    setup = SETUPS["rehearsal" if arguments.rehearse else "quick" if arguments.quick else "full"]
+    chosen = arguments.only.split(",") if arguments.only else list(PARTS)
+    if unknown := set(chosen) - set(PARTS):
+        parser.error(f"--only {arguments.only}: {', '.join(sorted(unknown))} is not one of {', '.join(PARTS)}")
+    if setup.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: torch finds none, so there is nothing to measure")
         return 0
-    report = run_command("gpu", __doc__ or "", lambda quick: measure(QUICK if quick else FULL, quick, "cuda"))
-    if not report.quick:
-        PAGE.write_text(page(report))
-        progress(f"{PAGE} is written")
-    return 0
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.part:
+        write_part(setup, arguments.part, arguments.out)
+        return 0
+    return run_parts(setup, chosen, arguments.out, again=arguments.again)
 
 
-def measure(setup: Setup, quick: bool, device: str) -> Report:
-    """Make the model and the adapters, time our engine against the limits, then our engine and the peers in turn."""
-    shape, place = setup.shape, torch.device(device)
-    with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as name:
-        directory = Path(name)
-        _check_disk(shape, directory)
-        progress(f"making {shape.name} and {ADAPTERS} adapters of rank {RANK}")
-        model = save_model(shape, directory / shape.name, device=device)
-        adapters = _save_adapters(shape, directory)
-        progress("loading the model into the engine")
-        engine = _engine(setup, model, adapters, device)
-        try:
-            meter = DeviceCeilingMeter(place, setup.buffer_bytes, setup.matrix_side)
-            windows = _measure_cases(setup, engine, meter, place)
-            ceilings, ceiling_rows = meter.median(), meter.rows()
-            # The peers need the meter's memory.
-            del meter
-            peers = against_peers(setup.peers, engine, model, adapters, shape.vocabulary, device)
-        finally:
-            engine.close()
-    facts = device_facts(place)
-    return Report(
+def write_part(setup: Setup, part: str, out: Path) -> None:
+    """Run a part in this process, and write its figures."""
+    began = time.perf_counter()
+    figures = PARTS[part](setup)
+    values = {
+        "setup": setup.name, "part": part, "seconds": time.perf_counter() - began,
+        "rows": [dict(row) for row in figures.rows], "ratios": dict(figures.ratios),
+    }  # fmt: skip
+    unfinished = out / f"{part}.json.new"
+    unfinished.write_text(json.dumps(values, indent=1) + "\n")
+    unfinished.replace(out / f"{part}.json")
+
+
+def run_parts(setup: Setup, parts: Sequence[str], out: Path, *, again: bool = False, timeout_s: float = PART_S) -> int:
+    """Run the parts that have no figures yet, each in a process of its own; return the exit code."""
+    failed = []
+    for part in parts:
+        if _figures(setup, part, out) is not None and not again:
+            progress(f"{part}: {out / part}.json is there")
+        elif not _run_part(setup, part, out, timeout_s):
+            failed.append(part)
+    found = [figures for part in PARTS if (figures := _figures(setup, part, out)) is not None]
+    if len(found) == len(PARTS):
+        _report(setup, found, out)
+        shutil.rmtree(setup.model, ignore_errors=True)
+    missing = [part for part in PARTS if _figures(setup, part, out) is None]
+    progress(f"{len(found)} of {len(PARTS)} parts are there" + (f"; missing: {', '.join(missing)}" if missing else ""))
+    return 1 if failed else 0
+
+
+def _run_part(setup: Setup, part: str, out: Path, timeout_s: float) -> bool:
+    progress(f"{part}: at most {timeout_s:.0f} s")
+    size = {"rehearsal": ["--rehearse"], "quick": ["--quick"]}.get(setup.name, [])
+    command = [sys.executable, "-m", "bench.gpu", *size, "--out", str(out), "--part", part]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        if process.poll() is None:
+            # With what it has started: pytest, the sanitizer.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code != 0:
+        progress(f"{part}: " + (f"ended with {code}" if code is not None else f"not done within {timeout_s:.0f} s"))
+    return code == 0
+
+
+def _figures(setup: Setup, part: str, out: Path) -> dict[str, Any] | None:
+    """Return a part's figures of this setup, once they are there."""
+    file = out / f"{part}.json"
+    values: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return values if values.get("setup") == setup.name else None
+
+
+def _report(setup: Setup, parts: Sequence[Mapping[str, Any]], out: Path) -> None:
+    facts = device_facts(torch.device(setup.device))
+    seconds = [spread(f"part: {part['part']}", "s", [part["seconds"]]) for part in parts]
+    report = Report(
         name="gpu",
-        command="python -m bench.gpu" + (" --quick" if quick else ""),
-        quick=quick,
-        setup=asdict(setup) | {"adapters": ADAPTERS, "rank": RANK, "dtype": "bfloat16", "device": device},
-        rows=[*_rows(windows, ceilings, shape), *ceiling_rows, *peers.rows],
-        ratios=_ratios(windows, ceilings, shape) | dict(peers.ratios),
+        command="python -m bench.gpu" + ("" if setup.name == "full" else f" --{setup.name}"),
+        quick=setup.name != "full",
+        setup=asdict(setup) | {"adapters": ADAPTERS, "rank": RANK, "dtype": "bfloat16"},
+        rows=[*(row for part in parts for row in part["rows"]), *seconds],
+        ratios={name: value for part in parts for name, value in part["ratios"].items()},
         aims=AIMS,
         machine=facts.machine,
         versions=facts.versions,
     )
+    report.write(out / "gpu.json")
+    target = PAGE if setup.name == "full" else out / "gpu.md"
+    target.write_text(page(report))
+    progress(f"{target} is written")
 
 
 def _check_disk(shape: ModelShape, directory: Path) -> None:
@@ -131,22 +293,25 @@ def _check_disk(shape: ModelShape, directory: Path) -> None:
         )
 
 
-def _save_adapters(shape: ModelShape, directory: Path) -> list[Path]:
+def _save_adapters(shape: ModelShape, directory: Path) -> None:
     made = [save_adapter(shape, RANK, directory / f"file{index}", seed=index) for index in range(_ADAPTER_FILES)]
     adapters = [directory / f"a{index}" for index in range(ADAPTERS)]
     for index, path in enumerate(adapters):
         path.symlink_to(made[index % _ADAPTER_FILES])
-    return adapters
 
 
-def _engine(setup: Setup, model: Path, adapters: Sequence[Path], device: str) -> BareEngine:
+def _adapters(setup: Setup) -> list[Path]:
+    return [setup.model / f"a{index}" for index in range(ADAPTERS)]
+
+
+def _engine(setup: Setup) -> BareEngine:
     rows, steps, work = max(case.rows for case in CASES), setup.steps, setup.peers.workload
     tokens = max(steps.prompt + steps.answer, work.prompt + work.long)
     # Only the blocks that the largest case fills, because the peers need memory too.
     blocks = rows * -(-tokens // _BLOCK) + -(-steps.prefill // _BLOCK) + 1
     return BareEngine(
-        model, adapters, rows, device, kv_blocks=blocks, block_size=_BLOCK, adapter_slots=ADAPTERS, max_rank=RANK,
-        step_tokens=steps.prefill,
+        setup.model / "model", _adapters(setup), rows, setup.device, kv_blocks=blocks, block_size=_BLOCK,
+        adapter_slots=ADAPTERS, max_rank=RANK, step_tokens=steps.prefill,
     )  # fmt: skip
 
 

@@ -15,7 +15,10 @@ from bench.tables import markdown
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "benchmarks-gpu.md"
 _TEXT = """# Benchmarks on CUDA
 
-Written by `make gpu`, which runs tests/gpu and then `python -m bench.gpu`; edits are lost with the next run.
+Written by `make gpu`; edits are lost with the next run. Rows are in the order in which its parts ran:
+
+- First tests/gpu, then steps of every kind of request with torch's `set_sync_debug_mode("error")`, which raises where
+  the host waits for the device, and all kernels under compute-sanitizer, where the machine has it.
 
 - The model has the shape of Llama 3 8B, bfloat16 and random weights. Adapters have rank 16 on all linear layers, each
   in a slot of its own.
@@ -27,6 +30,11 @@ Written by `make gpu`, which runs tests/gpu and then `python -m bench.gpu`; edit
   Both ceilings are measured before every case. `_of_limit` is the limit over the time; the numbers in the names are
   rows.
 - `lora_of_limit` is 64 rows with 64 adapters, and `lora_over_base` its speed over 64 rows without.
+- A profile is of steps of 64 rows with 64 adapters: the kernels that take longest, all of them together, what the host
+  takes without waiting for the device, and the bytes that a step must read over the time of its kernels. A mixed step
+  has a prompt's chunk beside the decode rows.
+- A closed loop keeps its rows busy with prompts of 512 tokens and answers of 128. The longest silence is between two
+  tokens of an answer. A cold start is from an empty process to an engine that serves; the first token comes after.
 - Peers run in turn with ours, after a round that warms up; static batches of peft run until their longest answer is
   complete. Tables quote medians, with the lowest and the highest run beside them. Higher is better.
 

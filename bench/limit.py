@@ -78,14 +78,15 @@ def limit_s(
     adapter = shape.adapter_parameters(rank, linears)
     return sum(
         max(
-            _bytes(step, shape, adapter) / ceilings.bytes_per_s,
+            step_bytes(step, shape, adapter) / ceilings.bytes_per_s,
             _operations(step, shape, adapter) / ceilings.operations_per_s,
         )
         for step in steps
     )
 
 
-def _bytes(step: Step, shape: ModelShape, adapter: float) -> float:
+def step_bytes(step: Step, shape: ModelShape, adapter: float) -> float:
+    """Return the bytes that a step must read: of weights, of its adapters of `adapter` weights each, of the cache."""
     weights = shape.linear_parameters + (shape.head_parameters if step.samples else 0) + step.adapters * adapter
     keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * step.kept
     return _WEIGHT_BYTES * (weights + keys_and_values)

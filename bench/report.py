@@ -13,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from bench.tables import cell
 
@@ -67,6 +64,14 @@ def describe_versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class Figures:
+    """Rows and ratios of a part of a report."""
+
+    rows: Sequence[Mapping[str, Any]]
+    ratios: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Report:
     """A benchmark's result. `rows` are flat and may differ in their keys; `aims` has a key for each of `ratios`.
 
@@ -98,6 +103,11 @@ class Report:
 
     def show(self) -> None:
         """Print the tables."""
+        # A machine with a device may have nothing but what the engine needs.
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
         console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
         quick = ", quick: not the figures to quote" if self.quick else ""
         console.print(f"bench.{self.name}{quick}; {self.machine['processor']}, {self.machine['threads']} threads")

