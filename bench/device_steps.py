@@ -159,6 +159,8 @@ def _profiled(
         (
             (float(event.self_device_time_total if on_cuda else event.self_cpu_time_total), event.count, event.key)
             for event in profiler.key_averages()
+            # Operators have their kernels' times too.
+            if event.device_type.name == device.type.upper()
         ),
         reverse=True,
     )

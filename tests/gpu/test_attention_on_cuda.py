@@ -11,6 +11,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch fin
 
 # Sums of a few hundred products of numbers around 1, in each type.
 TOLERANCES = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+CASES = {"float32": 16, "float16": 11, "bfloat16": 31}
 
 
 def test_kernels_compute_what_torch_computes() -> None:
@@ -18,5 +19,5 @@ def test_kernels_compute_what_torch_computes() -> None:
     for name, tolerance in TOLERANCES.items():
         same = [differences[name].pop(case) for case in ("alone", "parts", "parts, window", "codes")]
         assert same == [0] * 4
-        assert len(differences[name]) == 31
+        assert len(differences[name]) == CASES[name]
         assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name

@@ -15,7 +15,7 @@ from tests.worker.engine.interpreted import replace_language_once
 from worker.engine.sampling.cuda import sample_with_triton
 from worker.engine.sampling.sampler import Adjustments, Draw, sample
 
-ROWS = 14
+ROWS = 10
 CASES = {
     "greedy": SamplingParams(),
     "temperature": SamplingParams(temperature=0.7),
