@@ -26,12 +26,14 @@ ROWS, SHAPES = (1, 17, 70), ((32, 128), (40, 208))
 
 
 def weights(outputs: int, columns: int) -> Iterator[tuple[str, QuantizedWeight]]:
-    """Return a weight in every scheme that a model is loaded in."""
+    """Yield a weight in every scheme that a model is loaded in, and in two that checkpoints have."""
     numbers = torch.randn(outputs, columns, generator=torch.Generator().manual_seed(1)) + 0.3
     for name in SCHEMES:
         scheme = parse_quantization(name)
         assert scheme is not None
         yield name, quantize_weight(numbers, scheme)
+    yield "int4, symmetric", quantize(numbers, 4, 32)
+    yield "int8, groups of 48", quantize(numbers, 8, 48, symmetric=False)
 
 
 def difference(rows: int, weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> float:

@@ -106,7 +106,7 @@ def test_a_step_does_not_dequantize_weights(tiny_llama: Any, monkeypatch: pytest
     with fake_engine(config) as (engine, device):
         ready, before = set(device.compiled), len(device.kernels)
         monkeypatch.setattr(QuantizedWeight, "dequantize", dequantize)
-        steps = run_requests(engine, draw_requests(20, chance, ADAPTERS), chance)
+        steps = run_requests(engine, draw_requests(8, chance, ADAPTERS), chance)
         assert set(device.compiled) - ready == set()
         products = [one for one in device.kernels[before:] if one.kernel.__name__ == "multiply_codes"]
         # Of steps that no graph replays: q, k and v, o, gate and up, down, in three layers.
@@ -125,7 +125,7 @@ def test_a_step_of_experts_adapters_does_not_wait_either(tmp_path: Any) -> None:
     chance = random.Random(3)
     with fake_engine(config) as (engine, device):
         ready = set(device.compiled)
-        run_requests(engine, draw_requests(20, chance, ADAPTERS, vocabulary=VOCAB), chance)
+        run_requests(engine, draw_requests(8, chance, ADAPTERS, vocabulary=VOCAB), chance)
         assert set(device.compiled) - ready == set()
         assert {"tile_pairs", "shrink_rows", "expand_rows"} <= {one.kernel.__name__ for one in device.kernels}
 
