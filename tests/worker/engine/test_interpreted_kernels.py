@@ -34,11 +34,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "DoRA": {"r": 5, "lora_alpha": 8, "use_dora": True, "target_modules": ["q_proj", "v_proj", "up_proj", "o_proj"]},
 }  # fmt: skip
-# Transposed experts, whose gates are interleaved and which have biases.
+# Of transposed experts, whose gates are interleaved and which have biases, and of plain ones.
 EXPERT_CONFIGS: dict[str, dict[str, Any]] = {
     "some": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"],
              "rank_pattern": {"down_proj": 5}},
-    "every": {"r": 3, "lora_alpha": 4, "target_modules": "all-linear",
+    "more": {"r": 3, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
               "target_parameters": ["gate_up_proj", "down_proj"]},
     "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj"]},
 }  # fmt: skip
@@ -86,7 +86,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> I
     """Run all programs. The engine has more adapters than slots, rows without one, and prompts in chunks.
 
     Qwen2 has biases on q, k and v alone. The engine's first case has every other request, because interpreting takes
-    its time; the third, of DoRA and the base, is quantized; the last has adapters of experts.
+    its time; the third, of DoRA and the base, is quantized; the last two have adapters of experts.
     """
     chance, directory = random.Random(2), tmp_path_factory.mktemp("oracles")
     exact = PeftOracle("qwen2", directory / "exact", CONFIGS, shape=SHAPE)
@@ -97,7 +97,10 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> I
         shape=SHAPE,
         change=lambda base, at: dequantize_into(base, at, QUANTIZED),
     )
-    experts = PeftOracle("gpt_oss", directory / "experts", EXPERT_CONFIGS, shape=SHAPE | EXPERTS | {"head_dim": 8})
+    sizes = SHAPE | EXPERTS | {"head_dim": 8}
+    experts, plain = (
+        PeftOracle(family, directory / family, EXPERT_CONFIGS, shape=sizes) for family in ("gpt_oss", "mixtral")
+    )
     prompts = [chance.choices(range(VOCAB), k=length) for length in (2, 11, 5, 7, 1, 20)]
     every = list(zip([*CONFIGS, None, "all"], prompts, strict=True))
     of_experts = list(zip([*EXPERT_CONFIGS, None, "some"], prompts, strict=False))
@@ -118,6 +121,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> I
         case(exact, every, True, ahead=True),
         case(quantized, every[3:5], True, ahead=True, quantize=QUANTIZED),
         case(experts, of_experts, True, ahead=True, max_expert_rank=5),
+        case(plain, of_experts[:2], False, max_expert_rank=5),
     ]
     kernels = {name: name for name in ("lora", "attention", "sampling")}
     kernels |= {"rows": "row", "families": "family", "products": "product", "invariant": "invariant"}
@@ -190,7 +194,7 @@ def test_samplings_kernel_chooses_the_ids_that_the_cpu_chooses(interpreted: Inte
 def test_mixed_adapters_give_pefts_logits_and_tokens(interpreted: Interpreted) -> None:
     """With decode steps in padded buffers and without."""
     padded = [result["padded"] for *_, result in interpreted.engine]
-    assert padded[0] == 0 < min(padded[1:])
+    assert padded[0] == padded[-1] == 0 < min(padded[1:-1])
     for oracle, asked, result in interpreted.engine:
         answers = result["answers"]
         for key, (name, request) in asked.items():
