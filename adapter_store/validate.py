@@ -18,8 +18,16 @@ from artifacts.checkpoint import ADAPTER_HEADER_BYTES, TensorInfo, read_header
 from artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
 from artifacts.experts import ExpertSizes, in_layout_of_model, named_by_parameter
 from artifacts.json_object import parse_object
-from artifacts.peft_config import CONFIG_FILE, MAX_RANK, PeftConfig, parse_peft_config
-from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, revision_digest
+from artifacts.peft_config import CONFIG_FILE, MAX_RANK, TOKENS_FIELD, PeftConfig, parse_peft_config
+from artifacts.revision import (
+    WEIGHTS_FILE,
+    LoraShape,
+    base_copies,
+    lora_tensors,
+    ranks_of,
+    revision_digest,
+    trained_tokens,
+)
 from rpc.children.child import LAST, Json, serve
 
 # By dtype: an unsigned type of its size, and the bits of the exponent; infinities and NaNs alone have all of them set.
@@ -75,6 +83,9 @@ def validate_adapter(directory: Path, base: BaseModel) -> Validated:
     config = sent.resolved(shapes)
     for name, shape in shapes.items():
         _check_module(name, shape, modules.get(name), config, base.name)
+    ranks = ranks_of(shapes, trained_tokens(header, sent, sizes))
+    if max(ranks.values()) > MAX_RANK:
+        raise MismatchError(TOKENS_FIELD, f"ranks and trained tokens of a layer add up to more than {MAX_RANK}")
     for name, parameter in base_copies(header).items():
         # Workers, which have the weights, compare them.
         own = modules.get(parameter.rpartition(".")[0])
@@ -85,8 +96,7 @@ def validate_adapter(directory: Path, base: BaseModel) -> Validated:
         if tensor.dtype not in _EXPONENTS:
             raise MismatchError(WEIGHTS_FILE, f"tensor {name} is {tensor.dtype}; F32, F16 and BF16 are served")
     _check_finite(directory / WEIGHTS_FILE, header)
-    rank = max(shape.rank for shape in shapes.values())
-    return Validated(rank, _with_names(config_bytes, sent, config, shapes), sent.base_model)
+    return Validated(max(ranks.values()), _with_names(config_bytes, sent, config, shapes), sent.base_model)
 
 
 def _with_names(data: bytes, sent: PeftConfig, config: PeftConfig, modules: Mapping[str, LoraShape]) -> bytes | None:

@@ -43,6 +43,8 @@ PROMPTS_FIELD = "loraplex_certificate_prompts"
 # Maximum number of prompts that come with an adapter, and of a prompt's characters.
 _PROMPTS, _PROMPT_CHARACTERS = 64, 4096
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# Tokens whose embeddings an adapter has trained: ids of the input embeddings, or ids by the name of embeddings or head.
+TOKENS_FIELD = "trainable_token_indices"
 # The names of an adapter's labels, by number as in transformers' config.json.
 LABELS_FIELD = "id2label"
 # Maximum bytes of all names of an adapter's labels.
@@ -71,6 +73,7 @@ _CHECKED = {
     "peft_version",
     CHAT_FIELD,
     PROMPTS_FIELD,
+    TOKENS_FIELD,
 }
 _TASKS = ("CAUSAL_LM", "SEQ_CLS", "FEATURE_EXTRACTION")
 # Modules of classification heads; their tensors are checked against the base's family (encoders.py).
@@ -92,13 +95,12 @@ _REWRITING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 WHY_REFUSED = {
     "alora_invocation_tokens": "activated LoRA is not served; train plain LoRA",
     "arrow_config": "Arrow routes between adapters; push each as an adapter of its own",
-    "ensure_weight_tying": "it is for trained embeddings, which are not served; leave it out",
+    "ensure_weight_tying": "it ties embeddings that are trained in full, which are not served; leave it out",
     "kasa_config": "KaSA changes how an adapter is applied; train plain LoRA",
     "layer_replication": "replicated layers are not served; train on the base model as it is",
     "lora_bias": "biases of LoRA layers are not served; train with lora_bias=False",
     "megatron_config": "Megatron's parallel layers are not served; train on transformers' own",
     "monteclora_config": "MonteCLoRA samples its weights; train plain LoRA",
-    "trainable_token_indices": "trained token embeddings are not served; train LoRA on linear layers alone",
     "use_bdlora": "block-diagonal LoRA is not served; train plain LoRA",
     "use_qalora": "QALoRA pools its inputs; train plain LoRA",
     "velora_config": "VeLoRA is not known to leave a plain LoRA adapter; train without it",
@@ -250,6 +252,8 @@ class PeftConfig:
     # Names of tensors of experts, or their ends after a dot.
     target_parameters: tuple[str, ...] = ()
     peft_version: str = ""
+    # Ids of trained tokens by the name that a module ends with; an empty name means the input embeddings.
+    trained_tokens: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def check_anchors(self) -> None:
         """Raise MismatchError for a pattern of a name's begin; for adapters of the model without its head."""
@@ -313,6 +317,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
         labels=_labels(config.get(LABELS_FIELD) or {}),
         target_parameters=_target_parameters(config),
         peft_version=str(config.get("peft_version") or ""),
+        trained_tokens=_trained_tokens(config.get(TOKENS_FIELD) or {}),
     )
 
 
@@ -370,6 +375,17 @@ def _target_parameters(config: dict[str, Any]) -> tuple[str, ...]:
     if names and config.get("use_dora"):
         raise MismatchError("target_parameters", "DoRA of experts is not served; train with use_dora=False")
     return tuple(names)
+
+
+def _trained_tokens(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    named = value if isinstance(value, dict) else {"": value}
+    for name, ids in named.items():
+        field = f"{TOKENS_FIELD}.{name[:80]}" if name else TOKENS_FIELD
+        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+            raise ArtifactError(field, "is not a list of token ids")
+        if not 0 < len(ids) <= MAX_RANK or len(set(ids)) != len(ids):
+            raise MismatchError(field, f"has {len(ids)} ids; 1 to {MAX_RANK} different ones are served")
+    return tuple((name, tuple(ids)) for name, ids in named.items())
 
 
 def _check_init(init: Any) -> None:

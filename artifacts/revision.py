@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from artifacts import ArtifactError
+from artifacts import ArtifactError, MismatchError
 from artifacts.checkpoint import TensorInfo
-from artifacts.families import is_embedding, is_head
+from artifacts.families import HEAD, is_embedding, is_head
 from artifacts.json_object import parse_object
 from artifacts.names import sha256_bytes, sha256_json
-from artifacts.peft_config import CONFIG_FILE
+from artifacts.peft_config import CONFIG_FILE, TOKENS_FIELD, PeftConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -26,6 +26,19 @@ TENSOR_PREFIX = "base_model.model."
 _MAGNITUDE = "magnitude"
 _SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight", _MAGNITUDE: ".lora_magnitude_vector"}
 _EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B", _MAGNITUDE: ".lora_magnitude_vector"}
+
+
+_TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
+
+
+class TrainedTokens(NamedTuple):
+    """Tokens whose rows of the embeddings, or of the output head, an adapter has in place of the base's.
+
+    `tensor` is the name of theirs, [ids, hidden size].
+    """
+
+    tensor: str
+    ids: tuple[int, ...]
 
 
 class LoraShape(NamedTuple):
@@ -66,15 +79,15 @@ def lora_tensors(
 ) -> dict[str, LoraShape]:
     """Return the adapted modules of a checkpoint's header, by their name in the base model.
 
-    With `use_dora` each must have a magnitude vector. The tensors of `base_copies` and those of the adapter's own
-    `head` are left out. `experts` are the numbers of experts by the name of their tensor in the base. Raises
-    ArtifactError that names a tensor of no module, one whose partner is missing, or one of a shape that does not fit
-    it.
+    With `use_dora` each must have a magnitude vector. The tensors of `base_copies`, of trained tokens and of the
+    adapter's own `head` are left out. `experts` are the numbers of experts by the name of their tensor in the base.
+    Raises ArtifactError that names a tensor of no module, one whose partner is missing, or one of a shape that does not
+    fit it.
     """
     parts: dict[str, dict[str, TensorInfo]] = {}
     copies = base_copies(header)
     for name, tensor in header.items():
-        if name in copies or name in head:
+        if name in copies or name in head or _has_trained_rows(name):
             continue
         module, part = _place(name)
         if part is None or (part == _MAGNITUDE and not use_dora):
@@ -101,6 +114,54 @@ def base_copies(header: Mapping[str, TensorInfo]) -> dict[str, str]:
         if name.startswith(TENSOR_PREFIX) and kind in ("weight", "bias") and (is_embedding(module) or is_head(module)):
             copies[name] = f"{module}.{kind}"
     return copies
+
+
+def trained_tokens(
+    header: Mapping[str, TensorInfo], config: PeftConfig, modules: Mapping[str, tuple[int, int]]
+) -> dict[str, TrainedTokens]:
+    """Return an adapter's trained tokens by module: token embeddings, or the output head.
+
+    `modules` are (in_features, out_features) of the layers that an adapter may change. Raises ArtifactError where
+    tensors and configuration differ, MismatchError where they do not fit the base.
+    """
+    tokens: dict[str, TrainedTokens] = {}
+    for name in filter(_has_trained_rows, header):
+        module = name.removeprefix(TENSOR_PREFIX).removesuffix(_TRAINED_ROWS)
+        if module not in modules or not (is_embedding(module) or is_head(module)):
+            raise MismatchError(TOKENS_FIELD, f"the base has no embeddings {module} that an adapter may change here")
+        vocabulary, hidden = modules[module] if is_embedding(module) else modules[module][::-1]
+        ids = next((ids for end, ids in config.trained_tokens if _is_named(module, end)), ())
+        if header[name].shape != (len(ids), hidden):
+            shape = list(header[name].shape)
+            raise ArtifactError(WEIGHTS_FILE, f"{module} has rows {shape} for {len(ids)} trained tokens of {hidden}")
+        if max(ids) >= vocabulary:
+            raise MismatchError(TOKENS_FIELD, f"{max(ids)} is not a token of the base, which has {vocabulary}")
+        tokens[module] = TrainedTokens(name, ids)
+    for end, _ in config.trained_tokens:
+        if not any(_is_named(module, end) for module in tokens):
+            raise ArtifactError(WEIGHTS_FILE, f"lacks the trained tokens of {end or 'the embeddings'}")
+    return tokens
+
+
+def _has_trained_rows(name: str) -> bool:
+    return name.startswith(TENSOR_PREFIX) and name.endswith(_TRAINED_ROWS)
+
+
+def _is_named(module: str, end: str) -> bool:
+    return f".{module}".endswith(f".{end}") if end else is_embedding(module)
+
+
+def ranks_of(shapes: Mapping[str, LoraShape], tokens: Mapping[str, TrainedTokens]) -> dict[str, int]:
+    """Return the rank of each module: of its pair, and one more for each trained token.
+
+    Tokens of the embeddings count at the head too, which may share its weight with them.
+    """
+    ranks = {module: shape.rank for module, shape in shapes.items()}
+    for module, trained in tokens.items():
+        shared = {HEAD} if is_embedding(module) and HEAD not in tokens else set()
+        for changed in {module, *shared}:
+            ranks[changed] = ranks.get(changed, 0) + len(trained.ids)
+    return ranks
 
 
 def tensor_names(module: str) -> dict[str, str]:

@@ -112,7 +112,7 @@ def test_accepts_what_changes_nothing_or_is_served(changes: dict[str, Any]) -> N
         ("bias", "lora_only"),
         ("bias", None),
         ("modules_to_save", ["lm_head"]),
-        ("trainable_token_indices", [1, 2]),
+        ("trainable_token_indices", [1, 1]),
         ("layer_replication", [[0, 4], [2, 5]]),
         ("lora_bias", True),
         ("use_qalora", True),

@@ -5,6 +5,7 @@ All adapters of a model in one batch, beside rows without one; prompts in chunks
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -208,6 +209,70 @@ def test_adapters_of_both_ends_of_a_model_are_pefts(
     assert len(answers) > len(kinds), f"answers are to be diverse: {answers}"
 
 
+@pytest.mark.parametrize(("model_type", "both_ends"), [("llama", True), *((one, False) for one in ("llama", *TIED))])
+def test_trained_tokens_are_pefts(
+    model_type: str,
+    both_ends: bool,
+    tmp_path: Path,
+    make_engine: Callable[..., Any],
+    run_until_idle: Callable[..., Any],
+) -> None:
+    """Rows of the embeddings, and of a head that shares their weight, in the place of the base's."""
+    more = {"fan_in_fan_out": True} if model_type == "gpt2" else {}
+    inner = ["attn.c_proj"] if model_type == "gpt2" else ["q_proj", "down_proj"]
+    kinds: dict[str, dict[str, Any]] = {
+        "a few": {"r": 3, "target_modules": inner, "trainable_token_indices": [7, 3, 11]},
+        "one": {"r": 2, "target_modules": inner, "trainable_token_indices": [5]},
+    }
+    if both_ends:
+        kinds["a few"]["trainable_token_indices"] = {"embed_tokens": [2, 9], "lm_head": [4, 9, 1]}
+        kinds["one"]["trainable_token_indices"] = {"embed_tokens": [2], "lm_head": [8]}
+    tied = {"tie_word_embeddings": model_type != "llama", "head_dim": 16}
+    oracle = PeftOracle(model_type, tmp_path, {name: kind | more for name, kind in kinds.items()}, shape=tied)
+    base = read_base_model(str(oracle.directory))
+    assert {name: validate_adapter(path, base).rank for name, path in oracle.adapters.items()} == {"a few": 3, "one": 2}
+    engine = make_engine(
+        oracle.directory, rows=8, kv_blocks=100, block_size=4, adapter_slots=3, max_rank=8, step_tokens=12
+    )
+    chance = random.Random(6)
+    requests = {
+        (name, number): oracle.request(str(number), chance.choices(range(VOCAB), k=chance.choice([3, 7, 26])), 9, name)
+        for number, name in enumerate([*kinds, None] * 2)
+    }
+    outputs = run_until_idle(engine, {0: list(requests.values())})
+    for (name, _), request in requests.items():
+        oracle.check(request, outputs[request.sequence_id], name)
+
+
+def test_trained_tokens_that_do_not_fit_are_refused_by_name(
+    oracles: Callable[[str], PeftOracle], tmp_path: Path
+) -> None:
+    oracle, base = oracles("llama"), read_base_model(str(oracles("llama").directory))
+    fields = json.loads((oracle.adapters["rank 8"] / CONFIG_FILE).read_text())
+    tensors = load_file(oracle.adapters["rank 8"] / WEIGHTS_FILE)
+    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    loaded = load_model(str(oracle.directory))
+    for ids, rows, words in [
+        ([3, VOCAB], torch.ones(2, 64), f"{VOCAB} is not a token"),
+        ([3], torch.ones(2, 64), "for 1 trained tokens"),
+        ([], torch.ones(2, 64), "for 0 trained tokens"),
+        ([3, 3], torch.ones(2, 64), "2 ids; 1 to 256 different"),
+        ([3], None, "lacks the trained tokens of the embeddings"),
+        ({"lm_head": [3]}, torch.ones(1, 64), "for 0 trained tokens"),
+        ("all", torch.ones(2, 64), "not a list of token ids"),
+    ]:
+        (tmp_path / CONFIG_FILE).write_text(json.dumps(fields | {"trainable_token_indices": ids}))
+        save_file(tensors | ({} if rows is None else {name: rows}), tmp_path / WEIGHTS_FILE)
+        with pytest.raises(ArtifactError, match=words):
+            validate_adapter(tmp_path, base)
+        with pytest.raises(ArtifactError, match=words):
+            read_adapter(str(tmp_path), loaded.adaptable, 256, base=ModelLayers(loaded))
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(fields | {"trainable_token_indices": [3]}))
+    save_file(tensors | {name: torch.ones(1, 64)}, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(MismatchError, match=r"no embeddings model\.embed_tokens that an adapter may change here"):
+        read_adapter(str(tmp_path), loaded.linears, 256, base=ModelLayers(loaded))  # as on CUDA
+
+
 @pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
 def test_a_copy_of_the_models_own_weight_must_be_that(
     end: str, oracles: Callable[[str], PeftOracle], tmp_path: Path
@@ -244,7 +309,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "biases of the base": ({"bias": "all"}, "bias"),
     "biases of B": ({"lora_bias": True}, "lora_bias"),
     "a trained head": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    "trained tokens": ({"trainable_token_indices": [3]}, "trainable_token_indices"),
     "replicated layers": ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
     "parameters": ({"target_parameters": ["mlp.down_proj.weight"]}, "target_parameters"),
     "rank 257": ({"r": 257}, "257"),

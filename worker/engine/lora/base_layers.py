@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from artifacts import MismatchError
 from artifacts.checkpoint import read_checkpoint
 from artifacts.encoders import hidden_size
 from artifacts.experts import ExpertSizes
-from artifacts.families import HEAD_WEIGHTS
+from artifacts.families import HEAD, HEAD_WEIGHTS, is_embedding
+from artifacts.peft_config import TOKENS_FIELD
 from worker.engine.quantized.stored import QuantizedWeights
 from worker.engine.quantized.weight import (
     AnyLinear,
@@ -251,6 +253,25 @@ class ModelLayers:
     def output_scale(self, module: str) -> float:
         """Return the factor that the model multiplies token embeddings by (1 in most families)."""
         return float(getattr(self._own(module), "embed_scale", 1.0))
+
+    @property
+    def vocabulary(self) -> int:
+        """Return the number of tokens that have embeddings."""
+        return int(self._embeddings.shape[0])
+
+    def rows(self, module: str, ids: Sequence[int]) -> Tensor:
+        """Return tokens' rows of the embeddings or of the output head: [ids, hidden size] float32.
+
+        Raises MismatchError on a quantized model, whose rows are not those that the adapter was trained beside.
+        """
+        if self.loaded.quantized is not None:
+            raise MismatchError(TOKENS_FIELD, "trained tokens are not served on a quantized base")
+        return self._weight(module)[torch.tensor(ids)].to("cpu", self.loaded.dtype).float()
+
+    def tied_to(self, module: str) -> tuple[str, ...]:
+        """Return the output head, if it shares its weight with embeddings of this name."""
+        tied = bool(getattr(self.loaded.module.config, "tie_word_embeddings", False))
+        return (HEAD,) if tied and is_embedding(module) and HEAD in self.loaded.ends else ()
 
     def repeats(self, parameter: str, values: Tensor) -> bool:
         """Tell whether a parameter of the embeddings or the output head equals these values in the model's dtype."""

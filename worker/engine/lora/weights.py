@@ -33,8 +33,16 @@ from artifacts.checkpoint import ADAPTER_HEADER_BYTES, TensorInfo, read_header
 from artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
 from artifacts.experts import ExpertSizes, in_layout_of_model, named_by_parameter
 from artifacts.families import is_embedding
-from artifacts.peft_config import CONFIG_FILE, PeftConfig, parse_peft_config
-from artifacts.revision import WEIGHTS_FILE, LoraShape, base_copies, lora_tensors, tensor_names
+from artifacts.peft_config import CONFIG_FILE, TOKENS_FIELD, PeftConfig, parse_peft_config
+from artifacts.revision import (
+    WEIGHTS_FILE,
+    LoraShape,
+    base_copies,
+    lora_tensors,
+    ranks_of,
+    tensor_names,
+    trained_tokens,
+)
 from worker.engine.device import Staging, dtype_name, host_adapter_bytes, prepare_loader
 from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.scheduling.adapter_cache import AdapterCache
@@ -120,12 +128,14 @@ class LoraPair:
 class AdapterWeights:
     """An adapter's pairs by module name; `rank` is the largest of their ranks.
 
-    `head` are the parameters of its own classification head, such as classifier.weight.
+    `head` are the parameters of its own classification head, such as classifier.weight. With `trained_tokens` some of
+    the pairs put rows in the place of the base's.
     """
 
     pairs: Mapping[str, LoraPair]
     rank: int
     head: Mapping[str, Tensor] = field(default_factory=dict)
+    trained_tokens: bool = False
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -154,6 +164,8 @@ def read_source(
         raise MismatchError("adapters", "one of them is a DoRA adapter, whose change of the base is no sum of others")
     if source.parts and any(adapter.head for adapter in adapters):
         raise MismatchError("adapters", "one of them brings a classification head, which is no sum of others")
+    if source.parts and any(adapter.trained_tokens for adapter in adapters):
+        raise MismatchError("adapters", "one of them has trained tokens, whose embeddings are no sum of others")
     if len(adapters) == 1:
         return adapters[0]
     pairs: dict[str, LoraPair] = {}
@@ -204,6 +216,12 @@ def read_adapter(
                 )
         for module, shape in shapes.items():
             _check_module(module, shape, config, linears, max_rank, max_expert_rank)
+        tokens = trained_tokens(header, config, linears)
+        ranks = ranks_of(shapes, tokens)
+        if (most := max((rank for module, rank in ranks.items() if module not in experts), default=0)) > max_rank:
+            raise MismatchError(
+                TOKENS_FIELD, f"ranks and trained tokens add up to {most}; this engine takes {max_rank}"
+            )
         tensors = map_tensors(path / WEIGHTS_FILE, header)
     except OSError as error:
         raise ArtifactError(str(path), f"cannot be read: {error}") from error
@@ -213,11 +231,35 @@ def read_adapter(
     of_experts = {module: shape for module, shape in shapes.items() if module in experts}
     linear_shapes = {module: shape for module, shape in shapes.items() if module not in experts}
     pairs = _pairs(tensors, linear_shapes, config, weight, base) if linear_shapes else {}
+    for module, trained in tokens.items():
+        if base is None:
+            raise MismatchError(TOKENS_FIELD, "trained tokens cannot be read without the base model's weights")
+        for changed in (module, *(base.tied_to(module) if len(tokens) == 1 else ())):
+            pairs[changed] = _with_tokens(pairs.get(changed), base, changed, trained.ids, tensors[trained.tensor])
     return AdapterWeights(
         pairs | _expert_pairs(tensors, of_experts, counts, former, config, weight),
-        max(shape.rank for shape in shapes.values()),
+        max(ranks.values()),
         {parameter: tensors[name] for parameter, name in head.items()},
+        bool(tokens),
     )
+
+
+def _with_tokens(pair: LoraPair | None, base: ModelLayers, module: str, ids: Sequence[int], values: Tensor) -> LoraPair:
+    """Return a module's pair that also puts rows of the embeddings, or of the head, in the place of the base's.
+
+    One-hot rows choose the tokens, and the others have the difference to the base's rows: a pair whose rank is the
+    number of tokens.
+    """
+    own = base.rows(module, ids)
+    change, chosen = values.float() - own, torch.zeros(len(ids), base.vocabulary)
+    chosen[torch.arange(len(ids)), torch.tensor(ids)] = 1
+    embeds = is_embedding(module)
+    a, b = (chosen, change * base.output_scale(module)) if embeds else (change, chosen)
+    if pair is None:
+        return LoraPair(a, b)
+    if pair.rescale is not None:
+        raise MismatchError(TOKENS_FIELD, f"{module} has DoRA too, which would scale the trained tokens")
+    return LoraPair(torch.cat([pair.a.float(), a]), torch.cat([pair.b, b]))
 
 
 def _pairs(
