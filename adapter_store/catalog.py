@@ -25,6 +25,7 @@ from adapter_store.convert import list_page, own_adapter, refusals, seconds_of, 
 from adapter_store.database import Database
 from adapter_store.plans import StoreQuotas
 from adapter_store.records import (
+    ALIASES,
     REVISIONS,
     Adapter,
     FitnessCertificate,
@@ -40,6 +41,7 @@ from adapter_store.records import (
     read_revision,
     to_adapter,
     to_revision,
+    with_aliases,
 )
 from adapter_store.storage import BlobReader, DataDirectory, Keep, Upload
 from artifacts.names import SHARED, AdapterName, Reference, RevisionName, check_tenant
@@ -292,7 +294,7 @@ class Catalog:
         names = ", ".join(f":{name}" for name in values)
         with self._database.reading() as rows:
             selected = rows.execute(
-                f"SELECT * FROM adapters WHERE (tenant IN ({names}) OR (tenant, adapter) IN "
+                f"SELECT *, {ALIASES} AS aliases FROM adapters WHERE (tenant IN ({names}) OR (tenant, adapter) IN "
                 f"(SELECT tenant, adapter FROM grants WHERE grantee = :granted_to AND {LIVE_GRANT})) "
                 "AND (tenant, adapter) > (:after, :after_adapter) ORDER BY tenant, adapter LIMIT :limit",
                 {
@@ -305,7 +307,7 @@ class Catalog:
                 },
             ).fetchall()
             for row in selected:
-                yield to_adapter(rows, row)
+                yield with_aliases(row, row["aliases"])
 
     def revisions(self, name: AdapterName, before: int, limit: int) -> Generator[Revision, None, None]:
         """Yield the adapter's revisions whose `order` is below `before`, newest first. Raises NotFound."""

@@ -17,6 +17,8 @@ REVISIONS = (
     "SELECT revisions.*, tenant, adapter, base_model, provenance.origin FROM revisions "
     "JOIN adapters ON adapters.id = revisions.adapter_id LEFT JOIN provenance USING (adapter_id, digest) "
 )
+# The digests of an adapter's aliases, as JSON.
+ALIASES = "(SELECT json_group_object(alias, digest) FROM aliases WHERE adapter_id = adapters.id)"
 _BY_DIGESTS = (
     "SELECT revisions.digest, tenant, adapter, NULL AS delete_ns, (SELECT json_group_array(alias) "
     "FROM aliases WHERE aliases.adapter_id = adapters.id AND aliases.digest = revisions.digest) AS aliases "
@@ -165,11 +167,16 @@ def adapter_row(rows: sqlite3.Connection, name: AdapterName) -> sqlite3.Row:
 
 
 def to_adapter(rows: sqlite3.Connection, row: sqlite3.Row) -> Adapter:
-    aliases = rows.execute("SELECT alias, digest FROM aliases WHERE adapter_id = ? ORDER BY alias", (row["id"],))
+    aliases = rows.execute(f"SELECT {ALIASES} FROM adapters WHERE id = ?", (row["id"],)).fetchone()[0]
+    return with_aliases(row, aliases)
+
+
+def with_aliases(row: sqlite3.Row, aliases: str) -> Adapter:
+    """Return the adapter of a row, with its aliases as ALIASES selects them."""
     return Adapter(
         name=AdapterName(row["tenant"], row["adapter"]),
         base_model=row["base_model"],
-        aliases={alias["alias"]: alias["digest"] for alias in aliases},
+        aliases=dict(sorted(json.loads(aliases).items())),
         create_ns=row["create_ns"],
         update_ns=row["update_ns"],
         etag=etag_of(row),

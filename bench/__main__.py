@@ -28,6 +28,7 @@ NAMES = (
     "prompts",
     "quotas",
     "secured",
+    "store",
     "timing",
 )
 # Benchmarks that write their tables themselves where they are asked to, and draw their plots.

@@ -1,8 +1,9 @@
 """The adapter store: `python -m bench.store [--quick] [--json FILE]`: imports of a large adapter, and a large catalog.
 
-An adapter of 200 MB is imported from a hub over loopback and from a folder, into a directory, in a store process of its
-own; beside it the same bytes over the same loopback into nothing, and from the disk into a hash and a synced file. A
-catalog of 100,000 adapters is listed and started with, in a directory; a router's client resolves names from its cache.
+An adapter of 200 MB is imported from a hub over loopback and from a folder, by a store process of its own. Right before
+it the same bytes come over the same loopback into nothing, and go from the disk into a hash and a synced file: an
+import, which must do both, is compared with the slower of these. A catalog of 100,000 adapters is listed and started
+with, in a directory; a router's client resolves names from its cache.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from bench.report import Aim, Report, progress
 from router.catalog.store_client import StoreClient
 
 AIMS = {
-    "hub_of_loopback": Aim(at_least=0.5),
+    "hub_of_slower_limit": Aim(at_least=0.5),
     "folder_of_disk": Aim(at_least=0.5),
     "memory_growth_mb": Aim(at_most=64),
     "list_page_ms": Aim(at_most=100),
@@ -54,7 +55,7 @@ class Setup:
 
     weight_mb: int = 200
     adapters: int = 100_000
-    repeats: int = 3
+    repeats: int = 5
 
 
 def measure(quick: bool) -> Report:
@@ -64,8 +65,8 @@ def measure(quick: bool) -> Report:
         imports = asyncio.run(_measure_imports(Path(directory), setup))
         catalog = asyncio.run(_measure_catalog(Path(directory), setup))
     ratios = {
-        "hub_of_loopback": imports["hub"] / imports["loopback"],
-        "folder_of_disk": imports["folder"] / imports["disk"],
+        "hub_of_slower_limit": imports["hub_ratio"],
+        "folder_of_disk": imports["folder_ratio"],
         "memory_growth_mb": imports["growth"],
         **catalog,
     }
@@ -83,6 +84,7 @@ async def _measure_imports(directory: Path, setup: Setup) -> dict[str, float]:
     folder.mkdir(parents=True)
     (folder / CONFIG_FILE).write_bytes(b'{"peft_type": "LORA", "r": 8}')
     speeds: dict[str, list[float]] = {name: [] for name in ("loopback", "hub", "disk", "folder", "growth")}
+    ratios: dict[str, list[float]] = {"hub_ratio": [], "folder_ratio": []}
     async with _hub(folder) as url:
         sources = directory / "sources.toml"
         rules = (
@@ -95,18 +97,21 @@ async def _measure_imports(directory: Path, setup: Setup) -> dict[str, float]:
             with (folder / WEIGHTS_FILE).open("wb") as file:
                 for _ in range(setup.weight_mb):
                     file.write(os.urandom(1_000_000))
-            speeds["loopback"].append(setup.weight_mb / await asyncio.to_thread(_read, f"{url}/file/{WEIGHTS_FILE}"))
-            speeds["disk"].append(setup.weight_mb / await asyncio.to_thread(_copy, folder / WEIGHTS_FILE, directory))
             store = _store(directory / f"data{repeat}", "--sources", str(sources))
             async with store as (process, address, _), AsyncStoreClient(address, "acme") as client:
                 await _register(client)
                 before = _peak_mb(process.pid)
                 for name, source in (("hub", "hf://acme/support"), ("folder", f"file://{folder}")):
+                    read = setup.weight_mb / await asyncio.to_thread(_read, f"{url}/file/{WEIGHTS_FILE}")
+                    copied = setup.weight_mb / await asyncio.to_thread(_copy, folder / WEIGHTS_FILE, directory)
                     start = time.perf_counter()
                     await client.import_revision(source, name)
-                    speeds[name].append(setup.weight_mb / (time.perf_counter() - start))
+                    speed = setup.weight_mb / (time.perf_counter() - start)
+                    for what, value in (("loopback", read), ("disk", copied), (name, speed)):
+                        speeds[what].append(value)
+                    ratios[f"{name}_ratio"].append(speed / (min(read, copied) if name == "hub" else copied))
                 speeds["growth"].append(_peak_mb(process.pid) - before)
-    return {name: median(values) for name, values in speeds.items()}
+    return {name: median(values) for name, values in {**speeds, **ratios}.items()}
 
 
 async def _measure_catalog(directory: Path, setup: Setup) -> dict[str, float]:
@@ -184,7 +189,7 @@ def _read(url: str) -> float:
 def _copy(file: Path, directory: Path) -> float:
     """Return the seconds for reading a file, hashing it, and writing a synced copy."""
     start, sha256 = time.perf_counter(), hashlib.sha256()
-    with file.open("rb") as source, (directory / "copy").open("wb") as copy:
+    with file.open("rb") as source, tempfile.NamedTemporaryFile(dir=directory) as copy:
         while piece := source.read(1 << 20):
             sha256.update(piece)
             copy.write(piece)

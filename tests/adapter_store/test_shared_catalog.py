@@ -34,7 +34,7 @@ from rpc.errors import Aborted, NotFound
 from tests.adapter_store.sources.places import AZURE_ACCOUNT, AZURE_KEY, azurite, bucket_of
 
 # Alias moves of the test of several stores; `make buckets` makes 1,000.
-MOVES = int(os.environ.get("STORE_MOVES", "50"))
+MOVES = int(os.environ.get("STORE_MOVES", "30"))
 NAME = AdapterName("acme", "support")
 BASE = read_base_model("hash:?vocab=600")
 

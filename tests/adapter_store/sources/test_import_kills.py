@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.adapter_store.conftest import Client
 
 SEED = 29
-KILLS = int(os.environ.get("STORE_KILLS", "2"))
+KILLS = int(os.environ.get("STORE_KILLS", "1"))
 FILES = {CONFIG_FILE: b'{"peft_type": "LORA", "r": 8}', WEIGHTS_FILE: bytes(range(256)) * 12_000}
 TENANT = (("x-loraplex-tenant", "acme"),)
 
