@@ -117,7 +117,7 @@ def base_copies(header: Mapping[str, TensorInfo]) -> dict[str, str]:
 
 
 def trained_tokens(
-    header: Mapping[str, TensorInfo], config: PeftConfig, modules: Mapping[str, tuple[int, int]]
+    header: Mapping[str, TensorInfo], config: PeftConfig, modules: Mapping[str, tuple[int, ...]]
 ) -> dict[str, TrainedTokens]:
     """Return an adapter's trained tokens by module: token embeddings, or the output head.
 

@@ -200,7 +200,10 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
     # Triton launches on the thread's current device.
     torch.cuda.set_device(device)
     try:
-        cuda_layers: AdapterLayers = adapt_linears(module, loaded.linears, slots, max_rank, config.rows, device, dtype)
+        linears = adapt_linears(module, loaded.linears, slots, max_rank, config.rows, device, dtype)
+        if config.batch_invariant:
+            linears.keep_low_tiles()
+        cuda_layers: AdapterLayers = linears
         if loaded.experts and config.max_expert_rank:
             max_rank = config.max_expert_rank
             cuda_layers = adapt_experts(
@@ -215,7 +218,6 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
         from worker.engine.decoder.invariant import use_invariant_products
 
         use_invariant_products(module)
-        cuda_layers.keep_low_tiles()
     return cuda_layers
 
 
