@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
+from loraplex.adapters.v1 import releases_pb2_grpc
 from loraplex.admin.v1 import accounts_pb2_grpc, grants_pb2_grpc, keys_pb2_grpc, plans_pb2_grpc, tenants_pb2_grpc
 
 from adapter_store.accounts import AccountService, StoredAccounts
@@ -26,6 +27,9 @@ from adapter_store.plans import PlanService, StoredPlans, StoreQuotas
 from adapter_store.purge import TenantPurge, TenantService
 from adapter_store.receive import Receiver
 from adapter_store.records import FitnessPolicy
+from adapter_store.release_service import LOOK_S as RELEASES_LOOK_S
+from adapter_store.release_service import ReleaseService
+from adapter_store.releases import Releases
 from adapter_store.service import AdapterService, WorkerGrants
 from adapter_store.sources.policy import Sources
 from adapter_store.storage import DataDirectory
@@ -199,6 +203,8 @@ class Store:
         accounts = AccountService(StoredAccounts(self._database))
         add(partial(accounts_pb2_grpc.add_AccountServiceServicer_to_server, accounts))
         add(partial(tenants_pb2_grpc.add_TenantServiceServicer_to_server, TenantService(purge)))
+        self._releases = ReleaseService(Releases(self._database), catalog, self._auditor.record)
+        add(partial(releases_pb2_grpc.add_ReleaseServiceServicer_to_server, self._releases))
 
     async def stop(self, drain_s: float = DRAIN_S) -> None:
         """Refuse new calls, let running ones end for `drain_s`, cancel them, close the data."""
@@ -239,7 +245,11 @@ class Store:
         self._auditor.refused(method, caller, error, peer)
 
     async def _follow(self) -> None:
-        looks = [every(WINDOW_S, self._auditor.flush), every(PLANS_LOOK_S, self._look_at_plans)]
+        looks = [
+            every(WINDOW_S, self._auditor.flush),
+            every(PLANS_LOOK_S, self._look_at_plans),
+            every(RELEASES_LOOK_S, self._releases.look),
+        ]
         if self._settings.bucket:
             looks += [every(BUCKET_LOOK_S, self._follow_bucket), every(TIDY_S, self._tidy_bucket)]
         await asyncio.gather(self._server.follow(), every(KEY_USES_S, self._save_key_uses), *looks)

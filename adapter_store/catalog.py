@@ -28,6 +28,7 @@ from adapter_store.records import (
     ALIASES,
     REVISIONS,
     Adapter,
+    Candidate,
     FitnessCertificate,
     FoundRevision,
     NewRevision,
@@ -43,8 +44,9 @@ from adapter_store.records import (
     to_revision,
     with_aliases,
 )
+from adapter_store.releases import find_candidate, live_moved
 from adapter_store.storage import BlobReader, DataDirectory, Keep, Upload
-from artifacts.names import SHARED, AdapterName, Reference, RevisionName, check_tenant
+from artifacts.names import LIVE, SHARED, AdapterName, Reference, RevisionName, check_tenant
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, Figures
 from rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
@@ -274,8 +276,11 @@ class Catalog:
         self.deleted = deleted
         self._quotas = quotas
 
-    def resolve(self, reference: Reference, asked: str) -> tuple[Adapter, Revision]:
-        """Return the first candidate that exists, and its revision. Raises NotFound with the text `asked` for."""
+    def resolve(self, reference: Reference, asked: str) -> tuple[Adapter, Revision, Candidate | None]:
+        """Return the first adapter that exists, its revision, and what is rolled out in the place of a live one.
+
+        Raises NotFound with the text `asked` for.
+        """
         with self._database.reading() as rows:
             row = next((row for name in reference.candidates if (row := find_adapter(rows, name))), None)
             if row is None:
@@ -284,7 +289,9 @@ class Catalog:
             if not (digest := reference.digest or adapter.aliases.get(reference.alias)):
                 hint = f"its aliases: {', '.join(adapter.aliases) or 'none'}"
                 raise NotFound("alias", f"{adapter.name}@{reference.alias}", hint=hint)
-            return adapter, read_revision(rows, RevisionName(adapter.name.tenant, adapter.name.adapter, digest))
+            revision = read_revision(rows, RevisionName(adapter.name.tenant, adapter.name.adapter, digest))
+            is_live = reference.digest is None and reference.alias == LIVE
+            return adapter, revision, find_candidate(rows, revision.name) if is_live else None
 
     def adapters(
         self, tenants: Sequence[str], after: tuple[str, str], limit: int, granted_to: str = ""
@@ -512,10 +519,14 @@ def _set_alias(rows: sqlite3.Connection, adapter_id: int, alias: str, digest: st
     rows.execute(
         "INSERT OR REPLACE INTO aliases (adapter_id, alias, digest) VALUES (?, ?, ?)", (adapter_id, alias, digest)
     )
+    if alias == LIVE:
+        live_moved(rows, adapter_id, digest, caller().name)
     return True
 
 
 def _remove_alias(rows: sqlite3.Connection, adapter_id: int, alias: str) -> bool:
     """Remove the alias; returns whether there was one."""
     deleted = rows.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (adapter_id, alias))
+    if alias == LIVE:
+        live_moved(rows, adapter_id, "", caller().name)
     return deleted.rowcount > 0

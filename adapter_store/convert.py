@@ -20,7 +20,16 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
-from adapter_store.records import Adapter, Base, FitnessCertificate, FitnessPolicy, FoundRevision, Provenance, Revision
+from adapter_store.records import (
+    Adapter,
+    Base,
+    Candidate,
+    FitnessCertificate,
+    FitnessPolicy,
+    FoundRevision,
+    Provenance,
+    Revision,
+)
 from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import TASKS, BaseModel, ModuleShape
 from artifacts.generation_config import GenerationConfig
@@ -156,6 +165,19 @@ def _provenance_to_pb(provenance: Provenance) -> pb.Provenance:
     ]
     fetched = timestamp(provenance.fetch_ns or None)
     return pb.Provenance(uri=provenance.uri, pin=provenance.pin, files=files, fetch_time=fetched)
+
+
+def candidate_to_pb(candidate: Candidate, policy: FitnessPolicy) -> pb.Candidate:
+    """Return the message of a revision that is rolled out."""
+    plan = candidate.plan
+    return pb.Candidate(
+        revision=revision_to_pb(candidate.revision, policy),
+        release=str(candidate.release),
+        step=candidate.step,
+        permille=plan.steps[candidate.step].permille,
+        shadow_permille=plan.shadow_permille,
+        refusal_phrases=plan.refusal_phrases,
+    )
 
 
 def found_to_pb(found: FoundRevision) -> pb.FoundRevision:

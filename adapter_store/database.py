@@ -206,6 +206,45 @@ CREATE TABLE blobs (
     place TEXT NOT NULL
 );
 """,
+    # Releases: adapter_store/releases.py. `change` grows with every change of any release.
+    """
+CREATE TABLE releases (
+    adapter_id INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    digest TEXT NOT NULL,
+    base_digest TEXT NOT NULL,
+    state TEXT NOT NULL,
+    record TEXT NOT NULL,
+    baseline TEXT NOT NULL,
+    step INTEGER NOT NULL,
+    step_ns INTEGER NOT NULL,
+    create_ns INTEGER NOT NULL,
+    change INTEGER NOT NULL,
+    PRIMARY KEY (adapter_id, number),
+    FOREIGN KEY (adapter_id, digest) REFERENCES revisions (adapter_id, digest) ON DELETE CASCADE
+);
+CREATE UNIQUE INDEX releases_by_change ON releases (change);
+CREATE UNIQUE INDEX canaries ON releases (adapter_id) WHERE state = 'canary';
+CREATE UNIQUE INDEX live_releases ON releases (adapter_id) WHERE state = 'live';
+CREATE TABLE release_events (
+    adapter_id INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    event INTEGER NOT NULL,
+    record TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, number, event),
+    FOREIGN KEY (adapter_id, number) REFERENCES releases (adapter_id, number) ON DELETE CASCADE
+);
+-- Sums of routers, each of one run of a router.
+CREATE TABLE release_outcomes (
+    adapter_id INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    reporter TEXT NOT NULL,
+    outcomes TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, number, step, reporter),
+    FOREIGN KEY (adapter_id, number) REFERENCES releases (adapter_id, number) ON DELETE CASCADE
+);
+""",
 )
 _COLUMNS = """
 SELECT tables.name, columns.name FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns

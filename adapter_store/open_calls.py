@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
@@ -76,6 +77,10 @@ class _Paced(Generic[M]):
         return part
 
 
+# Streams whose messages are far apart, which take the place of a call instead of a download.
+_WATCHES = frozenset({"/loraplex.adapters.v1.ReleaseService/WatchReleases"})
+
+
 class TenantCalls(Interceptor):
     """Refuses calls beyond a tenant's share. Operators and parts of the cluster, which name the tenant, have none."""
 
@@ -87,7 +92,10 @@ class TenantCalls(Interceptor):
         """Wrap the handler; without those of the health service and those with a bound of their own."""
         if handler.request_streaming or method.startswith("/grpc.") or method.endswith(_TRANSFERS):
             return handler
-        return wrapped(handler, self._many if handler.response_streaming else self._one)
+        if not handler.response_streaming:
+            return wrapped(handler, self._one)
+        shares = (self._calls, "calls") if method in _WATCHES else (self._downloads, "downloads")
+        return wrapped(handler, partial(self._many, *shares))
 
     def _one(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def bounded(request: Any, context: Any) -> Any:
@@ -96,9 +104,9 @@ class TenantCalls(Interceptor):
 
         return bounded
 
-    def _many(self, method: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
+    def _many(self, shares: Shares, what: str, method: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
         async def bounded(request: Any, context: Any) -> AsyncIterator[Any]:
-            with _counted(self._downloads, "downloads", caller()) as counts:
+            with _counted(shares, what, caller()) as counts:
                 async with aclosing(method(request, context)) as messages:
                     async for message in messages:
                         ending = self._end_later() if counts else None

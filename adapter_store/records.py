@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from adapter_store.sources import SourceFile
+from adapter_store.rollouts import ReleaseName, RolloutPlan
 from artifacts.base_model import BaseModel
 from artifacts.names import AdapterName, RevisionName
 from artifacts.revision import Figures, FitnessLimits
@@ -104,6 +105,16 @@ class Revision:
     order: int = 0
     certificates: tuple[FitnessCertificate, ...] = ()
     provenance: Provenance | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A revision that is rolled out in the place of the live one, and where its rollout is."""
+
+    revision: Revision
+    release: ReleaseName
+    step: int
+    plan: RolloutPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from adapter_store.catalog import Catalog, Grants
 from adapter_store.convert import (
     adapter_to_pb,
     base_to_pb,
+    candidate_to_pb,
     certificate_to_pb,
     check_digest,
     check_owner,
@@ -254,8 +255,11 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         # The candidates of a short name are the tenant's own and the shared one.
         if not await self._grants.may_use(reference.candidates[0], tenant):
             raise NotFound("adapter", request.name)
-        adapter, revision = await asyncio.to_thread(self._catalog.resolve, reference, request.name)
-        return pb.GetAdapterResponse(adapter=adapter_to_pb(adapter), revision=self._revision(revision))
+        adapter, revision, candidate = await asyncio.to_thread(self._catalog.resolve, reference, request.name)
+        answer = pb.GetAdapterResponse(adapter=adapter_to_pb(adapter), revision=self._revision(revision))
+        if candidate is not None:
+            answer.candidate.CopyFrom(candidate_to_pb(candidate, self._fitness))
+        return answer
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         """Return a page of the adapters that the caller may use, in order of name."""

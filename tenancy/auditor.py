@@ -32,6 +32,7 @@ def _of(service: str, rows: Mapping[str, Audited]) -> dict[str, Audited]:
 
 
 _PLAN = tuple(f"plan.{field.name}" for field in Plan.DESCRIPTOR.fields)
+_RELEASE = Audited(("name",), ("release.state", "release.digest"))
 _ADAPTER_COMMAND = Audited(("adapter", "worker_id"))
 
 AUDITED: Mapping[str, Audited] = {
@@ -65,6 +66,13 @@ AUDITED: Mapping[str, Audited] = {
             "DeleteAdapter": Audited(("name", "purge")),
             "RegisterBaseModel": Audited(answer=("model.name", "model.digest", "model.state")),
             "PromoteBaseModel": Audited(("name", "digest")),
+        },
+    ),
+    **_of(
+        "adapters.v1.ReleaseService",
+        {
+            "CreateRelease": Audited(("revision", "origin.source", "origin.pin"), ("release.name",)),
+            **dict.fromkeys(("QualifyRelease", "PromoteRelease", "AbortRelease", "RollBackRelease"), _RELEASE),
         },
     ),
     **_of(

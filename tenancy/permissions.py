@@ -58,6 +58,7 @@ KEYS_READ, KEYS_WRITE = "keys.read", "keys.write"
 TENANTS_WRITE = "tenants.write"
 PLANS_READ, PLANS_WRITE = "plans.read", "plans.write"
 ACCOUNTS = "accounts"
+OUTCOMES = "outcomes"
 RELAY = "relay"
 
 # The service of the engine protocol (docs/reference/engine-protocol.md), which a router serves if it is told to.
@@ -121,6 +122,20 @@ PERMISSIONS: Mapping[str, Permission] = {
             "GetBaseModel": _READ_MODELS,
             "ListBaseModels": _READ_MODELS,
             "DownloadBaseModel": _READ_MODELS,
+        },
+    ),
+    **_of(
+        "loraplex.adapters.v1.ReleaseService",
+        {
+            "CreateRelease": _WRITE_ADAPTERS,
+            "QualifyRelease": _WRITE_ADAPTERS,
+            "PromoteRelease": _WRITE_ADAPTERS,
+            "AbortRelease": _WRITE_ADAPTERS,
+            "RollBackRelease": _WRITE_ADAPTERS,
+            "GetRelease": _READ_ADAPTERS,
+            "ListReleases": _READ_ADAPTERS,
+            "WatchReleases": _READ_ADAPTERS,
+            "ReportOutcomes": Permission(OUTCOMES, {Port.OPERATORS: _ROUTERS}),
         },
     ),
     **_of(

@@ -17,6 +17,7 @@ SERVERS = {
     "loraplex.inference.v1.InferenceService": "router",
     "loraplex.cluster.v1.ClusterService": "router",
     "loraplex.adapters.v1.AdapterService": "store",
+    "loraplex.adapters.v1.ReleaseService": "store",
     "loraplex.admin.v1.KeyService": "store",
     "loraplex.admin.v1.GrantService": "store",
     "loraplex.admin.v1.PlanService": "store",

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
-from loraplex.adapters.v1 import adapters_pb2
+from loraplex.adapters.v1 import adapters_pb2, releases_pb2
 from loraplex.admin.v1 import accounts_pb2, grants_pb2, keys_pb2, plans_pb2, tenants_pb2
 from loraplex.cluster.v1 import cluster_pb2
 from loraplex.inference.v1 import inference_pb2
@@ -44,6 +44,7 @@ _SERVICES = {
         inference_pb2,
         keys_pb2,
         plans_pb2,
+        releases_pb2,
         tenants_pb2,
     )
     for service in messages.DESCRIPTOR.services_by_name.values()
