@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from clients.cli import adapters, audit, models
+from clients.cli import adapters, audit, models, releases
 from clients.cli.chat import chat
 from clients.cli.cluster import drain, jobs, quarantine, queues, resume_keys, workers
 from clients.cli.cluster_top import top
@@ -87,6 +87,7 @@ app.command()(tokens)
 app.command()(embed)
 app.command()(classify)
 app.add_typer(adapters.app, name="adapters")
+app.add_typer(releases.app, name="releases")
 app.add_typer(models.app, name="models")
 app.add_typer(keys, name="keys")
 app.add_typer(plans, name="plans")

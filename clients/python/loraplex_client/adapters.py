@@ -168,19 +168,19 @@ class StoreCalls:
     @method
     def delete(self, name: str, *, purge: bool = False) -> Script[None]:
         """Remove an adapter with all its revisions; with `purge` their files at once, even if answers run."""
-        yield Call("DeleteAdapter", adapters_pb2.DeleteAdapterRequest(name=self._full_name(name), purge=purge))
+        yield Call("DeleteAdapter", adapters_pb2.DeleteAdapterRequest(name=self.full_name(name), purge=purge))
 
     @method
     def revisions(self, name: str) -> Script[tuple[Revision, ...]]:
         """Return an adapter's revisions, newest first."""
-        request = adapters_pb2.ListRevisionsRequest(parent=self._full_name(name), page_size=PAGE_SIZE)
+        request = adapters_pb2.ListRevisionsRequest(parent=self.full_name(name), page_size=PAGE_SIZE)
         messages = yield from pages("ListRevisions", request, lambda page: page.revisions)
         return tuple(resource_of(Revision, message) for message in messages)
 
     @method
     def set_alias(self, name: str, alias: str, digest: str) -> Script[Adapter]:
         """Move `alias` to the revision of that digest, atomically; an empty digest removes it."""
-        request = adapters_pb2.SetAliasRequest(adapter=self._full_name(name), alias=alias, digest=digest)
+        request = adapters_pb2.SetAliasRequest(adapter=self.full_name(name), alias=alias, digest=digest)
         response = yield Call("SetAlias", request)
         return resource_of(Adapter, response.adapter)
 
@@ -204,6 +204,15 @@ class StoreCalls:
             return files.keep()
         finally:
             files.discard()
+
+    @method
+    def config(self, revision: str) -> Script[dict[str, Any]]:
+        """Return the configuration of a revision, by its full name."""
+        parts: list[bytes] = []
+        request = adapters_pb2.DownloadRevisionRequest(name=revision, config_only=True)
+        yield Call("DownloadRevision", request, take=lambda response: parts.append(response.chunk.data))
+        fields = json.loads(b"".join(parts))
+        return fields if isinstance(fields, dict) else {}
 
     @method
     def register_model(
@@ -239,7 +248,7 @@ class StoreCalls:
         response = yield Call("PromoteBaseModel", request)
         return resource_of(BaseModel, response.model)
 
-    def _full_name(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
         """Return the full name of an adapter; a short name means the tenant's own, whom the store may know alone."""
         return name if name.startswith("tenants/") or not self.tenant else f"tenants/{self.tenant}/adapters/{name}"
 
