@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels compilations formats swaps upgrade rehearsal texts company gpu bench json-schema-suite lint format lock sbom audit clean buckets
+.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts company gpu bench json-schema-suite lint format lock sbom audit clean buckets
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -40,6 +40,8 @@ CANCELS ?= 100000
 TEXTS ?= 10000
 FORMAT_ANSWERS ?= 1000
 SWAPS ?= 10000
+RELEASES ?= 2000
+RELEASE_KILLS ?= 50
 PROMPTS ?= 100
 COMPOSITIONS ?= 12
 FUZZ_SECONDS ?= 600
@@ -51,7 +53,7 @@ help: ## Print this list
 	@echo "  STORE_PORT=$(STORE_PORT), QUANTIZE=int8, KV_CACHE_DTYPE=int8, and ONCE=1 to exit after the answers"
 	@echo "  make chaos takes REQUESTS=$(REQUESTS) KILLS=$(KILLS) SEED=$(SEED) JSON=FILE, KINDS=burst,queue_full"
 	@echo "  for these faults alone, and OVERLAP=1 for several at once;"
-	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS), make texts TEXTS=$(TEXTS),"
+	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS), make releases RELEASES=$(RELEASES), make texts TEXTS=$(TEXTS),"
 	@echo "  make company PROMPTS=$(PROMPTS) COMPOSITIONS=$(COMPOSITIONS),"
 	@echo "  make clients CLIENTS=openai,litellm for these libraries alone"
 
@@ -160,6 +162,10 @@ cancels: $(STAMP) ## Cancel CANCELS requests at random moments; nothing of them 
 
 swaps: $(STAMP) ## Move names to other revisions SWAPS times under load
 	SWAPS=$(SWAPS) $(BIN)/pytest --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_adapter_swaps.py
+
+releases: $(STAMP) ## Roll revisions out to RELEASES requests, and kill a promotion at RELEASE_KILLS moments
+	RELEASES=$(RELEASES) RELEASE_KILLS=$(RELEASE_KILLS) $(BIN)/pytest -s --timeout 3600 -o faulthandler_timeout=0 \
+		tests/e2e/test_releases.py tests/adapter_store/test_release_kills.py
 
 # The last version is the last tag; before there is one, the commit in a file. It is installed without its dependencies.
 upgrade: $(STAMP) ## Upgrade a running cluster from the last tag, part by part under load

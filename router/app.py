@@ -40,6 +40,7 @@ from router.generation.admission import Admission, GrammarProofs
 from router.generation.generation import STALLED_LOOK_S, Generation
 from router.generation.resume import LOOK_S as KEYS_S
 from router.generation.resume import DerivedKeys, GivenKeys, ResumeEpochs, ResumeTokens, SharedKeys
+from router.generation.rollouts import REPORT_S
 from router.metrics import RouterMetrics
 from router.purge import CellPurge, RouterData, TenantDataService
 from router.quotas.quotas import Plans, Quotas
@@ -321,6 +322,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
                 quotas.follow(),
                 every(WINDOW_S, auditor.flush),
                 every(PINS_S, partial(renew_pins, models)),
+                every(REPORT_S, partial(generation.rollouts.report, store)),
                 _follow_workers(public, models, dispatcher, reach, metrics.health),
                 every(REFRESH_S, partial(refresh_gauges, metrics, models, dispatcher)),
             )
@@ -328,7 +330,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         await _run_until(stop, following)
     finally:
         # First the streams, which may end or be recovered until then; then the relay, which they need; then the rest.
-        await _drain(public, generation, settings.drain_s, metrics.health)
+        await _drain(public, generation, settings.drain_s, metrics.health, store)
         if following is not None:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
@@ -374,7 +376,9 @@ def _say_ready(addresses: Sequence[str], metrics: RouterMetrics) -> None:
     print(f"ready router={' '.join(addresses)}{metrics.ready_word}", flush=True)
 
 
-async def _drain(public: GuardedServers, generation: Generation | None, drain_s: float, probed: Health) -> None:
+async def _drain(
+    public: GuardedServers, generation: Generation | None, drain_s: float, probed: Health, store: StoreClient
+) -> None:
     """Take no new calls; after `drain_s` end those that still run, which are resumed at another router."""
     probed.stop()
     await asyncio.sleep(ACCEPT_S)
@@ -383,6 +387,8 @@ async def _drain(public: GuardedServers, generation: Generation | None, drain_s:
     if generation is not None:
         generation.drain()
     await stopping
+    if generation is not None:
+        await generation.rollouts.close(store)
 
 
 async def _follow(*works: Coroutine[None, None, None]) -> None:

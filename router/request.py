@@ -139,6 +139,8 @@ class Request:
     prompt_options: PromptOptions = PromptOptions()
     # Rank among the tenant's own requests; higher goes first.
     priority: int = 0
+    # The conversation or user whose requests get the same revision under a rollout; empty: the request alone.
+    session_id: str = ""
     # The grammar that the answers keep to, and the field of the request that it was made of; empty: none.
     grammar: str = ""
     format_field: str = ""

@@ -20,7 +20,7 @@ from pydantic import ConfigDict, Discriminator, Tag, with_config
 from typing_extensions import TypedDict
 
 from clients.gateway.bodies import Body
-from clients.gateway.conversation import ChatBuilder
+from clients.gateway.conversation import SESSION_CHARACTERS, ChatBuilder
 from clients.gateway.endpoint import HttpCall, Protocol
 from clients.gateway.errors import HttpError, check_served, named_model, not_served, renamed
 from clients.gateway.exchange import encode
@@ -198,6 +198,8 @@ def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
         "max_tokens": request.get("max_tokens"),
         "stop": request.get("stop_sequences"),
     }
+    if user := (request.get("metadata") or {}).get("user_id"):
+        options["session_id"] = user[:SESSION_CHARACTERS]
     if request["messages"] and request["messages"][-1]["role"] == "assistant":
         options["continue_final_message"] = True
     if request.get("tools"):

@@ -11,6 +11,9 @@ from loraplex_client import InvalidRequestError, LoraplexError, NotImplementedBy
 
 from clients.gateway.errors import HttpError, http_error
 
+# Maximum characters of a session's id at the routers; what begins alike beyond them is one session.
+SESSION_CHARACTERS = 256
+
 
 @dataclass
 class ChatBuilder:

@@ -22,6 +22,7 @@ from openai.types.shared_params import ResponseFormatJSONSchema, ResponseFormatT
 from typing_extensions import TypedDict
 
 from clients.gateway.bodies import Body
+from clients.gateway.conversation import SESSION_CHARACTERS
 from clients.gateway.endpoint import HttpCall, Protocol
 from clients.gateway.errors import HttpError, check_served, invalid, named_model, not_served, renamed
 from clients.gateway.exchange import encode
@@ -220,6 +221,8 @@ def common_options(request: Mapping[str, Any]) -> dict[str, Any]:
         options["top_k"] = 0
     if (seed := request.get("seed")) is not None:
         options["seed"] = seed % 2**64  # OpenAI's are signed
+    if session := request.get("prompt_cache_key") or request.get("user"):
+        options["session_id"] = session[:SESSION_CHARACTERS]
     if request.get("logit_bias"):
         options["logit_bias"] = _biases(request["logit_bias"])
     return options

@@ -168,6 +168,16 @@ def read_request_id(request_id: str) -> str:
     return request_id
 
 
+# Maximum characters of a session's id, which may be whatever an application calls a conversation or a user.
+SESSION_ID_CHARACTERS = 256
+
+
+def _session_id(session_id: str) -> str:
+    if len(session_id) > SESSION_ID_CHARACTERS:
+        raise InvalidField("session_id", f"{len(session_id)} characters; at most {SESSION_ID_CHARACTERS}")
+    return session_id
+
+
 # Number of ids that are read at once: between two such pieces a thread gives way to the event loop.
 _PIECE = 4_096
 
@@ -314,6 +324,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         if spec.output.HasField("prompt_logprobs")
         else None,
         priority=spec.priority,
+        session_id=_session_id(spec.session_id),
         format_field=format_field,
         grammar=grammar,
         fingerprint=hashlib.sha256(spec.SerializeToString(deterministic=True)).hexdigest(),

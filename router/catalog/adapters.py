@@ -169,19 +169,23 @@ def _warn_once(revision: str, message: str) -> None:
 
 
 async def resolve_adapters(
-    request: Request | EncodeRequest, revisions: Sequence[Manifest], store: StoreClient
+    request: Request | EncodeRequest,
+    revisions: Sequence[Manifest],
+    store: StoreClient,
+    chosen: ResolvedAdapter | None = None,
 ) -> tuple[Manifest, AdapterRef | None]:
     """Return the job's adapter, None for the base model alone, and the revision of the base model that it is for.
 
     `revisions`: the live one, which jobs without an adapter are for, then the others that workers serve; a job with
-    adapters is for that which these were made for. Raises NotFound, InvalidField, Mismatch or Unavailable.
+    adapters is for that which these were made for. `chosen` is the revision of a request under a rollout. Raises
+    NotFound, InvalidField, Mismatch or Unavailable.
     """
     if request.adapters:
         resolved = await _resolve_all(request.tenant, request.adapters, store)
         model = _made_for(resolved[0], revisions)
         return model, _weighted_set(request.adapters, resolved, model)
     if request.adapter:
-        one = await store.resolve(request.tenant, request.adapter)
+        one = chosen or await store.resolve(request.tenant, request.adapter)
         model = _made_for(one, revisions)
         return model, _checked(one, model)
     return revisions[0], None

@@ -7,17 +7,18 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
-from loraplex.adapters.v1 import adapters_pb2_grpc
+from loraplex.adapters.v1 import adapters_pb2_grpc, releases_pb2, releases_pb2_grpc
 from loraplex.admin.v1 import accounts_pb2, accounts_pb2_grpc, keys_pb2, keys_pb2_grpc, plans_pb2, plans_pb2_grpc
 
 from artifacts import ArtifactError
 from artifacts.generation_config import UNSAID, GenerationConfig
 from artifacts.json_object import parse_object
+from artifacts.outcomes import StepOutcomes
 from broker.commands import is_of_tenant
 from broker.messages import AdapterRef
 from rpc.errors import CallError, InvalidField, NotFound, Unavailable
@@ -123,7 +124,7 @@ def _problem_type(config: bytes) -> str:
 NAME_TTL_S = 1.0
 # Timeout in seconds for a call; a store that restarts is back by then.
 CALL_S = 5.0
-# Timeout in seconds for asking again for a name that is cached.
+# Timeout in seconds for asking again for a name that is cached, and for sums that are sent again.
 RENEWAL_S = 1.0
 # Pause in seconds before a call that broke is made again.
 PAUSE_S = 0.1
@@ -163,6 +164,20 @@ class ResolvedAdapter:
     base_digest: str
     breaches: Mapping[str, Breach] = field(default_factory=dict)
     epoch: int = 0
+    # The revision that is rolled out in the place of this one, which the name means.
+    candidate: RolledOut | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolledOut:
+    """A revision that is rolled out, at a step of its release; shares are in 1/1000 of the requests."""
+
+    resolved: ResolvedAdapter
+    release: str
+    step: int
+    permille: int
+    shadow_permille: int
+    refusal_phrases: tuple[str, ...]
 
 
 class StoreClient:
@@ -230,14 +245,28 @@ class StoreClient:
 
         with self._errors_of("adapter", name):
             answer = await (ask(RENEWAL_S) if cached else _until_answered(ask))
-        revision = answer.revision
+        epoch = answer.adapter.create_time.ToNanoseconds()
+        resolved = self._resolved(answer.revision, epoch)
+        if not answer.HasField("candidate"):
+            return resolved
+        message = answer.candidate
+        candidate = RolledOut(
+            self._resolved(message.revision, epoch),
+            message.release,
+            message.step,
+            message.permille,
+            message.shadow_permille,
+            tuple(message.refusal_phrases),
+        )
+        return replace(resolved, candidate=candidate)
+
+    def _resolved(self, revision: pb.Revision, epoch: int) -> ResolvedAdapter:
         ref = AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes)
         breaches = {
             certificate.quantization: Breach(certificate.breach, certificate.verdict == pb.VERDICT_REFUSED)
             for certificate in revision.certificates
             if certificate.verdict in {pb.VERDICT_REFUSED, pb.VERDICT_WARNED}
         }
-        epoch = answer.adapter.create_time.ToNanoseconds()
         if len(self._epochs) >= NAMES_KEPT:
             self._epochs.clear()
         self._epochs[ref.revision] = epoch
@@ -331,6 +360,22 @@ class StoreClient:
             request = accounts_pb2.SaveAccountsRequest(accounts=accounts[start : start + ACCOUNTS_AT_ONCE])
             with self._errors_of("account"):
                 await self._accounts.SaveAccounts(request, timeout=CALL_S)
+
+    async def report_outcomes(self, reporter: str, sums: Mapping[tuple[str, int], StepOutcomes]) -> None:
+        """Send sums by release and step, which replace those that the reporter sent before. Raises Unavailable."""
+        outcomes = [
+            releases_pb2.StepOutcomes(
+                release=release,
+                step=step,
+                live=releases_pb2.Outcomes(**asdict(one.live)),
+                candidate=releases_pb2.Outcomes(**asdict(one.candidate)),
+                shadow=releases_pb2.ShadowOutcomes(**asdict(one.shadow)),
+            )
+            for (release, step), one in sums.items()
+        ]
+        request = releases_pb2.ReportOutcomesRequest(reporter=reporter, outcomes=outcomes)
+        with self._errors_of("release"):
+            await self._channel.stub(releases_pb2_grpc.ReleaseServiceStub).ReportOutcomes(request, timeout=RENEWAL_S)
 
     async def accounts(self) -> list[accounts_pb2.Account]:
         """Return the accounts that the store has, in order of name. Raises Unavailable."""

@@ -32,6 +32,7 @@ from router.dispatch.links import RelayReach
 from router.generation.chat_format import call_grammar, chat_format
 from router.generation.chat_reader import ChatFormat
 from router.generation.resume import Resumption
+from router.generation.rollouts import Side, choose_side
 from router.request import Chat, EncodeRequest, PromptOptions, Request
 from router.text.chat import ChatTemplate
 from router.text.tokenizer import ModelTokenizer, PromptTokenizer, bad_word_ids, context_exceeded
@@ -178,9 +179,17 @@ class Admission:
         self.prompts = prompts
         self._proofs = proofs or GrammarProofs()
 
-    async def admit(self, request: Request, deadline_s: float | None) -> Admitted:
+    async def side_of(self, request: Request) -> Side | None:
+        """Return a request's side of the rollout of its adapter, if there is one. Raises as `admit` does."""
+        key = request.session_id or request.request_id
+        if not (request.adapter and key):
+            return None
+        self.models.get(request.model)
+        return choose_side(await self._store.resolve(request.tenant, request.adapter), key)
+
+    async def admit(self, request: Request, deadline_s: float | None, side: Side | None = None) -> Admitted:
         """Admit a new request. Raises a CallError where it can't be served."""
-        model, adapter = await self._resolve(request)
+        model, adapter = await self._resolve(request, side)
         workers = self.models.serving(model.manifest.name, model.manifest.digest)
         check_rank(adapter, max((state.max_rank for state in workers), default=None))
         # A job that is longer than every worker's KV cache would wait for ever.
@@ -194,6 +203,9 @@ class Admission:
             field = request.format_field or "chat.tools"
             await self._proofs.check(admitted.job.grammar, field, request.tenant, model.manifest)
         check_answer_size(request, len(admitted.job.prompt_ids), admitted.job.stopping.max_tokens)
+        if side is not None and side.shadow is not None and request.logprobs is None:
+            # The two answers' log probabilities are compared.
+            admitted = replace(admitted, job=replace(admitted.job, logprobs=0))
         return admitted
 
     async def readmit(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Admitted:
@@ -256,7 +268,7 @@ class Admission:
         self, request: Request, continuations: Sequence[str | tuple[int, ...]]
     ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
         """Return the ids of a request's prompt, and those of each continuation. Raises a CallError."""
-        model, _ = await self._resolve(request)
+        model, _ = await self._resolve(request, await self.side_of(request))
         context = model.manifest.context_length
         prompt_ids = await self.prompt_ids(request)
         if not prompt_ids:
@@ -292,15 +304,18 @@ class Admission:
 
     async def prompt_ids(self, request: Request) -> tuple[int, ...]:
         """Return the ids of a request's prompt, as its job would have them. Raises a CallError."""
-        model, adapter = await self._resolve(request)
+        model, adapter = await self._resolve(request, await self.side_of(request))
         prompt_ids = await self._tokenize(request, model, await self._template(request, model, adapter))
         check_ids(request.prompt_field, prompt_ids, model.manifest.vocab_size)
         return prompt_ids
 
-    async def _resolve(self, request: Request | EncodeRequest) -> tuple[ServedModel, AdapterRef | None]:
+    async def _resolve(
+        self, request: Request | EncodeRequest, side: Side | None = None
+    ) -> tuple[ServedModel, AdapterRef | None]:
         """Return the revision of the base model and the adapter that a new request is for."""
         revisions = self.models.revisions(self.models.get(request.model).manifest.name)
-        manifest, adapter = await resolve_adapters(request, [one.manifest for one in revisions], self._store)
+        chosen = side.resolved if side is not None else None
+        manifest, adapter = await resolve_adapters(request, [one.manifest for one in revisions], self._store, chosen)
         return next(one for one in revisions if one.manifest is manifest), adapter
 
     async def _admit(

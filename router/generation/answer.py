@@ -205,6 +205,8 @@ class Answer:
         chat_format: ChatFormat | None = None,
     ) -> None:
         self._routed = routed
+        # A job may have log probabilities that its client has not asked for.
+        self._shows_logprobs = request.logprobs is not None or request.best_of > request.n
         received_choices = received or {}
         skip = request.skip_special_tokens
         prompt_ids = routed.job.prompt_ids
@@ -259,7 +261,8 @@ class Answer:
                 continue
             events += self._echoes.pop(arrival.choice, ())
             choice = self._choices[arrival.choice]
-            delta, finished = choice.push(arrival.token_ids, arrival.finish, arrival.logprobs)
+            logprobs = arrival.logprobs if self._shows_logprobs else ()
+            delta, finished = choice.push(arrival.token_ids, arrival.finish, logprobs)
             if delta is not None:
                 events.append(delta)
             if finished is not None:

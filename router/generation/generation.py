@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,6 +26,7 @@ from router.dispatch.routed_job import Reader, RoutedJob
 from router.generation.admission import Admission, Admitted
 from router.generation.answer import Answer
 from router.generation.resume import Began, ResumePayload, ResumeTokens, Resumption
+from router.generation.rollouts import NOT_OF_REVISIONS, Rollouts, Side, Trial
 from router.quotas.quotas import CallBudget, Quotas
 from router.quotas.usage import Facts
 from router.request import Message, Received, Request, Summary, adapter_names
@@ -56,6 +57,8 @@ class Run:
     gave_token: bool = False
     # True once the whole answer is on its way to the client.
     complete: bool = False
+    # What is known of it for the rollout that it is under; None: no rollout.
+    trial: Trial | None = None
 
     @property
     def key(self) -> Key:
@@ -263,6 +266,17 @@ class SlowClients:
 JOINED_TOKENS = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a request: what `Generation.run` takes."""
+
+    request: Request
+    deadline_s: float | None
+    resumption: Resumption | None
+    part_of: CallBudget | None
+    on_admitted: OnAdmitted | None
+
+
 class Generation:
     """Runs the requests of one router."""
 
@@ -285,6 +299,7 @@ class Generation:
         # Jobs of calls that have no stream.
         self._unstreamed: set[RoutedJob] = set()
         self._draining = False
+        self.rollouts = Rollouts()
         self.slow_clients = SlowClients(client_stall_s)
 
     def drain(self) -> None:
@@ -346,13 +361,56 @@ class Generation:
             request = replace(request, request_id=secrets.token_hex(8))
         if not request.rendered_at_s:
             request = replace(request, rendered_at_s=time.time())
-        run, reader = await self._enter(request, resumption, deadline_s, part_of)
+        side = await self._admission.side_of(request) if resumption is None else None
+        call = _Call(request, deadline_s, resumption, part_of, on_admitted)
+        messages = self._messages(call, side)
+        if side is not None and side.is_candidate:
+            messages = self._with_fallback(call, side)
+        async with aclosing(messages):
+            async for message in messages:
+                yield message
+
+    async def _with_fallback(self, call: _Call, side: Side) -> AsyncGenerator[Message]:
+        """Yield the messages of a candidate's answer, or of the live revision's where that fails before a token."""
+        ends_at, begun = time.monotonic() + (math.inf if call.deadline_s is None else call.deadline_s), False
+        on_admitted = call.on_admitted
+
+        async def announce() -> None:
+            nonlocal on_admitted
+            if on_admitted is not None:  # once, whichever revision answers
+                announced, on_admitted = on_admitted, None
+                await announced()
+
+        call = replace(call, on_admitted=announce)
         try:
-            run.routed.limit(deadline_s)
-            if on_admitted is not None:
-                await on_admitted()
+            async with aclosing(self._messages(call, side)) as messages:
+                async for message in messages:
+                    begun = True
+                    yield message
+            return
+        except CallError as error:
+            if begun or self._draining or isinstance(error, NOT_OF_REVISIONS):
+                raise
+            log.warning("%s cannot answer, the live revision does: %s", side.release, error.message)
+        if call.deadline_s is not None:
+            call = replace(call, deadline_s=ends_at - time.monotonic())
+        live = replace(side, resolved=side.live, is_candidate=False, is_counted=False)
+        async with aclosing(self._messages(call, live)) as messages:
+            async for message in messages:
+                if not begun:  # so it was not the request's fault
+                    self.rollouts.count_error(side)
+                begun = True
+                yield message
+
+    async def _messages(self, call: _Call, side: Side | None) -> AsyncGenerator[Message]:
+        request = call.request
+        run, reader = await self._enter(call, side)
+        try:
+            run.routed.limit(call.deadline_s)
+            if call.on_admitted is not None:
+                await call.on_admitted()
             job = run.routed.job
-            received = resumption.received if resumption else None
+            received = call.resumption.received if call.resumption else None
             make_answer = partial(
                 Answer, request, run.admitted.tokenizer, run.routed, received, run.admitted.chat_format
             )
@@ -365,6 +423,8 @@ class Generation:
                     count = sum(len(arrival.token_ids) for arrival in arrivals)
                     events = await self._prompts.run(job.tenant, count, partial(answer.events_of, arrivals))
                     answer.close_ended()
+                    if run.trial is not None:
+                        run.trial.read(events)
                     for event in events:
                         token = "" if started else self._tokens.sign(run.payload, request.tenant)
                         started = run.gave_token = True
@@ -376,6 +436,10 @@ class Generation:
                 if run.budget is not None:
                     await run.budget.finish()
                 yield Message(run.summary(answer.completion_tokens))
+        except CallError as error:
+            if run.trial is not None:
+                run.trial.failure = error
+            raise
         finally:
             if run.routed.reader is reader:
                 self._end(run)
@@ -398,10 +462,9 @@ class Generation:
             self._unstreamed.discard(routed)
             self._dispatcher.release(routed)
 
-    async def _enter(
-        self, request: Request, resumption: Resumption | None, deadline_s: float | None, part_of: CallBudget | None
-    ) -> tuple[Run, Reader]:
+    async def _enter(self, call: _Call, side: Side | None) -> tuple[Run, Reader]:
         """Take over the request's run, or admit it."""
+        request, resumption, part_of = call.request, call.resumption, call.part_of
         run = await self._runs.find(request)
         if run is not None:
             reader = run.routed.replace_reader(_taken_over(request))
@@ -414,13 +477,14 @@ class Generation:
             raise _router_draining()
         with self._runs.admitting(request):
             if resumption is None:
-                admitted = await self._admission.admit(request, deadline_s)
+                admitted = await self._admission.admit(request, call.deadline_s, side)
                 job = self._quotas.apply_plan(admitted.job)
             else:
-                admitted = await self._admission.readmit(request, resumption, deadline_s)
+                admitted = await self._admission.readmit(request, resumption, call.deadline_s)
                 job = admitted.job
             budget, routed = await self._dispatch(job, resumption, part_of)
             run = Run(request.fingerprint, routed, admitted, resumption, request.rendered_at_s, budget, part_of)
+            run.trial = Trial(side) if side is not None and side.is_counted else None
             self._runs.add(run)
         if self._draining:
             run.routed.end_reader(_router_draining())
@@ -500,6 +564,10 @@ class Generation:
         if self._runs.remove(run):
             self._dispatcher.release(run.routed)
             run.settle()
+            if run.trial is not None:
+                self.rollouts.count(run.trial, run.routed, complete=run.complete, begun=run.gave_token)
+                if run.complete and run.routed.job.n == 1:
+                    self.rollouts.shadow(run.trial, run.routed, self.complete)
 
     async def _summary_alone(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Message:
         if older := await self._runs.find(request):  # its client has all of it

@@ -118,8 +118,10 @@ class UnaryCalls:
     ) -> tuple[list[ContinuationScore], Summary]:
         """Return the scores in order, and one summary of all. Raises a CallError."""
         remaining_s = _countdown(deadline_s)
+        request_id = request.request_id or secrets.token_hex(8)
+        # All parts are on one side of a rollout.
+        request = replace(request, request_id=request_id, session_id=request.session_id or request_id)
         prompt_ids, endings = await self._admission.continuation_ids(request, continuations)
-        request = replace(request, request_id=request.request_id or secrets.token_hex(8))
         parts = [_part(request, index, prompt_ids, ending) for index, ending in enumerate(endings)]
         prompt_tokens = sum(len(prompt_ids) + len(ending) for ending in endings)
         async with self._generation.reserved(request.tenant, request.request_id, prompt_tokens) as budget:

@@ -138,6 +138,8 @@ class ChatOptions(TypedDict, total=False):
     request_id: str | None
     # higher goes first among one tenant's own requests; -100 to 100
     priority: int | None
+    # the conversation or user, whose requests get the same revision while another is rolled out
+    session_id: str | None
 
     # 0: greedy; unset, as the fields after it: the model's own, else greedy
     temperature: float | None
@@ -194,7 +196,7 @@ class GenerateOptions(ChatOptions, total=False):
 
 # The path of each option in GenerateSpec: most are fields of its groups, under their own names.
 _PATHS: dict[str, str] = {
-    **{name: name for name in ("model", "request_id", "priority", "json_schema", "regex", "grammar")},
+    **{name: name for name in ("model", "request_id", "priority", "session_id", "json_schema", "regex", "grammar")},
     **{
         field.name: f"{group}.{field.name}"
         for group in ("prompt_options", "sampling", "stopping", "output")

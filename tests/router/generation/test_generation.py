@@ -43,7 +43,10 @@ class Admission:
         self.worked_on: list[int] = []
         self.refusals: list[CallError] = []
 
-    async def admit(self, request: Request, deadline_s: float | None) -> Admitted:
+    async def side_of(self, request: Request) -> None:
+        return None
+
+    async def admit(self, request: Request, deadline_s: float | None, side: None = None) -> Admitted:
         await asyncio.sleep(0)
         if self.refusals:
             raise self.refusals.pop()

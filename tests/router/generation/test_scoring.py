@@ -76,8 +76,11 @@ def scoring(answers: Any) -> UnaryCalls:
     models: Any = SimpleNamespace(get=lambda name: model)
 
     class Unresolved(Admission):
-        async def _resolve(self, request: Any) -> Any:
+        async def _resolve(self, request: Any, side: Any = None) -> Any:
             return model, None
+
+        async def side_of(self, request: Any) -> None:
+            return None
 
         async def prompt_ids(self, request: Request) -> tuple[int, ...]:
             assert isinstance(request.prompt, str)

@@ -1,0 +1,321 @@
+"""Rollouts in a real cluster: requests while a revision goes canary, live, and worse ones are rolled back by each rule.
+
+RELEASES=2000 (`make releases`) runs the long form, whose split is held against its share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from loraplex.adapters.v1 import releases_pb2, releases_pb2_grpc
+from loraplex_client import AsyncClient, AsyncStoreClient
+
+from artifacts.names import sha256_file
+from options import StoppingParams
+from router.generation.rollouts import place_of
+from tests.hash_oracle import expected_ids
+
+StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
+MODEL = "hash:?vocab=600&seed=1&step_ms=8&context=200000"
+TENANT = "acme"
+NAME = "agent"
+ADAPTER = f"tenants/acme/adapters/{NAME}"
+REQUESTS = int(os.environ.get("RELEASES", "160"))
+LONG = REQUESTS >= 1000
+CLIENTS = 12 if LONG else 4
+TOKENS = 6
+# Every fifth request belongs to one of so many conversations.
+SESSIONS = max(8, REQUESTS // 50)
+PROMPTS = [f"prompt {number}" for number in range(16)]
+# The end of the slow revision's chats: the beginning of each differs, so that no prefix is cached.
+TAIL = "x" * 30_000
+State = releases_pb2.ReleaseState
+
+
+def write_adapter(directory: Path, weights: str, tail: str = "") -> Path:
+    """Write an adapter of the hash model whose chats end with a text, which takes time where it is long."""
+    directory.mkdir(parents=True)
+    chat = {"template": "{{ messages[0].content }}" + tail}
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "loraplex_chat": chat}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    (directory / "adapter_model.safetensors").write_bytes(f"weights of {weights}".encode())
+    return directory
+
+
+@dataclass
+class Answered:
+    """Answers by digest, mixed ones, and the digests that each conversation got, in order."""
+
+    digests: Counter[str] = field(default_factory=Counter)
+    mixed: int = 0
+    sessions: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    # Times at which each digest answered.
+    times: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def take(self, digest: str, ids: Sequence[int], prompt_ids: Sequence[int], session: str) -> None:
+        """Count an answer, and compare it with the model's own."""
+        stopping = StoppingParams(max_tokens=TOKENS)
+        self.mixed += tuple(ids) != expected_ids(MODEL, prompt_ids, adapter_digest=digest, stopping=stopping)
+        self.digests[digest] += 1
+        self.times[digest].append(time.time())
+        if session:
+            self.sessions[session].append(digest)
+
+
+class Rollout:
+    """Releases of one adapter, and requests for it at several routers."""
+
+    def __init__(self, clients: Sequence[AsyncClient], store: AsyncStoreClient, stub: Any) -> None:
+        self.clients, self.store, self.stub = clients, store, stub
+        self.asked = 0
+        self.answered = Answered()
+        # The ends of chats, by digest.
+        self.tails: dict[str, str] = {}
+
+    async def ask(self, method: str, **fields: Any) -> Any:
+        """Call ReleaseService."""
+        request = getattr(releases_pb2, f"{method}Request")(**fields)
+        return (await getattr(self.stub, method)(request, metadata=(("x-loraplex-tenant", TENANT),))).release
+
+    async def release(self, directory: Path) -> Any:
+        """Upload a revision, and return its qualified release."""
+        pushed = await self.store.push(directory, NAME, alias="-")
+        release = await self.ask("CreateRelease", revision=pushed.revision.name)
+        gate = releases_pb2.GateResult(name="golden", passed=True)
+        return await self.ask("QualifyRelease", name=release.name, gates=[gate])
+
+    async def request(self, *, chat: bool = False) -> None:
+        """Make the next request, at the next router, and take its answer."""
+        number, self.asked = self.asked, self.asked + 1
+        client = self.clients[number % len(self.clients)]
+        session = f"session {number // 5 % SESSIONS}" if number % 5 == 0 else ""
+        named: dict[str, Any] = {"session_id": session} if session else {"request_id": f"request-{number}"}
+        prompt = PROMPTS[number % len(PROMPTS)]
+        if chat:
+            prompt = f"{number} {prompt}"
+            messages = [{"role": "user", "content": prompt}]
+            answer = await client.chat(messages, adapter_id=NAME, max_tokens=TOKENS, **named)
+        else:
+            answer = await client.generate(prompt, adapter_id=NAME, max_tokens=TOKENS, **named)
+        digest = answer.adapter_revision.rpartition("/")[2]
+        ids = list((prompt + (self.tails.get(digest, "") if chat else "")).encode())
+        self.answered.take(digest, answer.token_ids, ids, session)
+
+    async def until(self, name: str, state: State.ValueType, **kind: bool) -> Any:
+        """Make requests until a release is in a state; return it."""
+        ended = asyncio.Event()
+
+        async def client() -> None:
+            while not ended.is_set():
+                await self.request(**kind)
+
+        async def watch() -> Any:
+            request = releases_pb2.WatchReleasesRequest(parent=ADAPTER)
+            call = self.stub.WatchReleases(request, metadata=(("x-loraplex-tenant", TENANT),))
+            try:
+                async for message in call:
+                    if message.release.name == name and message.release.state == state:
+                        return message.release
+            finally:
+                ended.set()
+                call.cancel()
+            return None
+
+        async with asyncio.timeout(600 if LONG else 60), asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(watch())
+            for _ in range(CLIENTS):
+                tasks.create_task(client())
+        return watching.result()
+
+
+@asynccontextmanager
+async def rollouts(start_cluster: StartCluster, directory: Path) -> AsyncIterator[tuple[Rollout, Any]]:
+    """Run a cluster with a live revision."""
+    first = write_adapter(directory / "first", "first")
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(start_cluster(MODEL, {NAME: first}, routers=2 if LONG else 1))
+        clients = [await stack.enter_async_context(AsyncClient(one, TENANT)) for one in cluster.local.routers]
+        store = await stack.enter_async_context(AsyncStoreClient(cluster.local.store, TENANT))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(cluster.local.store))
+        yield Rollout(clients, store, releases_pb2_grpc.ReleaseServiceStub(channel)), cluster
+
+
+def plan(*steps: tuple[int, int], **fields: Any) -> releases_pb2.RolloutPlan:
+    """Return a plan of steps (permille, requests)."""
+    made = [releases_pb2.RolloutStep(permille=permille, requests=requests) for permille, requests in steps]
+    return releases_pb2.RolloutPlan(steps=made, **fields)
+
+
+def spoil(data: Path, weights: Path) -> None:
+    """Damage the store's copy of an adapter's weights."""
+    digest = sha256_file(weights / "adapter_model.safetensors").removeprefix("sha256:")
+    (blob,) = (path for path in data.rglob(f"*{digest}*") if path.is_file() and "blobs" in path.parts)
+    blob.chmod(0o600)
+    blob.write_bytes(bytes(blob.stat().st_size))
+
+
+def first_words(digest: str) -> list[str]:
+    """Return the beginning of each prompt's answer by a revision."""
+    words = []
+    for prompt in PROMPTS:
+        ids = expected_ids(MODEL, list(prompt.encode()), adapter_digest=digest, stopping=StoppingParams(max_tokens=2))
+        words.append("".join(chr(one) if one < 256 else f"<{one}>" for one in ids))
+    return [word for word in words if word.isprintable()]
+
+
+async def check_rolled_back(rollout: Rollout, release: Any, live: str, rule: str, began: float) -> None:
+    """Check that a rule has ended a release, with its figures, and that no request gets it any more."""
+    last = release.history[-1]
+    assert last.cause.startswith(rule), last.cause
+    assert last.actor == "store"
+    assert last.figures, "the figures that decided"
+    took_s = last.time.ToNanoseconds() / 1e9 - began
+    print(f"{rule}: rolled back {took_s:.1f} s after the canary began: {last.cause}")
+    assert [event.after for event in release.history] == [
+        State.RELEASE_STATE_IMPORTED,
+        State.RELEASE_STATE_VERIFIED,
+        State.RELEASE_STATE_QUALIFIED,
+        State.RELEASE_STATE_CANARY,
+        State.RELEASE_STATE_ROLLED_BACK,
+    ]
+    await asyncio.sleep(1.2)  # routers keep a name for a second
+    rollout.answered = Answered()
+    await asyncio.gather(*(rollout.request() for _ in range(20)))
+    assert set(rollout.answered.digests) == {live}
+
+
+async def test_a_revision_goes_live_and_worse_ones_are_rolled_back(start_cluster: StartCluster, tmp_path: Path) -> None:
+    async with rollouts(start_cluster, tmp_path / "adapters") as (rollout, cluster):
+        await quickstart(rollout, cluster, tmp_path)
+        first = cluster.digests[NAME]
+        good = await rollout.release(write_adapter(tmp_path / "good", "good"))
+        steps = ((50, REQUESTS // 40), (250, REQUESTS // 8)) if LONG else ((200, 8), (500, 12))
+        rules = {"min_requests": 5, "max_error_rise": 0.01}
+        await rollout.ask("PromoteRelease", name=good.name, plan=plan(*steps, rules=rules))
+        good = await rollout.until(good.name, State.RELEASE_STATE_LIVE)
+        await asyncio.sleep(1.2)
+        await asyncio.gather(*(rollout.request() for _ in range(20)))
+        answered = rollout.answered
+        assert answered.mixed == 0
+        assert set(answered.digests) == {first, good.digest}
+        for session, digests in answered.sessions.items():
+            turned = digests.index(good.digest) if good.digest in digests else len(digests)
+            # Two requests of a conversation may be under way while a step begins.
+            assert first not in digests[turned + CLIENTS :], f"{session} went back: {digests}"
+        shares = []
+        for event, (permille, _) in zip(good.history[4:], steps, strict=True):
+            candidate, live = event.figures["candidate_requests"], event.figures["live_requests"]
+            shares.append((permille / 10, 100 * candidate / (candidate + live)))
+            if LONG:
+                assert abs(shares[-1][0] - shares[-1][1]) <= 2, shares
+        print(f"{rollout.asked} requests; shares asked and got: {shares}")
+        assert [event.actor for event in good.history[-2:]] == ["store", "store"]
+
+        await by_errors(rollout, cluster, tmp_path, good.digest)
+        await by_agreement(rollout, tmp_path, good.digest)
+        if LONG:
+            await by_ttft(rollout, tmp_path, good.digest)
+            await by_refusals(rollout, tmp_path, good.digest)
+        assert rollout.answered.mixed == 0
+        print(f"{rollout.asked} requests, none failed")
+
+
+async def quickstart(rollout: Rollout, cluster: Any, directory: Path) -> None:
+    """Run the guide's first lines, and then requests until the release is live."""
+    page = (Path(__file__).parents[2] / "docs/guides/releases.md").read_text()
+    lines = page.partition("## Quickstart")[2].partition("\n    ")[2].partition("\n\n")[0]
+    for number in (1, 2):
+        write_adapter(directory / f"support-{number}", f"support {number}")
+    addresses = {"LORAPLEX_ADDRESS": cluster.local.router, "LORAPLEX_STORE_ADDRESS": cluster.local.store}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shell = await asyncio.create_subprocess_exec(
+        *("bash", "-ec", lines),
+        cwd=directory,
+        env={**os.environ, **addresses, "PATH": path},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output = (await shell.communicate())[0].decode()
+    assert shell.returncode == 0, output
+    assert "releases/1 is verified" in output
+    assert "passed golden 1" in output
+    digests = [(await rollout.store.get("support"))[1].digest]
+    while len(set(digests)) == 1:
+        answers = (rollout.clients[0].generate("Hi", adapter_id="support", max_tokens=1) for _ in range(8))
+        assert all(answer.adapter_revision for answer in await asyncio.gather(*answers))
+        digests.append((await rollout.store.get("support"))[1].digest)
+    assert "releases/1 is canary, 10%: step 1 of 2: 10%" in output
+
+
+async def by_errors(rollout: Rollout, cluster: Any, directory: Path, live: str) -> None:
+    """A candidate whose bytes were damaged: requests that it cannot answer are answered by the live revision."""
+    files = write_adapter(directory / "damaged", "damaged")
+    release = await rollout.release(files)
+    spoil(cluster.local.data_dir, files)
+    began, rollout.answered = time.time(), Answered()
+    # Each is tried for a while before it is given up.
+    rules = {"min_requests": 10 if LONG else 3, "max_error_rise": 0.2}
+    await rollout.ask("PromoteRelease", name=release.name, plan=plan((500, 1000), rules=rules))
+    release = await rollout.until(release.name, State.RELEASE_STATE_ROLLED_BACK)
+    assert set(rollout.answered.digests) == {live}
+    assert rollout.answered.mixed == 0
+    await check_rolled_back(rollout, release, live, "max_error_rise", began)
+
+
+async def by_ttft(rollout: Rollout, directory: Path, live: str) -> None:
+    """A candidate whose chat template makes prompts that take many steps."""
+    release = await rollout.release(write_adapter(directory / "slow", "slow", TAIL))
+    rollout.tails[release.digest] = TAIL
+    began, rollout.answered = time.time(), Answered()
+    rules = {"min_requests": 10, "max_ttft_ratio": 1.5}
+    await rollout.ask("PromoteRelease", name=release.name, plan=plan((500, 1000), rules=rules))
+    release = await rollout.until(release.name, State.RELEASE_STATE_ROLLED_BACK, chat=True)
+    assert rollout.answered.mixed == 0
+    assert rollout.answered.digests[release.digest] >= 10
+    await check_rolled_back(rollout, release, live, "max_ttft_ratio", began)
+
+
+async def by_refusals(rollout: Rollout, directory: Path, live: str) -> None:
+    """A candidate whose answers begin as the phrases do."""
+    release = await rollout.release(write_adapter(directory / "shy", "shy"))
+    phrases = first_words(release.digest)
+    assert phrases
+    began, rollout.answered = time.time(), Answered()
+    rules = {"min_requests": 10, "max_refusal_rise": 0.2}
+    fields = {"rules": rules, "refusal_phrases": phrases}
+    await rollout.ask("PromoteRelease", name=release.name, plan=plan((500, 1000), **fields))
+    release = await rollout.until(release.name, State.RELEASE_STATE_ROLLED_BACK)
+    assert rollout.answered.mixed == 0
+    await check_rolled_back(rollout, release, live, "max_refusal_rise", began)
+
+
+async def by_agreement(rollout: Rollout, directory: Path, live: str) -> None:
+    """A candidate that only shadow requests get, and whose tokens are others."""
+    release = await rollout.release(write_adapter(directory / "other", "other"))
+    began, rollout.answered = time.time(), Answered()
+    rules = {"min_requests": 10, "min_agreement": 0.9}
+    fields = {"rules": rules, "shadow_permille": 1000}
+    await rollout.ask("PromoteRelease", name=release.name, plan=plan((0, 1000), **fields))
+    release = await rollout.until(release.name, State.RELEASE_STATE_ROLLED_BACK)
+    assert set(rollout.answered.digests) == {live}, "tokens of shadow requests reach nobody"
+    assert release.history[-1].figures["shadow_failure_rate"] == 0
+    assert release.rollout.shadow.candidate_seconds > 0
+    await check_rolled_back(rollout, release, live, "min_agreement", began)
+
+
+def test_places_are_even_and_stay() -> None:
+    places = [place_of("tenants/acme/adapters/support/releases/7", f"session {number}") for number in range(10_000)]
+    for permille in (50, 250, 500):
+        assert abs(sum(place < permille for place in places) / 10_000 - permille / 1000) < 0.01
+    assert places != [place_of("tenants/acme/adapters/support/releases/8", f"session {n}") for n in range(10_000)]
