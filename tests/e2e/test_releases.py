@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 import time
@@ -18,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from loraplex.adapters.v1 import releases_pb2, releases_pb2_grpc
-from loraplex_client import AsyncClient, AsyncStoreClient
+from loraplex_client import AsyncClient, AsyncStoreClient, Client
 
 from artifacts.names import sha256_file
+from clients.cli.gates import WINDOW, Examination, Result, read_gates
 from options import StoppingParams
 from router.generation.rollouts import place_of
 from tests.hash_oracle import expected_ids
@@ -112,8 +115,8 @@ class Rollout:
         ids = list((prompt + (self.tails.get(digest, "") if chat else "")).encode())
         self.answered.take(digest, answer.token_ids, ids, session)
 
-    async def until(self, name: str, state: State.ValueType, **kind: bool) -> Any:
-        """Make requests until a release is in a state; return it."""
+    async def until(self, name: str, state: State.ValueType, clients: int = CLIENTS, **kind: bool) -> Any:
+        """Make requests of so many clients until a release is in a state; return it."""
         ended = asyncio.Event()
 
         async def client() -> None:
@@ -134,7 +137,7 @@ class Rollout:
 
         async with asyncio.timeout(600 if LONG else 60), asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(watch())
-            for _ in range(CLIENTS):
+            for _ in range(clients):
                 tasks.create_task(client())
         return watching.result()
 
@@ -222,6 +225,7 @@ async def test_a_revision_goes_live_and_worse_ones_are_rolled_back(start_cluster
         print(f"{rollout.asked} requests; shares asked and got: {shares}")
         assert [event.actor for event in good.history[-2:]] == ["store", "store"]
 
+        await gates(cluster, tmp_path, good.digest)
         await by_errors(rollout, cluster, tmp_path, good.digest)
         await by_agreement(rollout, tmp_path, good.digest)
         if LONG:
@@ -258,6 +262,86 @@ async def quickstart(rollout: Rollout, cluster: Any, directory: Path) -> None:
     assert "releases/1 is canary, 10%: step 1 of 2: 10%" in output
 
 
+def run_gates(cluster: Any, directory: Path, digest: str) -> dict[str, Result]:
+    """Run gates that pass, and others that fail for each reason; returns their results by name."""
+    stopping = StoppingParams(max_tokens=4)
+    ids = list(expected_ids(MODEL, list(b"Hi"), adapter_digest=digest, stopping=stopping))
+    text = "".join(chr(one) if one < 256 else f"<{one}>" for one in ids)
+    golden = {"prompt": "Hi", "max_tokens": 4}
+    tables = [
+        ("golden", {**golden, "name": "ids", "token_ids": ids, "text": text, "regex": "."}),
+        ("golden", {**golden, "name": "other ids", "token_ids": [*ids[:3], ids[3] + 1]}),
+        ("golden", {**golden, "name": "regex", "regex": "^Dear"}),
+        ("golden", {**golden, "name": "schema", "json_schema": {"type": "object"}}),
+        ("golden", {**golden, "name": "floor", "min_mean_logprob": -0.001}),
+        ("perplexity", {"name": "perplexity", "file": "text.txt", "max": 10.0, "max_ratio": 1.0}),
+        ("perplexity", {"name": "too high", "file": "text.txt", "max": 1.0}),
+        ("certificate", {"name": "certificate", "quantization": "int8"}),
+        ("judge", {"name": "judge", "command": [sys.executable, "-c", JUDGE]}),
+        ("judge", {"name": "harsh", "command": ["sh", "-c", "echo '{\"score\": 1}'; echo too short >&2; exit 3"]}),
+        (
+            "judge",
+            {"name": "endless", "command": ["sh", "-c", "sleep 600 & echo $! > endless; wait"], "timeout_s": 0.5},
+        ),
+    ]
+    lines = [
+        f"[[{kind}]]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in one.items()) for kind, one in tables
+    ]
+    (directory / "gates.toml").write_text("\n".join(lines))
+    (directory / "text.txt").write_text("a text of some tokens " * 60)
+    with Client(cluster.local.router, TENANT) as client:
+        examination = Examination(client, f"{NAME}@{digest}", f"{NAME}@live", (), directory)
+        return {result.name: result for result in examination.run(read_gates(directory / "gates.toml"))}
+
+
+JUDGE = """
+import json, sys
+answers = json.load(sys.stdin)["answers"]
+print(json.dumps({"answers": len(answers), "tokens": answers[0]["tokens"]}))
+"""
+
+
+def alive(pid: int) -> bool:
+    """Tell whether there is a process that has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def toml(value: Any) -> str:
+    """Return a value as TOML writes it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(one)}" for key, one in value.items()) + "}"
+    return json.dumps(value)
+
+
+async def gates(cluster: Any, directory: Path, digest: str) -> None:
+    """Each kind of gate passes and fails for its reason; one that never ends has failed, with its processes."""
+    results = await asyncio.to_thread(run_gates, cluster, directory, digest)
+    assert {name for name, result in results.items() if result.passed} == {"ids", "perplexity", "judge"}
+    details = {name: result.detail for name, result in results.items()}
+    assert details["other ids"].startswith("token 3 differs")
+    assert details["regex"].startswith("the answer does not match the regex")
+    assert details["schema"].startswith("the answer does not match the schema")
+    assert details["floor"].startswith("its mean log probability -")
+    assert details["too high"].startswith("perplexity ")
+    assert details["certificate"].startswith("no certificate for int8")
+    assert (details["harsh"], results["harsh"].figures) == ("too short", {"score": 1})
+    assert results["judge"].figures == {"answers": 5, "tokens": 4}
+    # The hash model gives each token one of 16 log probabilities by its number, whatever the adapter is.
+    assert results["perplexity"].figures["ratio"] == 1
+    values = [-(one % 16 + 1) / 16 for one in ("a text of some tokens " * 60).encode()]
+    windows = [values[at + 1 : at + WINDOW] for at in range(0, len(values), WINDOW)]
+    mean = sum(map(sum, windows)) / sum(map(len, windows))
+    assert results["perplexity"].figures["perplexity"] == pytest.approx(math.exp(-mean), rel=1e-6)
+    assert details["endless"] == "did not end within 0.5 s"
+    sleeper = int((directory / "endless").read_text())
+    async with asyncio.timeout(10):
+        while alive(sleeper):  # noqa: ASYNC110  # killed, but perhaps not yet gone
+            await asyncio.sleep(0.01)
+
+
 async def by_errors(rollout: Rollout, cluster: Any, directory: Path, live: str) -> None:
     """A candidate whose bytes were damaged: requests that it cannot answer are answered by the live revision."""
     files = write_adapter(directory / "damaged", "damaged")
@@ -280,7 +364,8 @@ async def by_ttft(rollout: Rollout, directory: Path, live: str) -> None:
     began, rollout.answered = time.time(), Answered()
     rules = {"min_requests": 10, "max_ttft_ratio": 1.5}
     await rollout.ask("PromoteRelease", name=release.name, plan=plan((500, 1000), rules=rules))
-    release = await rollout.until(release.name, State.RELEASE_STATE_ROLLED_BACK, chat=True)
+    # Few, so that those of the live revision do not wait for the others' steps.
+    release = await rollout.until(release.name, State.RELEASE_STATE_ROLLED_BACK, clients=2, chat=True)
     assert rollout.answered.mixed == 0
     assert rollout.answered.digests[release.digest] >= 10
     await check_rolled_back(rollout, release, live, "max_ttft_ratio", began)
