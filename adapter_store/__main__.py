@@ -10,6 +10,7 @@ import uvloop
 from adapter_store.app import BootstrapKeyError, StoreSettings, serve
 from adapter_store.sources.policy import SourcesError
 from adapter_store.storage import DataDirectoryError
+from adapter_store.webhooks import WebhooksError
 from rpc.server import PortInUse
 from rpc.settings import SettingsError, read_settings
 from telemetry.logging import set_up_logging
@@ -25,6 +26,7 @@ STOPPING = (
     AuditFileError,
     PlansError,
     SourcesError,
+    WebhooksError,
     MetricsPortError,
     PortInUse,
 )

@@ -21,6 +21,7 @@ from adapter_store.api_keys import ApiKeys, KeyService
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog, DeletedRevisions, Grants, GrantService
 from adapter_store.database import Database, Statement
+from adapter_store.expiry import remove_expired
 from adapter_store.metrics import StoreMetrics
 from adapter_store.open_calls import TenantCalls
 from adapter_store.plans import PlanService, StoredPlans, StoreQuotas
@@ -34,6 +35,8 @@ from adapter_store.service import AdapterService, WorkerGrants
 from adapter_store.sources.policy import Sources
 from adapter_store.storage import DataDirectory
 from adapter_store.transfer import Transfers
+from adapter_store.webhooks import LOOK_S as WEBHOOKS_LOOK_S
+from adapter_store.webhooks import Webhooks, read_webhooks
 from artifacts.revision import FitnessLimits
 from rpc.errors import CallError
 from rpc.interceptors import CallMeter
@@ -63,6 +66,8 @@ PURGE_S = 60.0
 # Interval in seconds between looks at what other stores have changed in the bucket, and between removals of changes
 # that a snapshot has. Timeouts in seconds of requests for a part of the catalog, and for a file.
 BUCKET_LOOK_S, TIDY_S, CATALOG_S, BLOB_S = 0.2, 60.0, 15.0, 3600.0
+# Interval in seconds between looks for revisions with a time to live that has passed.
+EXPIRY_S = 1.0
 # Interval in seconds between saves of when API keys were used last, which a store that is killed forgets.
 KEY_USES_S = 60.0
 
@@ -105,6 +110,10 @@ class StoreSettings(AccessSettings):
         "",
     )
     transfer_timeout_s: float = setting("maximum of seconds for an import or an export", 3600.0, above=0)
+    webhooks: str = setting(
+        "a TOML file with addresses that get each change of a release, signed (docs/guides/releases.md); empty: none",
+        "",
+    )
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
@@ -151,7 +160,7 @@ class Store:
     async def start(self) -> None:
         """Open the data, listen, serve.
 
-        Raises DataDirectoryError, PlansError, AuditFileError or PortInUse, and leaves nothing open.
+        Raises DataDirectoryError, PlansError, WebhooksError, AuditFileError or PortInUse, and leaves nothing open.
         """
         await asyncio.to_thread(self._open)
         try:
@@ -195,6 +204,7 @@ class Store:
             None if (tls := self._settings.tls_files()) is None else WorkerGrants(tls, self._refused),
         )
         purge = TenantPurge(self._database, self._data, self._keys, self._plans, self._read_all_keys)
+        self._remove = partial(remove_expired, self._database, catalog, deleted)
         add = self._server.add
         add(partial(pb_grpc.add_AdapterServiceServicer_to_server, adapters))
         add(partial(keys_pb2_grpc.add_KeyServiceServicer_to_server, KeyService(self._keys)))
@@ -249,6 +259,8 @@ class Store:
             every(WINDOW_S, self._auditor.flush),
             every(PLANS_LOOK_S, self._look_at_plans),
             every(RELEASES_LOOK_S, self._releases.look),
+            every(EXPIRY_S, self._remove_expired),
+            every(WEBHOOKS_LOOK_S, self._webhooks.look),
         ]
         if self._settings.bucket:
             looks += [every(BUCKET_LOOK_S, self._follow_bucket), every(TIDY_S, self._tidy_bucket)]
@@ -261,6 +273,13 @@ class Store:
             await self._keys.save_uses()
         except CallError as error:  # the disk is full
             log.warning("the last uses of API keys are not saved: %s", error)
+
+    async def _remove_expired(self) -> None:
+        try:
+            if removed := await asyncio.to_thread(self._remove):
+                log.info("removed %d revisions at the end of their time", removed)
+        except CallError as error:  # the disk is full
+            log.warning("revisions whose time has passed are not removed: %s", error)
 
     def _look_at_plans(self) -> None:
         """Read the plans file again if it has changed."""
@@ -282,6 +301,8 @@ class Store:
             self._sources = Sources(Path(path) if (path := self._settings.sources) else None)
             self._plans = StoredPlans(self._database, Path(path) if (path := self._settings.plans) else None)
             self._share_catalog()
+            webhooks = read_webhooks(Path(path)) if (path := self._settings.webhooks) else []
+            self._webhooks = Webhooks(self._database, webhooks)
             removed = self._data.clean(self._database.referenced_blobs())
             self._data.keep_reserve()
             self.metrics.disk_usage.set_function(self._data.used_share)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -222,13 +222,13 @@ class DeletedRevisions:
         self._keep_ns = round(keep_s * 1e9)
         self._clock = clock
 
-    def take(self, rows: sqlite3.Connection, adapter_id: int) -> None:
-        """Record an adapter's revisions as deleted; the caller deletes the adapter in the same transaction."""
+    def take(self, rows: sqlite3.Connection, adapter_id: int, digest: str = "") -> None:
+        """Record revisions of an adapter as deleted, which the caller deletes in the same transaction; or only one."""
         rows.execute(
             f"INSERT OR REPLACE INTO deleted_revisions ({_COLUMNS.format('')}, delete_ns) "
             f"SELECT {_COLUMNS.format('revisions.')}, ? FROM revisions JOIN adapters ON adapters.id = adapter_id "
-            "WHERE adapter_id = ?",
-            (self._clock(), adapter_id),
+            "WHERE adapter_id = ? AND ? IN ('', digest)",
+            (self._clock(), adapter_id, digest),
         )
 
     def find(self, rows: sqlite3.Connection, name: RevisionName) -> Revision | None:
@@ -383,7 +383,7 @@ class Catalog:
                 self._quotas.check_stored(rows, name.tenant, new.key_id, new_adapter=new_adapter)
             moved = new.alias is not None and _set_alias(rows, row["id"], new.alias, sent.name.digest)
             if created or moved:
-                _touch(rows, row["id"], now)
+                touch(rows, row["id"], now)
             stored = read_revision(rows, sent.name)
             # The config of the same revision may have its keys in another order: the bytes that came first stay.
             if stored.config == sent.config:
@@ -404,7 +404,7 @@ class Catalog:
                 if not changed:
                     raise NotFound("alias", f"{name}@{alias}")
             if changed:
-                _touch(rows, row["id"], time.time_ns())
+                touch(rows, row["id"], time.time_ns())
             return to_adapter(rows, adapter_row(rows, name))
 
     def certify(self, name: RevisionName, quantization: str, base_digest: str, figures: Figures) -> FitnessCertificate:
@@ -450,10 +450,15 @@ class Catalog:
         if purge:
             self.deleted.purge(name=name)
             return
-        with suppress(Exhausted):  # the adapter is deleted; its bytes are freed later
+        self.free([name.tenant])
+
+    def free(self, tenants: Iterable[str]) -> None:
+        """Remove files of deleted revisions whose time has passed, or that are beyond their tenant's quota."""
+        with suppress(Exhausted):  # their revisions are deleted; their bytes are freed later
             self.deleted.purge()
-            if (most_bytes := self._quotas.bytes_of(name.tenant)) is not None:
-                self.deleted.trim(name.tenant, most_bytes)
+            for tenant in tenants:
+                if (most_bytes := self._quotas.bytes_of(tenant)) is not None:
+                    self.deleted.trim(tenant, most_bytes)
 
 
 def _check(row: sqlite3.Row | None, name: AdapterName, base_model: str, etag: str) -> None:
@@ -484,19 +489,22 @@ def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision
             values = (adapter_id, revision.name.digest, replace(origin, fetch_ns=now).to_json())
             rows.execute("INSERT OR IGNORE INTO provenance VALUES (?, ?, ?)", values)
 
+    expire_ns = None if new.ttl_s is None else now + round(new.ttl_s * 1e9)
     same = rows.execute(
-        "UPDATE revisions SET base_digest = ?, rank = ? WHERE adapter_id = ? AND digest = ?",
-        (revision.base_digest, revision.rank, adapter_id, revision.name.digest),
+        # max() is NULL where one of them is: such a revision does not end by itself.
+        "UPDATE revisions SET base_digest = ?, rank = ?, expire_ns = max(expire_ns, ?) "
+        "WHERE adapter_id = ? AND digest = ?",
+        (revision.base_digest, revision.rank, expire_ns, adapter_id, revision.name.digest),
     )
     if same.rowcount:
         note_origin()
         return False
     rows.execute(
         "INSERT INTO revisions (adapter_id, digest, base_digest, rank, config_digest, config_bytes, weights_digest, "
-        "weights_bytes, create_ns) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "weights_bytes, create_ns, expire_ns) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             *(adapter_id, revision.name.digest, revision.base_digest, revision.rank, revision.config.digest),
-            *(revision.config.size, revision.weights.digest, revision.weights.size, now),
+            *(revision.config.size, revision.weights.digest, revision.weights.size, now, expire_ns),
         ),
     )
     note_origin()
@@ -505,7 +513,8 @@ def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision
     return True
 
 
-def _touch(rows: sqlite3.Connection, adapter_id: int, now: int) -> None:
+def touch(rows: sqlite3.Connection, adapter_id: int, now: int) -> None:
+    """Give an adapter that has changed another etag."""
     rows.execute("UPDATE adapters SET changes = changes + 1, update_ns = ? WHERE id = ?", (now, adapter_id))
 
 

@@ -154,6 +154,7 @@ def revision_to_pb(revision: Revision, policy: FitnessPolicy) -> pb.Revision:
         rank=revision.rank,
         weight_bytes=revision.weights.size,
         create_time=timestamp(revision.create_ns),
+        expire_time=timestamp(revision.expire_ns),
         certificates=[certificate_to_pb(certificate, policy) for certificate in revision.certificates],
         provenance=None if revision.provenance is None else _provenance_to_pb(revision.provenance),
     )

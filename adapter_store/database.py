@@ -227,13 +227,21 @@ CREATE UNIQUE INDEX releases_by_change ON releases (change);
 CREATE UNIQUE INDEX canaries ON releases (adapter_id) WHERE state = 'canary';
 CREATE UNIQUE INDEX live_releases ON releases (adapter_id) WHERE state = 'live';
 CREATE TABLE release_events (
+    event INTEGER PRIMARY KEY AUTOINCREMENT,
     adapter_id INTEGER NOT NULL,
     number INTEGER NOT NULL,
-    event INTEGER NOT NULL,
     record TEXT NOT NULL,
-    PRIMARY KEY (adapter_id, number, event),
     FOREIGN KEY (adapter_id, number) REFERENCES releases (adapter_id, number) ON DELETE CASCADE
 );
+CREATE INDEX events_of_releases ON release_events (adapter_id, number, event);
+-- The last event that each webhook has got.
+CREATE TABLE webhooks (
+    name TEXT PRIMARY KEY,
+    event INTEGER NOT NULL
+);
+-- Revisions of training runs end by themselves.
+ALTER TABLE revisions ADD COLUMN expire_ns INTEGER;
+CREATE INDEX expiring_revisions ON revisions (expire_ns) WHERE expire_ns IS NOT NULL;
 -- Sums of routers, each of one run of a router.
 CREATE TABLE release_outcomes (
     adapter_id INTEGER NOT NULL,

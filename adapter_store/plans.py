@@ -43,8 +43,8 @@ _OF_TENANT = {
     "adapter_bytes": "SELECT coalesce(sum(config_bytes + weights_bytes), 0) FROM revisions "
     "JOIN adapters ON adapters.id = adapter_id WHERE tenant = ?",
 }
-# Queries for what came with an API key. An adapter counts for the key of its first revision: revisions are deleted
-# with their adapter alone, so that one stays the oldest.
+# Queries for what came with an API key. An adapter counts for the key of its oldest revision, which is the first one
+# unless that had an end of its own.
 _OF_KEY = {
     "adapters": "SELECT count(*) FROM revision_keys JOIN revisions USING (adapter_id, digest) WHERE key_id = ? "
     "AND NOT EXISTS (SELECT 1 FROM revisions AS older WHERE older.adapter_id = revisions.adapter_id "

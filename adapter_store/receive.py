@@ -14,7 +14,7 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
-from adapter_store.convert import base_from_pb, own_adapter, refusals
+from adapter_store.convert import base_from_pb, own_adapter, refusals, seconds_of
 from adapter_store.open_calls import OpenUploads
 from adapter_store.plans import StoreQuotas
 from adapter_store.records import Base, Blob, NewBase, NewRevision, Provenance, Revision
@@ -56,6 +56,7 @@ class Header:
     alias: str | None
     etag: str
     base: Base
+    ttl_s: float | None
 
 
 class Receiver:
@@ -123,7 +124,8 @@ class Receiver:
         model = header.base_model or self._quotas.default_model(name.tenant, caller().key_id)
         base = await asyncio.to_thread(self._bases.get_or_only, model, f"{at}base_model")
         await asyncio.to_thread(self._catalog.check_upload, name, base.manifest.name, header.etag, caller().key_id)
-        return Header(name, alias, header.etag, base)
+        ttl_s = seconds_of("header.ttl", header.ttl, least=1.0) if header.HasField("ttl") else None
+        return Header(name, alias, header.etag, base, ttl_s)
 
     def _adapter_limit(self, file: str) -> int:
         if file not in self._limits:
@@ -142,7 +144,8 @@ class Receiver:
         name = RevisionName(header.name.tenant, header.name.adapter, digest)
         files = (blobs[CONFIG_FILE], blobs[WEIGHTS_FILE])
         revision = Revision(name, base.name, base.adapted_digest, valid.rank, *files, provenance=provenance)
-        return NewRevision(revision, header.alias, header.etag, caller().key_id, _warnings(valid, base.name))
+        warnings = _warnings(valid, base.name)
+        return NewRevision(revision, header.alias, header.etag, caller().key_id, warnings, header.ttl_s)
 
 
 def _warnings(valid: Validated, base: str) -> tuple[str, ...]:

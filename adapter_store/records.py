@@ -105,6 +105,8 @@ class Revision:
     order: int = 0
     certificates: tuple[FitnessCertificate, ...] = ()
     provenance: Provenance | None = None
+    # When it ends by itself; None: never.
+    expire_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,8 @@ class NewRevision:
     key_id: str
     # What does not hinder the adapter, and its owner should know.
     warnings: tuple[str, ...] = ()
+    # Its life in seconds; None: until its adapter is deleted.
+    ttl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,4 +261,5 @@ def to_revision(row: sqlite3.Row, certificates: tuple[FitnessCertificate, ...] =
         certificates=certificates,
         # Deleted revisions have none.
         provenance=Provenance.from_json(row["origin"]) if "origin" in row.keys() and row["origin"] else None,  # noqa: SIM118
+        expire_ns=dict(row).get("expire_ns"),  # deleted revisions have none
     )

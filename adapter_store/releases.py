@@ -341,13 +341,15 @@ def _move(
 
 
 def _note(rows: sqlite3.Connection, release: Release, event: ReleaseEvent) -> None:
-    key = (release.adapter_id, release.name.number)
-    last = _one(rows, "SELECT coalesce(max(event), 0) FROM release_events WHERE adapter_id = ? AND number = ?", *key)
+    key = {"adapter_id": release.adapter_id, "number": release.name.number}
     rows.execute(
-        "INSERT INTO release_events VALUES (?, ?, ?, ?)", (*key, last + 1, msgspec.json.encode(event).decode())
+        "INSERT INTO release_events (adapter_id, number, record) VALUES (:adapter_id, :number, :record)",
+        {**key, "record": msgspec.json.encode(event).decode()},
     )
     rows.execute(
-        "DELETE FROM release_events WHERE adapter_id = ? AND number = ? AND event <= ?", (*key, last + 1 - MOST_EVENTS)
+        "DELETE FROM release_events WHERE event IN (SELECT event FROM release_events "
+        "WHERE adapter_id = :adapter_id AND number = :number ORDER BY event DESC LIMIT -1 OFFSET :most)",
+        {**key, "most": MOST_EVENTS},
     )
 
 

@@ -23,6 +23,7 @@ from clients.cli.options import (
     StoreOption,
     TenantOption,
     read_duration,
+    read_seconds,
     worker_ids,
 )
 from clients.cli.service import Service, cluster_service, store_client
@@ -84,6 +85,9 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
         ),
     ] = "",
     model_dir: ModelDirOption = None,
+    ttl: Annotated[
+        str, typer.Option(metavar="TIME", help="Delete the revision after it, such as 12h, unless an alias has it.")
+    ] = "",
     store: StoreOption = STORE,
     as_json: JsonOption = False,
 ) -> None:
@@ -93,13 +97,13 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     """
     if certify_for and model_dir is None:
         raise CommandError("--certify: give the directory of the base model with --model-dir")
-    name = name or directory.resolve().name
+    name, ttl_s = name or directory.resolve().name, read_seconds("--ttl", ttl) if ttl else None
     with store_client(store, tenant) as client:
         with _progress_bar(f"{directory}") as progress:
             first = "-" if certify_for else alias
             former = _digest_of(client, name, alias or "live")
             with _named_by_flags():
-                pushed = client.push(directory, name, base_model=model, alias=first, progress=progress)
+                pushed = client.push(directory, name, base_model=model, alias=first, ttl_s=ttl_s, progress=progress)
         if certify_for and model_dir is not None:
             certificate = certify_revision(client, pushed.revision, certify_for, model_dir)
             if certificate.verdict == "refused":

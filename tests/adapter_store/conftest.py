@@ -66,7 +66,7 @@ class Client:
         parts += [pb.RegisterBaseModelRequest(chunk=part) for part in chunks(base.files)]
         return (await self.stub.RegisterBaseModel(iter(parts))).model
 
-    async def upload(self, adapter: str, files: Mapping[str, bytes], tenant: str = "acme", **header: str) -> Any:
+    async def upload(self, adapter: str, files: Mapping[str, bytes], tenant: str = "acme", **header: Any) -> Any:
         """Upload a revision."""
         parts = [pb.UploadRevisionRequest(header=pb.UploadHeader(adapter=adapter, **header))]
         parts += [pb.UploadRevisionRequest(chunk=part) for part in chunks(files)]

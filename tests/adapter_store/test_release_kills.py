@@ -35,7 +35,7 @@ def make_catalog(path: Path) -> None:
         rows.execute("INSERT INTO adapters VALUES (1, 'acme', 'support', 'tiny', 1, 1, 1)")
         for number, digest in enumerate(DIGESTS, start=1):
             rows.execute(
-                "INSERT INTO revisions VALUES (?, 1, ?, 'sha256:base', 8, ?, 1, ?, 1, 1)",
+                "INSERT INTO revisions VALUES (?, 1, ?, 'sha256:base', 8, ?, 1, ?, 1, 1, NULL)",
                 (number, digest, f"c{number}", f"w{number}"),
             )
         rows.execute("INSERT INTO aliases VALUES (1, 'live', ?)", (DIGESTS[0],))

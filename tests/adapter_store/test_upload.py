@@ -23,7 +23,7 @@ ANY = {CONFIG_FILE: b"{}", WEIGHTS_FILE: b"weights"}
 Refusal = Callable[[grpc.aio.AioRpcError], tuple[str, str, bytes]]
 
 
-def header(adapter: str = "support", **fields: str) -> pb.UploadRevisionRequest:
+def header(adapter: str = "support", **fields: Any) -> pb.UploadRevisionRequest:
     return pb.UploadRevisionRequest(header=pb.UploadHeader(adapter=adapter, **fields))
 
 

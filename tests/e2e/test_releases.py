@@ -25,9 +25,9 @@ from loraplex_client import AsyncClient, AsyncStoreClient, Client
 
 from artifacts.names import sha256_file
 from clients.cli.gates import WINDOW, Examination, Result, read_gates
-from options import StoppingParams
+from options import SamplingParams, StoppingParams
 from router.generation.rollouts import place_of
-from tests.hash_oracle import expected_ids
+from tests.hash_oracle import expected_ids, expected_tokens
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 MODEL = "hash:?vocab=600&seed=1&step_ms=8&context=200000"
@@ -226,6 +226,7 @@ async def test_a_revision_goes_live_and_worse_ones_are_rolled_back(start_cluster
         assert [event.actor for event in good.history[-2:]] == ["store", "store"]
 
         await gates(cluster, tmp_path, good.digest)
+        await training(rollout)
         await by_errors(rollout, cluster, tmp_path, good.digest)
         await by_agreement(rollout, tmp_path, good.digest)
         if LONG:
@@ -268,7 +269,7 @@ def run_gates(cluster: Any, directory: Path, digest: str) -> dict[str, Result]:
     ids = list(expected_ids(MODEL, list(b"Hi"), adapter_digest=digest, stopping=stopping))
     text = "".join(chr(one) if one < 256 else f"<{one}>" for one in ids)
     golden = {"prompt": "Hi", "max_tokens": 4}
-    tables = [
+    tables: list[tuple[str, dict[str, Any]]] = [
         ("golden", {**golden, "name": "ids", "token_ids": ids, "text": text, "regex": "."}),
         ("golden", {**golden, "name": "other ids", "token_ids": [*ids[:3], ids[3] + 1]}),
         ("golden", {**golden, "name": "regex", "regex": "^Dear"}),
@@ -340,6 +341,32 @@ async def gates(cluster: Any, directory: Path, digest: str) -> None:
     async with asyncio.timeout(10):
         while alive(sleeper):  # noqa: ASYNC110  # killed, but perhaps not yet gone
             await asyncio.sleep(0.01)
+
+
+async def training(rollout: Rollout) -> None:
+    """A training run pushes from memory; rollouts of several of its revisions run at once, each with its own."""
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    pushes = (rollout.store.push_adapter(config, b"step %d" % step, "policy", ttl_s=600) for step in range(4))
+    pushed = await asyncio.gather(*pushes)
+    digests = [one.revision.digest for one in pushed]
+    options: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 1.0, "seed": 5, "logprobs": 0}
+    answers = await asyncio.gather(
+        *(rollout.clients[0].generate("Hi", adapter_id=f"policy@{one}", **options) for one in digests * 3)
+    )
+    for digest, answer in zip(digests * 3, answers, strict=True):
+        assert answer.adapter_revision.endswith(digest)
+        expected = expected_tokens(
+            MODEL,
+            list(b"Hi"),
+            adapter_digest=digest,
+            sampling=SamplingParams(temperature=1.0, seed=5),
+            stopping=StoppingParams(max_tokens=TOKENS),
+        )
+        assert [(one, logprobs.logprob) for one, logprobs in expected] == [
+            (token, given.logprob) for token, given in zip(answer.token_ids, answer.choices[0].logprobs, strict=True)
+        ]
+    aliases = {adapter.name: adapter.aliases for adapter in await rollout.store.list()}
+    assert aliases["tenants/acme/adapters/policy"] == {}
 
 
 async def by_errors(rollout: Rollout, cluster: Any, directory: Path, live: str) -> None:

@@ -108,7 +108,7 @@ _CONFIGS: dict[str, Any] = {
 }
 
 
-def _upload(config: bytes, weights: bytes, **header: str) -> tuple[bytes, ...]:
+def _upload(config: bytes, weights: bytes, **header: Any) -> tuple[bytes, ...]:
     parts = [pb.UploadRevisionRequest(header=pb.UploadHeader(**({"adapter": "bad", "base_model": BASE} | header)))]
     for name, data in ((CONFIG_FILE, config), (WEIGHTS_FILE, weights)):
         starts = range(0, max(1, len(data)), 1_000_000)

@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
@@ -97,9 +98,12 @@ class StoreCalls:
         *,
         base_model: str = "",
         alias: str = "",
+        ttl_s: float | None = None,
         progress: Progress | None = None,
     ) -> Script[Pushed]:
         """Upload the peft adapter in `directory` as a revision of `name`, and move `alias` (`live`) to it.
+
+        With `ttl_s` the revision is deleted after so many seconds, unless an alias or a release has it.
 
         A `chat_template.jinja` in the directory becomes the adapter's own chat template; the prompts in a
         `certificate_prompts.jsonl` become those that its certificates are made with.
@@ -107,21 +111,27 @@ class StoreCalls:
         bytes sent and the bytes in all. Raises InvalidRequestError if `directory` has no adapter, or a line of the
         prompts is none.
         """
-        header = adapters_pb2.UploadHeader(adapter=name, base_model=base_model, alias=alias)
+        header = _header(name, base_model, alias, ttl_s)
         config, weights = read_config(Path(directory)), Path(directory) / WEIGHTS_FILE
         response = yield Call("UploadRevision", UploadRequests(_upload_requests(header, config, weights, progress)))
         return _pushed(response)
 
     @method
     def push_pieces(
-        self, pieces: Iterable[Piece] | AsyncIterable[Piece], name: str, *, base_model: str = "", alias: str = ""
+        self,
+        pieces: Iterable[Piece] | AsyncIterable[Piece],
+        name: str,
+        *,
+        base_model: str = "",
+        alias: str = "",
+        ttl_s: float | None = None,
     ) -> Script[Pushed]:
         """Upload a revision of `name` as `push` does, from pieces of its two files: pairs of file name and bytes.
 
         The pieces of a file follow each other; an asynchronous client also takes pieces that are awaited. What raises
         while they are made ends the upload, and nothing of it is kept.
         """
-        header = adapters_pb2.UploadHeader(adapter=name, base_model=base_model, alias=alias)
+        header = _header(name, base_model, alias, ttl_s)
         if isinstance(pieces, AsyncIterable):
             requests: Any = AsyncUploadRequests(_async_piece_requests(header, pieces))
         else:
@@ -152,6 +162,28 @@ class StoreCalls:
         request = adapters_pb2.ExportRevisionRequest(name=name, destination=destination)
         yield Call("ExportRevision", request, take=events.take)
         return resource_of(Exported, events.last("exported"))
+
+    @method
+    def push_adapter(
+        self,
+        config: Mapping[str, Any],
+        weights: bytes | memoryview,
+        name: str,
+        *,
+        base_model: str = "",
+        alias: str = "-",
+        ttl_s: float | None = None,
+    ) -> Script[Pushed]:
+        """Upload a revision of `name` from memory: peft's configuration, and what `safetensors.save` returns.
+
+        By default no alias moves to it: requests name it by its digest, as `NAME@` and `pushed.revision.digest`, while
+        others that were pushed before are served beside it. For training runs, which give a `ttl_s`.
+        """
+        header, content = _header(name, base_model, alias, ttl_s), memoryview(weights)
+        pieces = ((WEIGHTS_FILE, bytes(content[at : at + CHUNK_BYTES])) for at in range(0, len(content), CHUNK_BYTES))
+        requests = _piece_requests(header, chain([(CONFIG_FILE, json.dumps(dict(config)).encode())], pieces))
+        response = yield Call("UploadRevision", UploadRequests(requests))
+        return _pushed(response)
 
     @method
     def list(self, tenant: str = "") -> Script[tuple[Adapter, ...]]:
@@ -342,6 +374,13 @@ def _with_prompts(config: bytes, path: Path) -> bytes:
     if not isinstance(fields, dict) or PROMPTS_FIELD in fields:
         return config
     return json.dumps({**fields, PROMPTS_FIELD: prompts}).encode()
+
+
+def _header(name: str, base_model: str, alias: str, ttl_s: float | None) -> adapters_pb2.UploadHeader:
+    header = adapters_pb2.UploadHeader(adapter=name, base_model=base_model, alias=alias)
+    if ttl_s is not None:
+        header.ttl.FromNanoseconds(round(ttl_s * 1e9))
+    return header
 
 
 def _upload_requests(

@@ -90,6 +90,8 @@ class Revision:
     certificates: tuple[FitnessCertificate, ...] = ()
     # None unless it was imported.
     provenance: Provenance | None = None
+    # When it ends by itself; None: never.
+    expire_time: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -195,9 +197,10 @@ def resource_of(cls: type[T], message: Message) -> T:
 
 
 def _field_of(message: Message, name: str) -> Any:
-    """Return a field's value; None for a number that is unset and not 0, and for an unset provenance."""
+    """Return a field's value; None for a number that is unset and not 0, and for an unset time or provenance."""
     field = message.DESCRIPTOR.fields_by_name[name]
-    if (field.message_type is None or name == "provenance") and field.has_presence and not message.HasField(name):
+    unset = field.has_presence and not message.HasField(name)
+    if unset and (field.message_type is None or field.message_type is Timestamp.DESCRIPTOR or name == "provenance"):
         return None
     return _value_of(getattr(message, name))
 

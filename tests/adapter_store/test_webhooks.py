@@ -1,0 +1,152 @@
+"""Webhooks: signed as the specification says, in order, again after a failure and after a restart of the store."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from loraplex.adapters.v1 import releases_pb2
+
+from adapter_store.app import Store, StoreSettings
+from adapter_store.webhooks import WebhooksError, read_webhooks, signed_headers
+from artifacts.base_model import BaseModel
+from tests.adapter_store.conftest import Client, files_of
+from tests.adapter_store.test_releases import ADAPTER, Releasing
+
+SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+
+
+class Receiver:
+    """An HTTP server that keeps what it is sent, and answers with `statuses` first."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[dict[str, str], bytes]] = []
+        self.statuses: list[int] = []
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                receiver.calls.append(({name.lower(): value for name, value in self.headers.items()}, body))
+                self.send_response(receiver.statuses.pop(0) if receiver.statuses else 204)
+                self.send_header("location", "/elsewhere")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                """Print nothing."""
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.02,)).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}/hook"
+
+    def events(self) -> list[tuple[str, str]]:
+        """Return id and type of each call."""
+        return [(headers["webhook-id"], json.loads(body)["type"]) for headers, body in self.calls]
+
+    async def wait(self, count: int) -> None:
+        """Wait for so many calls."""
+        async with asyncio.timeout(30):
+            while len(self.calls) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    running = Receiver()
+    yield running
+    running.server.shutdown()
+    running.server.server_close()
+
+
+@pytest.fixture
+def store_settings(data: Path, tmp_path: Path, receiver: Receiver) -> StoreSettings:
+    (tmp_path / "ci.secret").write_text(SECRET)
+    table = '[{}]\nurl = "{}"\nsecret_file = "ci.secret"\ntenants = ["{}"]\n'
+    text = table.format("ci", receiver.url, "acme") + table.format("others", receiver.url + "/others", "globex")
+    (tmp_path / "webhooks.toml").write_text(text)
+    return StoreSettings(data=data, port=0, webhooks=str(tmp_path / "webhooks.toml"))
+
+
+def test_the_signature_is_that_of_the_specification() -> None:
+    # The example of https://www.standardwebhooks.com and of its libraries' tests.
+    key = base64.b64decode(SECRET.removeprefix("whsec_"))
+    headers = signed_headers(key, "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')
+    assert headers["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+
+
+async def test_events_arrive_in_order_and_again_after_failures(
+    store: Store, client: Client, tiny_base: BaseModel, receiver: Receiver, store_settings: StoreSettings
+) -> None:
+    await client.register(tiny_base)
+    digest = (await client.upload("support", files_of(1), alias="-")).revision.digest
+    receiver.statuses = [503, 302]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
+        releasing = Releasing(channel)
+        release = await releasing.qualified(digest)
+        await receiver.wait(5)
+        assert [kind for _, kind in receiver.events()] == ["release.imported"] * 3 + [
+            "release.verified",
+            "release.qualified",
+        ]
+        assert len({message_id for message_id, _ in receiver.events()[:3]}) == 1, "a repeated event has its id"
+        headers, body = receiver.calls[4]
+        signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+        key = base64.b64decode(SECRET.removeprefix("whsec_"))
+        mac = base64.b64encode(hmac.digest(key, signed, "sha256")).decode()
+        assert headers["webhook-signature"] == f"v1,{mac}"
+        data = json.loads(body)["data"]
+        assert (data["release"], data["digest"]) == (f"{ADAPTER}/releases/1", digest)
+        assert data["figures"] == {"golden.passed": 3}
+        await store.stop(drain_s=0)
+    # What happens while the receiver is away is sent after a restart of the store, once.
+    receiver.statuses = [500] * 50
+    again = Store(store_settings)
+    await again.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{again.port}") as channel:
+        await Releasing(channel).ask("PromoteRelease", name=release.name)
+        await receiver.wait(6)
+    await again.stop(drain_s=0)
+    receiver.statuses.clear()
+    await store.start()
+    await receiver.wait(7)
+    assert receiver.events()[-1][1] == "release.live"
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel:
+        release = await Releasing(channel).ask("GetRelease", name=release.name)
+    assert release.state == releases_pb2.RELEASE_STATE_LIVE
+    sent = dict.fromkeys(receiver.events())
+    assert [kind for _, kind in sent] == ["release.imported", "release.verified", "release.qualified", "release.live"]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("[ci", "Expected"),
+        ('[ci]\nurl = "ftp://a"\nsecret_file = "s"\n', "ci.url: give an address"),
+        ('[ci]\nurl = "http://a"\n', "ci.secret_file: give the name of a file"),
+        ('[ci]\nurl = "http://a"\nsecret_file = "none"\n', "none: No such file"),
+        ('[ci]\nurl = "http://a"\nsecret_file = "short"\n', "is not whsec_ and base64 of 24 to 64 bytes"),
+        ('[ci]\nurl = "http://a"\nsecret_file = "s"\ntenant = "a"\n', "ci.tenant is not one of"),
+        ("ci = 1\n", "ci is not a table"),
+    ],
+)
+def test_a_fault_of_the_file_is_named(tmp_path: Path, text: str, fault: str) -> None:
+    (tmp_path / "s").write_text(SECRET)
+    (tmp_path / "short").write_text("whsec_MfKQ")
+    path = tmp_path / "webhooks.toml"
+    path.write_text(text)
+    with pytest.raises(WebhooksError) as error:
+        read_webhooks(path)
+    assert fault in str(error.value)
+    assert "\n" not in str(error.value)
