@@ -9,6 +9,7 @@ import uvloop
 
 from adapter_store.app import BootstrapKeyError, StoreSettings, serve
 from adapter_store.sources.policy import SourcesError
+from adapter_store.signers import SignersError
 from adapter_store.storage import DataDirectoryError
 from adapter_store.webhooks import WebhooksError
 from rpc.server import PortInUse
@@ -26,6 +27,7 @@ STOPPING = (
     AuditFileError,
     PlansError,
     SourcesError,
+    SignersError,
     WebhooksError,
     MetricsPortError,
     PortInUse,

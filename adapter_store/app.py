@@ -33,6 +33,7 @@ from adapter_store.release_service import ReleaseService
 from adapter_store.releases import Releases
 from adapter_store.service import AdapterService, WorkerGrants
 from adapter_store.sources.policy import Sources
+from adapter_store.signers import Signers, read_signers
 from adapter_store.storage import DataDirectory
 from adapter_store.transfer import Transfers
 from adapter_store.webhooks import LOOK_S as WEBHOOKS_LOOK_S
@@ -110,6 +111,9 @@ class StoreSettings(AccessSettings):
         "",
     )
     transfer_timeout_s: float = setting("maximum of seconds for an import or an export", 3600.0, above=0)
+    signers: str = setting(
+        "a TOML file with the keys whose signatures tenants' revisions need (docs/guides/releases.md); empty: none", ""
+    )
     webhooks: str = setting(
         "a TOML file with addresses that get each change of a release, signed (docs/guides/releases.md); empty: none",
         "",
@@ -160,7 +164,8 @@ class Store:
     async def start(self) -> None:
         """Open the data, listen, serve.
 
-        Raises DataDirectoryError, PlansError, WebhooksError, AuditFileError or PortInUse, and leaves nothing open.
+        Raises DataDirectoryError, PlansError, SignersError, WebhooksError, AuditFileError or PortInUse, and leaves
+        nothing open.
         """
         await asyncio.to_thread(self._open)
         try:
@@ -181,7 +186,7 @@ class Store:
     def _add_services(self, deleted: DeletedRevisions) -> None:
         """Make the services, and let the servers serve them."""
         quotas = StoreQuotas(self._plans, self.metrics)
-        catalog = Catalog(self._database, self._data, deleted, quotas)
+        catalog = Catalog(self._database, self._data, deleted, quotas, self._signers)
         bases = BaseModels(self._database, self._data)
         self._receiver = Receiver(self._data, catalog, bases, self._settings.max_adapter_bytes, quotas)
         self._transfers = Transfers(
@@ -213,7 +218,7 @@ class Store:
         accounts = AccountService(StoredAccounts(self._database))
         add(partial(accounts_pb2_grpc.add_AccountServiceServicer_to_server, accounts))
         add(partial(tenants_pb2_grpc.add_TenantServiceServicer_to_server, TenantService(purge)))
-        self._releases = ReleaseService(Releases(self._database), catalog, self._auditor.record)
+        self._releases = ReleaseService(Releases(self._database), catalog, self._signers, self._auditor.record)
         add(partial(releases_pb2_grpc.add_ReleaseServiceServicer_to_server, self._releases))
 
     async def stop(self, drain_s: float = DRAIN_S) -> None:
@@ -301,6 +306,7 @@ class Store:
             self._sources = Sources(Path(path) if (path := self._settings.sources) else None)
             self._plans = StoredPlans(self._database, Path(path) if (path := self._settings.plans) else None)
             self._share_catalog()
+            self._signers = read_signers(Path(path)) if (path := self._settings.signers) else Signers({})
             webhooks = read_webhooks(Path(path)) if (path := self._settings.webhooks) else []
             self._webhooks = Webhooks(self._database, webhooks)
             removed = self._data.clean(self._database.referenced_blobs())

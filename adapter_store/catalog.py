@@ -44,7 +44,8 @@ from adapter_store.records import (
     to_revision,
     with_aliases,
 )
-from adapter_store.releases import find_candidate, live_moved
+from adapter_store.releases import find_candidate, is_signed, live_moved
+from adapter_store.signers import Signers
 from adapter_store.storage import BlobReader, DataDirectory, Keep, Upload
 from artifacts.names import LIVE, SHARED, AdapterName, Reference, RevisionName, check_tenant
 from artifacts.peft_config import CONFIG_FILE
@@ -270,11 +271,19 @@ class DeletedRevisions:
 class Catalog:
     """Adapters of all tenants, with what belongs to each."""
 
-    def __init__(self, database: Database, data: DataDirectory, deleted: DeletedRevisions, quotas: StoreQuotas) -> None:
+    def __init__(
+        self,
+        database: Database,
+        data: DataDirectory,
+        deleted: DeletedRevisions,
+        quotas: StoreQuotas,
+        signers: Signers,
+    ) -> None:
         self._database = database
         self._data = data
         self.deleted = deleted
         self._quotas = quotas
+        self._signers = signers
 
     def resolve(self, reference: Reference, asked: str) -> tuple[Adapter, Revision, Candidate | None]:
         """Return the first adapter that exists, its revision, and what is rolled out in the place of a live one.
@@ -356,8 +365,11 @@ class Catalog:
     def publish(self, new: NewRevision, upload: Upload) -> tuple[Adapter, Revision, bool]:
         """Keep an upload as a revision and move its alias; returns True for a new revision.
 
-        Raises as `check_upload` does, and Aborted if the base model was replaced meanwhile.
+        Raises as `check_upload` does, Aborted if the base model was replaced meanwhile, Mismatch where an alias needs a
+        signature.
         """
+        if new.alias is not None:
+            self._signers.check_alias(new.revision.name.tenant)
         files = {CONFIG_FILE: new.revision.config, WEIGHTS_FILE: new.revision.weights}
         with self._data.staged(upload, files) as keep:
             return self._database.repeated(lambda: self._publish(new, keep))
@@ -392,12 +404,18 @@ class Catalog:
             return to_adapter(rows, adapter_row(rows, name)), stored, created
 
     def set_alias(self, name: AdapterName, alias: str, digest: str, etag: str) -> Adapter:
-        """Move an alias, or remove it if the digest is empty. Raises NotFound, Aborted on a stale etag."""
+        """Move an alias, or remove it if the digest is empty.
+
+        Raises NotFound, Aborted on a stale etag, Mismatch where the revision needs a signature.
+        """
         with self._database.transaction() as rows:
             row = adapter_row(rows, name)
             _check(row, name, row["base_model"], etag)
             if digest:
-                read_revision(rows, RevisionName(name.tenant, name.adapter, digest))
+                revision = read_revision(rows, RevisionName(name.tenant, name.adapter, digest))
+                if self._signers.require(name.tenant) and not is_signed(rows, row["id"], digest):
+                    message = "needs a signature before an alias; make a signed release of it"
+                    raise Mismatch(str(revision.name), message, reason="SIGNATURE_MISSING")
                 changed = _set_alias(rows, row["id"], alias, digest)
             else:
                 changed = _remove_alias(rows, row["id"], alias)

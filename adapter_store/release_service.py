@@ -28,9 +28,11 @@ from adapter_store.rollouts import (
     RolloutRules,
     RolloutStep,
 )
+from adapter_store.signers import Signers
 from adapter_store.storage import CorruptBlob
-from artifacts.names import AdapterName, parse_adapter_name, parse_revision_name
+from artifacts.names import AdapterName, RevisionName, parse_adapter_name, parse_revision_name
 from artifacts.outcomes import Outcomes, ShadowOutcomes, StepOutcomes
+from artifacts.statements import BUNDLE_BYTES
 from rpc.errors import CallError, DataLoss, InvalidField
 from rpc.principal import caller, calling_tenant
 
@@ -52,8 +54,9 @@ _NEWEST = 2**62
 class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
     """Serves loraplex.adapters.v1.ReleaseService. `record` keeps an event of the audit log."""
 
-    def __init__(self, releases: Releases, catalog: Catalog, record: Callable[..., None]) -> None:
+    def __init__(self, releases: Releases, catalog: Catalog, signers: Signers, record: Callable[..., None]) -> None:
         self._releases = releases
+        self._signers = signers
         self._catalog = catalog
         self._record = record
         # The last change of a release that was seen, and what is set at the next one.
@@ -65,8 +68,10 @@ class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
             name = parse_revision_name(request.revision)
         check_owner(name.adapter_name, calling_tenant())
         origin = _origin(request.origin)
-        await asyncio.to_thread(self._verify, name)
-        create = partial(self._releases.create, name, origin, caller().name)
+        if len(request.signature) > BUNDLE_BYTES:
+            raise InvalidField("signature", f"{len(request.signature)} bytes; at most {BUNDLE_BYTES}")
+        signer = await asyncio.to_thread(self._verify, name, request.signature)
+        create = partial(self._releases.create, name, origin, caller().name, signer)
         return pb.CreateReleaseResponse(release=await self._change(create))
 
     async def GetRelease(self, request: pb.GetReleaseRequest, context: Context) -> pb.GetReleaseResponse:
@@ -149,10 +154,13 @@ class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
             log.info("%s is %s: %s", release.name, release.state.value, event.cause)
             self._record("release", name=str(release.name), state=release.state.value, cause=event.cause)
 
-    def _verify(self, name: Any) -> None:
-        """Read a revision's files. Raises NotFound, and DataLoss where they are not what their digests say."""
+    def _verify(self, name: RevisionName, signature: bytes) -> str:
+        """Read a revision's files; returns who has signed them.
+
+        Raises NotFound, DataLoss where they are not what their digests say, Mismatch on a bad signature.
+        """
         try:
-            _, readers = self._catalog.open_revision(name)
+            revision, readers = self._catalog.open_revision(name)
         except CorruptBlob as error:
             raise DataLoss("revision", str(name), str(error)) from error
         try:
@@ -165,6 +173,7 @@ class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
         finally:
             for reader in readers.values():
                 reader.close()
+        return self._signers.check(revision, signature)
 
 
 def _own_adapter(text: str) -> AdapterName:
@@ -273,6 +282,7 @@ def release_to_pb(release: Release) -> pb.Release:
         rollout=None if release.plan is None else _rollout(release, release.plan),
         create_time=timestamp(release.create_ns),
         etag=release.etag,
+        signer=release.signer,
         history=map(_event, release.history),
     )
 

@@ -42,6 +42,7 @@ class _Record:
     """The fields of a release that no query needs, kept as JSON."""
 
     origin: Origin
+    signer: str = ""
     gates: tuple[GateResult, ...] = ()
     plan: RolloutPlan | None = None
 
@@ -53,8 +54,8 @@ class Releases:
         self._database = database
         self._clock = clock
 
-    def create(self, name: RevisionName, origin: Origin, actor: str) -> Release:
-        """Make a release of a revision whose files were verified.
+    def create(self, name: RevisionName, origin: Origin, actor: str, signer: str = "") -> Release:
+        """Make a release of a revision whose files were verified, and signed where there is a signer.
 
         Raises NotFound, AlreadyExists where one of the revision has not ended, Exhausted.
         """
@@ -65,6 +66,8 @@ class Releases:
             open_release = _SELECT + "WHERE adapter_id = ? AND digest = ? AND state NOT IN ('retired', 'rolled back')"
             if (row := rows.execute(open_release, (adapter_id, name.digest)).fetchone()) is not None:
                 raise AlreadyExists(f"{_name(row)} is {row['state']} and has this revision already")
+            if not origin.source and (provenance := revision.provenance) is not None:
+                origin = replace(origin, source=provenance.uri, pin=provenance.pin)
             number = _one(rows, "SELECT coalesce(max(number), 0) + 1 FROM releases WHERE adapter_id = ?", adapter_id)
             if number > MOST_RELEASES:
                 message = f"{name.adapter_name} has {MOST_RELEASES} releases; use another name for the next"
@@ -78,6 +81,7 @@ class Releases:
                 origin,
                 create_ns=now,
                 change=0,
+                signer=signer,
             )
             rows.execute(
                 "INSERT INTO releases (adapter_id, number, digest, base_digest, state, record, baseline, step, "
@@ -88,7 +92,8 @@ class Releases:
                 ),
             )
             _note(rows, release, ReleaseEvent(revision.create_ns or now, None, release.state, actor, "uploaded", {}))
-            return _move(rows, release, ReleaseState.VERIFIED, now, actor, "its files are what their digests say")
+            cause = "its files are what their digests say" + (f", and signed by {signer}" if signer else "")
+            return _move(rows, release, ReleaseState.VERIFIED, now, actor, cause)
 
     def get(self, name: ReleaseName) -> Release:
         """Return a release with its history. Raises NotFound."""
@@ -117,7 +122,7 @@ class Releases:
         """Keep the results of gates. Raises NotFound, Aborted on a stale etag, Mismatch in another state."""
         failed = [gate.name for gate in gates if not gate.passed]
         after = ReleaseState.VERIFIED if failed else ReleaseState.QUALIFIED
-        cause = f"failed: {', '.join(failed)}" if failed else f"{len(gates)} gates passed"
+        cause = f"failed: {', '.join(failed)}" if failed else f"gates passed: {len(gates)}"
         figures = {f"{gate.name}.{key}": value for gate in gates for key, value in gate.figures.items()}
         with self._database.transaction() as rows:
             release = replace(_checked(rows, name, etag), gates=tuple(gates))
@@ -246,6 +251,12 @@ def find_candidate(rows: sqlite3.Connection, live: RevisionName) -> Candidate | 
     return Candidate(revision, release.name, release.step, release.plan)
 
 
+def is_signed(rows: sqlite3.Connection, adapter_id: int, digest: str) -> bool:
+    """Return whether a release has the signer of a revision."""
+    query = "SELECT 1 FROM releases WHERE adapter_id = ? AND digest = ? AND json_extract(record, '$.signer') != ''"
+    return rows.execute(query, (adapter_id, digest)).fetchone() is not None
+
+
 def live_moved(rows: sqlite3.Connection, adapter_id: int, digest: str, actor: str) -> None:
     """Note in the adapter's releases that `live` was moved by other means; an empty digest: it was removed."""
     now = time.time_ns()
@@ -363,7 +374,7 @@ def _one(rows: sqlite3.Connection, query: str, *values: Any) -> int:
 
 
 def _record(release: Release) -> str:
-    return msgspec.json.encode(_Record(release.origin, release.gates, release.plan)).decode()
+    return msgspec.json.encode(_Record(release.origin, release.signer, release.gates, release.plan)).decode()
 
 
 def _name(row: sqlite3.Row) -> ReleaseName:
@@ -405,6 +416,7 @@ def _to_release(rows: sqlite3.Connection, row: sqlite3.Row) -> Release:
         record.origin,
         create_ns=row["create_ns"],
         change=row["change"],
+        signer=record.signer,
         gates=record.gates,
         plan=record.plan,
         baseline=row["baseline"],

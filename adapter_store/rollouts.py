@@ -157,6 +157,7 @@ class Release:
     origin: Origin
     create_ns: int
     change: int
+    signer: str = ""
     gates: tuple[GateResult, ...] = ()
     plan: RolloutPlan | None = None
     baseline: str = ""

@@ -5,7 +5,8 @@ url = "https://ci.example.com/hooks/loraplex"
 secret_file = "ci.secret"              # whsec_ and base64 of 24 to 64 bytes; beside this file
 tenants = ["acme"]                     # whose releases; without it, all
 
-A webhook gets the events in their order, each at least once: the catalog keeps the last one that it has taken.
+A webhook gets the events in their order, each at least once: the catalog keeps the last one that it has taken. Stores
+that share a catalog each send them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ import msgspec
 
 from adapter_store.database import Database
 from adapter_store.rollouts import ReleaseEvent
+from rpc.errors import CallError
 
 log = logging.getLogger(__name__)
 
@@ -122,21 +125,28 @@ class Webhooks:
     def __init__(self, database: Database, webhooks: list[Webhook]) -> None:
         self._database = database
         self._webhooks = webhooks
-        with database.transaction() as rows:
-            # A new webhook begins with the next event.
+        database.repeated(self._begin)
+
+    def _begin(self) -> None:
+        """Let new webhooks begin with the next event, and forget those that are not in the file any more."""
+        names = [webhook.name for webhook in self._webhooks]
+        with self._database.transaction() as rows:
             rows.executemany(
                 "INSERT OR IGNORE INTO webhooks SELECT ?, coalesce(max(event), 0) FROM release_events",
-                [(webhook.name,) for webhook in webhooks],
+                [(name,) for name in names],
             )
-            names = json.dumps([webhook.name for webhook in webhooks])
-            rows.execute("DELETE FROM webhooks WHERE name NOT IN (SELECT value FROM json_each(?))", (names,))
+            rows.execute(
+                "DELETE FROM webhooks WHERE name NOT IN (SELECT value FROM json_each(?))", (json.dumps(names),)
+            )
 
     async def look(self) -> None:
         """Send what has happened since the last look; called every LOOK_S."""
         now = time.monotonic()
-        await asyncio.gather(
-            *(asyncio.to_thread(self._send, webhook) for webhook in self._webhooks if webhook.paused_until <= now)
-        )
+        due = [webhook for webhook in self._webhooks if webhook.paused_until <= now]
+        try:
+            await asyncio.gather(*(asyncio.to_thread(self._send, webhook) for webhook in due))
+        except CallError as error:  # the disk is full, or the bucket does not answer: the event is sent again
+            log.warning("what webhooks have taken is not kept: %s", error)
 
     def _send(self, webhook: Webhook) -> None:
         """Send a webhook its next events, until there are none, or a call fails."""
@@ -153,8 +163,11 @@ class Webhooks:
                         return
                     log.error("webhook %s: event %d is left out: %s", webhook.name, message.event, failure)
             webhook.failures = 0
-            with self._database.transaction() as rows:
-                rows.execute("UPDATE webhooks SET event = ? WHERE name = ?", (message.event, webhook.name))
+            self._database.repeated(partial(self._took, webhook.name, message.event))
+
+    def _took(self, name: str, event: int) -> None:
+        with self._database.transaction() as rows:
+            rows.execute("UPDATE webhooks SET event = max(event, ?) WHERE name = ?", (event, name))
 
     def _next(self, name: str) -> _Message | None:
         with self._database.reading() as rows:

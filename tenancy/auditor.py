@@ -71,7 +71,7 @@ AUDITED: Mapping[str, Audited] = {
     **_of(
         "adapters.v1.ReleaseService",
         {
-            "CreateRelease": Audited(("revision", "origin.source", "origin.pin"), ("release.name",)),
+            "CreateRelease": Audited(("revision", "origin.source", "origin.pin"), ("release.name", "release.signer")),
             **dict.fromkeys(("QualifyRelease", "PromoteRelease", "AbortRelease", "RollBackRelease"), _RELEASE),
         },
     ),

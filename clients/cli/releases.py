@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from artifacts.statements import SIGNATURE_FILE, sign_statement
 from clients.cli.gates import Examination, Result, examine, read_gates
 from clients.cli.options import (
     ROUTER,
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, help="Prove a revision of an adapter, make it live step by step, and roll it back."
 )
-_ENDED = ("retired", "rolled back")
+# The type of the statements that `export` signs.
+_STATEMENT = "https://loraplex/release/v1"
 ReleaseArgument = Annotated[
     str,
     typer.Argument(
@@ -69,18 +71,21 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
-    """Upload an adapter as a revision that no alias names, and make a release of it.
+    """Upload an adapter as a revision that no alias names, and make a release of it, with its model.sig if it has one.
 
     [bold]loraplex releases push ./support-lora --name support --run-id 2041 --tenant acme[/]
     """
     with store_client(store, tenant) as client:
         pushed = client.push(directory, name or directory.resolve().name, alias="-")
     origin = _origin(source or directory.resolve().as_uri(), pin, parent, run_id, dataset)
-    _said(_service(store, tenant).ask("CreateRelease", revision=pushed.revision.name, origin=origin).release)
+    bundle = directory / SIGNATURE_FILE
+    signature = bundle.read_bytes() if bundle.is_file() else b""
+    service = _service(store, tenant)
+    _said(service.ask("CreateRelease", revision=pushed.revision.name, origin=origin, signature=signature).release)
 
 
 @app.command()
-def create(
+def create(  # noqa: PLR0913, PLR0917  # one parameter a flag
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="NAME@ALIAS or NAME@sha256:...", autocompletion=adapter_names)
     ],
@@ -89,14 +94,19 @@ def create(
     parent: ParentOption = "",
     run_id: RunOption = "",
     dataset: DatasetOption = None,
+    signature: Annotated[
+        Path | None,
+        typer.Option("--signature", metavar="FILE", help="The bundle that model-signing wrote of its files."),
+    ] = None,
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
     """Make a release of a revision that the store has."""
     with store_client(store, tenant) as client:
         _, revision = client.get(name)
-    origin = _origin(source, pin, parent, run_id, dataset)
-    _said(_service(store, tenant).ask("CreateRelease", revision=revision.name, origin=origin).release)
+    origin, bundle = _origin(source, pin, parent, run_id, dataset), signature.read_bytes() if signature else b""
+    service = _service(store, tenant)
+    _said(service.ask("CreateRelease", revision=revision.name, origin=origin, signature=bundle).release)
 
 
 @app.command("list")
@@ -134,7 +144,9 @@ def history(
         print_json(_values(release))
         return
     origin = [(field, value) for field, value in message_values(release.origin).items() if value]
-    print_fields([("release", release.name), ("state", _state(release.state)), ("revision", release.digest), *origin])
+    signer = [("signer", release.signer)] if release.signer else []
+    named = [("release", release.name), ("state", _state(release.state)), ("revision", release.digest)]
+    print_fields([*named, *signer, *origin])
     if release.gates:
         columns: Columns = {
             "gate": "name",
@@ -318,6 +330,23 @@ def rollback(name: ReleaseArgument, tenant: TenantOption = TENANT, store: StoreO
     service = _service(store, tenant)
     release = _find(service, name, store, tenant, {"canary"}, {"live"})
     _said(service.ask("RollBackRelease", name=release.name, etag=release.etag).release)
+
+
+@app.command()
+def export(
+    name: ReleaseArgument,
+    key: Annotated[Path, typer.Option("--key", metavar="FILE", help="PEM of the private key that signs.")],
+    tenant: TenantOption = TENANT,
+    store: StoreOption = STORE,
+) -> None:
+    """Print a release with its history as a signed in-toto statement, in a bundle as model-signing writes it."""
+    from artifacts import ArtifactError
+
+    release = _find(_service(store, tenant), name, store, tenant)
+    try:
+        print(sign_statement(release.name, release.digest, _STATEMENT, _values(release), key.read_bytes()).decode())
+    except ArtifactError as error:
+        raise CommandError(f"--key {key}: {error.message}") from error
 
 
 def _service(store: str, tenant: str) -> Service:

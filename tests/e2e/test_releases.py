@@ -6,6 +6,7 @@ RELEASES=2000 (`make releases`) runs the long form, whose split is held against 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import math
 import os
@@ -20,6 +21,9 @@ from typing import Any
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from loraplex.adapters.v1 import releases_pb2, releases_pb2_grpc
 from loraplex_client import AsyncClient, AsyncStoreClient, Client
 
@@ -240,6 +244,9 @@ async def quickstart(rollout: Rollout, cluster: Any, directory: Path) -> None:
     """Run the guide's first lines, and then requests until the release is live."""
     page = (Path(__file__).parents[2] / "docs/guides/releases.md").read_text()
     lines = page.partition("## Quickstart")[2].partition("\n    ")[2].partition("\n\n")[0]
+    lines += "\nloraplex releases export support --key key.pem > statement.json\n"
+    key = ec.generate_private_key(ec.SECP256R1())
+    (directory / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     for number in (1, 2):
         write_adapter(directory / f"support-{number}", f"support {number}")
     addresses = {"LORAPLEX_ADDRESS": cluster.local.router, "LORAPLEX_STORE_ADDRESS": cluster.local.store}
@@ -255,12 +262,24 @@ async def quickstart(rollout: Rollout, cluster: Any, directory: Path) -> None:
     assert shell.returncode == 0, output
     assert "releases/1 is verified" in output
     assert "passed golden 1" in output
+    check_statement((directory / "statement.json").read_bytes(), key.public_key())
     digests = [(await rollout.store.get("support"))[1].digest]
     while len(set(digests)) == 1:
         answers = (rollout.clients[0].generate("Hi", adapter_id="support", max_tokens=1) for _ in range(8))
         assert all(answer.adapter_revision for answer in await asyncio.gather(*answers))
         digests.append((await rollout.store.get("support"))[1].digest)
     assert "releases/1 is canary, 10%: step 1 of 2: 10%" in output
+
+
+def check_statement(bundle: bytes, key: ec.EllipticCurvePublicKey) -> None:
+    """Check the signature of an exported release as DSSE has it, and what it says."""
+    envelope = json.loads(bundle)["dsseEnvelope"]
+    payload = base64.b64decode(envelope["payload"])
+    signed = b"DSSEv1 28 application/vnd.in-toto+json %d %s" % (len(payload), payload)
+    key.verify(base64.b64decode(envelope["signatures"][0]["sig"]), signed, ec.ECDSA(hashes.SHA256()))
+    statement = json.loads(payload)
+    assert statement["subject"][0]["name"] == "tenants/acme/adapters/support/releases/1"
+    assert [event["cause"] for event in statement["predicate"]["history"]][2] == "gates passed: 1"
 
 
 def run_gates(cluster: Any, directory: Path, digest: str) -> dict[str, Result]:
