@@ -190,6 +190,11 @@ FAULTS: dict[str, tuple[Callable[[Hub], object], str, str]] = {
         "INVALID_ARGUMENT",
         "git-lfs",
     ),
+    "too many files": (
+        lambda hub: hub.files.update({f"{number}.txt": b"" for number in range(10_000)}),
+        "INVALID_ARGUMENT",
+        "more than 10000 files",
+    ),
     "a bad template": (
         lambda hub: hub.files.update({"chat_template.jinja": b"\xff"}),
         "INVALID_ARGUMENT",
@@ -216,6 +221,19 @@ async def test_a_file_with_other_bytes_than_its_digest_is_refused(
     code, message = await refused(client, refusal)
     assert (code, "digest" in message) == ("INVALID_ARGUMENT", True)
     await is_empty(client, uploads_gone)
+
+
+async def test_an_import_that_takes_too_long_ends(client: Client, store: Any, hub: Hub, refusal: Refusal) -> None:
+    may_go_on = threading.Event()
+
+    def wait() -> None:
+        may_go_on.wait(20)
+
+    hub.before_file = wait
+    store._transfers._timeout_s = 0.2
+    code, message = await refused(client, refusal)
+    may_go_on.set()
+    assert (code, "more than 0.2 s" in message) == ("DEADLINE_EXCEEDED", True)
 
 
 async def test_a_redirect_to_a_private_address_is_refused(
