@@ -60,16 +60,12 @@ def _batches(loaded: LoadedModel, cache: KvCache, config: EngineConfig) -> list[
 
         sizes |= {min(tile.height, config.step_tokens) for tile in TILES}
     limits = (replace(config, step_tokens=tokens) for tokens in sorted(sizes))
-    return [batch for one in limits for batch in _largest_batches(cache, loaded.context_length, one)]
+    largest = [batch for one in limits for batch in _largest_batches(cache, loaded.context_length, one)]
+    return largest + _late_batches(cache, loaded.context_length, config)
 
 
 def _largest_batches(cache: KvCache, context: int, config: EngineConfig) -> list[Batch]:
-    """Return steps of decode rows alone, one of the most tokens, whose logits are all wanted, and two of few tokens.
-
-    Chunks behind a short and behind a long context have kernels of their own.
-    """
-    from worker.engine.attention.kernels import CHUNK_SPLIT  # Triton is there only with CUDA
-
+    """Return steps of decode rows alone, and one of the most tokens, whose logits are all wanted."""
     slot, count = 0 if config.adapter_slots else -1, min(config.rows, config.step_tokens)
 
     def decode_rows(samplings: tuple[SamplingParams, ...]) -> list[Row]:
@@ -84,12 +80,19 @@ def _largest_batches(cache: KvCache, context: int, config: EngineConfig) -> list
     steps = [Batch(tuple(decode_rows(samplings)), count, count) for samplings in (_PLAIN, _ADJUSTED)]
     if longer:
         steps.append(Batch((*decodes, *longer), len(decodes), config.step_tokens - left))
-    if context > CHUNK_SPLIT:
-        start = min(CHUNK_SPLIT, context - 2)
-        steps.append(Batch((_row(cache, _PLAIN[0], start, 1, slot),), 1, 1))
-    if longer and context > CHUNK_SPLIT:
-        steps += [Batch((_row(cache, _ADJUSTED[0], at, 2, slot),), 0, 2) for at in (0, start)]
     return steps
+
+
+def _late_batches(cache: KvCache, context: int, config: EngineConfig) -> list[Batch]:
+    """Return small steps behind a long context, whose attention has kernels of its own, and one behind none."""
+    from worker.engine.attention.kernels import CHUNK_SPLIT  # Triton is there only with CUDA
+
+    if context <= CHUNK_SPLIT:
+        return []
+    slot, late = 0 if config.adapter_slots else -1, min(CHUNK_SPLIT, context - 2)
+    spans = ((late, 1), (late, 2), (0, 2)) if config.step_tokens > 1 else ((late, 1),)
+    rows = [_row(cache, _ADJUSTED[0], start, count, slot) for start, count in spans]
+    return [Batch((row,), int(row.count == 1), row.count) for row in rows]
 
 
 def _row(cache: KvCache, sampling: SamplingParams, start: int, count: int, slot: int) -> Row:
