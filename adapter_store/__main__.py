@@ -8,8 +8,8 @@ import sys
 import uvloop
 
 from adapter_store.app import BootstrapKeyError, StoreSettings, serve
-from adapter_store.sources.policy import SourcesError
 from adapter_store.signers import SignersError
+from adapter_store.sources.policy import SourcesError
 from adapter_store.storage import DataDirectoryError
 from adapter_store.webhooks import WebhooksError
 from rpc.server import PortInUse

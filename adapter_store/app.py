@@ -32,8 +32,8 @@ from adapter_store.release_service import LOOK_S as RELEASES_LOOK_S
 from adapter_store.release_service import ReleaseService
 from adapter_store.releases import Releases
 from adapter_store.service import AdapterService, WorkerGrants
-from adapter_store.sources.policy import Sources
 from adapter_store.signers import Signers, read_signers
+from adapter_store.sources.policy import Sources
 from adapter_store.storage import DataDirectory
 from adapter_store.transfer import Transfers
 from adapter_store.webhooks import LOOK_S as WEBHOOKS_LOOK_S

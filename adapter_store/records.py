@@ -7,8 +7,8 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from adapter_store.sources import SourceFile
 from adapter_store.rollouts import ReleaseName, RolloutPlan
+from adapter_store.sources import SourceFile
 from artifacts.base_model import BaseModel
 from artifacts.names import AdapterName, RevisionName
 from artifacts.revision import Figures, FitnessLimits
