@@ -124,7 +124,7 @@ class Receiver:
         model = header.base_model or self._quotas.default_model(name.tenant, caller().key_id)
         base = await asyncio.to_thread(self._bases.get_or_only, model, f"{at}base_model")
         await asyncio.to_thread(self._catalog.check_upload, name, base.manifest.name, header.etag, caller().key_id)
-        ttl_s = seconds_of("header.ttl", header.ttl, least=1.0) if header.HasField("ttl") else None
+        ttl_s = seconds_of(f"{at}ttl", header.ttl, least=1.0) if header.HasField("ttl") else None
         return Header(name, alias, header.etag, base, ttl_s)
 
     def _adapter_limit(self, file: str) -> int:

@@ -192,7 +192,7 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
             reference = parse_reference(request.name, tenant)
         if not await self._grants.may_use(reference.candidates[0], tenant):
             raise NotFound("adapter", request.name)
-        _, revision = await asyncio.to_thread(self._catalog.resolve, reference, request.name)
+        _, revision, _ = await asyncio.to_thread(self._catalog.resolve, reference, request.name)
         going = self._transfers.exported(
             request.destination, tenant, partial(self._catalog.open_revision, revision.name)
         )

@@ -25,6 +25,7 @@ from adapter_store.metrics import StoreMetrics
 from adapter_store.plans import StoredPlans, StoreQuotas
 from adapter_store.records import NewBase, NewRevision, Revision
 from adapter_store.replica import Replica
+from adapter_store.signers import Signers
 from adapter_store.storage import CorruptBlob, DataDirectory, DataDirectoryError
 from artifacts.base_model import read_base_model
 from artifacts.names import AdapterName, RevisionName, parse_reference
@@ -87,7 +88,7 @@ def parts(root: Path, bucket: Any = None) -> Parts:
         data = BucketDirectory(root, bucket)
         database = data.database = Replica(data.catalog_path, bucket)
     deleted = DeletedRevisions(database, data, 0.0)
-    catalog = Catalog(database, data, deleted, StoreQuotas(StoredPlans(database), StoreMetrics()))
+    catalog = Catalog(database, data, deleted, StoreQuotas(StoredPlans(database), StoreMetrics()), Signers({}))
     BaseModels(database, data).register(NewBase(BASE, {}, False, False), data.new_upload())
     return Parts(data, database, catalog, deleted)
 
@@ -245,7 +246,7 @@ def test_nothing_is_lost_among_stores_that_change_the_same(bucket: Any, open_par
 
     def read(number: int) -> int:
         store = stores[number % 2]
-        _, revision = store.catalog.resolve(parse_reference(f"support@{random.choice(list(contents))}", "acme"), "")
+        _, revision, _ = store.catalog.resolve(parse_reference(f"support@{random.choice(list(contents))}", "acme"), "")
         assert store.read(revision.name) == contents[revision.name.digest]
         return 0
 

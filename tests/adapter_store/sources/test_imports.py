@@ -60,7 +60,7 @@ async def client(store: Store, hash_base: BaseModel, connect: Callable[[str], Cl
     await connected.close()
 
 
-async def import_(client: Client, source: str = HF, tenant: str = "acme", name: str = "support", **fields: str) -> Any:
+async def import_(client: Client, source: str = HF, tenant: str = "acme", name: str = "support", **fields: Any) -> Any:
     """Import a revision; returns the last message's event."""
     request = pb.ImportRevisionRequest(adapter=name, source=source, **fields)
     call = client.stub.ImportRevision(request, metadata=(("x-loraplex-tenant", tenant),))
