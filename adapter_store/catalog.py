@@ -51,7 +51,7 @@ from artifacts.names import LIVE, SHARED, AdapterName, Reference, RevisionName, 
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, Figures
 from rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
-from rpc.principal import caller, calling_tenant, known_caller
+from rpc.principal import caller, calling_tenant
 
 # Maximum number of grants that a tenant has made, ended ones included, which are kept for answers that run.
 GRANTS_LIMIT = 10_000
@@ -547,19 +547,13 @@ def _set_alias(rows: sqlite3.Connection, adapter_id: int, alias: str, digest: st
         "INSERT OR REPLACE INTO aliases (adapter_id, alias, digest) VALUES (?, ?, ?)", (adapter_id, alias, digest)
     )
     if alias == LIVE:
-        live_moved(rows, adapter_id, digest, _calling_name())
+        live_moved(rows, adapter_id, digest)
     return True
-
-
-def _calling_name() -> str:
-    """Return who changes an alias; nothing where the store itself does, outside a call."""
-    principal = known_caller()
-    return principal.name if principal else ""
 
 
 def _remove_alias(rows: sqlite3.Connection, adapter_id: int, alias: str) -> bool:
     """Remove the alias; returns whether there was one."""
     deleted = rows.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (adapter_id, alias))
     if alias == LIVE:
-        live_moved(rows, adapter_id, "", _calling_name())
+        live_moved(rows, adapter_id, "")
     return deleted.rowcount > 0

@@ -28,6 +28,7 @@ from adapter_store.rollouts import (
 from artifacts.names import LIVE, AdapterName, RevisionName
 from artifacts.outcomes import StepOutcomes
 from rpc.errors import Aborted, AlreadyExists, Exhausted, Mismatch, NotFound
+from rpc.principal import known_caller
 
 # Maximum number of releases of an adapter, and of the events of a release that are kept, the last ones.
 MOST_RELEASES = 1_000
@@ -257,9 +258,10 @@ def is_signed(rows: sqlite3.Connection, adapter_id: int, digest: str) -> bool:
     return rows.execute(query, (adapter_id, digest)).fetchone() is not None
 
 
-def live_moved(rows: sqlite3.Connection, adapter_id: int, digest: str, actor: str) -> None:
+def live_moved(rows: sqlite3.Connection, adapter_id: int, digest: str) -> None:
     """Note in the adapter's releases that `live` was moved by other means; an empty digest: it was removed."""
-    now = time.time_ns()
+    now, who = time.time_ns(), known_caller()
+    actor = STORE if who is None else who.name
     cause = f"live was moved to {digest}" if digest else "live was removed"
     running = _SELECT + "WHERE adapter_id = ? AND digest != ? AND state IN ('live', 'canary')"
     for row in rows.execute(running, (adapter_id, digest)).fetchall():
