@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import sqlite3
@@ -17,6 +18,7 @@ import obstore
 import pytest
 from obstore.store import AzureStore, MemoryStore
 
+from adapter_store.app import Store, StoreSettings
 from adapter_store.bases import BaseModels
 from adapter_store.bucket import BucketDirectory
 from adapter_store.catalog import Catalog, DeletedRevisions
@@ -32,6 +34,7 @@ from artifacts.names import AdapterName, RevisionName, parse_reference
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, revision_digest
 from rpc.errors import Aborted, NotFound
+from rpc.principal import Role
 from tests.adapter_store.sources.places import AZURE_ACCOUNT, AZURE_KEY, azurite, bucket_of
 
 # Alias moves of the test of several stores; `make buckets` makes 1,000.
@@ -333,3 +336,29 @@ def test_a_missing_blob_is_named(open_parts: Callable[..., Parts]) -> None:
         obstore.delete(bucket, [each["path"] for each in page])
     with pytest.raises(CorruptBlob, match=revision.weights.digest), suppress(NotFound):
         store.read(revision.name)
+
+
+async def test_api_keys_of_another_store_are_known_until_they_are_purged(
+    tmp_path: Path, seaweed_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+    for name, value in {**keys, "AWS_ENDPOINT_URL": seaweed_url}.items():
+        monkeypatch.setenv(name, value)
+    stores = [Store(StoreSettings(data=tmp_path / at, port=0, bucket="s3://acme/keys")) for at in "ab"]
+    for store in stores:
+        await store.start()
+    first, second = stores
+    epoch = second._keys.epoch
+    key, _ = await asyncio.to_thread(first._keys.create, "acme", Role.TENANT_USER, frozenset[str](), "", None)
+    await asyncio.to_thread(second._database.refresh)
+    assert second._directory.is_valid(key.key_id)
+    await asyncio.to_thread(second._keys.revoke, key.key_id)
+    await asyncio.to_thread(first._database.refresh)
+    assert not first._directory.is_valid(key.key_id)
+    assert second._keys.epoch == epoch
+    await asyncio.to_thread(first._keys.purge, "acme")
+    await asyncio.to_thread(second._database.refresh)
+    assert second._directory.find(key.key_id) is None
+    assert second._keys.epoch != epoch
+    for store in stores:
+        await store.stop(drain_s=0)

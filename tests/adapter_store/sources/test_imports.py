@@ -113,7 +113,10 @@ async def test_a_branch_is_imported_as_its_commit(client: Client, uploads_gone: 
     assert again.revision == revision  # the first origin stays
 
 
-async def test_a_connection_that_breaks_goes_on_where_it_ended(client: Client, hub: Hub) -> None:
+async def test_a_connection_that_breaks_goes_on_where_it_ended(
+    client: Client, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_PAUSE_S", 0.0)
     hub.cut = [10, 1 << 30, 1_500_000, 1_000_000]  # the configuration, then twice the weights
     assert (await client.download((await import_(client)).revision.name))[1] == FILES
     assert [start for start in hub.ranges if start] == ["bytes=10-", "bytes=1500000-", "bytes=2500000-"]
