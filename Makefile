@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts company gpu bench json-schema-suite lint format lock sbom audit clean buckets
+.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -135,6 +135,10 @@ forged: $(STAMP) ## Forge hellos, frames, jobs, commands, tokens and grants agai
 
 authz: $(STAMP) ## Call every RPC with every role and every fault of its credential
 	$(BIN)/python -m tests.authz
+
+ranks: $(STAMP) ## Compare every family on two and four ranks, quantized too, with one process
+	FAMILIES=all $(BIN)/python -m pytest -q tests/worker/engine/ranks tests/e2e/test_ranks.py
+	$(BIN)/python -m tests.worker.engine.ranks.memory
 
 chaos: $(STAMP) ## Kill, stop and cut off every part under load; check every token
 	$(BIN)/python -m tests.chaos --requests $(REQUESTS) --kills $(KILLS) --seed $(SEED) \

@@ -253,13 +253,15 @@ class _Adapters:
 def fake_engine(config: EngineConfig, seed: int = 1) -> Iterator[tuple[TorchEngine, FakeCuda]]:
     """Build an engine on a fake device, whose answers are drawn; it serves in this thread, within the context."""
 
-    def load(model: str, device: str, dtype: str, quantize: str) -> LoadedModel:
+    def load(model: str, device: str, dtype: str, quantize: str, group: None) -> LoadedModel:
         with _disable_current_modes():
             loaded = load_model(model, "cpu", dtype, quantize)
         _move(loaded.module)
         return replace(loaded, device=DEVICE)
 
-    def adapters(base: Any, config: EngineConfig, on_loaded: Callable[[], None], *installs: Any) -> AdapterCache[Any]:
+    def adapters(
+        base: Any, config: EngineConfig, on_loaded: Callable[[], None], *installs: Any, make: Any
+    ) -> AdapterCache[Any]:
         loads = LoaderThreads[PackedAdapter](on_loaded)
         return AdapterCache(config.adapter_slots, _Adapters(installs[0]), loads, 1 << 20)
 

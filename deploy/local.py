@@ -64,6 +64,8 @@ class ClusterSettings:
     # The gateway's port; None for no gateway.
     http_port: int | None = None
     device: str = "cpu"
+    # Devices of a worker, each with a part of the model.
+    tensor_parallel: int = 1
     dtype: str = "auto"
     # The scheme of the weights, such as int8; empty: as the files are.
     quantize: str = ""
@@ -83,6 +85,7 @@ class ClusterSettings:
     def flags_of_worker(self) -> list[str]:
         """Return the flags that every worker has."""
         flags = ["--model", self.model, "--model-name", self.model_name, "--device", self.device, "--dtype", self.dtype]
+        flags += ["--tensor-parallel", str(self.tensor_parallel)] if self.tensor_parallel > 1 else []
         flags += ["--quantize", self.quantize] if self.quantize else []
         flags += ["--kv-cache-dtype", self.kv_cache_dtype] if self.kv_cache_dtype else []
         if self.device == "cpu" and self.workers > 1:  # Engines that each use every core slow each other down.

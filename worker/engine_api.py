@@ -182,11 +182,13 @@ class EngineConfig:
     kv_cache_dtype: str = ""
     # On CUDA a sequence's numbers have the same bits alone and beside any others, as they have on the CPU in any case.
     batch_invariant: bool = False
+    # Ranks that compute the model together, each with a part of its weights; on CUDA each on a device of its own.
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         """Check the values. Raises ValueError for a number that no engine can work with, ArtifactError for a dtype."""
         check_kv_cache_dtype(self.kv_cache_dtype)
-        for name in ("rows", "block_size", "step_tokens"):
+        for name in ("rows", "block_size", "step_tokens", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, is {getattr(self, name)}")
         if not self.itl_target_ms > 0:

@@ -148,7 +148,11 @@ from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 def encode(message: ToEngine | FromEngine) -> bytes:
     """Return a message with its length in front."""
-    body = _encoder.encode(message)
+    return frame(_encoder.encode(message))
+
+
+def frame(body: bytes) -> bytes:
+    """Return a message's body with its length in front."""
     return _LENGTH.pack(len(body)) + body
 
 

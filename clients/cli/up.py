@@ -67,6 +67,9 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         str, typer.Option(metavar="NAME", help="Adapter of that protocol's calls without lora_id.")
     ] = "",
     device: Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")] = "cpu",
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Devices of a worker, each with a part of the model's weights.")
+    ] = 1,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")] = "auto",
     quantize: QuantizeOption = "",
     kv_cache_dtype: KvCacheOption = "",
@@ -144,6 +147,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         store_port=store_port,
         http_port=http,
         device=device,
+        tensor_parallel=tensor_parallel,
         dtype=dtype,
         quantize=quantize,
         kv_cache_dtype=kv_cache_dtype,

@@ -84,7 +84,8 @@ def main() -> int:
     """Run the process; return 0 when the other end is gone, 1 after an error, 2 for a model that can't be served."""
     parser = argparse.ArgumentParser(prog="python -m worker.engine.process", description=__doc__.splitlines()[0])
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
-    fd = parser.parse_args().fd
+    parser.add_argument("--rank", action="store_true", help="run a rank of a split model, for its rank 0 at the socket")
+    arguments = parser.parse_args()
     set_up_logging("engine", **logging_of(os.environ))
     # A terminal or a supervisor may signal the whole group of processes: the I/O process drains, which needs us; we
     # end with our link.
@@ -92,7 +93,8 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     try:
-        return run(EngineEnd(socket.socket(fileno=fd)))
+        sock = socket.socket(fileno=arguments.fd)
+        return run_rank(sock) if arguments.rank else run(EngineEnd(sock))
     except (BrokenPipeError, ConnectionResetError):
         return 0
     except Exception:
@@ -123,6 +125,15 @@ def run(end: EngineEnd) -> int:
     finally:
         engine.close()
     return 0
+
+
+def run_rank(sock: socket.socket) -> int:
+    """Run a rank of a split model; return the exit code."""
+    with without_gc():
+        from worker.engine.ranks import RankEnd
+        from worker.engine.torch_engine import follow
+
+    return follow(RankEnd(sock))
 
 
 def serve(engine: Engine[Any], end: EngineEnd, messages: list[ToEngine] | None, reported: EngineStats) -> None:
@@ -178,6 +189,8 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine[Any]:
     def on_begun(sequence_id: str) -> None:
         end.send(Begun(sequence_id))
 
+    if config.tensor_parallel > 1 and (is_hash_spec(config.model) or is_encoder(config.model)):
+        raise ModelUnusableError("--tensor-parallel: only decoders are divided among ranks; leave it out")
     if is_hash_spec(config.model):
         return HashEngine(config, end.wake, on_begun)
     # Torch is imported only where it is used: it takes seconds and hundreds of megabytes.
@@ -196,7 +209,16 @@ def _build(config: EngineConfig, end: EngineEnd) -> Engine[Any]:
 
     if config.device.startswith("cuda"):
         before_compilations(lambda: end.send(Compiling()))
-    return build_engine(config, on_loaded=end.wake, on_begun=on_begun)
+
+    def on_lost(rank: int, why: str) -> None:
+        """End the process: the I/O process starts another one, unless the model is at fault."""
+        if why:
+            end.send(Unusable(why))
+        else:
+            log.critical("rank %d has died", rank)
+        os._exit(2 if why else 1)
+
+    return build_engine(config, on_loaded=end.wake, on_begun=on_begun, on_lost=on_lost)
 
 
 def _die_with_parent() -> None:

@@ -7,9 +7,12 @@ while engine.has_work(): print(engine.step())
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -28,11 +31,16 @@ from worker.engine.device import (
 )
 from worker.engine.engine import Engine
 from worker.engine.lora.base_layers import ModelLayers
-from worker.engine.lora.weights import AdapterLayers, PackedAdapter, adapter_cache
+from worker.engine.lora.rank_adapters import RankAdapters, SharedAdapterMemory
+from worker.engine.lora.weights import AdapterLayers, MakeMemory, PackedAdapter, TorchAdapterMemory, adapter_cache
+from worker.engine.lora.whole_layers import WholeLayers
 from worker.engine.model.encoding import Encoding
 from worker.engine.model.first_steps import run_first_steps
-from worker.engine.model.loader import LoadedModel, choose_layouts, lay_out, load_model
+from worker.engine.model.layouts import DecodeLayout, StepLayout
+from worker.engine.model.loader import LoadedModel, check_split, choose_layouts, device_of, lay_out, load_model
 from worker.engine.model.runner import Runner
+from worker.engine.parallel.group import RankGroup, leave_group, rank_device
+from worker.engine.ranks import Followers, Install, OnLost, RankEnd, Start, end_process
 from worker.engine.sampling.step import InFlight
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.chunk_sizer import ChunkSizer, StepTimer
@@ -67,9 +75,11 @@ class TorchEngine(Engine[Scheduler]):
         chunk_sizer: ChunkSizer | None,
         *,
         ahead: bool,
+        followers: Followers | None = None,
     ) -> None:
         super().__init__(scheduler, adapters, grammars)
         self._runner = runner
+        self._followers = followers
         self._encoding = encoding
         self._chunk_sizer = chunk_sizer
         self._timer = StepTimer()
@@ -120,7 +130,8 @@ class TorchEngine(Engine[Scheduler]):
         try:
             return launch(argument)
         except Exception as error:
-            if not is_out_of_memory(error):
+            # With several ranks the others would be left in the middle of the step.
+            if self._followers is not None or not is_out_of_memory(error):
                 raise
             _log.warning("memory is not enough for a step of %d rows, %d tokens", len(batch.rows), batch.tokens)
         # Only here, because the exception holds the frames of the failed step, and with them its tensors.
@@ -131,6 +142,9 @@ class TorchEngine(Engine[Scheduler]):
         """See Engine."""
         self._runner.close()
         super().close()
+        if self._followers is not None:
+            self._followers.close()
+            leave_group()
 
 
 def build_engine(
@@ -140,18 +154,74 @@ def build_engine(
     paced: bool = True,
     on_loaded: Callable[[], None] = lambda: None,
     on_begun: Callable[[str], None] = lambda sequence_id: None,
+    on_lost: OnLost = end_process,
 ) -> TorchEngine:
     """Load a model directory and build an engine around it.
 
     `ahead`: schedule one step ahead; by default only on CUDA, because on the CPU the host computes and nothing is
     gained. `paced`: size prompt chunks by measured time (chunk_sizer.py); without, a step's rows do not depend on the
     clock. `on_loaded` is called from another thread when an adapter has been read and a step would let it in;
-    `on_begun` before the first step of a sequence. Raises ModelUnusableError.
+    `on_begun` before the first step of a sequence; `on_lost` when a rank has ended. Raises ModelUnusableError.
     """
-    loaded = load_model(config.model, config.device, config.dtype, config.quantize)
-    torch.set_num_threads(step_threads(loaded.parameters, config.threads))
+    with contextlib.ExitStack() as stack:
+        followers = None
+        if config.tensor_parallel > 1:
+            check_split(config)
+            followers = Followers(config, on_lost)
+            stack.callback(leave_group)
+            stack.callback(followers.close)
+        part = load_part(config, ahead=ahead, followers=followers)
+        if followers is not None:
+            followers.met()
+        loaded = part.loaded
+        make: MakeMemory = TorchAdapterMemory
+        if followers is not None and loaded.split is not None:
+            make = partial(SharedAdapterMemory, loaded.split, followers.install)
+        adapters = adapter_cache(part.base, config, on_loaded, part.lora.install, part.encoding.install, make=make)
+        chunk_sizer = ChunkSizer(config.itl_target_ms / 1000) if paced else None
+        grammars = _grammars(loaded, on_loaded)
+        # Again: the threads that were started set it to one.
+        torch.set_num_threads(_threads(loaded, config))
+        scheduler = Scheduler(
+            part.limits, loaded.end_token_ids, config.step_tokens, adapters, chunk_sizer, on_begun, grammars=grammars
+        )
+        engine = TorchEngine(
+            scheduler, part.runner, part.encoding, adapters, grammars, chunk_sizer,
+            ahead=part.ahead, followers=followers,
+        )  # fmt: skip
+        stack.pop_all()
+    return engine
+
+
+@dataclass(frozen=True)
+class LoadedPart:
+    """A model that is ready to run, or this rank's part of it."""
+
+    loaded: LoadedModel
+    base: ModelLayers
+    lora: AdapterLayers
+    encoding: Encoding
+    runner: Runner
+    limits: EngineLimits
+    ahead: bool
+
+
+def load_part(
+    config: EngineConfig, *, ahead: bool | None = None, followers: Followers | None = None, start: Start | None = None
+) -> LoadedPart:
+    """Load a model; of several ranks rank 0 has `followers`, and `start` is how another one was started.
+
+    Raises ModelUnusableError.
+    """
+    group, device = None, config.device
+    if config.tensor_parallel > 1:
+        rank, store = (start.rank, start.store) if start else (0, followers.store if followers else "")
+        device = rank_device(device, rank)
+        group = RankGroup(rank, config.tensor_parallel, store, device_of(device))
+    loaded = load_model(config.model, device, config.dtype, config.quantize, group)
+    torch.set_num_threads(_threads(loaded, config))
     loaded = choose_layouts(loaded, config.dtype)
-    base = ModelLayers(loaded)
+    base = WholeLayers(loaded, loaded.split) if loaded.split is not None else ModelLayers(loaded)
     lora = adapter_layers(loaded, config)
     encoding = Encoding(loaded, config.adapter_slots)
     on_cuda = loaded.device.type == "cuda"
@@ -164,20 +234,39 @@ def build_engine(
         loaded.kv, limits.blocks, limits.block_size, loaded.dtype, loaded.device, int8=int8,
         batch_invariant=config.batch_invariant,
     )  # fmt: skip
-    adapters = adapter_cache(base, config, on_loaded, lora.install, encoding.install)
-    torch.set_num_threads(step_threads(loaded.parameters, config.threads))
-    chunk_sizer = ChunkSizer(config.itl_target_ms / 1000) if paced else None
-    grammars = _grammars(loaded, on_loaded)
-    scheduler = Scheduler(
-        limits, loaded.end_token_ids, config.step_tokens, adapters, chunk_sizer, on_begun, grammars=grammars
-    )
     ahead = on_cuda if ahead is None else ahead
-    runner = Runner(loaded, cache, lora, encoding, ahead=ahead)
+    runner = Runner(loaded, cache, lora, encoding, ahead=ahead, send=followers.send if followers else None)
     if on_cuda:
         runner.capture_decodes(limits)
     else:
         runner.warm_up()
-    return TorchEngine(scheduler, runner, encoding, adapters, grammars, chunk_sizer, ahead=ahead)
+    return LoadedPart(loaded, base, lora, encoding, runner, limits, ahead)
+
+
+def follow(end: RankEnd) -> int:
+    """Run a rank from 1 on until rank 0 has gone; return the exit code."""
+    part: LoadedPart | None = None
+    for message, memory in end.messages():
+        match message:
+            case Start():
+                try:
+                    part = load_part(message.config, start=message)
+                except ModelUnusableError as error:
+                    end.refuse(str(error))
+                    return 2
+                adapters = RankAdapters(part.loaded, part.lora)
+            case Install(shapes, slot):
+                assert memory is not None, "it comes with its file"
+                adapters.install(shapes, memory, slot)
+            case StepLayout() | DecodeLayout():
+                assert part is not None, "it was started"
+                part.runner.execute(message)
+    return 0
+
+
+def _threads(loaded: LoadedModel, config: EngineConfig) -> int:
+    """Return the number of threads of this rank's steps: ranks on the CPU share out the worker's."""
+    return max(1, step_threads(loaded.parameters, config.threads) // config.tensor_parallel)
 
 
 def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
@@ -190,7 +279,11 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
         from worker.engine.lora.cpu import CpuLayers
 
         layers = CpuLayers(module, loaded.linears, slots, max_rank, dtype, loaded.ends, loaded.experts)
-        use_kernels(module, loaded.attention, dtype, loaded.context_length)
+        agree: Callable[[bool], bool] = bool
+        if loaded.split is not None:
+            loaded.split.join(module)
+            agree = loaded.split.group.agree
+        use_kernels(module, loaded.attention, dtype, loaded.context_length, agree)
         return layers
     # Triton is there only with CUDA
     from worker.engine.decoder.cuda import use_kernels as use_cuda_kernels
@@ -213,6 +306,8 @@ def adapter_layers(loaded: LoadedModel, config: EngineConfig) -> AdapterLayers:
         raise ModelUnusableError(
             f"{slots} adapter slots of rank {max_rank} do not fit in the memory of {device}; use fewer, or a lower rank"
         ) from None
+    if loaded.split is not None:
+        loaded.split.join(module)
     use_cuda_kernels(module, dtype)
     if config.batch_invariant:
         from worker.engine.decoder.invariant import use_invariant_products
@@ -243,6 +338,9 @@ def _blocks(loaded: LoadedModel, config: EngineConfig) -> int:
     # On CUDA the adapter slots and the memory of the largest step have been allocated before this; on the CPU an empty
     # slot takes no memory.
     available = available_bytes(loaded.device)
+    group = loaded.split.group if loaded.split is not None else None
+    if group is not None and loaded.device.type == "cpu":
+        available //= group.ranks
     token_bytes = loaded.kv.token_bytes(loaded.dtype.itemsize, config.kv_cache_dtype)
     if config.kv_blocks:
         held = available // (token_bytes * config.block_size)
@@ -255,6 +353,8 @@ def _blocks(loaded: LoadedModel, config: EngineConfig) -> int:
     blocks = fitting_blocks(
         available, token_bytes, config.block_size, config.rows, loaded.context_length, loaded.device
     )
+    if group is not None:
+        blocks = group.least(blocks)
     if blocks < 1:
         raise ModelUnusableError(
             f"no memory is left on {loaded.device} for the KV cache; use a smaller model, fewer adapter slots or ranks"

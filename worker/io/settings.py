@@ -43,6 +43,11 @@ class Settings:
         "on the CPU it has in any case",
         False,
     )
+    tensor_parallel: int = setting(
+        "ranks that compute the model together, each with a part of its weights; on CUDA on N devices from --device on",
+        1,
+        least=1,
+    )
     rows: int = setting("maximum of answers that are computed at once; 0: 32, and 256 on CUDA", 0, least=0)
     kv_blocks: int = setting("blocks of KV cache; 0: as many as memory allows", 0, least=0)
     block_size: int = setting("tokens in a block", 16, least=1)

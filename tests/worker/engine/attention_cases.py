@@ -22,7 +22,7 @@ from tests.worker.engine.attention_batches import Case, Numbers, cases, quantize
 from tests.worker.engine.interpreted import replace_language_once
 from worker.engine.attention import kernels
 from worker.engine.attention.cuda import TritonPlan, triton_plan
-from worker.engine.attention.paged import KvCache, LayerCall
+from worker.engine.attention.paged import KvCache, LayerCall, row_blocks
 from worker.engine.scheduling.sequence import Batch, Row
 
 
@@ -30,7 +30,7 @@ def by_kernels(numbers: Numbers, batch: Batch | None = None) -> Tensor:
     """Run the kernels on the numbers; another batch gets the first of their queries."""
     batch = batch or numbers.batch
     return (
-        triton_plan(batch, numbers.cache, numbers.device)
+        triton_plan(row_blocks(batch.rows, numbers.cache.block_size), batch.decodes, numbers.cache, numbers.device)
         .attend(numbers.call(batch.tokens), numbers.cache)
         .float()
         .cpu()

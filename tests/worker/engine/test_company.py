@@ -18,18 +18,20 @@ from artifacts.families import FAMILIES
 from options import StoppingParams
 from tests.tiny_models import VOCAB, TinyModel
 from tests.worker.engine.model.tiny_families import make_config, make_model
+from tests.worker.engine.ranks.forked import fork_ranks
 from worker.engine_api import AdapterSource, NewSequence, Output
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(7200)]
 
 PROMPTS, COMPOSITIONS = (int(os.environ.get(name, few)) for name, few in (("PROMPTS", 5), ("COMPOSITIONS", 3)))
 SEED = int(os.environ.get("SEED", "1"))
-KINDS: dict[str, dict[str, str]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantize": "int8"},
     "int4": {"dtype": "bfloat16", "quantize": "int4"},
     "KV cache in int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "four ranks": {"dtype": "bfloat16", "tensor_parallel": 4},
 }
 # Blocks for all, and blocks so few that sequences are preempted; a step takes all of a prompt, or parts of it.
 ALONE: dict[str, Any] = {"rows": 1, "kv_blocks": 60, "block_size": 16, "step_tokens": 512}
@@ -96,22 +98,26 @@ def compositions(
 
 
 def check(
-    directory: Any, settings: dict[str, str], requests: Sequence[NewSequence], make_engine: Any, run_until_idle: Any
+    directory: Any, settings: dict[str, Any], requests: Sequence[NewSequence], make_engine: Any, run_until_idle: Any
 ) -> None:
     print("seed", SEED)
     engine, alone = make_engine(directory, **ALONE, **settings), dict[str, Answer]()
     for request in requests:
         alone |= answers_of(run_until_idle(engine, {0: [request]}))
+    engine.close()  # a process is in one group of ranks at a time
     for batch, arrivals in compositions(requests, alone):
         begun = {one.sequence_id: len(one.emitted_ids) for some in arrivals.values() for one in some}
-        answers = answers_of(run_until_idle(make_engine(directory, **batch, **settings), arrivals))
+        engine = make_engine(directory, **batch, **settings)
+        answers = answers_of(run_until_idle(engine, arrivals))
+        engine.close()
         assert answers == {name: alone[name][begun[name] :] for name in answers}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bit_of_an_answer_depends_on_its_company(
-    kind: str, model: TinyModel, make_engine: Any, run_until_idle: Any
+    kind: str, model: TinyModel, make_engine: Any, run_until_idle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fork_ranks(monkeypatch)
     sources = [model.request("", [1], 1, adapter).adapter for adapter in (None, *model.adapters)]
     requests = requests_of(random.Random(SEED), VOCAB, sources)
     check(model.directory, KINDS[kind], requests, make_engine, run_until_idle)

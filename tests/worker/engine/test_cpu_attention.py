@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.worker.engine.attention_batches import CPU, Case, Numbers, cases
 from worker.engine.attention.cpu import CpuPlan, cpu_plan
+from worker.engine.attention.paged import row_blocks
 from worker.engine.kernels.rows import compile_rows
 from worker.engine.scheduling.sequence import Batch
 
@@ -42,7 +43,8 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 def by_kernel(numbers: Numbers, batch: Batch | None = None) -> Tensor:
     batch = batch or numbers.batch
-    return cpu_plan(batch, numbers.cache).attend(numbers.call(batch.tokens), numbers.cache).float()
+    rows = row_blocks(batch.rows, numbers.cache.block_size)
+    return cpu_plan(rows, numbers.cache).attend(numbers.call(batch.tokens), numbers.cache).float()
 
 
 def check(numbers: Numbers) -> None:
@@ -89,7 +91,7 @@ def test_a_torch_without_openmp_computes_the_same_in_one_thread(monkeypatch: pyt
 
 def test_every_thread_takes_part_and_every_task_is_done_once() -> None:
     numbers = Numbers(Case(decodes=tuple(range(200, 264)), chunks=()), CPU, torch.float32)
-    plan: CpuPlan = cpu_plan(numbers.batch, numbers.cache)
+    plan: CpuPlan = cpu_plan(row_blocks(numbers.batch.rows, numbers.cache.block_size), numbers.cache)
     plan.attend(numbers.call(numbers.batch.tokens), numbers.cache)
     taken, threads = plan.counters.tolist()
     assert threads == 2

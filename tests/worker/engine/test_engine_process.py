@@ -267,7 +267,13 @@ def test_a_model_that_can_not_be_served_is_one_line(engine: EngineProcess) -> No
     assert engine.exit_code() == 2
 
 
-@pytest.mark.parametrize("name", ["rows", "block_size", "step_tokens"])
+def test_only_decoders_are_divided_among_ranks(engine: EngineProcess) -> None:
+    engine.send(Configure(replace(CONFIG, tensor_parallel=2)))
+    assert engine.receive(Unusable).message.startswith("--tensor-parallel: only decoders are divided")
+    assert engine.exit_code() == 2
+
+
+@pytest.mark.parametrize("name", ["rows", "block_size", "step_tokens", "tensor_parallel"])
 def test_a_configuration_that_no_engine_can_work_with_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be 1 or more, is 0"):
         EngineConfig(SPEC, **{name: 0})  # type: ignore[arg-type]

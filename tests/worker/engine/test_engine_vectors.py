@@ -13,6 +13,7 @@ import torch
 from options import Encode, FinishReason, StoppingParams
 from tests.worker.engine.encoder.encoder_oracle import scatter
 from tests.worker.engine.model.tiny_families import CRAMPED, make_config, make_model
+from tests.worker.engine.ranks.forked import fork_ranks
 from worker.engine_api import AdapterSource, NewSequence, SequenceRefusedError
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
@@ -40,10 +41,17 @@ def text(name: str, ids: tuple[int, ...], encode: Encode | None, adapter: str = 
 
 
 @pytest.mark.parametrize(
-    ("model_type", "ahead"), [("llama", False), ("llama", True), ("gpt2", False), ("gemma2", False), ("opt", False)]
-)
+    ("model_type", "ahead", "ranks"),
+    [("llama", False, 1), ("llama", True, 1), ("llama", False, 2), ("gpt2", False, 1), ("gemma2", False, 1),
+     ("opt", False, 1)],
+)  # fmt: skip
 def test_vectors_beside_answers_are_those_of_transformers_and_peft(
-    model_type: str, tmp_path: Path, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
+    model_type: str,
+    ranks: int,
+    tmp_path: Path,
+    make_engine: Callable[..., Any],
+    run_until_idle: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from transformers import AutoModel, AutoModelForSequenceClassification
 
@@ -70,7 +78,8 @@ def test_vectors_beside_answers_are_those_of_transformers_and_peft(
         hidden = (features if adapter else plain)(**batch).last_hidden_state[0]
         return hidden.mean(0) if encode.pooling == "mean" else hidden[-1]  # type: ignore[no-any-return]
 
-    engine = make_engine(tmp_path / "model", **CRAMPED)
+    fork_ranks(monkeypatch)
+    engine = make_engine(tmp_path / "model", tensor_parallel=ranks, **CRAMPED)
     vectors = {
         name: text(name, ids, encode, str(tmp_path / adapter) if adapter else "")
         for name, (adapter, ids, encode) in cases.items()

@@ -26,7 +26,7 @@ from numba import carray
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.engine.attention.paged import KvCache, LayerCall
+from worker.engine.attention.paged import KvCache, LayerCall, RowBlocks
 from worker.engine.device import dtype_name
 from worker.engine.kernels.attention import (
     compile_attention,
@@ -52,7 +52,6 @@ from worker.engine.kernels.llvm import (
     vector_pieces,
     vector_type,
 )
-from worker.engine.scheduling.sequence import Batch
 
 _INTEGERS = (
     "keys key_token key_head values value_token value_head slots tokens kv_heads key_codes value_codes key_scales "
@@ -135,16 +134,6 @@ _TASKS_PER_THREAD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """A row of the batch: its first token there, the number of tokens, the position of the first, its blocks."""
-
-    first: int
-    count: int
-    start: int
-    blocks: Ids[int]
-
-
-@dataclass(frozen=True, slots=True)
 class _Tasks:
     """A step's work for the kernel: `lines` [n, TASK_FIELDS], and the maxima of a task."""
 
@@ -159,7 +148,7 @@ class _Tasks:
 class CpuPlan:
     """A step's rows over their block `tables`, which begin at `table_places`; `counters` are the kernel's."""
 
-    rows: Ids[_Row]
+    rows: Ids[RowBlocks]
     tables: NDArray[np.int64]
     table_places: Ids[int]
     counters: NDArray[np.int64]
@@ -207,13 +196,14 @@ class CpuPlan:
         return self.tasks[shared]
 
     def _cut(self, shared: int) -> _Tasks:
-        pieces = []
+        pieces, first = [], 0
         for row, table in zip(self.rows, self.table_places, strict=True):
             tokens = max(1, min(_TASK_TOKENS, _TASK_SCORES // (shared * span_of(row.start + row.count))))
             pieces += [
-                (row.first + begin, min(tokens, row.count - begin), row.start + begin, table)
+                (first + begin, min(tokens, row.count - begin), row.start + begin, table)
                 for begin in range(0, row.count, tokens)
             ]
+            first += row.count
         work = [count * (start + count) for _, count, start, _ in pieces]
         # A piece is one task, unless it is so long that other threads would wait for it: then one task per key head.
         share = sum(work) / (_TASKS_PER_THREAD * torch.get_num_threads())
@@ -231,27 +221,17 @@ class CpuPlan:
         return _Tasks(lines, lines.ctypes.data, *most)
 
 
-def cpu_plan(batch: Batch, cache: KvCache) -> CpuPlan:
-    """Lay out the attention of a batch."""
-    rows: list[_Row] = []
-    first = 0
-    for row in batch.rows:
-        blocks = row.sequence.block_table[: -(-(row.start + row.count) // cache.block_size)]
-        rows.append(_Row(first, row.count, row.start, blocks))
-        first += row.count
-    return _plan(rows, cache)
-
-
 def decode_plan(tables: Ids[Ids[int]], positions: Ids[int], cache: KvCache) -> CpuPlan:
     """Lay out a step of one token for each block table, at these positions."""
     rows = [
-        _Row(index, 1, position, table[: position // cache.block_size + 1])
-        for index, (table, position) in enumerate(zip(tables, positions, strict=True))
+        RowBlocks(position, 1, table[: position // cache.block_size + 1])
+        for table, position in zip(tables, positions, strict=True)
     ]
-    return _plan(rows, cache)
+    return cpu_plan(rows, cache)
 
 
-def _plan(rows: Ids[_Row], cache: KvCache) -> CpuPlan:
+def cpu_plan(rows: Ids[RowBlocks], cache: KvCache) -> CpuPlan:
+    """Lay out the attention of a step's rows."""
     tables: list[int] = []
     places: list[int] = []
     for row in rows:

@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.engine.attention.kernels import decode_calls, prefill_calls, prefill_tiles, tile_size
-from worker.engine.attention.paged import KvCache, LayerCall
+from worker.engine.attention.paged import KvCache, LayerCall, RowBlocks
 from worker.engine.device import KernelCall, upload
-from worker.engine.scheduling.sequence import Batch, Row
 
 # Bits of the smallest magnitude that a scale is made of, 2 ** -119: below it a scale would not be a normal number.
 _LEAST_BITS: tl.constexpr = tl.constexpr((127 - 119) << 23)
@@ -143,25 +142,24 @@ class TritonPlan:
         return kernels
 
 
-def triton_plan(batch: Batch, cache: KvCache, device: torch.device) -> TritonPlan:
-    """Lay out the attention of a batch."""
-    rows, longer = batch.rows[: batch.decodes], batch.rows[batch.decodes :]
-    decodes = chunks = None
-    if rows:
-        positions = upload([row.start for row in rows], device)
-        decodes = DecodeRows(_tables(rows, cache, device), positions)
+def triton_plan(rows: Sequence[RowBlocks], decodes: int, cache: KvCache, device: torch.device) -> TritonPlan:
+    """Lay out the attention of a step's rows, the first `decodes` of which have one token each."""
+    singles, longer = rows[:decodes], rows[decodes:]
+    decode_rows = chunks = None
+    if singles:
+        positions = upload([row.start for row in singles], device)
+        decode_rows = DecodeRows(_tables(singles, cache, device), positions)
     if longer:
-        spans, first = [], len(rows)
+        spans, first = [], len(singles)
         for row in longer:
             spans.append((first, row.start, row.count))
             first += row.count
         chunks = ChunkRows(_tables(longer, cache, device), tuple(spans))
-    return TritonPlan(decodes, chunks)
+    return TritonPlan(decode_rows, chunks)
 
 
-def _tables(rows: Sequence[Row], cache: KvCache, device: torch.device) -> Tensor:
-    blocks = [-(-(row.start + row.count) // cache.block_size) for row in rows]
-    tables = np.full((len(rows), max(blocks)), cache.scratch_block, dtype=np.int32)
-    for line, row, count in zip(tables, rows, blocks, strict=True):
-        line[:count] = row.sequence.block_table[:count]
+def _tables(rows: Sequence[RowBlocks], cache: KvCache, device: torch.device) -> Tensor:
+    tables = np.full((len(rows), max(len(row.blocks) for row in rows)), cache.scratch_block, dtype=np.int32)
+    for line, row in zip(tables, rows, strict=True):
+        line[: len(row.blocks)] = row.blocks
     return upload(tables, device)

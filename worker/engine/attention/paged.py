@@ -22,7 +22,7 @@ numbers: the same keys and values get the same codes in every batch, chunk and a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,6 +33,7 @@ from transformers import AttentionInterface
 
 from artifacts.families import KvShape
 from worker.engine.kernels.threads import Workspace
+from worker.engine.scheduling.sequence import Row
 
 # Share of the memory that is free when the cache is made. On CUDA the largest step has run by then and keeps its
 # memory; the rest is for graphs and fragments. On the CPU it is for activations and the machine's other programs.
@@ -110,6 +111,23 @@ class LayerCall:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """A row of a step, as attention sees it: `count` tokens from position `start` on, over the blocks of all before."""
+
+    start: int
+    count: int
+    blocks: Sequence[int]
+
+
+def row_blocks(rows: Iterable[Row], block_size: int) -> list[RowBlocks]:
+    """Return a batch's rows as attention sees them."""
+    return [
+        RowBlocks(row.start, row.count, row.sequence.block_table[: -(-(row.start + row.count) // block_size)])
+        for row in rows
+    ]
 
 
 class AttentionPlan(Protocol):

@@ -245,7 +245,7 @@ def use_kernels(model: nn.Module, dtype: torch.dtype) -> None:
 def _whole_product(module: nn.Module, names: Sequence[str], last: str) -> FusedProduct | None:
     """Return the product of a module's layers of these names, in this order; None where they are no whole product."""
     parts = [getattr(module, name, None) for name in names]
-    found = [part for part in parts if isinstance(part, FusedPart) and hasattr(module, last)]
+    found = [part for part in parts if isinstance(part, FusedPart) and part.is_plain and hasattr(module, last)]
     if len(found) < len(names):
         return None
     product = found[0].product

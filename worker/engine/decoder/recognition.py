@@ -67,7 +67,7 @@ class _SharedMemory(Arena):
     def multiply(self, name: str, group: CpuGroup, x: Tensor) -> Tensor:
         """See Arena. Raises _NotOneCallError."""
         base, y = group.base, self.rows(name, x, group.width)
-        if not isinstance(base, PanelLayer) or not base.takes_rows:
+        if not isinstance(base, PanelLayer) or not base.takes_rows or group.add is not None:
             raise _NotOneCallError
         inputs = x
         if base.input_dtype != x.dtype:
@@ -297,10 +297,12 @@ _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 
 
 @torch.inference_mode()
-def use_kernels(model: Any, context: AttentionContext, dtype: torch.dtype, length: int) -> None:
+def use_kernels(
+    model: Any, context: AttentionContext, dtype: torch.dtype, length: int, agree: Callable[[bool], bool] = bool
+) -> None:
     """Let the kernels compute what they can of a model on the CPU whose linear layers are in place.
 
-    `length` is that of its context.
+    `length` is that of its context; `agree` tells whether a result is True on all ranks of a split model.
     """
     if dtype not in _TOLERANCE:
         return
@@ -311,7 +313,7 @@ def use_kernels(model: Any, context: AttentionContext, dtype: torch.dtype, lengt
     arena = Arena(RowOperators(dtype))
     norms = {module: norm for module in model.modules() if (norm := _norm_of(module, dtype)) is not None}
     calls = observe_layers(model, context, length)
-    layers = [_layer_of(call, norms, arena) for call in calls]
+    layers = [_layer_of(call, norms, arena, agree) for call in calls]
     recognized = [layer for layer in layers if layer is not None]
     if recognized and len(recognized) == len(layers) and is_chain(calls):
         steps = DecoderSteps(recognized, context, dtype)
@@ -366,7 +368,9 @@ def _norm_of(module: Any, dtype: torch.dtype) -> Norm | None:
     return None
 
 
-def _layer_of(call: ObservedLayer, norms: dict[Any, Norm], arena: Arena) -> DecoderLayer | None:
+def _layer_of(
+    call: ObservedLayer, norms: dict[Any, Norm], arena: Arena, agree: Callable[[bool], bool]
+) -> DecoderLayer | None:
     """Return an observed layer's form; None where the kernels do not give its numbers."""
     module, embeddings = call.module, call.named.get("position_embeddings")
     names = ("input_layernorm", "post_attention_layernorm")
@@ -390,7 +394,8 @@ def _layer_of(call: ObservedLayer, norms: dict[Any, Norm], arena: Arena) -> Deco
     for rotates in (True, False):
         layer = DecoderLayer(before, qkv, AttentionForm(heads, form, rotates), o, between, mlp)
         computed = layer.call(layer.project(call.hidden[0], rotation, arena))
-        if all(_same(getattr(computed, part), getattr(asked, part)) for part in ("query", "key", "value")):
+        # The ranks of a split model see other heads, and have to finish the layer together.
+        if agree(all(_same(getattr(computed, part), getattr(asked, part)) for part in ("query", "key", "value"))):
             out = layer.finish(call.hidden[0], attended.flatten(1), arena)
             return layer if _same(out, call.out[0]) else None
     return None
@@ -428,7 +433,7 @@ def _product_of(module: Any, names: tuple[str, ...], other: str = "") -> CpuGrou
     """Return the product of layers that it computes, in this order, or of the one layer `other`; None: of others."""
     names = names if hasattr(module, names[0]) else (other,)
     layers = [getattr(module, name, None) for name in names]
-    parts = [part for part in layers if isinstance(part, FusedPart)]
+    parts = [part for part in layers if isinstance(part, FusedPart) and part.is_plain]
     if not parts or len(parts) < len(layers):
         return None
     product = parts[0].product

@@ -32,7 +32,7 @@ from worker.engine.device import dtype_name
 from worker.engine.lora.base_layers import LoadedBase
 from worker.engine.lora.weights import AdapterWeights
 from worker.engine.model.loader import check_memory, device_of, dtype_of, from_pretrained
-from worker.engine.quantized.stored import QuantizedWeights, open_slices
+from worker.engine.quantized.stored import QuantizedWeights, loading_options, open_slices
 from worker.engine_api import ModelUnusableError
 
 # Families whose attention is not computed by transformers' attention interface: see body.py.
@@ -82,8 +82,9 @@ def load_encoder(path: str, device: str = "cpu", dtype: str = "auto", quantize: 
     head = tuple(f"{name}." for name in family.head.modules)
     auto = transformers.AutoModelForSequenceClassification
     with open_slices(checkpoint, mapped=False) as slices:
+        options = loading_options(directory, quantized, None, place)
         module = from_pretrained(
-            auto, directory, slices, number, attention, quantized, lambda name: name.startswith(head)
+            auto, directory, slices, number, attention, options, lambda name: name.startswith(head)
         )
     if quantized is not None:
         quantized.fill(module, number, place)

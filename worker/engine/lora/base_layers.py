@@ -23,6 +23,7 @@ from artifacts.encoders import hidden_size
 from artifacts.experts import ExpertSizes
 from artifacts.families import HEAD, HEAD_WEIGHTS, is_embedding
 from artifacts.peft_config import TOKENS_FIELD
+from worker.engine.parallel.group import SplitModel
 from worker.engine.quantized.stored import QuantizedWeights
 from worker.engine.quantized.weight import (
     AnyLinear,
@@ -101,18 +102,25 @@ def place_parts(model: nn.Module, names: Sequence[str], product: FusedProduct) -
 class FusedProduct:
     """The outputs of layers with the same input, side by side: computed for the first layer that is called.
 
-    `base` computes x [..., in_features] to [..., sum of `widths`]. Subclasses add the rows' adapters in `compute`.
+    `base` computes x [..., in_features] to [..., sum of `widths`]. Subclasses add the rows' adapters in `multiply`.
+    `add`, where it is set, makes the ranks' sum of what one has computed.
     """
 
     def __init__(self, base: Callable[[Tensor], Tensor], widths: Sequence[int]) -> None:
         self.base = base
         self.widths = tuple(widths)
+        self.add: Callable[[Tensor], Tensor] | None = None
         self._x: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
         self._returned = 0
 
     def compute(self, x: Tensor) -> Tensor:
         """Compute all layers' outputs: x [..., in_features] to [..., sum of the widths]."""
+        y = self.multiply(x)
+        return y if self.add is None else self.add(y)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Compute this rank's part of `compute`."""
         return self.base(x)
 
     def part(self, index: int, x: Tensor) -> Tensor:
@@ -142,6 +150,15 @@ class FusedPart(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the layer's output: [..., in_features] to [..., its width]."""
         return self.product.part(self.index, x)
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether it takes and gives what its product does, which then may be computed in its place."""
+        return not self._forward_hooks and not self._forward_pre_hooks
+
+    def sum_by(self, add: Callable[[Tensor], Tensor]) -> None:
+        """See SummedPart."""
+        self.product.add = add
 
 
 class ExpertAdapters(Protocol):
@@ -189,11 +206,14 @@ class LoadedBase:
     # Weights that are quantized; None where none are.
     quantized: QuantizedWeights | None
     experts: Mapping[str, ExpertSizes] = field(default_factory=dict, kw_only=True)
+    # The ranks that the model is split among, of whose layers `linears` and `ends` are parts; None: this one has all.
+    split: SplitModel | None = field(default=None, kw_only=True)
 
     @property
     def adaptable(self) -> dict[str, tuple[int, ...]]:
         """Return what adapters may change on this device: CUDA's kernels leave the ends as they are."""
-        return {**self.linears, **self.experts, **(self.ends if self.device.type == "cpu" else {})}
+        layers = {**self.linears, **self.experts, **(self.ends if self.device.type == "cpu" else {})}
+        return layers if self.split is None else {name: self.split.whole[name] for name in layers}
 
 
 class ModelLayers:
@@ -213,7 +233,7 @@ class ModelLayers:
             layer = loaded.module.get_submodule(name)
             # Embeddings stay as they are: they can be asked later.
             if is_linear(layer):
-                self._squares[name] = _squares(layer.weight).cpu()
+                self._squares[name] = squares_of(layer.weight).cpu()
                 if layer.bias is not None:
                     self._biases[name] = layer.bias.detach().float().cpu()
 
@@ -222,7 +242,7 @@ class ModelLayers:
         if module in self._squares:
             return self._squares[module]
         weight: Any = self._own(module).weight
-        return _squares(_numbers(weight, torch.float32).t()).cpu()
+        return squares_of(numbers_of(weight, torch.float32).t()).cpu()
 
     @property
     def hidden_size(self) -> int:
@@ -237,9 +257,9 @@ class ModelLayers:
         """
         layer, a = self._own(module), a.to(self.loaded.device, self.loaded.dtype)
         if isinstance(layer, nn.Embedding | QuantizedEmbedding):
-            return (a @ _numbers(layer.weight, a.dtype)).float().cpu()
+            return (a @ numbers_of(layer.weight, a.dtype)).float().cpu()
         if isinstance(layer, AnyLinear):
-            return linear(a, _numbers(layer.weight, a.dtype)).float().cpu()
+            return linear(a, numbers_of(layer.weight, a.dtype)).float().cpu()
         # Not through the part's own call: it keeps what the step that runs has computed.
         assert isinstance(layer, FusedPart)
         y = layer.product.base(a).split_with_sizes(layer.product.widths, -1)[layer.index]
@@ -301,15 +321,15 @@ class ModelLayers:
         return own
 
 
-def _numbers(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
+def numbers_of(weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """Return a weight as it is or, where it is quantized, dequantized."""
     return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight
 
 
-def _squares(weight: Tensor | QuantizedWeight) -> Tensor:
+def squares_of(weight: Tensor | QuantizedWeight) -> Tensor:
     """Return the squared norm of each row; in pieces, because a float32 copy is made of each."""
     if isinstance(weight, QuantizedWeight):
         starts = range(0, weight.out_features, _PIECE_ROWS)
-        return torch.cat([_squares(weight.rows(slice(start, start + _PIECE_ROWS)).dequantize()) for start in starts])
+        return torch.cat([squares_of(weight.rows(slice(start, start + _PIECE_ROWS)).dequantize()) for start in starts])
     pieces = torch.split(weight, _PIECE_ROWS)
     return torch.cat([torch.linalg.vector_norm(piece, dim=1, dtype=torch.float32).square() for piece in pieces])

@@ -128,7 +128,7 @@ class CpuGroup(FusedProduct):
         self._pairs[slot] = list(pairs)
         (self._used.add if any(pairs) else self._used.discard)(slot)
 
-    def compute(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         """Compute the base product and add each row's adapter: [..., in_features] to [..., sum of the widths]."""
         y = self.base(x)
         if self.adapts:

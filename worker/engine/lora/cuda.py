@@ -433,7 +433,7 @@ class _CudaGroup(FusedProduct):
         self._lora = lora
         self._group = group
 
-    def compute(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         """Compute the base product and add the adapters: [..., in_features] to [..., sum of the widths]."""
         y = self.base(x)
         self._lora.apply(x, y, self._group)

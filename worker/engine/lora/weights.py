@@ -378,7 +378,7 @@ class TorchAdapterMemory:
         """Copy an adapter to the device and wait for the transfer."""
         assert self._staging is not None, "the memory says that it transfers"
         memory = self._staging.copy(prepared.memory)
-        return PackedAdapter(_views(prepared.weights, memory), memory)
+        return PackedAdapter(packed_views(prepared.weights, memory), memory)
 
     def install(self, prepared: PackedAdapter, slot: int) -> None:
         """Put an adapter into a slot."""
@@ -392,11 +392,19 @@ class TorchAdapterMemory:
         return prepared.memory.nbytes
 
 
+# Makes an adapter memory, of what TorchAdapterMemory takes.
+MakeMemory = Callable[
+    [Callable[[AdapterSource], AdapterWeights], Callable[[AdapterWeights, int], None], torch.device, torch.dtype],
+    TorchAdapterMemory,
+]
+
+
 def adapter_memory(
     base: ModelLayers,
     max_rank: int,
     *installs: Callable[[AdapterWeights, int], None],
     max_expert_rank: int | None = None,
+    make: MakeMemory = TorchAdapterMemory,
 ) -> TorchAdapterMemory:
     """Return the memory of a loaded model's adapters; `installs` put one into a slot."""
     loaded = base.loaded
@@ -409,7 +417,7 @@ def adapter_memory(
         for into in installs:
             into(weights, slot)
 
-    return TorchAdapterMemory(read, install, loaded.device, loaded.dtype)
+    return make(read, install, loaded.device, loaded.dtype)
 
 
 def adapter_cache(
@@ -417,21 +425,28 @@ def adapter_cache(
     config: EngineConfig,
     on_loaded: Callable[[], None],
     *installs: Callable[[AdapterWeights, int], None],
+    make: MakeMemory = TorchAdapterMemory,
 ) -> AdapterCache[PackedAdapter]:
     """Return the adapter cache of an engine; `on_loaded` is called from a loader thread."""
     of_experts = config.max_expert_rank if base.loaded.device.type == "cuda" else None
-    memory = adapter_memory(base, config.max_rank, *installs, max_expert_rank=of_experts)
+    memory = adapter_memory(base, config.max_rank, *installs, max_expert_rank=of_experts, make=make)
     loads = LoaderThreads[PackedAdapter](on_loaded, prepare=partial(prepare_loader, base.loaded.device))
     return AdapterCache(
         config.adapter_slots, memory, loads, host_adapter_bytes(config.host_adapter_bytes, base.loaded.device)
     )
 
 
-def pack_adapter(weights: AdapterWeights, dtype: torch.dtype) -> PackedAdapter:
-    """Copy an adapter into one host buffer. Raises ArtifactError for values that are not finite or too large."""
+def pack_adapter(
+    weights: AdapterWeights, dtype: torch.dtype, allocate: Callable[[int], Tensor] | None = None
+) -> PackedAdapter:
+    """Copy an adapter into one host buffer: a new one, or zeros of `allocate`, which takes their number.
+
+    Raises ArtifactError for values that are not finite or too large.
+    """
     tensors = weights.tensors
-    memory = torch.zeros(sum(sum(_padded_size(tensor, dtype)) for tensor in tensors), dtype=dtype)
-    packed = _views(weights, memory)
+    numbers = sum(sum(_padded_size(tensor, dtype)) for tensor in tensors)
+    memory = allocate(numbers) if allocate else torch.zeros(numbers, dtype=dtype)
+    packed = packed_views(weights, memory)
     torch._foreach_copy_(packed.tensors, tensors)
     if not _usable(memory):
         tensors_of = {name: pair.tensors for name, pair in packed.pairs.items()}
@@ -444,7 +459,7 @@ def pack_adapter(weights: AdapterWeights, dtype: torch.dtype) -> PackedAdapter:
     return PackedAdapter(packed, memory)
 
 
-def _views(like: AdapterWeights, memory: Tensor) -> AdapterWeights:
+def packed_views(like: AdapterWeights, memory: Tensor) -> AdapterWeights:
     """Return views of `memory` with the shapes of the adapter's tensors, one after the other."""
     sizes = [size for tensor in like.tensors for size in _padded_size(tensor, memory.dtype)]
     places = iter(memory.split_with_sizes(sizes)[::2])

@@ -18,6 +18,7 @@ from artifacts.base_model import read_base_model
 from artifacts.base_modules import model_bytes, read_weights
 from artifacts.checkpoint import TensorInfo, read_checkpoint, read_small_file
 from artifacts.encoders import ROPE_TYPES
+from artifacts.experts import ExpertSizes
 from artifacts.families import FAMILIES, KvShape
 from artifacts.json_object import parse_object
 from artifacts.quantization import check_device, parse_quantization, stored_scheme
@@ -28,9 +29,17 @@ from worker.engine.linear.choice import Choice, kind_of, measured, unmeasured
 from worker.engine.linear.experts import expert_tensors, lay_out_experts
 from worker.engine.linear.layouts import multiplies_bfloat16, packing_works, replace_linears
 from worker.engine.lora.base_layers import LoadedBase
-from worker.engine.quantized.stored import QuantizedWeights, has_tied_head, open_slices, transformers_config
+from worker.engine.parallel.group import RankGroup, SplitModel, rank_device
+from worker.engine.parallel.splits import RankPlan
+from worker.engine.quantized.stored import (
+    QuantizedWeights,
+    has_tied_head,
+    loading_options,
+    open_slices,
+    transformers_config,
+)
 from worker.engine.quantized.weight import QuantizedEmbedding, QuantizedLinear, is_linear
-from worker.engine_api import ModelUnusableError
+from worker.engine_api import EngineConfig, ModelUnusableError
 from worker.sizing import DTYPE_BYTES, cpu_dtype, own_dtype
 
 # Every architecture that is not known to run right over the paged KV cache is refused: a model whose window, chunk or
@@ -151,10 +160,13 @@ class LoadedModel(LoadedBase):
     layouts: Choice | None = None
 
 
-def load_model(path: str, device: str = "cpu", dtype: str = "auto", quantize: str = "") -> LoadedModel:
+def load_model(
+    path: str, device: str = "cpu", dtype: str = "auto", quantize: str = "", group: RankGroup | None = None
+) -> LoadedModel:
     """Load the model in directory `path`; dtype "auto" is the model's own.
 
-    `quantize` names the scheme in which float weights are loaded. Raises ModelUnusableError.
+    `quantize` names the scheme in which float weights are loaded. With a group, this rank's part is loaded. Raises
+    ModelUnusableError.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -172,25 +184,39 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto", quantize: st
         raise ModelUnusableError(f"{directory}: {error}") from None
     number = dtype_of(dtype, config, next(tensor for _, tensor in checkpoint.tensors.values()), place)
     parameters, needed = model_bytes(checkpoint, weights, scheme, number.itemsize)
-    check_memory(directory, needed, place, manifest.quantization or dtype_name(number))
-    tied = (stored or scheme) is not None and has_tied_head(directory)
-    quantized = QuantizedWeights.of(checkpoint, weights, scheme, tied=tied)
+    # On the CPU all ranks' parts are in one memory.
+    shares = group.ranks if group is not None and place.type != "cpu" else 1
+    check_memory(directory, needed // shares, place, manifest.quantization or dtype_name(number))
+    chosen = stored.quantization if stored else scheme
+    quantized = QuantizedWeights.of(checkpoint, weights, scheme, tied=chosen is not None and has_tied_head(directory))
+    split = None
+    if group is not None:
+        whole = {
+            one.name: ExpertSizes(*sizes, one.experts) if one.experts else sizes
+            for one in manifest.modules
+            for sizes in [(one.in_features, one.out_features)]
+        }
+        split = SplitModel.of(group, transformers_config(directory), whole, chosen.group if chosen else 0)
     # On its way to another device a mapped weight takes no memory of its own.
     with open_slices(checkpoint, mapped=place.type != "cpu") as slices:
-        auto = transformers.AutoModelForCausalLM
-        module = from_pretrained(auto, directory, slices, number, paged.NAME, quantized)
+        auto, plan = transformers.AutoModelForCausalLM, split.plan if split else None
+        options = loading_options(directory, quantized, plan, place)
+        module = from_pretrained(auto, directory, plan.parts(slices) if plan else slices, number, paged.NAME, options)
     # With one, GPT-2 looks for padding in every batch, which waits for the device.
     module.config.pad_token_id = None
     _use_plain_linears(module)
     module.to(place)
     if quantized is not None:
-        quantized.fill(module, number, place)
+        quantized.fill(module, number, place, split.own if split else {})
     context = AttentionContext()
     context.attach(module)
+    joined = split.prepare(module) if split else []
     try:
         kv = probe_kv_shape(module, context, place)
     except ModelUnusableError as error:
         raise ModelUnusableError(f"{directory}: {error}") from None
+    for handle in joined:
+        handle.remove()
     return LoadedModel(
         module=module,
         device=place,
@@ -207,7 +233,21 @@ def load_model(path: str, device: str = "cpu", dtype: str = "auto", quantize: st
         pooling=manifest.pooling,
         parameters=parameters,
         quantized=quantized,
+        split=split,
     )
+
+
+def check_split(config: EngineConfig) -> None:
+    """Check that a model can be divided among ranks, before they are started. Raises ModelUnusableError."""
+    directory = Path(config.model)
+    if not directory.is_dir():
+        raise ModelUnusableError(f"{directory} is not a directory; a model is a transformers directory")
+    try:
+        check_architecture(parse_object(read_small_file(directory / "config.json"), "config.json"))
+    except (ArtifactError, ModelUnusableError) as error:
+        raise ModelUnusableError(f"{directory}: {error}") from None
+    RankPlan(transformers_config(directory), 0, config.tensor_parallel)
+    device_of(rank_device(config.device, config.tensor_parallel - 1))
 
 
 def _use_plain_linears(module: Any) -> None:
@@ -288,16 +328,16 @@ def from_pretrained(
     slices: Mapping[str, Any],
     dtype: torch.dtype,
     attention: str,
-    quantized: QuantizedWeights | None,
+    options: Mapping[str, Any],
     unused: Callable[[str], bool] = lambda name: False,
 ) -> Any:
     """Load a model by a class of transformers from slices of its weights; missing ones that are `unused` do not matter.
 
-    Raises ModelUnusableError, also where weights are missing: transformers would go on with random numbers.
+    `options` are those of loading_options. Raises ModelUnusableError, also where weights are missing: transformers
+    would go on with random numbers.
     """
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        options = quantized.loading_options(directory) if quantized else {"config": transformers_config(directory)}
         # The class itself: an automatic one takes no slices.
         loaded: Any = auto._model_mapping[type(options["config"])].from_pretrained(
             None,
@@ -326,10 +366,11 @@ def choose_layouts(loaded: LoadedModel, dtype: str) -> LoadedModel:
 
     A bfloat16 model computes in bfloat16 over panels where the processor has instructions for it. Other layouts are as
     fast within a tenth, but have other bits, and a measurement could choose another one on each worker. Elsewhere the
-    layouts are measured with this thread's number of cores. A bfloat16 model may then compute in float32 over its
-    bfloat16 weights, which is exact and without such instructions faster; the result's dtype says so.
+    layouts are measured with this thread's number of cores, unless the model is split: each rank could choose another.
+    A bfloat16 model may then compute in float32 over its bfloat16 weights, which is exact and without such instructions
+    faster; the result's dtype says so.
     """
-    if loaded.device.type != "cpu" or loaded.parameters < _UNMEASURED_PARAMETERS:
+    if loaded.device.type != "cpu" or loaded.parameters < _UNMEASURED_PARAMETERS or loaded.split is not None:
         return loaded
     module, own = loaded.module, loaded.dtype
     if own == torch.bfloat16 and multiplies_bfloat16():

@@ -26,6 +26,7 @@ from worker.engine.attention.paged import AttentionPlan, AttentionStep, KvCache
 from worker.engine.device import upload
 from worker.engine.lora.weights import AdapterLayers
 from worker.engine.model.encoding import Encoding
+from worker.engine.model.layouts import DecodeLayout, Layout, Placeholders, StepLayout, decode_layout, step_layout
 from worker.engine.model.loader import LoadedModel
 from worker.engine.sampling.sampler import NO_MASKS, MaskFiller, Masks, forbid_ids
 from worker.engine.sampling.step import InFlight, PendingVector, launch_sampling
@@ -47,36 +48,24 @@ class StepInputs:
 
 
 def step_inputs(batch: Batch, cache: KvCache, device: torch.device) -> StepInputs:
-    """Lay out a batch. Ids that are placeholders are left 0."""
-    ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    logit_places: list[int] = []
-    size = cache.block_size
-    for row in batch.rows:
-        table, end = row.sequence.block_table, row.start + row.count
-        ids += row.sequence.ids[row.start : end]
-        if row.last_is_placeholder:
-            ids.append(0)
-        logit_places += [len(positions) + position - row.start for position in row.prompt_positions]
-        positions += range(row.start, end)
-        slots += [table[position // size] * size + position % size for position in range(row.start, end)]
-        if row.samples:
-            logit_places.append(len(ids) - 1)
-    flat = upload([ids, positions, slots], device)
-    attention = AttentionStep(cache, flat[2], attention_plan(batch, cache, device))
-    return StepInputs(flat[None, 0], flat[None, 1], upload(logit_places, device, torch.int64), attention)
+    """Return a batch's inputs. Ids that are placeholders are left 0."""
+    return _inputs(step_layout(batch, cache.block_size), cache, device)
 
 
-def attention_plan(batch: Batch, cache: KvCache, device: torch.device) -> AttentionPlan:
-    """Plan a batch's attention as the device computes it."""
+def _inputs(layout: StepLayout, cache: KvCache, device: torch.device) -> StepInputs:
+    flat = upload(layout.tokens, device)
+    attention = AttentionStep(cache, flat[2], _plan(layout, cache, device))
+    return StepInputs(flat[None, 0], flat[None, 1], upload(layout.logit_places, device, torch.int64), attention)
+
+
+def _plan(layout: StepLayout, cache: KvCache, device: torch.device) -> AttentionPlan:
     if device.type == "cuda":
         from worker.engine.attention.cuda import triton_plan  # Triton is there only with CUDA
 
-        return triton_plan(batch, cache, device)
+        return triton_plan(layout.rows, layout.decodes, cache, device)
     from worker.engine.attention.cpu import cpu_plan  # numba is there only where the CPU computes
 
-    return cpu_plan(batch, cache)
+    return cpu_plan(layout.rows, cache)
 
 
 class DecodeBuffers:
@@ -101,24 +90,19 @@ class DecodeBuffers:
         self._tables = torch.full((rows, blocks), cache.scratch_block, dtype=torch.int32, device=device)
         self._logit_places = torch.arange(rows, device=device)
 
-    def fill(self, rows: Sequence[Row]) -> int:
-        """Lay out decode rows; returns the size they are padded to.
+    def lay_out(self, rows: Sequence[Row], sampled: Sequence[Row]) -> DecodeLayout:
+        """Lay out decode rows; see decode_layout."""
+        return decode_layout(rows, self.sizes, self._cache.block_size, self._cache.scratch_block, sampled)
 
-        Ids that are placeholders are left 0. A step may still read the buffers meanwhile: see worker/engine/device.py.
+    def fill(self, layout: DecodeLayout) -> int:
+        """Take a layout; returns the size that it is padded to.
+
+        A step may still read the buffers meanwhile: see worker/engine/device.py.
         """
-        cache, size = self._cache, next(size for size in self.sizes if size >= len(rows))
-        blocks = [row.start // cache.block_size + 1 for row in rows]
-        tokens = np.zeros((3, size), dtype=np.int64)
-        tokens[2] = cache.scratch_block * cache.block_size
+        size, tables = int(layout.tokens.shape[1]), layout.tables
+        self._tokens[:, :size].copy_(upload(layout.tokens, self._tokens.device))
         # Values of earlier steps beyond these columns are beyond the rows' positions, where attention does not look.
-        tables = np.full((size, max(blocks)), cache.scratch_block, dtype=np.int32)
-        for index, (row, count) in enumerate(zip(rows, blocks, strict=True)):
-            table, offset = row.sequence.block_table, row.start % cache.block_size
-            token = 0 if row.last_is_placeholder else row.sequence.ids[row.start]
-            tokens[:, index] = token, row.start, table[count - 1] * cache.block_size + offset
-            tables[index, :count] = table[:count]
-        self._tokens[:, :size].copy_(upload(tokens, self._tokens.device))
-        self._tables[:size, : tables.shape[1]].copy_(upload(tables, self._tables.device))
+        self._tables[:size, : tables.shape[1]].copy_(upload(tables, self._tables.device, torch.int32))
         return size
 
     @property
@@ -229,8 +213,14 @@ class Runner:
         encoding: Encoding,
         *,
         ahead: bool,
+        send: Callable[[Layout], None] | None = None,
     ) -> None:
-        """Make a runner; with `ahead` a step is launched before the one before it is collected."""
+        """Make a runner; with `ahead` a step is launched before the one before it is collected.
+
+        `send` sends each launch's layout to the other ranks of a split model.
+        """
+        self._send = send
+        self._group = loaded.split.group if loaded.split is not None else None
         self._module = loaded.module
         self._attention = loaded.attention
         self._ahead = ahead
@@ -250,6 +240,8 @@ class Runner:
         try:
             self._graphs = DecodeGraphs(self._buffers, self._forward, self._begin_empty)
         except Exception as error:  # torch's and Triton's have no common class
+            if self._group is not None:  # the other ranks have captured what this one has not
+                raise
             why = " ".join(str(error).split())
             _log.warning("decode steps run without CUDA graphs, capturing them failed: %s", why)
 
@@ -265,17 +257,11 @@ class Runner:
         """Compute the rows' keys, values and logits. An error for lack of memory leaves nothing behind."""
         # Stepping ahead, the ids of the step before are missing still.
         masks = None if self._ahead else self._masks.begin(batch)
-        if self._buffers is not None and _is_decode(batch):
-            logits = self._decode(self._buffers, batch)
-        else:
-            self._lora.begin_step(
-                [(row.sequence.adapter_slot, row.count) for row in batch.rows],
-                [len(row.prompt_positions) + row.samples for row in batch.rows],
-            )
-            inputs = step_inputs(batch, self._cache, self._device)
-            self._put_sampled_ids(inputs.input_ids[0], batch)
-            self._encoding.begin(batch)
-            logits = self._forward(inputs)
+        layout = self.layout(batch)
+        if self._send is not None:
+            self._send(layout)
+        self._encoding.begin(batch)
+        logits = self.execute(layout)
         return Launched(batch, logits, self._encoding.launch(batch), masks)
 
     @torch.inference_mode()
@@ -286,25 +272,37 @@ class Runner:
         self._last = launch_sampling(step.logits, step.batch, allowed, step.vectors)
         return self._last
 
+    def layout(self, batch: Batch) -> Layout:
+        """Lay out a batch for `execute`, on this rank and on others."""
+        sampled = self._last.rows if self._last is not None else ()
+        if self._buffers is not None and _is_decode(batch):
+            return self._buffers.lay_out(batch.rows, sampled)
+        return step_layout(batch, self._cache.block_size, sampled)
+
+    @torch.inference_mode()
+    def execute(self, layout: Layout) -> Tensor:
+        """Compute the logits of a layout: row after row, those that it asks for."""
+        if isinstance(layout, DecodeLayout):
+            return self._decode(layout)
+        self._lora.begin_step(layout.adapters, layout.logit_counts)
+        inputs = _inputs(layout, self._cache, self._device)
+        self._put_sampled_ids(inputs.input_ids[0], layout.placeholders)
+        return self._forward(inputs)
+
     def close(self) -> None:
         """End the thread that fills masks."""
         self._masks.close()
 
-    def _put_sampled_ids(self, input_ids: Tensor, batch: Batch) -> None:
+    def _put_sampled_ids(self, input_ids: Tensor, places: Placeholders) -> None:
         """Write what the last launch sampled where input_ids [tokens] have placeholders."""
-        places = []
-        end = 0
-        for row in batch.rows:
-            end += row.count
-            if row.last_is_placeholder:
-                places.append((end - 1, row.sequence))
-        if not places or self._last is None:
+        if not places[0]:
             return
-        index_of = {row.sequence: index for index, row in enumerate(self._last.rows)}
-        indices = [[place for place, _ in places], [index_of[sequence] for _, sequence in places]]
-        to, of = upload(indices, self._device).unbind()
-        # Where logits were not numbers, the id is -1, which is no token; the results of such a row are dropped.
-        input_ids.index_copy_(0, to, self._last.ids.index_select(0, of).clamp_(min=0))
+        if self._last is not None:
+            to, of = upload(places, self._device).unbind()
+            # Where logits were not numbers, the id is -1, which is no token; the results of such a row are dropped.
+            input_ids.index_copy_(0, to, self._last.ids.index_select(0, of).clamp_(min=0))
+        if self._group is not None:
+            self._group.send_to_all(input_ids)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         with self._attention.during(inputs.attention):
@@ -317,20 +315,21 @@ class Runner:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _decode(self, buffers: DecodeBuffers, batch: Batch) -> Tensor:
-        size = buffers.fill(batch.rows)
-        self._put_sampled_ids(buffers.input_ids, batch)
-        slots = [row.sequence.adapter_slot for row in batch.rows]
-        adapted = max(slots) >= 0
+    def _decode(self, layout: DecodeLayout) -> Tensor:
+        buffers = self._buffers
+        assert buffers is not None, "decode steps were captured"
+        size = buffers.fill(layout)
+        self._put_sampled_ids(buffers.input_ids, layout.placeholders)
+        adapted = max(layout.slots) >= 0
         if adapted:
-            self._lora.begin_decode(slots, size)
+            self._lora.begin_decode(layout.slots, size)
         else:
             self._begin_empty(size, adapted=False)
         if self._graphs is not None:
             logits = self._graphs.replay(size, adapted=adapted)
         else:
             logits = self._forward(buffers.inputs(size))
-        return logits[: len(batch.rows)]
+        return logits[: len(layout.slots)]
 
     def _begin_empty(self, size: int, adapted: bool) -> None:
         """Begin a decode step of rows without adapters, through the adapters' kernels or past them."""

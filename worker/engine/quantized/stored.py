@@ -16,11 +16,12 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import safetensors
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -31,6 +32,7 @@ from artifacts.checkpoint import Checkpoint
 from artifacts.families import HEAD
 from artifacts.quantization import Method, Quantization, StoredWeight
 from worker.engine.device import return_freed_memory
+from worker.engine.parallel.splits import RankPlan, Split
 from worker.engine.quantized.weight import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -168,19 +170,14 @@ class QuantizedWeights:
             chosen.pop(HEAD, None)
         return cls(checkpoint, chosen, scheme, tied) if chosen else None
 
-    def loading_options(self, directory: Path) -> dict[str, Any]:
-        """Return the arguments of from_pretrained that leave these weights to `fill`."""
-        config, awaited = transformers_config(directory), list(self.weights)
-        if self.tied and self.embeddings is not None:
-            config.tie_word_embeddings = False
-            awaited.append(HEAD)
-        return {"config": config, "quantization_config": _AwaitedWeights(awaited)}
-
-    def fill(self, module: Any, dtype: torch.dtype, device: torch.device) -> None:
-        """Put the quantized layers into a loaded model that is on the device already."""
-        with open_tensors(self.checkpoint) as read:
+    def fill(
+        self, module: Any, dtype: torch.dtype, device: torch.device, splits: Mapping[str, Split] = MappingProxyType({})
+    ) -> None:
+        """Put the quantized layers into a loaded model that is on the device already; `splits` are a rank's."""
+        with open_slices(self.checkpoint, mapped=False) as slices:
             for name, weight in self.weights.items():
-                place, quantized = module.get_submodule(name), self._read(weight, read).to(device)
+                place = module.get_submodule(name)
+                quantized = self._read(weight, slices, device, splits.get(name))
                 # The float weights before: the heap has no use for gaps of their sizes.
                 return_freed_memory()
                 if not weight.is_embedding:
@@ -190,7 +187,13 @@ class QuantizedWeights:
                 embedding = QuantizedEmbedding(quantized, dtype, None if scale is None else float(scale))
                 module.set_submodule(name, embedding)
                 if self.tied:
-                    module.set_submodule(HEAD, QuantizedLinear(quantized, module.get_submodule(HEAD).bias))
+                    head = _part(quantized, splits.get(HEAD))
+                    module.set_submodule(HEAD, QuantizedLinear(head, module.get_submodule(HEAD).bias))
+
+    def read(self, module: str) -> QuantizedWeight:
+        """Read the whole weight of a module in `weights`."""
+        with open_slices(self.checkpoint, mapped=False) as slices:
+            return self._read(self.weights[module], slices, torch.device("cpu"), None)
 
     @property
     def embeddings(self) -> LinearWeight | None:
@@ -209,59 +212,117 @@ class QuantizedWeights:
                 return torch.equal(read(weight.tensor).to(dtype), values.to(dtype))
             return equal(read_weight(weight.stored, read), quantize_weight(values, weight.stored.scheme.quantization))
 
-    def _read(self, weight: LinearWeight, read: ReadTensor) -> QuantizedWeight:
+    def _read(
+        self, weight: LinearWeight, slices: Mapping[str, Any], device: torch.device, split: Split | None
+    ) -> QuantizedWeight:
+        """Read a weight, or a rank's part of it; floats are quantized on the device."""
         if weight.stored is not None:
-            return read_weight(weight.stored, read)
+            return _part(read_weight(weight.stored, lambda name: slices[name][...]), split).to(device)
         assert self.scheme is not None
-        return quantize_tensor(read(weight.tensor), weight, self.scheme)
+        tensor = slices[weight.tensor]
+        if split is not None and split.outputs is not None:
+            return quantize_tensor(split.part.of(tensor).to(device), weight, self.scheme)
+        # Its scales may be those of whole rows.
+        return _part(quantize_tensor(tensor[...].to(device), weight, self.scheme), split)
+
+
+def _part(weight: QuantizedWeight, split: Split | None) -> QuantizedWeight:
+    if split is None:
+        return weight
+    if split.outputs is not None:
+        outputs = [torch.arange(*span, device=weight.codes.device) for span in split.outputs]
+        return weight.rows(torch.cat(outputs))
+    return weight if split.inputs is None else weight.columns(*split.inputs)
 
 
 def has_tied_head(directory: Path) -> bool:
     """Tell whether a model's output head shares its token embeddings' weight. Raises ModelUnusableError."""
-    try:
-        return bool(transformers_config(directory).tie_word_embeddings)
-    except Exception as error:  # transformers raises errors of many kinds for a config that it can't read
-        raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
+    return bool(transformers_config(directory).tie_word_embeddings)
 
 
 def transformers_config(directory: Path) -> Any:
-    """Return a model's config without the checkpoint's own quantization, which transformers would do in its way."""
-    config: Any = AutoConfig.from_pretrained(directory, local_files_only=True)
+    """Return a model's config without the checkpoint's own quantization, which transformers would do in its way.
+
+    Raises ModelUnusableError.
+    """
+    try:
+        config: Any = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # transformers raises errors of many kinds for a config that it can't read
+        raise ModelUnusableError(f"{directory} can't be loaded: {' '.join(str(error).split())}") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
 
 
+def loading_options(
+    directory: Path, quantized: QuantizedWeights | None, plan: RankPlan | None, device: torch.device
+) -> dict[str, Any]:
+    """Return the arguments of from_pretrained for a device: quantized weights are left to QuantizedWeights.fill, and
+    the others are read straight to the device; with a plan its parts of them.
+    """
+    config, awaited = transformers_config(directory), list(quantized.weights if quantized else ())
+    if quantized and quantized.tied and quantized.embeddings is not None:
+        config.tie_word_embeddings = False
+        awaited.append(HEAD)
+    if not awaited and plan is None and device.type == "cpu":
+        return {"config": config}
+    return {"config": config, "quantization_config": _Preparation(awaited, plan, device)}
+
+
 @register_quantization_config(_METHOD)
-class _AwaitedWeights(QuantizationConfigMixin):
-    """Names the layers whose weights transformers does not load."""
+class _Preparation(QuantizationConfigMixin):
+    """Names the layers whose weights transformers does not load, and says what of the others it loads, and where."""
 
     quant_method: Any
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], plan: RankPlan | None, device: torch.device) -> None:
         self.quant_method = _METHOD
         self.names = names
+        self.plan = plan
+        self.device = device
 
 
 @register_quantizer(_METHOD)
-class _Emptied(HfQuantizer):
-    """Takes weights away from layers, between the construction of a model and the loading of the other weights."""
+class _Preparing(HfQuantizer):
+    """Changes a model between its construction and the loading of its weights."""
 
-    quantization_config: _AwaitedWeights
+    quantization_config: _Preparation
     is_trainable = False
 
     def is_serializable(self) -> bool:
         """Return False: the model is not saved."""
         return False
 
+    def update_device_map(self, device_map: Any) -> Any:
+        """Return the device for all weights; passed to from_pretrained it would ask for a library."""
+        device = self.quantization_config.device
+        return device_map if device.type == "cpu" else {"": device}
+
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), _READ_HERE}
-        for name in self.quantization_config.names:
+        names, plan = self.quantization_config.names, self.quantization_config.plan
+        if names:
+            model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), _READ_HERE}
+        for name in names:
             layer = model.get_submodule(name)
             del layer.weight
             # No parameter, so nothing is loaded; models that initialize layers by their names find it.
             layer.weight = torch.empty(0, device="cpu")
             layer.weight._is_hf_initialized = True
+        if plan is not None:
+            _shrink(model, plan)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]  # transformers' own
+
+
+def _shrink(model: nn.Module, plan: RankPlan) -> None:
+    """Give the parameters of a model the shapes of a rank's parts."""
+    for name, parameter in list(model.named_parameters()):
+        part = plan.part(name, parameter.shape)
+        if part is None:
+            continue
+        path, _, kind = name.rpartition(".")
+        module, shape = model.get_submodule(path), part.shape(parameter.shape)
+        setattr(module, kind, nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), False))
+        if isinstance(module, nn.Linear) and kind == "weight":
+            module.out_features, module.in_features = shape

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 from typing import Any, Self, TypeGuard
 
 import torch
@@ -81,6 +82,23 @@ class QuantizedWeight:
         # Bytes, because torch indexes and joins float8 on some devices alone.
         codes = self.codes.view(torch.uint8)[index].view(self.codes.dtype)
         return replace(self, codes=codes, scales=self.scales[index], zeros=zeros)
+
+    def columns(self, first: int, stop: int) -> Self:
+        """Return the weight of the columns from `first` to `stop`, for 4 bits both even; a border inside a group cuts
+        all groups.
+        """
+        packed = 2 if self.bits == 4 else 1
+        codes = self.codes[:, first // packed : stop // packed].contiguous()
+        if self.scales.shape[1] == 1:
+            return replace(self, codes=codes, group=stop - first)
+        group = gcd(self.group, first) if stop == self.in_features else gcd(self.group, first, stop)
+
+        def part(of_groups: Tensor) -> Tensor:
+            cut = of_groups.repeat_interleave(self.group // group, 1)
+            return cut[:, first // group : -(-stop // group)].contiguous()
+
+        zeros = None if self.zeros is None else part(self.zeros)
+        return replace(self, codes=codes, scales=part(self.scales), zeros=zeros, group=group)
 
     def _columns(self, of_groups: Tensor) -> Tensor:
         if of_groups.shape[1] == 1:

@@ -226,3 +226,23 @@ def test_where_packing_goes_wrong_nn_linear_stays(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(packed.PackedWeight, "__call__", lambda self, x: x.new_zeros(len(x), 96))
     assert not packed.packing_works(torch.float32)
     assert not packed.packing_works(torch.float64)
+
+
+def test_weights_are_read_straight_to_another_device(tiny_qwen2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do so without a library that workers do not have; "meta" stands for a device here."""
+    import torch
+    import transformers
+
+    from artifacts.checkpoint import read_checkpoint
+    from worker.engine.attention import paged
+    from worker.engine.model.loader import from_pretrained
+    from worker.engine.quantized.stored import loading_options, open_slices
+
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: False)
+    directory, place = tiny_qwen2.directory, torch.device("meta")
+    with open_slices(read_checkpoint(directory), mapped=True) as slices:
+        module = from_pretrained(
+            transformers.AutoModelForCausalLM, directory, slices, torch.float32, paged.NAME,
+            loading_options(directory, None, None, place),
+        )  # fmt: skip
+    assert {parameter.device for parameter in module.parameters()} == {place}
