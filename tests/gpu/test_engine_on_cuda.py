@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from artifacts.families import FAMILIES
+from tests.worker.engine.model.tiny_families import EXPERTS
 from tests.worker.engine.peft_oracle import VOCAB, PeftOracle
 from worker.engine.model.runner import DecodeGraphs
 from worker.engine.torch_engine import TorchEngine, build_engine
@@ -95,18 +97,24 @@ def test_half_precision_runs_to_the_end(tiny: Any, dtype: str, make_engine: Call
     assert len({token for some in ids.values() for token in some}) > 20
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2", "mixtral", "gpt_oss"])
 def test_logits_and_tokens_on_cuda_are_pefts(
     model_type: str, tmp_path: Path, make_engine: Callable[..., TorchEngine]
 ) -> None:
-    """Plain adapters and DoRA in one batch: float32 sums in another order, to 1e-4 of the largest logit."""
+    """Plain adapters and DoRA in one batch: float32 sums in another order, to 1e-4 of the largest logit.
+
+    Of experts as well, which DoRA is not for.
+    """
     fan_in = {"fan_in_fan_out": True} if model_type == "gpt2" else {}
+    has_experts = FAMILIES[model_type].experts
+    targets: dict[str, Any] = {"target_modules": ["q_proj", "o_proj"] if has_experts else "all-linear"}
+    experts = {"target_parameters": ["gate_up_proj", "down_proj"]} if has_experts else {}
     configs: dict[str, dict[str, Any]] = {
-        "plain": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"} | fan_in,
-        "rooted": {"r": 16, "lora_alpha": 4, "use_rslora": True, "target_modules": "all-linear"} | fan_in,
-        "DoRA": {"r": 5, "lora_alpha": 8, "use_dora": True, "target_modules": "all-linear"} | fan_in,
+        "plain": {"r": 8, "lora_alpha": 16} | targets | experts | fan_in,
+        "rooted": {"r": 16, "lora_alpha": 4, "use_rslora": True} | targets | experts | fan_in,
+        "DoRA": {"r": 5, "lora_alpha": 8, "use_dora": True} | targets | fan_in,
     }
-    oracle = PeftOracle(model_type, tmp_path, configs)
+    oracle = PeftOracle(model_type, tmp_path, configs, shape=EXPERTS | {"head_dim": 16} if has_experts else None)
     chance = random.Random(4)
     rows = [*configs, None] * 2
     sequences = {
@@ -114,7 +122,7 @@ def test_logits_and_tokens_on_cuda_are_pefts(
         for number, name in enumerate(rows)
     }
     outputs: dict[str, list[Output]] = {key: [] for key in sequences}
-    engine = make_engine(oracle, "float32", rows=8, adapter_slots=2, max_rank=16)
+    engine = make_engine(oracle, "float32", rows=8, adapter_slots=2, max_rank=16, max_expert_rank=16)
     for sequence in sequences.values():
         engine.add_sequence(sequence)
     while not all(some and some[-1].finish for some in outputs.values()):

@@ -1,4 +1,4 @@
-"""The kernels of normalizations, gates and rotations on the device, against torch's operators on the CPU."""
+"""The kernels of rows on the device: normalizations, gates, rotations, and products with quantized weights."""
 
 from __future__ import annotations
 
@@ -21,3 +21,11 @@ def test_kernels_compute_what_torch_computes() -> None:
         # With the kernels of batch invariance a row alone has the bits that it has beside others.
         differing[name].pop("decode kernel")
         assert set(differing[name].values()) == {0}, name
+
+
+def test_products_with_codes_are_those_of_the_definition() -> None:
+    [differences] = results_of(["product_cases.py"], "cuda")
+    for name, tolerance in TOLERANCES.items():
+        assert differences[name].pop("alone") == 0
+        assert len(differences[name]) == 42
+        assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name

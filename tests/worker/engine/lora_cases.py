@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from tests.worker.engine.interpreted import replace_language_once
-from worker.engine.lora.cuda import CudaLora
+from worker.engine.lora.cuda import LOW_TILE, CudaLora
+from worker.engine.lora.cuda_experts import CudaExperts
 from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
 
 Rows = tuple[tuple[int, int], ...]
@@ -224,6 +225,27 @@ def difference_swapped(device: torch.device, dtype: torch.dtype) -> float:
     return 0.0 if torch.equal(*out) and changed[:36].all() and not changed[36:].any() else math.inf
 
 
+def difference_of_tiles(device: torch.device) -> float:
+    """Return 0 where tiles of sorted pairs hold each pair with an adapter once, in the slot of it and its expert."""
+    slots, experts = 3, 5
+    lora = CudaLora({"o": (24, 40)}, {"o": ("o",)}, slots, 4, 1, torch.float32, device)
+    adapters = CudaExperts(lora, {}, slots, 4, 1, torch.float32, device)
+    # Runs of one pair and of several tiles, of which some begin at the first row of a tile.
+    keys = torch.randint(0, experts * (slots + 1), (300,), generator=torch.Generator().manual_seed(5))
+    keys = torch.where(keys % 3 > 0, 6, keys).sort().values.to(device)
+    call = adapters.tiles_call(keys, experts)
+    call.launch()
+    held = torch.full((300,), -1)
+    for slot, first, rows in call.arguments["table"].tolist():
+        if slot >= 0:
+            part = held[first : first + rows]
+            if not 0 < len(part) <= LOW_TILE or (part >= 0).any():
+                return math.inf
+            part[:] = slot
+    slot_of, expert = keys.cpu() % (slots + 1) - 1, keys.cpu() // (slots + 1)
+    return 0.0 if torch.equal(held, torch.where(slot_of >= 0, slot_of * experts + expert, -1)) else math.inf
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     place = torch.device(sys.argv[1])
@@ -239,7 +261,7 @@ if __name__ == "__main__":
             {
                 name: {case: difference(value, place, getattr(torch, name)) for case, value in list(cases())[::every]}
                 | {way: difference_alone(place, getattr(torch, name), exact=exact) for way, exact in ways.items()}
-                | {"swapped": difference_swapped(place, getattr(torch, name))}
+                | {"swapped": difference_swapped(place, getattr(torch, name)), "tiles": difference_of_tiles(place)}
                 for name, every in chosen.items()
             }
         )
