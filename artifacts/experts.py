@@ -116,27 +116,30 @@ def named_by_parameter(tensors: Mapping[str, _V], targets: Sequence[str], expert
     target_parameters, `experts` the names of the base's tensors of experts. Raises MismatchError for a target that is
     none of these, ArtifactError where a tensor is missing or belongs to none.
     """
-    named: dict[str, list[str]] = {name.rpartition(".")[0]: [] for name in experts}
-    unmatched = set(targets)
-    for container, parameters in named.items():
-        for name in (f"{container}.{kind}" for kind in _OUTERMOST_FIRST):
-            matching = {target for target in targets if f".{name}".endswith(f".{target}")}
-            unmatched -= matching
-            if matching and name in experts:
-                parameters.append(name)
-    if unmatched:
+    ends: dict[str, set[str]] = {}
+    for name in experts:
+        parts = name.split(".")
+        for at in range(len(parts)):
+            ends.setdefault(".".join(parts[at:]), set()).add(name)
+    if unmatched := set(targets) - set(ends):
         raise MismatchError(
             "target_parameters",
             f"{min(unmatched)!r:.100} is no tensor of the base model's experts, such as mlp.experts.down_proj; "
             "train layers by target_modules, and no routers or biases",
         )
-    renamed, missing = dict[str, _V](), {name for parameters in named.values() for name in parameters}
+    chosen = {name for target in set(targets) for name in ends[target]}
+    named = {
+        container: [name for kind in _OUTERMOST_FIRST if (name := f"{container}.{kind}") in chosen]
+        for container in {name.rpartition(".")[0] for name in experts}
+    }
+    renamed, missing = dict[str, _V](), set(chosen)
     for tensor, value in tensors.items():
         match = _ADAPTERS.fullmatch(tensor)
-        if match is None or match[1] not in named:
+        if match is None or not (match[1] in named or match[1] in experts):
             renamed[tensor] = value
             continue
-        parameters, depth = named[match[1]], match[2].count(".")
+        # None has the name that it gets here: it would take another one's place.
+        parameters, depth = named.get(match[1], []), match[2].count(".")
         if depth >= len(parameters):
             raise ArtifactError(WEIGHTS_FILE, f"tensor {tensor} belongs to none of the experts in target_parameters")
         missing.discard(parameters[depth])

@@ -154,6 +154,7 @@ def test_a_weighted_set_adds_up_the_changes_of_each_expert(of_one: PeftOracle) -
         ({"use_dora": True}, "target_parameters", "DoRA of experts is not served"),
         ({"r": 3}, WEIGHTS_FILE, "has rank 2"),
         ({}, WEIGHTS_FILE, "lora_A has 9 rows, which 4 experts cannot share"),
+        ({"revision": "named"}, WEIGHTS_FILE, "experts.down_proj.lora_[AB].weight belongs to none of the experts"),
     ],
 )
 def test_what_does_not_fit_is_named_by_store_and_worker(
@@ -165,6 +166,8 @@ def test_what_does_not_fit_is_named_by_store_and_worker(
     tensors = load_file(adapter / WEIGHTS_FILE)
     if not fields:
         tensors = {name: torch.ones(9, 24) if "lora_A" in name else torch.ones(32, 9) for name in tensors}
+    if "revision" in fields:
+        tensors |= {name.replace(".lora_", ".down_proj.lora_"): one.clone() for name, one in tensors.items()}
     save_file(tensors, tmp_path / WEIGHTS_FILE)
     loaded = load_model(str(of_one.directory))
     with pytest.raises(ArtifactError, match=message) as by_store:
