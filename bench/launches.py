@@ -22,7 +22,7 @@ from worker.engine_api import EngineConfig
 # Layers as Llama's; with norms of each query and key; with norms around attention and MLP; with norms after them alone.
 FAMILIES = ("llama", "qwen3", "gemma3_text", "olmo2")
 LAYERS = 3
-ROWS = 8
+ROWS = 2
 AIMS = {"launches_a_layer": Aim(at_most=14), "launches_a_layer_adapters": Aim(at_most=18), "launches_besides": Aim()}
 
 
