@@ -163,7 +163,8 @@ def _fill(database: Database, count: int) -> None:
             digest = f"sha256:{hashlib.sha256(str(at).encode()).hexdigest()}"
             rows.execute("INSERT INTO adapters VALUES (?, 'acme', ?, 'hash', 1, 1, 1)", (at + 1, f"adapter-{at:08d}"))
             rows.execute(
-                "INSERT INTO revisions VALUES (?, ?, ?, ?, 8, ?, 0, ?, 0, 1)",
+                "INSERT INTO revisions (number, adapter_id, digest, base_digest, rank, config_digest, config_bytes, "
+                "weights_digest, weights_bytes, create_ns) VALUES (?, ?, ?, ?, 8, ?, 0, ?, 0, 1)",
                 (at + 1, at + 1, digest, base, _NOTHING, _NOTHING),
             )
             rows.execute("INSERT INTO aliases VALUES (?, 'live', ?)", (at + 1, digest))
