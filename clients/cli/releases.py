@@ -61,7 +61,9 @@ DatasetOption = Annotated[list[str] | None, typer.Option("--dataset", metavar="N
 
 @app.command()
 def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A peft adapter.")],
+    adapter: Annotated[
+        str, typer.Argument(metavar="DIR|URI", help="A peft adapter, or a source as `adapters import` takes it.")
+    ],
     name: Annotated[str, typer.Option(metavar="NAME", help="The adapter; default: the directory's name.")] = "",
     source: SourceOption = "",
     pin: PinOption = "",
@@ -71,16 +73,23 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
-    """Upload an adapter as a revision that no alias names, and make a release of it, with its model.sig if it has one.
+    """Upload an adapter, or let the store import it, and make a release of the revision; no alias names it.
+
+    A model.sig in the directory is sent along.
 
     [bold]loraplex releases push ./support-lora --name support --run-id 2041 --tenant acme[/]
     """
+    name, signature = name or Path(adapter).resolve().name, b""
     with store_client(store, tenant) as client:
-        pushed = client.push(directory, name or directory.resolve().name, alias="-")
-    origin = _origin(source or directory.resolve().as_uri(), pin, parent, run_id, dataset)
-    bundle = directory / SIGNATURE_FILE
-    signature = bundle.read_bytes() if bundle.is_file() else b""
-    service = _service(store, tenant)
+        if "://" in adapter:  # the store knows where it came from
+            pushed = client.import_revision(adapter, name, alias="-")
+        else:
+            directory = Path(adapter).resolve()
+            pushed = client.push(directory, name, alias="-")
+            source = source or directory.as_uri()
+            bundle = directory / SIGNATURE_FILE
+            signature = bundle.read_bytes() if bundle.is_file() else b""
+    origin, service = _origin(source, pin, parent, run_id, dataset), _service(store, tenant)
     _said(service.ask("CreateRelease", revision=pushed.revision.name, origin=origin, signature=signature).release)
 
 
