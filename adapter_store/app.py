@@ -218,7 +218,9 @@ class Store:
         accounts = AccountService(StoredAccounts(self._database))
         add(partial(accounts_pb2_grpc.add_AccountServiceServicer_to_server, accounts))
         add(partial(tenants_pb2_grpc.add_TenantServiceServicer_to_server, TenantService(purge)))
-        self._releases = ReleaseService(Releases(self._database), catalog, self._signers, self._auditor.record)
+        self._releases = ReleaseService(
+            Releases(self._database), catalog, self._signers, self._auditor.record, self.metrics
+        )
         add(partial(releases_pb2_grpc.add_ReleaseServiceServicer_to_server, self._releases))
 
     async def stop(self, drain_s: float = DRAIN_S) -> None:

@@ -21,3 +21,6 @@ class StoreMetrics(Meters):
             "store_quota_refusals", "Uploads that a limit of their tenant's plan refused.", ("limit",)
         )
         self.published = self.counter("store_revisions_published", "Revisions that were uploaded and kept.")
+        self.releases = self.counter(
+            "store_releases", "Changes of releases, by the state that they led to.", ("state",)
+        )

@@ -16,6 +16,7 @@ from loraplex.adapters.v1 import releases_pb2_grpc
 
 from adapter_store.catalog import Catalog
 from adapter_store.convert import check_digest, check_owner, decode_token, fill_page, page_size, refusals, timestamp
+from adapter_store.metrics import StoreMetrics
 from adapter_store.releases import Releases
 from adapter_store.rollouts import (
     GateResult,
@@ -54,8 +55,16 @@ _NEWEST = 2**62
 class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
     """Serves loraplex.adapters.v1.ReleaseService. `record` keeps an event of the audit log."""
 
-    def __init__(self, releases: Releases, catalog: Catalog, signers: Signers, record: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        releases: Releases,
+        catalog: Catalog,
+        signers: Signers,
+        record: Callable[..., None],
+        metrics: StoreMetrics,
+    ) -> None:
         self._releases = releases
+        self._metrics = metrics
         self._signers = signers
         self._catalog = catalog
         self._record = record
@@ -145,6 +154,7 @@ class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
     async def _change(self, change: Callable[[], Release]) -> pb.Release:
         release = await asyncio.to_thread(change)
         log.info("%s: %s is %s", caller().name, release.name, release.state.value)
+        self._metrics.releases.labels(release.state.value).inc()
         return release_to_pb(release)
 
     def _note(self, changed: Iterable[Release]) -> None:
@@ -152,6 +162,7 @@ class ReleaseService(releases_pb2_grpc.ReleaseServiceServicer):
         for release in changed:
             event = release.history[-1]
             log.info("%s is %s: %s", release.name, release.state.value, event.cause)
+            self._metrics.releases.labels(release.state.value).inc()
             self._record("release", name=str(release.name), state=release.state.value, cause=event.cause)
 
     def _verify(self, name: RevisionName, signature: bytes) -> str:

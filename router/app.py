@@ -291,7 +291,9 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
             *(admission, dispatcher, ResumeTokens(resume_keys, ResumeEpochs(store, public.keys)), quotas, prompts),
             client_stall_s=settings.client_stall_s,
         )
-        data = relay.serve_tenant_data(RouterData(dispatcher, store, configs, prompts, proofs, quotas), auditor.record)
+        data = relay.serve_tenant_data(
+            RouterData(dispatcher, store, configs, prompts, proofs, quotas, generation.rollouts), auditor.record
+        )
         cluster = ClusterService(
             *(models, dispatcher, metrics, commands),
             CellPurge(models, data, relay_service.forgets, reply_to, tls),

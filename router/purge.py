@@ -32,6 +32,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import WorkerForgets
 from router.generation.admission import GrammarProofs
 from router.generation.chat_format import forget_tools
+from router.generation.rollouts import Rollouts
 from router.quotas.quotas import Quotas
 from router.text.tokenizer import PromptTokenizer
 from rpc.errors import CallError, InvalidField, NotFound, PermissionDenied
@@ -65,6 +66,7 @@ class RouterData:
         prompts: PromptTokenizer,
         proofs: GrammarProofs,
         quotas: Quotas,
+        rollouts: Rollouts,
     ) -> None:
         self._dispatcher = dispatcher
         self._store = store
@@ -72,11 +74,12 @@ class RouterData:
         self._prompts = prompts
         self._proofs = proofs
         self._quotas = quotas
+        self._rollouts = rollouts
 
     async def forget(self, tenant: str) -> list[relay_pb2.Removal]:
         """End a tenant's calls, and those with its adapters, and remove what is kept of it; by place."""
         ended, open_jobs = self._end_jobs(tenant)
-        names = self._store.forget_tenant(tenant)
+        names = self._store.forget_tenant(tenant) + self._rollouts.forget_tenant(tenant)
         settings = self._configs.forget_tenant(tenant)
         forget_warnings()
         texts = forget_formats() + forget_tools() + self._proofs.forget() + self._prompts.forget()

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from artifacts.outcomes import Outcomes, StepOutcomes, ttft_bucket
+from broker.commands import is_of_tenant
 from broker.messages import AdapterRef, Job
 from broker.terms import PRIORITY_LIMIT
 from router.catalog.store_client import ResolvedAdapter, StoreClient
@@ -212,6 +213,13 @@ class Rollouts:
             for step in changed.values():
                 step.is_reported = False
             self._once(f"outcomes of rollouts are not reported: {error.message}")
+
+    def forget_tenant(self, tenant: str) -> int:
+        """Forget the sums of a tenant's releases; returns how many there were."""
+        gone = [key for key in self._steps if is_of_tenant(key[0], tenant)]
+        for key in gone:
+            del self._steps[key]
+        return len(gone)
 
     async def close(self, store: StoreClient) -> None:
         """End the shadow requests, and send the last sums."""

@@ -21,6 +21,7 @@ from router.catalog.store_client import StoreClient
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import WorkerForgets
 from router.generation.admission import GrammarProofs
+from router.generation.rollouts import Rollouts
 from router.purge import CellPurge, RouterData
 from router.quotas.quotas import Quotas
 from router.text.tokenizer import PromptTokenizer
@@ -38,7 +39,7 @@ class Router:
         self.dispatcher = Dispatcher(lambda model: queue, lambda job: Placement())
         self.store, self.encoder, self.proofs = StoreClient("127.0.0.1:1"), PromptTokenizer(), GrammarProofs()
         configs = AdapterConfigs(self.store)
-        self.data = RouterData(self.dispatcher, self.store, configs, self.encoder, self.proofs, quotas)
+        self.data = RouterData(self.dispatcher, self.store, configs, self.encoder, self.proofs, quotas, Rollouts())
         self.relay = RelayAccess(None, lambda *refused: None)
         self.recorded: list[dict[str, Any]] = []
         self.relay.serve_tenant_data(self.data, lambda event, **values: self.recorded.append(values))

@@ -207,8 +207,9 @@ class SimulatedRouter:
         accounts: Any = self._store
         usage: Any = SimulatedUsage(self._redis) if self.plans.has_limits else None
         quotas = self.quotas = Quotas(SimulatedLedger(self._redis.client), self.plans, usage=usage, store=accounts)
-        self.tenant_data = RouterData(self.dispatcher, self._store, configs, encoder, proofs, quotas)
         self.generation = Generation(admission, self.dispatcher, tokens, quotas, encoder)
+        rollouts = self.generation.rollouts
+        self.tenant_data = RouterData(self.dispatcher, self._store, configs, encoder, proofs, quotas, rollouts)
         self._unary_calls = UnaryCalls(self.generation, admission)
         for_ever = (
             every(LOOK_S, self.models.look_at_store),
