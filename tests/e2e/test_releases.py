@@ -117,6 +117,7 @@ class Rollout:
         else:
             answer = await client.generate(prompt, adapter_id=NAME, max_tokens=TOKENS, **named)
         digest = answer.adapter_revision.rpartition("/")[2]
+        assert not answer.choices[0].logprobs, "those that shadow requests are compared by are not the client's"
         ids = list((prompt + (self.tails.get(digest, "") if chat else "")).encode())
         self.answered.take(digest, answer.token_ids, ids, session)
 

@@ -37,6 +37,12 @@ def test_a_request_id_has_its_characters(request_id: str) -> None:
     assert read_request(pb.GenerateSpec(prompt="x", request_id=good), "acme").request_id == good
 
 
+def test_a_session_is_bounded() -> None:
+    assert read_request(pb.GenerateSpec(prompt="Hi", session_id="é" * 256), "acme").session_id == "é" * 256
+    with pytest.raises(InvalidField, match="session_id: 257 characters; at most 256"):
+        read_request(pb.GenerateSpec(prompt="Hi", session_id="a" * 257), "acme")
+
+
 def test_priority_has_its_range() -> None:
     assert read_request(pb.GenerateSpec(prompt="x", priority=-100), "acme").priority == -100
     with pytest.raises(InvalidField, match="priority: 101 is not between -100 and 100"):
