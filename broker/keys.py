@@ -12,13 +12,15 @@ lp:{MODEL/CELL}:uses         zset    tenants with a queue, by their use of the w
 lp:{MODEL/CELL}:job:ID       hash    a waiting job: body, attempt, and the facts that a claim needs; a displaced one
                                      has a mark instead, and expires
 lp:{MODEL/CELL}:arrivals     string  counter that numbers arrivals
+lp:{MODEL/CELL}:arrived_work string  sum of the work of all arrivals
 lp:{MODEL/CELL}:news         list    ids of the last arrivals
 lp:{MODEL/CELL}:tenants      zset    tenants with a queue, by their counters of service
 lp:{MODEL/CELL}:idle         zset    counters of the other tenants, where they are above the lowest
 lp:{MODEL/CELL}:floor        string  counter of the last tenant that had a queue
 lp:{MODEL/CELL}:totals       hash    bytes that wait and work by tenant, each of newcomers and of jobs that have begun,
-                                     and their weights; of the cell the bytes of both in all, the counter that the
-                                     next idle tenant begins with, and the work claimed in a ms while work waits
+                                     and their weights; of the cell the bytes and work of both in all, the counter
+                                     that the next idle tenant begins with, and the work claimed in a ms while work
+                                     waits
 lp:{MODEL/CELL}:charged      hash    what the tenants of claimed jobs have been charged, by job
 lp:{MODEL/CELL}:rooms        hash    free rows after the last claim of each worker, and until when that is believed
 lp:{MODEL/CELL}:wake         list    wake-ups: an entry wakes one idle worker

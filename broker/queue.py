@@ -22,7 +22,7 @@ from broker.functions import LIBRARY, BatchedFunction, Library
 from broker.keys import Keys
 from broker.ledger import ReserveCall
 from broker.messages import Capacity, DeadJob, Job, decode_record, encode_record
-from broker.terms import Claimed, Entry, Placement, QueueLimits, QueueState, UsageReport, is_short
+from broker.terms import Claimed, Entry, Placement, QueueLimits, QueueLoad, QueueState, UsageReport, is_short
 from rpc.shares import FairTurns
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ class JobQueue:
         self._finish = BatchedFunction(redis, library.function(redis, "finish"), keys.waiting)
         self._renew = BatchedFunction(redis, library.function(redis, "renew_job"))
         self._look_up = library.function(redis, "look_up")
+        self._load = library.function(redis, "queue_load")
         self._stop_claiming = library.function(redis, "stop_claiming")
         self._stop_waiting = library.function(redis, "stop_waiting")
         self._record_death = library.function(redis, "record_death")
@@ -299,6 +300,11 @@ class JobQueue:
             gone, records, at = await self._forget_tenant(self.keys.waiting, arguments)
             jobs, others, letters = jobs + gone, others + records, letters[LOOKS_AT_ONCE:]
         return RemovedRecords(jobs, pins, others)
+
+    async def load(self) -> QueueLoad:
+        """Return what waits, for how long, and the work that has arrived."""
+        waiting, work, oldest_ms, arrived = await self._load(self.keys.waiting, [self.keys.prefix])
+        return QueueLoad(int(waiting), float(work), int(oldest_ms) / 1e3, float(arrived))
 
     async def count_waiting(self) -> int:
         """Return how many jobs wait."""

@@ -4,7 +4,7 @@ local tenants = {}
 -- Totals are a packed record for each tenant with jobs: bytes and work of its newcomers and of its jobs that have
 -- begun, its weight, and whether its newcomers have turns (see jobs.lua). Work is in charged tokens, as though every
 -- answer had its full length. A record of the cell is beside them: the bytes of both kinds in all, the counter that the
--- next idle tenant is lifted to, and the claim rate. A call adds its changes up and writes them once, with
+-- next idle tenant is lifted to, the claim rate, and the work in all. A call adds its changes up and writes them once, with
 -- `tenants.flush`. The bytes in all change as the tenants' do, and a tenant without a
 -- queue has no newcomers, so that what a lost key has left behind goes with the last of them.
 --
@@ -22,11 +22,12 @@ function tenants.checked(_, bytes, work, begun_bytes, begun_work, weight, turns)
 end
 
 -- Return the cell's record. Raises an error on one that this library cannot have packed.
-function tenants.checked_cell(_, bytes, begun_bytes, next_lift, rate_since, rate_work, rate)
+function tenants.checked_cell(_, bytes, begun_bytes, next_lift, rate_since, rate_work, rate, work)
+  work = work or 0 -- an older version of this library writes none
   if bytes >= 0 and begun_bytes >= 0 and next_lift >= 0 and rate_since >= 0 and rate_work >= 0 and rate >= 0
-      and bytes + begun_bytes + next_lift + rate_since + rate_work + rate < math.huge then
+      and work >= 0 and bytes + begun_bytes + next_lift + rate_since + rate_work + rate + work < math.huge then
     return {bytes = bytes, begun_bytes = begun_bytes, next_lift = next_lift, rate_since = rate_since,
-      rate_work = rate_work, rate = rate}
+      rate_work = rate_work, rate = rate, work = work}
   end
   error('unreadable')
 end
@@ -38,7 +39,7 @@ function tenants.read(call, ...)
     if packed then is_readable, record = read_packed(i == 1 and tenants.checked_cell or tenants.checked, packed) end
     if i == 1 then
       record = is_readable and record
-        or {bytes = 0, begun_bytes = 0, next_lift = 0, rate_since = 0, rate_work = 0, rate = 0}
+        or {bytes = 0, begun_bytes = 0, next_lift = 0, rate_since = 0, rate_work = 0, rate = 0, work = 0}
       call.cell = call.cell or record
     else
       record = is_readable and record
@@ -79,7 +80,7 @@ end
 
 -- Apply a tenant's changes to its record, and to the cell's.
 function tenants.apply(cell, change, record)
-  local bytes, begun_bytes = record.bytes, record.begun_bytes
+  local bytes, begun_bytes, work = record.bytes, record.begun_bytes, record.work + record.begun_work
   record.bytes = change.is_cleared and 0 or math.max(0, bytes + change.bytes)
   record.work = change.is_cleared and 0 or math.max(0, record.work + change.work)
   record.begun_bytes = math.max(0, begun_bytes + change.begun_bytes)
@@ -87,6 +88,7 @@ function tenants.apply(cell, change, record)
   record.weight, record.turns = change.weight or record.weight, change.turns or record.turns
   cell.bytes = math.max(0, cell.bytes + record.bytes - bytes)
   cell.begun_bytes = math.max(0, cell.begun_bytes + record.begun_bytes - begun_bytes)
+  cell.work = math.max(0, cell.work + record.work + record.begun_work - work)
 end
 
 -- Add a record's field to those that are `written` or `gone`, if it has changed.
@@ -119,11 +121,17 @@ function tenants.flush(call)
   end
   call.changes = {}
   cell.next_lift = cell.next_lift < math.huge and math.max(0, cell.next_lift) or 0
+  if cell.bytes + cell.begun_bytes == 0 then cell.work = 0 end -- an older version may have lost count
   local is_empty = cell.bytes + cell.begun_bytes + cell.next_lift + cell.rate_since == 0
   tenants.add_record(written, gone, CELL_FIELD, cell, is_empty, cell.bytes, cell.begun_bytes, cell.next_lift,
-    cell.rate_since, cell.rate_work, cell.rate)
+    cell.rate_since, cell.rate_work, cell.rate, cell.work)
   if #written > 0 then redis.call('HSET', call.keys.totals, unpack(written)) end
   if #gone > 0 then redis.call('HDEL', call.keys.totals, unpack(gone)) end
+end
+
+-- Add to the sum of the work that has ever arrived. It begins anew where it was lost.
+function tenants.count_arrival(call, work)
+  redis.call('SET', call.keys.arrived_work, number_of(redis.pcall('GET', call.keys.arrived_work)) + work)
 end
 
 -- The claim rate: how much work the cell claims in a ms while more waits than the workers take. Count claimed work. An

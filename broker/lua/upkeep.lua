@@ -131,6 +131,28 @@ register('look_up', function(_, arguments)
   return answers
 end)
 
+-- Return since when a waiting job has waited, in ms; the time of the call for one that cannot be read.
+function upkeep.queued_at(call, id)
+  local facts = {read_packed(jobs.checked, hash_fields(call.prefix .. 'job:' .. id, 'facts')[1])}
+  return facts[1] and facts[20] or call.now
+end
+
+-- Answers {waiting jobs, their work, time in ms for which the oldest has waited of those that are next: the first of
+-- each of the first tenants, and the first that has begun; sum of the work that has ever arrived}.
+register('queue_load', function(_, arguments)
+  local call = new_call(arguments)
+  local keys, since = call.keys, call.now
+  tenants.read(call)
+  for _, id in ipairs(redis.call('ZRANGE', keys.again, 0, 0)) do since = math.min(since, upkeep.queued_at(call, id)) end
+  for _, tenant in ipairs(redis.call('ZRANGE', keys.tenants, 0, TENANTS_PER_ESTIMATE - 1)) do
+    local places = redis.pcall('ZRANGE', call.prefix .. 'queue:' .. tenant, 0, 0)
+    if places[1] then since = math.min(since, upkeep.queued_at(call, string.sub(places[1], PLACE_BYTES + 1))) end
+  end
+  local arrived = number_of(redis.pcall('GET', keys.arrived_work))
+  return {redis.call('ZCARD', keys.waiting), string.format('%.17g', call.cell.work), call.now - since,
+    string.format('%.17g', arrived)}
+end)
+
 -- Remove what a cell has of a tenant: at most `most` newcomers that wait; of `most` jobs that have begun, from rank
 -- `first` on, those of the tenant; dead letters, given as they are; and what is kept under its name. Answers how many
 -- jobs and records were removed, and the rank from which to look in the next call, -1 for none.

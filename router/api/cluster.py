@@ -264,13 +264,23 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         return pb.ListWorkersResponse(workers=[worker_message(state) for _, state in await self._models.living()])
 
     async def ListQueues(self, request: pb.ListQueuesRequest, context: Context) -> pb.ListQueuesResponse:
-        """List how many jobs wait and run, by model."""
+        """List what waits, for how long, and how many jobs run, by model."""
         running = Counter[str]()
         for model, state in await self._models.living():
             running[model.manifest.name] += state.rows_running
         with asking_redis():
-            waiting = {model.manifest.name: await model.queue.count_waiting() for model in self._models.served}
-        queues = [pb.Queue(model=name, waiting=waiting[name], running=running[name]) for name in waiting]
+            loads = {model.manifest.name: await model.queue.load() for model in self._models.served}
+        queues = [
+            pb.Queue(
+                model=name,
+                waiting=load.waiting,
+                running=running[name],
+                waiting_work=int(load.waiting_work),
+                arrived_work=int(load.arrived_work),
+                oldest_wait=load.oldest_wait_s,
+            )
+            for name, load in loads.items()
+        ]
         return pb.ListQueuesResponse(queues=queues)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:

@@ -22,6 +22,7 @@ from broker.terms import (
     Claimed,
     Placement,
     QueueLimits,
+    QueueLoad,
     QueueState,
     UsageReport,
 )
@@ -227,6 +228,10 @@ class ClockedQueue:
         """The states of attempts, by job id and attempt."""
         return await self._queue().look_up(jobs)
 
+    async def load(self) -> QueueLoad:
+        """Return the load."""
+        return await self._queue().load()
+
     async def record_death(self, tenant: str, adapter: str, job_id: str) -> int:
         """A job ended because engines died of it."""
         return await self._queue().record_death(tenant, adapter, job_id)
@@ -295,6 +300,6 @@ class ClockedQueue:
     async def totals(self) -> dict[str, list[float]]:
         """Return the records of broker/lua/tenants.lua, by tenant; that of the cell is called `/cell`."""
         return {
-            name: msgspec.msgpack.decode(b"\x96" + packed, type=list[float])
+            name: msgspec.msgpack.decode((b"\x97" if name == "/cell" else b"\x96") + packed, type=list[float])
             for name, packed in (await self.fields("totals")).items()
         }

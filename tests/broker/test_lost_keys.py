@@ -122,7 +122,19 @@ async def test_every_job_is_claimed_and_no_count_is_left(redis: Redis, seed: int
         await call()
     await cluster.end_all()
     assert cluster.waiting == {}
-    kept = ("arrivals", "news", "floor", "idle", "wake", "rooms", "routers", "born", "passed_on", "charged")
+    kept = (
+        "arrivals",
+        "arrived_work",
+        "news",
+        "floor",
+        "idle",
+        "wake",
+        "rooms",
+        "routers",
+        "born",
+        "passed_on",
+        "charged",
+    )
     left = {name.decode().removeprefix(KEYS.prefix) for name in await redis.keys("*") if isinstance(name, bytes)}
     assert {name for name in left if not name.startswith(kept)} == set()
 

@@ -9,8 +9,8 @@ from redis.asyncio import Redis
 
 from broker import terms
 from broker.messages import Capacity
-from broker.terms import Placement, QueueLimits, QueueState, UsageReport
-from tests.broker.clocked_queue import Clock, ClockedQueue, make_job
+from broker.terms import Placement, QueueLimits, QueueLoad, QueueState, UsageReport
+from tests.broker.clocked_queue import KEYS, Clock, ClockedQueue, make_job
 
 ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=64)
 ONE = replace(ROOMY, rows=1)
@@ -236,3 +236,22 @@ async def test_a_link_that_is_missing_for_a_redispatched_job_is_named_too(queue:
     await queue.enqueue(make_job("j", "a", router="one", attempt=2))
     assert (await queue.claim("w", replace(ROOMY, routers=("two",)))).unlinked == ("one",)
     assert await claim(queue, replace(ROOMY, routers=None)) == ["j"]
+
+
+async def test_the_load_is_what_waits_for_how_long_and_all_that_has_come(queue: ClockedQueue) -> None:
+    assert await queue.load() == QueueLoad()
+    await queue.enqueue(make_job("a0", "a", prompt=10, max_tokens=5))
+    await queue.advance(3_000)
+    await queue.enqueue(make_job("a1", "a", prompt=20, max_tokens=5))
+    await queue.enqueue(make_job("b", "b", prompt=1, max_tokens=2, attempt=2))
+    assert await queue.load() == QueueLoad(3, 55, 3.0, 55)
+    await queue.enqueue(make_job("a0", "a", prompt=10, max_tokens=5, attempt=2))
+    await queue.advance(1_000)
+    assert await queue.load() == QueueLoad(3, 55, 1.0, 75), (
+        "a later attempt takes the place of the former, and is new work"
+    )
+    await claim(queue)
+    assert await queue.load() == QueueLoad(arrived_work=75)
+    await queue.redis.set(KEYS.prefix + "arrived_work", "no number")
+    await queue.enqueue(make_job("c", "a", prompt=3, max_tokens=1))
+    assert (await queue.load()).arrived_work == 5

@@ -104,6 +104,7 @@ class Walk:
         cell = totals.pop("/cell", [0, 0])
         assert {tenant: record[:4] for tenant, record in totals.items()} == sums
         assert cell[:2] == [sum(one[0] for one in sums.values()), sum(one[2] for one in sums.values())]
+        assert cell[6:] in ([], [sum(one[1] + one[3] for one in sums.values())])
         for name in ("again", *(f"queue:{tenant}" for tenant in TENANTS)):
             assert {*await self.queue.members(name)} == places[name]
         active = {*await self.queue.members("tenants")}
@@ -296,8 +297,8 @@ class Walk:
             await self.queue.finish(job_id, attempt)
         for key, made in self.running.items():
             await self.queue.charge(UsageReport(*key, made, ended=True))
-        kept = ("arrivals", "news", "floor", "idle", "wake", "rooms", "routers", "born", "passed_on", "deaths",
-                "quarantine", "suspects", "charged", "totals", CLOCK)  # fmt: skip
+        kept = ("arrivals", "arrived_work", "news", "floor", "idle", "wake", "rooms", "routers", "born", "passed_on",
+                "deaths", "quarantine", "suspects", "charged", "totals", CLOCK)  # fmt: skip
         assert {name for name in await self.queue.names() if not name.startswith(kept)} == set()
         assert set(await self.queue.totals()) <= {"/cell"}
 
