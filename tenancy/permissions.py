@@ -221,6 +221,11 @@ PERMISSIONS: Mapping[str, Permission] = {
     # A router asks its own address, to find out whether it leads to itself.
     **_of("loraplex.relay.v1.IdentityService", {"Identify": Permission(RELAY, {Port.RELAY: _PARTS})}),
     **_of("loraplex.relay.v1.TenantDataService", {"ForgetTenant": Permission(RELAY, {Port.RELAY: _ROUTERS})}),
+    # KEDA has no credential. The scaler's port has no other service; with TLS it asks for KEDA's certificate.
+    **_of(
+        "externalscaler.ExternalScaler",
+        dict.fromkeys(("IsActive", "StreamIsActive", "GetMetricSpec", "GetMetrics"), Permission(anybody=True)),
+    ),
 }
 
 # The scopes that keys and tokens may be restricted to.

@@ -73,13 +73,21 @@ def gateway(context: typer.Context) -> None:
     sys.exit(serve(context.args, "loraplex gateway"))
 
 
+def scaler(context: typer.Context) -> None:
+    """Tell KEDA and Prometheus how many workers each model needs, as a client of routers, until Ctrl-C."""
+    from clients.scaler.__main__ import main as serve
+
+    sys.exit(serve(context.args, "loraplex scaler"))
+
+
 # The help page lists the commands in this order.
 app.command()(up)
-# Reads its own arguments, as the other processes of a cluster do.
-app.command(
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
-    add_help_option=False,
-)(gateway)
+# These two read their own arguments, as the other processes of a cluster do.
+for process in (gateway, scaler):
+    app.command(
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+        add_help_option=False,
+    )(process)
 app.command()(generate)
 app.command()(chat)
 app.command()(score)

@@ -51,7 +51,8 @@ def test_the_cases_are_all_there_are() -> None:
     assert {case.method for case in cases} == {name for name in PERMISSIONS if name.split("/")[1] in SERVERS}
     relay = {f"loraplex.relay.v1.{name}Service" for name in ("Relay", "Identity", "TenantData")}
     assert {name.split("/")[1] for name in PERMISSIONS} == SERVERS.keys() | OPTIONAL.keys() | relay | {
-        "grpc.health.v1.Health"
+        "grpc.health.v1.Health",
+        "externalscaler.ExternalScaler",
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from adapter_store.metrics import StoreMetrics
 from clients.gateway.endpoint import GatewayMetrics
+from clients.scaler.app import ScalerMetrics
 from router.metrics import RouterMetrics
 from telemetry.metrics import Meters
 from worker.io.metrics import WorkerMetrics
@@ -32,6 +33,7 @@ def documented(section: str) -> dict[str, str]:
         ("Worker", WorkerMetrics),
         ("Adapter store", StoreMetrics),
         ("Gateway", GatewayMetrics),
+        ("Scaler", ScalerMetrics),
     ],
 )
 def test_every_metric_is_in_the_docs_and_every_one_in_the_docs_exists(section: str, process: type[Meters]) -> None:

@@ -22,6 +22,8 @@ write the page again:
   other routers.
 - **Workers** call DownloadRevision with a router's grant for the revision
   ([adapter_store/service.py](../../adapter_store/service.py)).
+- **ExternalScaler** is served by `loraplex scaler` on a port of its own, because KEDA sends no credential. With TLS
+  that port asks for a certificate.
 - **Scopes.** A key or token with scopes may call only the methods of these scopes, as far as its role may.
 - **Without credentials** (on loopback, or with `--insecure-tenants`) one port serves the first two columns, and every
   caller has every role.

@@ -1,0 +1,78 @@
+"""The scaler's settings."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from clients.scaler.policy import PoolRules
+from rpc.settings import check_bounds, setting
+from rpc.tls import CA_HELP, CERT_HELP, KEY_HELP, TlsFiles, tls_of
+from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
+from telemetry.metrics import PORT_HELP
+
+# Interval in seconds between looks at the cluster: Kubernetes' autoscaler asks every 15 s.
+LOOK_S = 5.0
+_POOL = re.compile(r"([^=,\s]+)=(\d+)-(\d+)")
+
+
+@dataclass(frozen=True)
+class ScalerSettings:
+    """Tells KEDA and Prometheus how many workers each model needs, as a client of routers."""
+
+    pools: str = setting("the models whose workers are scaled, MODEL=LEAST-MOST with commas between them")
+    router: str = setting(
+        "the addresses of the routers, with credentials of their --operator-port, HOST:PORT with commas between them; "
+        "also LORAPLEX_ADDRESS",
+        "127.0.0.1:50051",
+        variable="LORAPLEX_ADDRESS",
+    )
+    wait_s: float = setting("seconds that a request should wait for a worker at most", 10.0, above=0)
+    idle_s: float = setting("seconds without work after which a model whose LEAST is 0 has no worker", 300.0, above=0)
+    worker_rate: float = setting(
+        "first guess of a worker's work in a second, until it is measured: prompt tokens and twice the answers'",
+        1_000.0,
+        above=0,
+    )
+    host: str = setting("the address to listen on", "127.0.0.1")
+    port: int = setting("the port of KEDA's external scaler; 0: the system chooses", 50055)
+    tls_cert: str = setting(CERT_HELP, "")
+    tls_key: str = setting(KEY_HELP, "")
+    tls_ca: str = setting(CA_HELP, "")
+    metrics_port: int = setting(PORT_HELP, 0)
+    log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
+    log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError on a value out of range."""
+        check_logging(self.log_format, self.log_level)
+        check_bounds(self)
+        numbers: dict[str, Any] = {"wait-s": self.wait_s, "idle-s": self.idle_s, "worker-rate": self.worker_rate}
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                raise ValueError(f"--{name} {value}: not a finite number")
+        if not 0 <= self.port <= 65_535:
+            raise ValueError(f"--port {self.port}: not a port")
+        self.rules()
+        self.tls_files()
+
+    def tls_files(self) -> TlsFiles | None:
+        """Return the files of the port for KEDA, which then asks for KEDA's certificate. Raises ValueError."""
+        return tls_of(self.tls_cert, self.tls_key, self.tls_ca)
+
+    def rules(self) -> dict[str, PoolRules]:
+        """Return the rules of each model's workers. Raises ValueError."""
+        rules: dict[str, PoolRules] = {}
+        for text in self.pools.split(","):
+            match = _POOL.fullmatch(text.strip())
+            if match is None:
+                raise ValueError(f"--pools {text.strip()!r}: write MODEL=LEAST-MOST, such as base=1-8")
+            model, least, most = match[1], int(match[2]), int(match[3])
+            if most < max(1, least):
+                raise ValueError(f"--pools {text.strip()}: the most workers are at least 1, and at least LEAST")
+            if model in rules:
+                raise ValueError(f"--pools {text.strip()}: {model} is there twice")
+            rules[model] = PoolRules(least, most, self.wait_s, self.idle_s, self.worker_rate)
+        return rules

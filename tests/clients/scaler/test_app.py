@@ -1,0 +1,155 @@
+"""The scaler's port for KEDA: numbers, statuses that say what to do, and TLS for its certificate alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from loraplex.cluster.v1 import cluster_pb2
+from loraplex.scaler.v1 import externalscaler_pb2 as pb
+from loraplex.scaler.v1.externalscaler_pb2_grpc import ExternalScalerStub
+
+from clients.scaler.app import STALE_S, Scaler, ScalerMetrics, new_server
+from clients.scaler.settings import ScalerSettings
+from tenancy.development_ca import DevelopmentCa
+
+
+class Seen:
+    """A scaler that is shown a cluster, at a time that the test sets."""
+
+    def __init__(self, pools: str = "base=0-8,other=1-2") -> None:
+        self.now_s = 1_000.0
+        self.metrics = ScalerMetrics()
+        self.scaler = Scaler(ScalerSettings(pools=pools, idle_s=60.0).rules(), self.metrics, lambda: self.now_s)
+
+    def look(self, *, workers: int, waiting_work: int = 0) -> None:
+        """Show the workers of the model `base`, and one of its workers that drains."""
+        phases = cluster_pb2.WorkerPhase
+        listed = [
+            cluster_pb2.Worker(model="base", phase=phases.WORKER_PHASE_SERVING, rows_limit=8) for _ in range(workers)
+        ]
+        listed.append(
+            cluster_pb2.Worker(model="base", phase=phases.WORKER_PHASE_DRAINING, rows_running=8, rows_limit=8)
+        )
+        queue = cluster_pb2.Queue(model="base", waiting_work=waiting_work, arrived_work=waiting_work)
+        self.scaler.observe(
+            cluster_pb2.ListWorkersResponse(workers=listed),
+            cluster_pb2.ListQueuesResponse(queues=[queue, cluster_pb2.Queue(model="unscaled")]),
+        )
+
+
+@asynccontextmanager
+async def serving(seen: Seen, **tls: Any) -> AsyncIterator[str]:
+    settings = ScalerSettings(pools="base=0-8", **tls)
+    server = new_server(seen.scaler)
+    files = settings.tls_files()
+    port = server.bind("127.0.0.1", 0, None if files is None else files.server_credentials(client_certificates=True))
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+def of(model: str) -> pb.ScaledObjectRef:
+    return pb.ScaledObjectRef(name="llm-worker-cpu", namespace="llm", scalerMetadata={"model": model} if model else {})
+
+
+async def metric(stub: Any, model: str) -> Any:
+    spec = (await stub.GetMetricSpec(of(model))).metricSpecs[0]
+    assert (spec.targetSize, spec.targetSizeFloat) == (1, 1.0)
+    answer = await stub.GetMetrics(pb.GetMetricsRequest(scaledObjectRef=of(model), metricName=spec.metricName))
+    (value,) = answer.metricValues
+    assert value.metricName == spec.metricName
+    assert value.metricValueFloat == value.metricValue
+    return value
+
+
+async def test_keda_gets_the_wanted_workers_and_so_does_prometheus() -> None:
+    seen = Seen()
+    async with serving(seen) as address, grpc.aio.insecure_channel(address) as channel:
+        stub: Any = ExternalScalerStub(channel)
+        seen.look(workers=0)
+        assert (await metric(stub, "base")).metricValue == 0
+        active = stub.StreamIsActive(of("base"))
+        assert not (await active.read()).result
+        assert not (await stub.IsActive(of("base"))).result
+        seen.look(workers=0, waiting_work=100_000)
+        assert (await active.read()).result
+        assert (await stub.IsActive(of("base"))).result
+        assert (await metric(stub, "base")).metricValue == 8
+        assert seen.metrics.registry.get_sample_value("loraplex_desired_workers", {"model": "base"}) == 8
+        assert seen.metrics.registry.get_sample_value("loraplex_scaler_workers", {"model": "base"}) == 0
+        active.cancel()
+
+
+@pytest.mark.parametrize(
+    ("model", "age_s", "code", "message"),
+    [
+        (
+            "nosuch",
+            0.0,
+            "INVALID_ARGUMENT",
+            "'nosuch' is not a model of this scaler: name one of base, other in the trigger",
+        ),
+        ("", 0.0, "INVALID_ARGUMENT", "scalerMetadata.model: missing: name one of base, other"),
+        ("other", 0.0, "UNAVAILABLE", "the routers do not serve other; register it: loraplex models push"),
+        ("base", STALE_S + 1, "UNAVAILABLE", "no router has told the state of the cluster"),
+    ],
+)
+async def test_a_metric_that_there_is_not_says_what_to_do(model: str, age_s: float, code: str, message: str) -> None:
+    seen = Seen()
+    async with serving(seen) as address, grpc.aio.insecure_channel(address) as channel:
+        stub: Any = ExternalScalerStub(channel)
+        seen.look(workers=1)
+        seen.now_s += age_s
+        for call in (
+            stub.GetMetrics(pb.GetMetricsRequest(scaledObjectRef=of(model))),
+            stub.GetMetricSpec(of(model)),
+            stub.IsActive(of(model)),
+            stub.StreamIsActive(of(model)).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code().name == code
+            assert message in str(caught.value.details())
+
+
+async def test_with_tls_only_a_certificate_of_the_authority_gets_an_answer(tmp_path: Path) -> None:
+    ca, seen = DevelopmentCa(), Seen()
+    seen.look(workers=1)
+    cert, key = ca.write(tmp_path, "scaler", ca.issue("loraplex://router/scaler", ["127.0.0.1"]))
+    files = {"tls_cert": str(cert), "tls_key": str(key), "tls_ca": str(ca.write_ca(tmp_path))}
+    keda_cert, keda_key = ca.issue("https://keda", ["keda.example"])
+    async with serving(seen, **files) as address:
+        known = grpc.ssl_channel_credentials(ca.pem, keda_key, keda_cert)
+        async with grpc.aio.secure_channel(address, known) as channel:
+            assert (await metric(ExternalScalerStub(channel), "base")).metricValue == 1
+        async with grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca.pem)) as channel:
+            stub: Any = ExternalScalerStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.IsActive(of("base"))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"pools": "base"}, "--pools 'base': write MODEL=LEAST-MOST, such as base=1-8"),
+        ({"pools": "base=3-2"}, "--pools base=3-2: the most workers are at least 1, and at least LEAST"),
+        ({"pools": "base=0-0"}, "--pools base=0-0: the most workers"),
+        ({"pools": "base=0-1,base=0-2"}, "base is there twice"),
+        ({"pools": "base=0-1", "wait_s": 0.0}, "--wait-s 0.0: more than 0"),
+        ({"pools": "base=0-1", "idle_s": float("nan")}, "--idle-s nan"),
+        ({"pools": "base=0-1", "worker_rate": float("inf")}, "--worker-rate inf: not a finite number"),
+        ({"pools": "base=0-1", "port": 70_000}, "--port 70000: not a port"),
+        ({"pools": "base=0-1", "tls_cert": "a.pem"}, "--tls-cert, --tls-key, --tls-ca: give all three"),
+    ],
+)
+def test_settings_that_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScalerSettings(**values)

@@ -1,0 +1,98 @@
+"""The scaler's policy: what it wants of a model whose workers do 100 of work a second, each with 4 rows."""
+
+from __future__ import annotations
+
+from clients.scaler.policy import ARRIVALS_S, BUSY, FALL_S, Observation, Pool, PoolRules
+
+RATE, ROWS, STEP_S = 100.0, 4, 5.0
+RULES = PoolRules(least=0, most=20, wait_s=10.0, idle_s=60.0, worker_rate=RATE)
+
+
+class Model:
+    """A model whose workers do what comes, as far as they can, and a pool that watches it."""
+
+    def __init__(self, workers: int, rules: PoolRules = RULES, rate: float = RATE) -> None:
+        self.pool = Pool(rules)
+        self.workers, self.rate = workers, rate
+        self.at_s = self.arrived = self.waiting = 0.0
+
+    def look(self, arriving: float, seconds: float = STEP_S) -> list[int]:
+        """Let work arrive at a rate for a while; return what was wanted at each look."""
+        wanted = []
+        for _ in range(round(seconds / STEP_S)):
+            self.at_s += STEP_S
+            self.arrived += arriving * STEP_S
+            room = self.workers * self.rate * STEP_S
+            there = self.waiting + arriving * STEP_S
+            self.waiting = max(0.0, there - room)
+            busy = min(1.0, there / room) if room else 0.0
+            rows = self.workers * ROWS
+            oldest_s = self.waiting / (self.workers * self.rate or arriving or 1.0)
+            seen = Observation(self.at_s, self.workers, round(rows * busy), rows, self.waiting, oldest_s, self.arrived)
+            wanted.append(self.pool.observe(seen))
+        return wanted
+
+
+def test_steady_work_gets_the_workers_that_do_it_with_some_room() -> None:
+    assert Model(6).look(500.0, 600.0)[-1] == 6
+    assert 500 / RATE / BUSY > 5, "of five workers none would have room"
+
+
+def test_more_work_is_wanted_at_once_and_less_after_a_while() -> None:
+    model = Model(2)
+    assert model.look(150.0, 600.0)[-1] == 2
+    (more,) = model.look(900.0)
+    assert more > 2, "the first look at a burst"
+    model.workers = 10
+    model.look(900.0, 300.0)
+    fewer = model.look(50.0, FALL_S + 2 * ARRIVALS_S)
+    assert fewer[0] >= 9
+    assert fewer[round(FALL_S / STEP_S) - 1] >= 9, "it may come back"
+    assert fewer[-1] == 1
+
+
+def test_a_wrong_guess_of_the_workers_rate_is_corrected_by_what_they_do() -> None:
+    for guess in (RATE / 20, RATE * 20):
+        model = Model(6, PoolRules(1, 20, 10.0, 60.0, guess))
+        assert model.look(500.0, 1_200.0)[-1] == 6
+        assert abs(model.pool.rate.value / RATE - 1) < 0.2
+
+
+def test_answers_shorter_than_they_may_be_are_part_of_the_rate() -> None:
+    # The queue counts full lengths; answers end after a quarter of it, so that workers seem four times as quick.
+    model = Model(3, rate=4 * RATE)
+    assert model.look(1_000.0, 900.0)[-1] == 3
+
+
+def test_a_pool_without_work_has_no_workers_and_the_first_job_brings_one_back() -> None:
+    model = Model(1)
+    model.look(10.0, 60.0)
+    idle = model.look(0.0, 120.0)
+    assert idle[0] == 1
+    assert idle[-1] == 0
+    model.workers = 0
+    assert model.look(0.0) == [0]
+    assert model.look(1.0)[0] >= 1
+    assert model.look(0.0, 120.0)[-1] == 1, "the job still waits"
+
+
+def test_a_floor_and_a_limit_hold() -> None:
+    held = Model(2, PoolRules(2, 3, 10.0, 60.0, RATE))
+    assert held.look(0.0, 1_000.0)[-1] == 2
+    assert held.look(5_000.0, 60.0)[-1] == 3
+
+
+def test_rows_that_run_keep_their_workers_though_nothing_arrives() -> None:
+    pool = Pool(RULES)
+    for look in range(300):
+        wanted = pool.observe(Observation(look * STEP_S, 5, 20, 20, 0.0, 0.0, 10_000.0))
+    assert wanted == 5
+
+
+def test_a_scaler_that_starts_again_keeps_what_there_is_and_survives_a_lost_count() -> None:
+    model = Model(9)
+    model.arrived = 1e9
+    assert model.look(100.0)[0] == 9
+    model.arrived = 0.0
+    assert model.look(100.0)[0] == 9, "not the work of all time, nor a negative one"
+    assert abs(model.pool.rate.value - RATE) < 1
