@@ -14,8 +14,8 @@ import sys
 import time
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from artifacts.names import sha256_file
 from clients.cli.gates import WINDOW, Examination, Result, read_gates
 from options import SamplingParams, StoppingParams
 from router.generation.rollouts import place_of
+from tests.adapter_store.sources.places import seaweed
 from tests.hash_oracle import expected_ids, expected_tokens
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
@@ -149,13 +150,13 @@ class Rollout:
 
 
 @asynccontextmanager
-async def rollouts(start_cluster: StartCluster, directory: Path, url: str | None) -> AsyncIterator[tuple[Rollout, Any]]:
+async def rollouts(start_cluster: StartCluster, directory: Path, url: str) -> AsyncIterator[tuple[Rollout, Any]]:
     """Run a cluster with a live revision, whose tenants may import from the object store."""
     first, sources = write_adapter(directory / "first", "first"), directory / "sources.toml"
     (directory / "key").write_text("key")
     rule = f'prefix = "s3://acme-adapters"\nendpoint = "{url}"\nregion = "us-east-1"\nallow_private = true\n'
     keys = '[credentials.s3]\naccess_key_id_file = "{0}"\nsecret_access_key_file = "{0}"\n'.format(directory / "key")
-    sources.write_text(f'[[source]]\n{rule}credentials = "s3"\n{keys}' if url else "")
+    sources.write_text(f'[[source]]\n{rule}credentials = "s3"\n{keys}')
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(
             start_cluster(MODEL, {NAME: first}, routers=2 if LONG else 1, store_flags=("--sources", str(sources)))
@@ -164,24 +165,6 @@ async def rollouts(start_cluster: StartCluster, directory: Path, url: str | None
         store = await stack.enter_async_context(AsyncStoreClient(cluster.local.store, TENANT))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(cluster.local.store))
         yield Rollout(clients, store, releases_pb2_grpc.ReleaseServiceStub(channel)), cluster
-
-
-@contextmanager
-def object_store() -> Iterator[str | None]:
-    """Run an object store with a bucket where one is installed; yields its URL."""
-    try:
-        from moto.server import ThreadedMotoServer
-    except ImportError:  # the extra `buckets` is not installed
-        yield None
-        return
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        url = "http://127.0.0.1:{1}".format(*server.get_host_and_port())
-        put(f"{url}/acme-adapters", b"")
-        yield url
-    finally:
-        server.stop()
 
 
 def put(url: str, content: bytes) -> None:
@@ -235,11 +218,13 @@ async def check_rolled_back(rollout: Rollout, release: Any, live: str, rule: str
 
 
 async def test_a_revision_goes_live_and_worse_ones_are_rolled_back(start_cluster: StartCluster, tmp_path: Path) -> None:
-    with object_store() as url:
+    (tmp_path / "objects").mkdir()
+    with seaweed(tmp_path / "objects") as url:
+        put(f"{url}/acme-adapters", b"")
         await roll_out(start_cluster, tmp_path, url)
 
 
-async def roll_out(start_cluster: StartCluster, tmp_path: Path, url: str | None) -> None:
+async def roll_out(start_cluster: StartCluster, tmp_path: Path, url: str) -> None:
     """Go through everything that may happen to releases of one adapter."""
     async with rollouts(start_cluster, tmp_path / "adapters", url) as (rollout, cluster):
         await quickstart(rollout, cluster, tmp_path, url)
@@ -278,7 +263,7 @@ async def roll_out(start_cluster: StartCluster, tmp_path: Path, url: str | None)
         print(f"{rollout.asked} requests, none failed")
 
 
-async def quickstart(rollout: Rollout, cluster: Any, directory: Path, url: str | None) -> None:
+async def quickstart(rollout: Rollout, cluster: Any, directory: Path, url: str) -> None:
     """Run the guide's first lines, and then requests until the release is live; `url` is of the object store."""
     page = (Path(__file__).parents[2] / "docs/guides/releases.md").read_text()
     lines = page.partition("## Quickstart")[2].partition("\n    ")[2].partition("\n\n")[0]
@@ -287,11 +272,8 @@ async def quickstart(rollout: Rollout, cluster: Any, directory: Path, url: str |
     (directory / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     for number in (1, 2):
         write_adapter(directory / f"support-{number}", f"support {number}")
-    if url is None:
-        lines = lines.replace("s3://acme-adapters/", "./")
-    else:
-        for file in (directory / "support-2").iterdir():
-            put(f"{url}/acme-adapters/support-2/{file.name}", file.read_bytes())
+    for file in (directory / "support-2").iterdir():
+        put(f"{url}/acme-adapters/support-2/{file.name}", file.read_bytes())
     addresses = {"LORAPLEX_ADDRESS": cluster.local.router, "LORAPLEX_STORE_ADDRESS": cluster.local.store}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     shell = await asyncio.create_subprocess_exec(
