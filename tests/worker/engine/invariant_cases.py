@@ -20,13 +20,14 @@ from torch import Tensor
 from tests.worker.engine.interpreted import replace_language_once
 from tests.worker.engine.model.tiny_families import make_config, make_model
 from worker.engine.attention import kernels
-from worker.engine.attention.cuda import triton_plan
+from worker.engine.attention.cuda import TritonPlan, triton_plan
 from worker.engine.attention.paged import KvCache
 from worker.engine.decoder.cuda import use_kernels
 from worker.engine.decoder.invariant import use_invariant_products
 from worker.engine.lora.cuda import CudaLora, adapt_linears
 from worker.engine.lora.weights import AdapterWeights, LoraPair
 from worker.engine.model import runner
+from worker.engine.model.layouts import StepLayout
 from worker.engine.model.loader import LoadedModel, load_model
 from worker.engine.scheduling.sequence import Batch, Row, Sequence
 from worker.engine_api import NewSequence
@@ -119,5 +120,10 @@ if __name__ == "__main__":
     if place == "cpu":
         replace_language_once()
     sizes: dict[str, Any] = {"CHUNK_SPLIT": POSITIONS, "position_tile": lambda *_: POSITIONS}
-    with patch.multiple(kernels, **sizes), patch.object(runner, "attention_plan", triton_plan):
+
+    def plan(layout: StepLayout, cache: KvCache, device: torch.device) -> TritonPlan:
+        return triton_plan(layout.rows, layout.decodes, cache, device)
+
+    # On the CPU too.
+    with patch.multiple(kernels, **sizes), patch.object(runner, "_plan", plan):
         print(json.dumps({str(dtype).removeprefix("torch."): cases(dtype, place) for dtype in DTYPES[place]}))
