@@ -217,6 +217,7 @@ async def check_rolled_back(rollout: Rollout, release: Any, live: str, rule: str
     assert set(rollout.answered.digests) == {live}
 
 
+@pytest.mark.timeout(3600 if LONG else 240)
 async def test_a_revision_goes_live_and_worse_ones_are_rolled_back(start_cluster: StartCluster, tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     with seaweed(tmp_path / "objects") as url:
