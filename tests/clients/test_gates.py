@@ -19,7 +19,11 @@ def write(tmp_path: Path, text: str) -> Path:
 
 def test_the_guide_s_gates_are_read(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/guides/releases.md").read_text()
-    gates = read_gates(write(tmp_path, page.partition("```toml\n")[2].partition("```")[0].replace("{...}", "{}")))
+    gates = read_gates(
+        write(
+            tmp_path, page.partition("## Gates")[2].partition("```toml\n")[2].partition("```")[0].replace("{...}", "{}")
+        )
+    )
     assert [gate.name for gate in gates] == ["greeting", "held-out", "int8", "tone"]
     assert isinstance(gates[0], Golden)
     assert isinstance(gates[3], Judge)
