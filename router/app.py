@@ -270,7 +270,11 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         seals=(seals := seals_of(tls, settings.job_key)),
         set_aside=lambda key: metrics.keys_set_aside.labels(key).inc(),
     )
-    models.default_model, models.use_generation_config = plans.default_model, settings.generation_config == "auto"
+    models.default_model, models.scales_from_zero, models.use_generation_config = (
+        plans.default_model,
+        settings.scale_from_zero,
+        settings.generation_config == "auto",
+    )
     dispatcher = _dispatcher(settings, models, reach := RelayReach(metrics), plans, metrics)
     telemetry = RequestTelemetry(metrics, spans, models)
     auditor = Auditor(AuditLog(settings.audit, "router", metrics.audit))

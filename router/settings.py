@@ -72,6 +72,11 @@ class Settings(AccessSettings):
         "none: that file is not used, so an unset temperature is greedy",
         "auto",
     )
+    scale_from_zero: bool = setting(
+        "take requests of a registered model without a worker: they wait in the queue, up to their deadline, for the "
+        "one that an autoscaler starts (loraplex scaler); by default they are refused",
+        False,
+    )
     engine_protocol: str = setting(
         "a protocol for gateways that is served too: sglang (docs/reference/engine-protocol.md); empty: none", ""
     )

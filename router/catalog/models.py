@@ -268,6 +268,8 @@ class Models:
         self.default_model: Callable[[], str] = lambda: ""
         # False: requests get nothing of what models' files say of sampling.
         self.use_generation_config = True
+        # True: requests of a model without a worker wait for one, which the scaler starts.
+        self.scales_from_zero = False
 
     def get(self, name: str) -> ServedModel:
         """Return the live revision of the model of that name; without one of the caller's default, or the only one.
@@ -357,7 +359,7 @@ class Models:
         if not self._served:
             refused = "; ".join(self._tokenizers.refusals)
             return f"other files of base model {refused}" if refused else _NO_MODEL
-        if not any(self.serving(name) for name in self._served):
+        if not self.scales_from_zero and not any(self.serving(name) for name in self._served):
             return "a worker that serves " + " or ".join(sorted(self._served))
         return ""
 

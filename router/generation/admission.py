@@ -239,8 +239,9 @@ class Admission:
         manifest = model.manifest
         classifier = await find_classifier(request, manifest, adapter, self._configs)
         workers = self._workers_for_new_jobs(manifest)
-        check_rank(adapter, max(state.max_rank for state in workers))
-        limit = min(manifest.context_length, max(state.max_tokens for state in workers))
+        check_rank(adapter, max((state.max_rank for state in workers), default=None))
+        largest = max((state.max_tokens for state in workers), default=manifest.context_length)
+        limit = min(manifest.context_length, largest)
         inputs = await self.prompts.tokenize_inputs(model.tokenizer, request, limit)
         for (ids, _), path in zip(inputs, request.fields, strict=True):
             if not ids:
@@ -424,9 +425,12 @@ class Admission:
         )
 
     def _workers_for_new_jobs(self, manifest: Manifest) -> list[WorkerState]:
-        """Return the workers that take new jobs of a base model. Raises Unavailable where there is none in reach."""
+        """Return the workers that take new jobs of a base model. Raises Unavailable where there is none in reach.
+
+        There may be none where the scaler starts one for jobs that wait.
+        """
         serving = self.models.serving(manifest.name, manifest.digest)
-        if not serving:
+        if not serving and not self.models.scales_from_zero:
             raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
         self._reach.check(manifest.name)
         return serving

@@ -43,6 +43,7 @@ class Cluster:
         self.served = {"tiny": ServedModel(MANIFEST, HashTokenizer(), none, none)}
         self.workers = [SimpleNamespace(max_rank=16, max_tokens=200)]
         self.unservable: CallError | None = None
+        self.scales_from_zero = False
 
     def with_digest(self, name: str, digest: str) -> Any:
         if digest != MANIFEST.digest:
@@ -136,6 +137,9 @@ async def test_without_a_live_worker_nothing_is_admitted(admission: Admission, c
     error = await refusal(admission, REQUEST)
     assert isinstance(error, Unavailable)
     assert error.reason == "NO_WORKER"
+    cluster.scales_from_zero = True
+    job = (await admission.admit(REQUEST, None)).job
+    assert job.stopping.max_tokens + len(job.prompt_ids) <= MANIFEST.context_length
 
 
 async def resumed(admission: Admission, request: Request = REQUEST, **received: Received) -> Job:

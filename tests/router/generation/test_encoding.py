@@ -47,6 +47,7 @@ class Cluster:
         self.workers = [SimpleNamespace(max_rank=16, max_tokens=30)]
         self.config: dict[str, Any] = {}
         self.resolved = 0
+        self.scales_from_zero = False
 
     def get(self, name: str) -> Any:
         return SimpleNamespace(manifest=self.manifest, tokenizer=HashTokenizer())
