@@ -98,8 +98,9 @@ $(KUBERNETES)/.unpacked: $(STAMP)
 			$(BIN)/python -m tests.deploy.kubernetes_tools; }; then touch $@; \
 		else echo "no helm: the tests of deploy/chart are skipped"; fi
 
-rehearsal: $(STAMP) $(KUBERNETES)/.unpacked ## Run the Helm chart's pods as processes; roll out, scale and kill them under 200 streams
+rehearsal: $(STAMP) $(KUBERNETES)/.unpacked ## Run the Helm chart's pods as processes; roll out, scale and kill them under load
 	$(BIN)/python -m tests.deploy.rehearsal
+	$(BIN)/python -m tests.deploy.scaling_rehearsal
 
 hostile: $(STAMP) ## Send hostile uploads and requests to a cluster while another tenant's requests are timed
 	$(BIN)/python -m tests.hostile

@@ -40,6 +40,8 @@ _LOOK_S = 0.1
 _RESTART_S = 0.5
 # Maximum time in seconds until a pod is ready.
 _READY_S = 120.0
+# Maximum time in seconds until a pool has the scaler's number of pods: it holds a higher one for five minutes.
+_SCALED_S = 500.0
 _COMPONENT = "app.kubernetes.io/component"
 # The model of the example `laptop`.
 MODEL = "hash:?vocab=32000&step_ms=5&seed=1&end_after=0"
@@ -232,21 +234,29 @@ class Cluster:
                     pods[pods.index(old)] = new
                     await self._until_ready([new])
                     await asyncio.sleep(spec.get("minReadySeconds", 0))
-        while len(pods) < spec["replicas"]:
+        # Without a number an autoscaler's stays as it is; a new workload gets one pod.
+        replicas = spec.get("replicas", len(pods) or 1)
+        while len(pods) < replicas:
             pods.append(self._start(workload, f"{name}-{len(pods)}" if stateful else ""))
-        surplus = pods[spec["replicas"] :]
-        del pods[spec["replicas"] :]
+        surplus = pods[replicas:]
+        del pods[replicas:]
         await asyncio.gather(*(self._end(pod) for pod in surplus))
         await self._until_ready(pods)
+        self._changed.set()
 
     async def _end(self, pod: Pod) -> None:
         self.ended[pod.labels[_COMPONENT], await pod.terminate()] += 1
 
+    async def until_pods(self, name: str, count: int) -> None:
+        """Wait until a workload that another task scales has so many pods, and all are ready."""
+        pods = self.pods[name]
+        await self._until(lambda: len(pods) == count and all(pod.ready for pod in pods), _SCALED_S)
+
     async def _until_ready(self, pods: Sequence[Pod]) -> None:
         await self._until(lambda: all(pod.ready for pod in pods))
 
-    async def _until(self, reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(_READY_S):
+    async def _until(self, reached: Callable[[], bool], timeout_s: float = _READY_S) -> None:
+        async with asyncio.timeout(timeout_s):
             while not reached():
                 self._changed.clear()
                 await self._changed.wait()
@@ -369,14 +379,17 @@ class Streams:
         turn = 0
         while not self._stop:
             turn += 1
-            prompt = f"stream {number} turn {turn}"
-            answer = await self._client.generate(prompt, max_tokens=self._tokens)
-            stopping = StoppingParams(max_tokens=self._tokens)
-            truth = list(expected_ids(MODEL, list(prompt.encode()), stopping=stopping))
-            assert list(answer.token_ids) == truth, (prompt, list(answer.token_ids), truth)
-            self.answers += 1
-            self._answered.set()
-            self.continued += answer.continuations > 0
+            await self.ask(f"stream {number} turn {turn}")
+
+    async def ask(self, prompt: str) -> None:
+        """Ask once, and compare the answer."""
+        answer = await self._client.generate(prompt, max_tokens=self._tokens)
+        stopping = StoppingParams(max_tokens=self._tokens)
+        truth = list(expected_ids(MODEL, list(prompt.encode()), stopping=stopping))
+        assert list(answer.token_ids) == truth, (prompt, list(answer.token_ids), truth)
+        self.answers += 1
+        self._answered.set()
+        self.continued += answer.continuations > 0
 
     async def during(self, change: Any) -> None:
         """Await a change of the cluster, and as many more answers as there are streams. Raises what a stream got."""

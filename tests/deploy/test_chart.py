@@ -25,12 +25,13 @@ from tests.deploy.kubernetes_tools import (
     render,
 )
 from tests.deploy.rehearsal import Cluster, Streams
+from tests.deploy.scaling_rehearsal import follow_scaler
 
 pytestmark = pytest.mark.usefixtures("has_helm")
 
 VERSIONS = ("1.34", "1.35", "1.36", "1.37")
 # Objects of other projects, which Kubernetes' own schemas do not have.
-FOREIGN = {"Certificate", "PodMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute"}
+FOREIGN = {"Certificate", "PodMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute", "ScaledObject"}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def test_services_policies_and_budgets_select_pods_and_ports_that_exist(
                     peer["podSelector"].get("matchLabels", {}) for peer in rule["from"] if "podSelector" in peer
                 ]
                 assert all(selected(selector) for selector in selectors if "gateway" not in selector.values())
-    scaled = {of_pod["app.kubernetes.io/component"] for of_pod in labels} - {"store", "valkey", "register"}
+    scaled = {of_pod["app.kubernetes.io/component"] for of_pod in labels} - {"store", "valkey", "register", "scaler"}
     assert budgets == scaled
 
 
@@ -155,6 +156,7 @@ def test_commands_have_flags_and_variables_that_the_programs_know(
         "python -m worker",
         "python -m adapter_store",
         "python -m clients.gateway",
+        "python -m clients.scaler",
         "loraplex models push",
     }
 
@@ -183,6 +185,31 @@ def test_alerts_are_those_of_the_rules_with_links_to_the_documentation(
     assert monitors == {"lx-router", "lx-worker", "lx-store", "lx-gateway"}
 
 
+def test_keda_scales_each_pool_by_its_model_and_routers_keep_requests_of_one_without_workers(
+    rendered: dict[str, list[dict[str, Any]]],
+) -> None:
+    manifests = rendered["two-bases"]
+    scaled = {one["metadata"]["name"]: one["spec"] for one in manifests if one["kind"] == "ScaledObject"}
+    deployments = {one["metadata"]["name"]: one["spec"] for one in manifests if one["kind"] == "Deployment"}
+    bounds = {name: (spec["minReplicaCount"], spec["maxReplicaCount"]) for name, spec in scaled.items()}
+    assert bounds == {"lx-worker-llama-gpu": (0, 6), "lx-worker-qwen-cpu": (1, 8)}
+    for name, spec in scaled.items():
+        assert spec["scaleTargetRef"] == {"name": name}
+        assert "replicas" not in deployments[name], "KEDA's number would be changed back at each upgrade"
+        (trigger,) = spec["triggers"]
+        assert trigger["metadata"]["model"] == name.split("-")[2]
+        assert trigger["metadata"]["scalerAddress"] == "lx-scaler.llm.svc:50055"
+    (command,) = [
+        pod["containers"][0]["command"] for one, pod in pods_of(manifests) if "scaler" in one["metadata"]["name"]
+    ]
+    assert "--pools=llama=0-6,qwen=1-8" in command
+    commands = {
+        example: {one["metadata"]["name"]: pod["containers"][0]["command"] for one, pod in pods_of(of)}["lx-router"]
+        for example, of in rendered.items()
+    }
+    assert {example for example, words in commands.items() if "--scale-from-zero" in words} == {"two-bases"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -198,6 +225,15 @@ def test_alerts_are_those_of_the_rules_with_links_to_the_documentation(
         (("models.base.hub.repository=org/model",), "/models/base"),
         (("gateway.ingress.enabled=true",), "/gateway/ingress/host"),
         (("router.replicas=0",), "/router/replicas"),
+        (("scaler.enabled=true",), "no pool of workers has `scaled: true`"),
+        (
+            ("scaler.enabled=true", "workers.cpu.scaled=true", "workers.b.model=base"),
+            "workers.b has the model base too",
+        ),
+        (
+            ("scaler.enabled=true", "workers.cpu.scaled=true", "workers.cpu.minReplicas=9"),
+            "9 is more than maxReplicas, 8",
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_refused_by_name(settings: tuple[str, ...], message: str) -> None:
@@ -219,12 +255,25 @@ async def test_the_laptop_example_starts_as_processes_and_answers_while_its_work
     """The short form of `make rehearsal`."""
     cluster = Cluster(tmp_path)
     try:
-        await cluster.apply(render("laptop"))
+        sizes = (
+            "scaler.enabled=true",
+            "workers.cpu.scaled=true",
+            "workers.cpu.minReplicas=0",
+            "workers.cpu.maxReplicas=1",
+        )
+        await cluster.apply(render("laptop", sizes))
         load = Streams(cluster.routers, 4)
         await load.during(cluster.scale("lx-worker-cpu", 2))
-        await load.during(cluster.scale("lx-worker-cpu", 1))
+
+        async def to_none_and_back() -> None:
+            await cluster.scale("lx-worker-cpu", 0)
+            following = asyncio.create_task(follow_scaler(cluster))
+            await cluster.until_pods("lx-worker-cpu", 1)
+            following.cancel()
+
+        await load.during(to_none_and_back())
         await load.end()
-        assert cluster.ended == {("worker-cpu", 0): 1}
+        assert cluster.ended == {("worker-cpu", 0): 2}
         body = json.dumps({"model": "base", "prompt": "x", "max_tokens": 4}).encode()
         url = f"http://{cluster.address_of('lx-gateway')}/v1/completions"
         request = urllib.request.Request(url, body, {"content-type": "application/json"})

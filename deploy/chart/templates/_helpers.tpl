@@ -222,3 +222,11 @@ initContainers:
   {{- toYaml $model.volume | nindent 2 }}
 {{- end }}
 {{- end }}
+
+{{- /* Whether the scaler may leave a model without workers: routers then keep its requests. */}}
+{{- define "loraplex.scalesFromZero" -}}
+{{- range .Values.workers }}
+{{- $worker := mergeOverwrite (deepCopy $.Values.workerDefaults) . }}
+{{- if and $.Values.scaler.enabled $worker.scaled (eq (int $worker.minReplicas) 0) }}true{{ end }}
+{{- end }}
+{{- end }}
