@@ -140,7 +140,14 @@ class Workers:
     def _observation(self) -> Observation:
         oldest_s = self._now_s - self._line[0].at_s if self._line else 0.0
         return Observation(
-            self._now_s, self._ready, len(self._ends), self._ready * ROWS, self._waiting, oldest_s, self._arrived
+            self._now_s,
+            self._ready,
+            len(self._ends),
+            self._ready * ROWS,
+            self._waiting,
+            oldest_s,
+            self._arrived,
+            self._arrived - self._waiting,
         )
 
     def _scale(self, wanted: int) -> None:

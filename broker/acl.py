@@ -66,7 +66,7 @@ ROLES: Mapping[str, Role] = {
         ),
         keys=_of_model(
             *("job:*", "waiting", "queue:*", "again", "tenants", "idle", "floor", "uses", "totals", "charged"),
-            *("wake", "wake:*", "passed_on", "rooms", "suspects", "worker:*", "workers", "commands:*"),
+            *("wake", "wake:*", "passed_on", "claimed_work", "rooms", "suspects", "worker:*", "workers", "commands:*"),
         ),
         read_keys=_of_model("routers", "quarantine", "arrivals", "news", "pins"),
     ),

@@ -13,6 +13,7 @@ lp:{MODEL/CELL}:job:ID       hash    a waiting job: body, attempt, and the facts
                                      has a mark instead, and expires
 lp:{MODEL/CELL}:arrivals     string  counter that numbers arrivals
 lp:{MODEL/CELL}:arrived_work string  sum of the work of all arrivals
+lp:{MODEL/CELL}:claimed_work string  sum of the work of all claims
 lp:{MODEL/CELL}:news         list    ids of the last arrivals
 lp:{MODEL/CELL}:tenants      zset    tenants with a queue, by their counters of service
 lp:{MODEL/CELL}:idle         zset    counters of the other tenants, where they are above the lowest

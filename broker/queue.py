@@ -303,8 +303,8 @@ class JobQueue:
 
     async def load(self) -> QueueLoad:
         """Return what waits, for how long, and the work that has arrived."""
-        waiting, work, oldest_ms, arrived = await self._load(self.keys.waiting, [self.keys.prefix])
-        return QueueLoad(int(waiting), float(work), int(oldest_ms) / 1e3, float(arrived))
+        waiting, work, oldest_ms, *sums = await self._load(self.keys.waiting, [self.keys.prefix])
+        return QueueLoad(int(waiting), float(work), int(oldest_ms) / 1e3, *map(float, sums))
 
     async def count_waiting(self) -> int:
         """Return how many jobs wait."""

@@ -260,13 +260,14 @@ class QueueLoad:
     """The waiting jobs of a cell. Work is in charged tokens, as though every answer had its full length.
 
     `oldest_wait_s` is of the jobs that are next: the first of each tenant, of TENANTS_PER_ESTIMATE tenants.
-    `arrived_work` is the sum of all arrivals, which begins anew with Redis's data.
+    `arrived_work` and `claimed_work` are sums of all arrivals and claims, which begin anew with Redis's data.
     """
 
     waiting: int = 0
     waiting_work: float = 0.0
     oldest_wait_s: float = 0.0
     arrived_work: float = 0.0
+    claimed_work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

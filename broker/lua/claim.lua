@@ -403,6 +403,7 @@ register('claim', function(_, arguments)
   local waiting = redis.call('ZCARD', keys.waiting)
   tenants.measure_claim_rate(scan, scan.claimed_work, waiting == 0 or not scan.saturated and scan.free_rows > 0)
   tenants.flush(scan)
+  if scan.claimed_work > 0 then tenants.count_work(keys.claimed_work, scan.claimed_work) end
 
   if waiting == 0 then deleted[#deleted + 1] = keys.wake end
   if worker ~= '' then

@@ -236,7 +236,7 @@ register_admission('enqueue', function(keys, arguments)
   redis.call('HSET', key, 'body', body, 'wanted', arguments[6], 'attempt', job.attempt, 'facts', facts)
   redis.call('ZADD', call.keys.waiting, deadline_ms > 0 and job.deadline or '+inf', id)
   tenants.count_waiting(call, job.tenant, job.size, job.work, has_begun)
-  tenants.count_arrival(call, job.work)
+  tenants.count_work(call.keys.arrived_work, job.work)
   if job.key ~= '' then turns.count(call, job.tenant, job.key, 1, job.size) end
   if new_turn then redis.call('HSET', turns.hash_of(call, job.tenant), unpack(new_turn)) end
   if has_begun then

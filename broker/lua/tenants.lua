@@ -129,9 +129,9 @@ function tenants.flush(call)
   if #gone > 0 then redis.call('HDEL', call.keys.totals, unpack(gone)) end
 end
 
--- Add to the sum of the work that has ever arrived. It begins anew where it was lost.
-function tenants.count_arrival(call, work)
-  redis.call('SET', call.keys.arrived_work, number_of(redis.pcall('GET', call.keys.arrived_work)) + work)
+-- Add to a sum of work, of all that has ever arrived or was ever claimed. It begins anew where it was lost.
+function tenants.count_work(key, work)
+  redis.call('SET', key, number_of(redis.pcall('GET', key)) + work)
 end
 
 -- The claim rate: how much work the cell claims in a ms while more waits than the workers take. Count claimed work. An

@@ -138,7 +138,7 @@ function upkeep.queued_at(call, id)
 end
 
 -- Answers {waiting jobs, their work, time in ms for which the oldest has waited of those that are next: the first of
--- each of the first tenants, and the first that has begun; sum of the work that has ever arrived}.
+-- each of the first tenants, and the first that has begun; sums of the work that has ever arrived and was ever claimed}.
 register('queue_load', function(_, arguments)
   local call = new_call(arguments)
   local keys, since = call.keys, call.now
@@ -148,9 +148,9 @@ register('queue_load', function(_, arguments)
     local places = redis.pcall('ZRANGE', call.prefix .. 'queue:' .. tenant, 0, 0)
     if places[1] then since = math.min(since, upkeep.queued_at(call, string.sub(places[1], PLACE_BYTES + 1))) end
   end
-  local arrived = number_of(redis.pcall('GET', keys.arrived_work))
   return {redis.call('ZCARD', keys.waiting), string.format('%.17g', call.cell.work), call.now - since,
-    string.format('%.17g', arrived)}
+    string.format('%.17g', number_of(redis.pcall('GET', keys.arrived_work))),
+    string.format('%.17g', number_of(redis.pcall('GET', keys.claimed_work)))}
 end)
 
 -- Remove what a cell has of a tenant: at most `most` newcomers that wait; of `most` jobs that have begun, from rank

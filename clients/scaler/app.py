@@ -104,6 +104,7 @@ class Scaler:
                 queue.waiting_work,
                 queue.oldest_wait,
                 queue.arrived_work,
+                queue.claimed_work,
             )
             wanted = pool.observe(seen)
             if wanted != self._wanted.get(queue.model):

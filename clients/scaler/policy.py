@@ -48,7 +48,7 @@ class PoolRules:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A model at a time: its live workers and their rows, what waits, and the sum of the work that has ever arrived."""
+    """A model at a time: its live workers and their rows, what waits, and sums of what has come and was claimed."""
 
     at_s: float
     workers: int
@@ -57,6 +57,7 @@ class Observation:
     waiting_work: float
     oldest_wait_s: float
     arrived_work: float
+    claimed_work: float
 
     @property
     def busy(self) -> float:
@@ -88,9 +89,8 @@ class WorkerRate:
 
     def observe(self, before: Observation, now: Observation) -> None:
         """Take an interval into account, unless workers came or went in it, or Redis lost its counts."""
-        arrived, busy = now.arrived_work - before.arrived_work, min(before.busy, now.busy)
-        claimed = arrived + before.waiting_work - now.waiting_work
-        if now.workers != before.workers or not now.workers or arrived < 0 or claimed < 0:
+        claimed, busy = now.claimed_work - before.claimed_work, min(before.busy, now.busy)
+        if now.workers != before.workers or not now.workers or claimed < 0:
             return
         time_s = now.at_s - before.at_s
         kept = math.exp(-time_s * busy**2 / RATE_S)

@@ -277,6 +277,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
                 running=running[name],
                 waiting_work=int(load.waiting_work),
                 arrived_work=int(load.arrived_work),
+                claimed_work=int(load.claimed_work),
                 oldest_wait=load.oldest_wait_s,
             )
             for name, load in loads.items()

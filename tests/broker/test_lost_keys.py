@@ -125,6 +125,7 @@ async def test_every_job_is_claimed_and_no_count_is_left(redis: Redis, seed: int
     kept = (
         "arrivals",
         "arrived_work",
+        "claimed_work",
         "news",
         "floor",
         "idle",

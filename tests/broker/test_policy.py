@@ -251,7 +251,7 @@ async def test_the_load_is_what_waits_for_how_long_and_all_that_has_come(queue: 
         "a later attempt takes the place of the former, and is new work"
     )
     await claim(queue)
-    assert await queue.load() == QueueLoad(arrived_work=75)
+    assert await queue.load() == QueueLoad(arrived_work=75, claimed_work=55)
     await queue.redis.set(KEYS.prefix + "arrived_work", "no number")
     await queue.enqueue(make_job("c", "a", prompt=3, max_tokens=1))
     assert (await queue.load()).arrived_work == 5

@@ -14,10 +14,10 @@ class Model:
     def __init__(self, workers: int, rules: PoolRules = RULES, rate: float = RATE) -> None:
         self.pool = Pool(rules)
         self.workers, self.rate = workers, rate
-        self.at_s = self.arrived = self.waiting = 0.0
+        self.at_s = self.arrived = self.claimed = self.waiting = 0.0
 
-    def look(self, arriving: float, seconds: float = STEP_S) -> list[int]:
-        """Let work arrive at a rate for a while; return what was wanted at each look."""
+    def look(self, arriving: float, seconds: float = STEP_S, expiring: float = 0.0) -> list[int]:
+        """Let work arrive, and leave the line unclaimed, at rates for a while; return what was wanted at each look."""
         wanted = []
         for _ in range(round(seconds / STEP_S)):
             self.at_s += STEP_S
@@ -28,7 +28,12 @@ class Model:
             busy = min(1.0, there / room) if room else 0.0
             rows = self.workers * ROWS
             oldest_s = self.waiting / (self.workers * self.rate or arriving or 1.0)
-            seen = Observation(self.at_s, self.workers, round(rows * busy), rows, self.waiting, oldest_s, self.arrived)
+            self.claimed += min(there, room)
+            self.waiting -= min(self.waiting, expiring * STEP_S)
+            seen = Observation(
+                *(self.at_s, self.workers, round(rows * busy), rows),
+                *(self.waiting, oldest_s, self.arrived, self.claimed),
+            )
             wanted.append(self.pool.observe(seen))
         return wanted
 
@@ -58,6 +63,12 @@ def test_a_wrong_guess_of_the_workers_rate_is_corrected_by_what_they_do() -> Non
         assert abs(model.pool.rate.value / RATE - 1) < 0.2
 
 
+def test_jobs_that_leave_the_line_unclaimed_do_not_make_workers_look_quick() -> None:
+    model = Model(2)
+    assert model.look(800.0, 300.0, expiring=600.0)[-1] >= 8
+    assert abs(model.pool.rate.value / RATE - 1) < 0.2
+
+
 def test_answers_shorter_than_they_may_be_are_part_of_the_rate() -> None:
     # The queue counts full lengths; answers end after a quarter of it, so that workers seem four times as quick.
     model = Model(3, rate=4 * RATE)
@@ -85,14 +96,14 @@ def test_a_floor_and_a_limit_hold() -> None:
 def test_rows_that_run_keep_their_workers_though_nothing_arrives() -> None:
     pool = Pool(RULES)
     for look in range(300):
-        wanted = pool.observe(Observation(look * STEP_S, 5, 20, 20, 0.0, 0.0, 10_000.0))
+        wanted = pool.observe(Observation(look * STEP_S, 5, 20, 20, 0.0, 0.0, 10_000.0, 10_000.0))
     assert wanted == 5
 
 
 def test_a_scaler_that_starts_again_keeps_what_there_is_and_survives_a_lost_count() -> None:
     model = Model(9)
-    model.arrived = 1e9
+    model.arrived = model.claimed = 1e9
     assert model.look(100.0)[0] == 9
-    model.arrived = 0.0
+    model.arrived = model.claimed = 0.0
     assert model.look(100.0)[0] == 9, "not the work of all time, nor a negative one"
     assert abs(model.pool.rate.value - RATE) < 1
