@@ -27,17 +27,25 @@ _POOL = "lx-worker-cpu"
 
 
 async def follow_scaler(cluster: Cluster) -> None:
-    """Do what KEDA and Kubernetes' autoscaler do: ask for the wanted workers, and set their number; never returns."""
+    """Do what KEDA and Kubernetes' autoscaler do: ask for the wanted workers, and set their number; never returns.
+
+    Where the scaler has no number yet the workers stay as they are.
+    """
     of = pb.ScaledObjectRef(name=_POOL, scalerMetadata={"model": "base"})
     async with grpc.aio.insecure_channel(f"{cluster.address_of('lx-scaler')}:50055") as channel:
         stub: Any = ExternalScalerStub(channel)
         while True:
-            spec = (await stub.GetMetricSpec(of)).metricSpecs[0]
-            request = pb.GetMetricsRequest(scaledObjectRef=of, metricName=spec.metricName)
-            (value,) = (await stub.GetMetrics(request)).metricValues
-            replicas = math.ceil(value.metricValueFloat / spec.targetSizeFloat)
-            if replicas != len(cluster.pods[_POOL]):
-                await cluster.scale(_POOL, replicas)
+            try:
+                spec = (await stub.GetMetricSpec(of)).metricSpecs[0]
+                request = pb.GetMetricsRequest(scaledObjectRef=of, metricName=spec.metricName)
+                (value,) = (await stub.GetMetrics(request)).metricValues
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+            else:
+                replicas = math.ceil(value.metricValueFloat / spec.targetSizeFloat)
+                if replicas != len(cluster.pods[_POOL]):
+                    await cluster.scale(_POOL, replicas)
             await asyncio.sleep(1.0)
 
 
