@@ -143,8 +143,8 @@ def list_(
         print_table(releases, columns)
 
 
-@app.command()
-def history(
+@app.command("history")
+def show_history(
     name: ReleaseArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False
 ) -> None:
     """Show a release: where it comes from, its gates, its rollout, and every change of it with its figures."""
@@ -191,6 +191,7 @@ def diff(
     ] = "",
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what differs between two releases: origin, rank, settings and figures of gates."""
     service = _service(store, tenant)
@@ -218,6 +219,9 @@ def diff(
             sides.append(side)
     before, after = sides
     fields = [field for field in dict.fromkeys([*before, *after]) if before.get(field) != after.get(field)]
+    if as_json:
+        print_json({field: [before.get(field), after.get(field)] for field in fields})
+        return
     print_rows(("field", *titles), ((field, before.get(field, "-"), after.get(field, "-")) for field in fields))
 
 

@@ -175,7 +175,13 @@ def check_top(plain: str, whole: str, queues: str) -> None:
     value = json.loads(whole)
     assert value["traffic"]["requests"] == {"OK": 1, "NOT_FOUND": 1}
     assert [worker["phase"] for worker in value["workers"]] == ["serving"]
-    assert json.loads(queues) == value["queues"] == [{"model": "hash", "waiting": 0, "running": 0}]
+    (queue,) = json.loads(queues)
+    assert [queue] == value["queues"]
+    assert queue["arrived_work"] == queue["claimed_work"] > 0
+    assert {**queue, "arrived_work": 0, "claimed_work": 0} == {
+        **{"model": "hash", "waiting": 0, "running": 0, "waiting_work": 0, "arrived_work": 0, "claimed_work": 0},
+        "oldest_wait": 0.0,
+    }
 
 
 def check_router(samples: Samples, model: str) -> None:
