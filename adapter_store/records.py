@@ -139,7 +139,7 @@ class NewRevision:
     alias: str | None
     etag: str
     key_id: str
-    # What does not hinder the adapter, and its owner should know.
+    # Warnings for the owner: the adapter is served all the same.
     warnings: tuple[str, ...] = ()
     # Its life in seconds; None: until its adapter is deleted.
     ttl_s: float | None = None

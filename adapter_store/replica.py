@@ -224,7 +224,7 @@ class Replica(Database):
             answer = obstore.put(self._bucket, _HEAD, data, mode=self._version, use_multipart=False)
             self._head, self._version = new, _version_of(answer)
         except BaseError as error:
-            # It may be our own, if the library has made the request twice, or if only the answer is lost.
+            # The head may have this change already: the library repeated the request, or only its answer was lost.
             current = self._read_head()
             if current is not None and self._is_own(current[0], new, change_id):
                 self._head, self._version = new, current[1]

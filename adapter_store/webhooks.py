@@ -152,7 +152,7 @@ class Webhooks:
         """Send a webhook its next events, until there are none, or a call fails."""
         while (message := self._next(webhook.name)) is not None:
             if not webhook.tenants or message.tenant in webhook.tenants:
-                # The same for every try, so that the receiver knows an event that it has.
+                # All tries of an event have the same id, by which a receiver recognizes repeats.
                 headers = signed_headers(webhook.key, f"release-event-{message.event}", int(time.time()), message.body)
                 if failure := call(webhook.url, message.body, headers):
                     webhook.failures += 1

@@ -138,7 +138,7 @@ def named_by_parameter(tensors: Mapping[str, _V], targets: Sequence[str], expert
         if match is None or not (match[1] in named or match[1] in experts):
             renamed[tensor] = value
             continue
-        # None has the name that it gets here: it would take another one's place.
+        # Renamed tensors get names that no other tensor has, or one would overwrite the other.
         parameters, depth = named.get(match[1], []), match[2].count(".")
         if depth >= len(parameters):
             raise ArtifactError(WEIGHTS_FILE, f"tensor {tensor} belongs to none of the experts in target_parameters")

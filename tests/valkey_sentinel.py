@@ -50,7 +50,7 @@ class WatchedValkeys:
     async def lose_primary(self) -> None:
         """Kill the primary, once the sentinel knows of the replica."""
         async with asyncio.timeout(60), Redis(port=self._port) as sentinel:
-            # It learns of it from the primary by and by, and tells nobody.
+            # It asks the primary for its replicas every 10 s, and publishes no event.
             while not await sentinel.sentinel_slaves(_SERVICE):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         await self.primary.kill()

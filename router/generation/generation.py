@@ -57,7 +57,7 @@ class Run:
     gave_token: bool = False
     # True once the whole answer is on its way to the client.
     complete: bool = False
-    # What is known of it for the rollout that it is under; None: no rollout.
+    # Figures for the adapter's rollout; None: the adapter is not being rolled out.
     trial: Trial | None = None
 
     @property

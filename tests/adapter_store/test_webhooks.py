@@ -110,7 +110,7 @@ async def test_events_arrive_in_order_and_again_after_failures(
         assert (data["release"], data["digest"]) == (f"{ADAPTER}/releases/1", digest)
         assert data["figures"] == {"golden.passed": 3}
         await store.stop(drain_s=0)
-    # What happens while the receiver is away is sent after a restart of the store, once.
+    # Events that the receiver refuses are sent again after a restart of the store, once.
     receiver.statuses = [500] * 50
     again = Store(store_settings)
     await again.start()

@@ -16,8 +16,8 @@ def test_workers_are_paid_for_from_their_order_until_their_last_job_ends() -> No
     begun_s = ordered_s + START_S
     assert sorted(outcome.waits_s) == [0.0] * (ROWS + 1) + [begun_s] * ROWS
     assert outcome.late == ROWS
-    # One worker all the time, and a second from its order until the first four jobs have ended, which is later than the
-    # order to stop one.
+    # One worker runs all the time; a second one from its order until the first four jobs end, since a worker that is
+    # told to stop ends its jobs first.
     assert outcome.worker_s == 200.0 + 100.0 - ordered_s
     assert outcome.attainment == (ROWS + 1) / (2 * ROWS + 1)
     assert begun_s > WAIT_S

@@ -88,7 +88,7 @@ class Revision:
     weight_bytes: int
     create_time: datetime
     certificates: tuple[FitnessCertificate, ...] = ()
-    # None unless it was imported.
+    # Where the revision was imported from; None: it was uploaded.
     provenance: Provenance | None = None
     # When it ends by itself; None: never.
     expire_time: datetime | None = None

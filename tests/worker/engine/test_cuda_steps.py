@@ -71,7 +71,7 @@ def test_no_kernel_is_compiled_once_the_engine_serves(
     """
     from worker.engine.attention import kernels
 
-    # So short that prompts have several.
+    # Short splits, so that prompts have several of them.
     monkeypatch.setattr(kernels, "CHUNK_SPLIT", 64)
     config = EngineConfig(
         str(directory), "cuda", rows=ROWS, block_size=4, kv_blocks=120, step_tokens=16, adapter_slots=2, max_rank=16,
