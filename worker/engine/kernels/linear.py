@@ -41,7 +41,15 @@ from worker.engine.kernels.llvm import (
     store,
     vector_of,
 )
-from worker.engine.kernels.tiles import add_products, begin_sums, configure, release, write_sums
+from worker.engine.kernels.tiles import (
+    add_products,
+    begin_sums,
+    configure,
+    copy_columns,
+    read_sums,
+    release,
+    write_sums,
+)
 from worker.engine.kernels.weight_vectors import (
     AHEAD,
     BFLOAT16,
@@ -64,6 +72,7 @@ from worker.engine.kernels.weight_vectors import (
     fetch,
     keep_order,
     load_half,
+    load_zeros,
     pair_of,
     tile_rows,
     unit_sizes,
@@ -127,7 +136,8 @@ def _multiply_rows(
     with each_segment(b, p) as (first, stop, number):
         parts.clear()
         of_segment = b.mul(number, scale_step)
-        zero_points = _load_panel(b, b.add(zeros, of_segment)) if has_zeros else [None for _ in HALVES]
+        at_zeros = b.add(zeros, of_segment)
+        zero_points = [load_zeros(b, code, at_zeros, half, pairs=pairs) if has_zeros else None for half in HALVES]
         with cgutils.for_range_slice(b, first, stop, int64(step), I64) as (index, _):
             address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
             if not unpacked or (pairs and code == p.constant("of_format")):
@@ -179,20 +189,17 @@ def _add_pairs(b: Any, code: int, address: Any, zeros: list[Any], lines: list[An
 
 
 @emits()
-def unpack(b, p, weights, zeros, out, begin, end):
-    """Write the codes of columns [begin, end) of a panel, less their zeros, in the products' format."""
+def _unpack_segment(b, p, weights, zeros, out, begin, end):
+    """Write the codes of columns [begin, end) of a panel, less the zeros of all of them, in the products' format."""
     code, pairs = p.constant("of_format"), p.constant("of_products") != FLOATS
     has_zeros = p.constant("of_zeros") > 1
-
+    zero_points = [load_zeros(b, code, zeros, half, pairs=pairs) if has_zeros else None for half in HALVES]
     unit, unit_bytes = unit_sizes(code)
-    step, segment = p.load("scale_step"), p.load("segment")
     with cgutils.for_range_slice(b, begin, end, int64(unit), I64) as (index, _):
         address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
         fetch(b, address, AHEAD, unit_bytes)
-        of_segment = b.mul(b.udiv(index, segment), step)
         line = b.add(out, b.mul(b.sub(index, begin), int64((2 if pairs else 4) * PANEL)))
-        for half in HALVES:
-            zero = load_floats(b, b.add(zeros, of_segment), V * half, V) if has_zeros else None
+        for half, zero in zip(HALVES, zero_points, strict=True):
             loaded = load_half(b, code, address, half)
             for column in range(0, unit, 2 if pairs else 1):
                 if pairs:
@@ -200,6 +207,23 @@ def unpack(b, p, weights, zeros, out, begin, end):
                 else:
                     value = column_of(b, code, loaded, column, zero)
                 store(b, value, line, 4 * (PANEL * (column // 2 if pairs else column) + V * half), 4)
+
+
+@kernel_part()
+def unpack(p, at, weights, zeros, out, begin, end):
+    """Write the codes of columns [begin, end) of a panel, less their zeros, in the products' format."""
+    while begin < end:
+        segment = begin // at.segment
+        stop = min(end, (segment + 1) * at.segment) if at.scale_step else end
+        _unpack_segment(p, weights, zeros + segment * at.scale_step, out, begin, stop)
+        out += (stop - begin) * unpacked_line(p)
+        begin = stop
+
+
+@emits(types.int64)
+def unpacked_line(b, p):
+    """Return the bytes of a column of an unpacked panel."""
+    return int64((2 if p.constant("of_products") != FLOATS else 4) * PANEL)
 
 
 @emits()
@@ -243,12 +267,19 @@ _TASKS, _THREADS = 0, 8
 # With up to `direct` rows panels are unpacked in registers, by tiles of `unpacking` rows; with more to scratch, if
 # `unpacks`, by tiles of `tile` rows, each of which passes `block` panels before the next one; `scratch` has
 # `scratch_bytes` for each thread, and a panel in it `unpacked_bytes`.
-INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} direct unpacking unpacks tile block scratch_bytes unpacked_bytes"
+_OWN_INTEGERS = "direct unpacking unpacks tile block scratch_bytes unpacked_bytes copied_bytes"
+INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} {_OWN_INTEGERS}"
 # Bytes of a thread's scratch in front of the unpacked panels: sums, parts of them, twice the columns of a tile, and the
 # memory of tiles.
 _SUMS, _COLUMNS = tiles.ROWS * PANEL * 4, tiles.COLUMNS * PANEL * 2
 _TILES = 2 * _SUMS + 2 * _COLUMNS
-_UNPACKED = _TILES + tiles.MEMORY_BYTES
+_UNPACKED = _COPIED = _TILES + tiles.MEMORY_BYTES
+# Columns beyond which tiles multiply many rows part by part: measured, 512 rows of 4,864 columns take three quarters of
+# the time so, and fewer columns are faster at once. Columns of a part: a tile's rows of it are half of a core's
+# first-level cache; rows and panels whose sums are kept meanwhile, half of the second; the bytes of these.
+WIDE_COLUMNS = 1024
+_STEP, _GROUP, GROUP_PANELS = 448, 512, 16
+_GROUP_SUMS = _GROUP // tiles.ROWS * GROUP_PANELS * _SUMS
 
 
 @cache
@@ -270,30 +301,41 @@ class Plan:
     scratch_floats: int
 
 
-def plan(format_name: str, columns: int, products: int) -> Plan:
-    """Plan a layer of so many columns."""
+def plan(format_name: str, columns: int, segment: int, products: int) -> Plan:
+    """Plan a layer of so many columns, of which those of a segment may have scales of their own."""
     unpacks = FORMATS[format_name] != (FLOAT32 if products == FLOATS else BFLOAT16)
     direct = _DIRECT_ROWS[products].get(format_name, 0)
     panel_bytes = columns * PANEL * (4 if products == FLOATS else 2)
     block = max(1, _PASSED_BYTES // panel_bytes)
-    scratch = _UNPACKED + (block * panel_bytes if unpacks else 0)
-    rows = _UNPACKING_ROWS[products], unpacks, _ROWS[products]
-    return Plan((direct, *rows, block, scratch, panel_bytes), scratch // 4)
+    rows, copied = (_UNPACKING_ROWS[products], unpacks, _ROWS[products]), 0
+    if products in (TILES, EMULATED):
+        # A segment with its own scales is not cut.
+        step = max(segment, _STEP)
+        copied = step * 2 * tiles.ROWS
+        scratch = _COPIED + copied + _GROUP_SUMS + (GROUP_PANELS * step * PANEL * 2 if unpacks else 0)
+    else:
+        scratch = _UNPACKED + (block * panel_bytes if unpacks else 0)
+    return Plan((direct, *rows, block, scratch, panel_bytes, copied), scratch // 4)
 
 
 @kernel_part()
-def _sum_tiles(p, at, rows, x, weights, scales, zeros, direct, scratch):
+def _sum_tiles(p, at, rows, x, weights, scales, zeros, unpacks, scratch):
     """Write the sums of rows and a panel to scratch, by tiles."""
     memory, parts, columns = scratch + _TILES, scratch + _SUMS, scratch + 2 * _SUMS
     clear(p, rows, scratch)
-    segment = at.columns if at.scale_step == 0 else at.segment
+    segment = at.segment if at.scale_step else at.columns
+    if unpacks:
+        unpack(p, at, weights, zeros, columns, 0, tiles.COLUMNS)
     for first in range(0, at.columns, segment):
         begin_sums(p, memory)
         for column in range(first, min(first + segment, at.columns), tiles.COLUMNS):
-            if direct:
-                # In two places by turns: one is written while the other is multiplied.
+            if unpacks:
+                # In two places by turns: the next columns are written while these are multiplied.
                 here = columns + column // tiles.COLUMNS % 2 * _COLUMNS
-                unpack(p, weights, zeros, here, column, column + tiles.COLUMNS)
+                later = column + tiles.COLUMNS
+                if later < at.columns:
+                    there = columns + later // tiles.COLUMNS % 2 * _COLUMNS
+                    unpack(p, at, weights, zeros, there, later, later + tiles.COLUMNS)
             else:
                 here = weights + column * PANEL * 2
                 fetch_columns(p, here)
@@ -315,6 +357,16 @@ def _sum(p, at, rows, x, panel, weights, direct, scratch):
 
 
 @kernel_part()
+def _write(p, at, rows, row, panel, sums):
+    """Write the outputs of a tile of rows, of which the first is `row`, and a panel."""
+    begin = panel * PANEL
+    width = min(PANEL, at.outputs - begin)
+    for index in range(rows):
+        y = at.y + (row + index) * at.y_bytes + begin * at.y_size
+        write_row(p, sums + index * PANEL * 4, at.bias + begin * 4, y, width)
+
+
+@kernel_part()
 def _block(p, at, first, stop, scratch):
     """Multiply all rows by panels [first, stop)."""
     direct = at.rows <= at.direct
@@ -322,24 +374,87 @@ def _block(p, at, first, stop, scratch):
     if unpacked:
         for panel in range(first, stop):
             to = scratch + _UNPACKED + (panel - first) * at.unpacked_bytes
-            unpack(p, at.weights + panel * at.panel_bytes, at.zeros + panel * at.scale_panel, to, 0, at.columns)
-    row = configured = 0
+            zeros = at.zeros + panel * at.scale_panel
+            unpack(p, at, at.weights + panel * at.panel_bytes, zeros, to, 0, at.columns)
+    row = 0
     while row < at.rows:
         count = tile_rows(at.rows - row, at.unpacking if direct else at.tile)
-        if uses_tiles(p) and count != configured:
+        if uses_tiles(p):
             configure(p, scratch + _TILES, count)
-            configured = count
         for panel in range(first, stop):
             weights = at.weights + panel * at.panel_bytes
             if unpacked:
                 weights = scratch + _UNPACKED + (panel - first) * at.unpacked_bytes
             _sum(p, at, count, at.x + row * at.x_bytes, panel, weights, direct, scratch)
-            begin = panel * PANEL
-            width = min(PANEL, at.outputs - begin)
-            for index in range(count):
-                y = at.y + (row + index) * at.y_bytes + begin * at.y_size
-                write_row(p, scratch + index * PANEL * 4, at.bias + begin * 4, y, width)
+            _write(p, at, count, row, panel, scratch)
         row += count
+
+
+@kernel_part()
+def _sum_columns(p, at, rows, begin, end, panel, weights, sums, scratch):
+    """Add the products of columns [begin, end) of copied rows and a panel to sums [ROWS, PANEL]; 0 before the first."""
+    memory, parts, x = scratch + _TILES, scratch + _SUMS, scratch + _COPIED
+    if at.scale_step == 0:
+        if begin:
+            read_sums(p, memory, rows, sums)
+        else:
+            begin_sums(p, memory)
+        for column in range(0, end - begin, tiles.COLUMNS):
+            add_products(p, memory, rows, x + column * 2 * tiles.ROWS, 2 * tiles.COLUMNS, weights + column * PANEL * 2)
+        write_sums(p, memory, rows, sums)
+        return
+    if begin == 0:
+        clear(p, rows, sums)
+    for first in range(begin, end, at.segment):
+        begin_sums(p, memory)
+        for column in range(first - begin, min(first + at.segment, end) - begin, tiles.COLUMNS):
+            add_products(p, memory, rows, x + column * 2 * tiles.ROWS, 2 * tiles.COLUMNS, weights + column * PANEL * 2)
+        write_sums(p, memory, rows, parts)
+        scales = at.scales + panel * at.scale_panel + first // at.segment * at.scale_step
+        add_scaled(p, rows, parts, scales, sums)
+
+
+@kernel_part()
+def _block_of_tiles(p, at, first, stop, scratch):
+    """Multiply more rows than a tile has by panels [first, stop), one part of the columns after the other.
+
+    The part of a tile's rows is copied, so that it stays in a core's first-level cache while all panels pass; these,
+    and the sums of up to _GROUP rows, stay in the second.
+    """
+    step = at.segment * max(1, _STEP // at.segment) if at.scale_step else _STEP
+    sums, columns = scratch + _COPIED + at.copied_bytes, scratch + _COPIED + at.copied_bytes + _GROUP_SUMS
+    for group in range(0, at.rows, _GROUP):
+        rows = min(_GROUP, at.rows - group)
+        for begin in range(0, at.columns, step):
+            end = min(begin + step, at.columns)
+            size = (end - begin) * PANEL * 2
+            if at.unpacks:
+                for panel in range(first, stop):
+                    zeros = at.zeros + panel * at.scale_panel
+                    to = columns + (panel - first) * size
+                    unpack(p, at, at.weights + panel * at.panel_bytes, zeros, to, begin, end)
+            row = tile = 0
+            while row < rows:
+                count = tile_rows(rows - row, tiles.ROWS)
+                configure(p, scratch + _TILES, count)
+                x = at.x + (group + row) * at.x_bytes
+                for column in range(begin, end, tiles.COLUMNS):
+                    to = scratch + _COPIED + (column - begin) * 2 * tiles.ROWS
+                    copy_columns(p, count, x + 2 * column, at.x_bytes, to)
+                for panel in range(first, stop):
+                    weights = at.weights + panel * at.panel_bytes + begin * PANEL * 2
+                    if at.unpacks:
+                        weights = columns + (panel - first) * size
+                    of_tile = sums + (tile * GROUP_PANELS + panel - first) * _SUMS
+                    _sum_columns(p, at, count, begin, end, panel, weights, of_tile, scratch)
+                    if end == at.columns:
+                        if at.scale_step == 0:
+                            clear(p, count, scratch)
+                            add_scaled(p, count, of_tile, at.scales + panel * at.scale_panel, scratch)
+                            of_tile = scratch
+                        _write(p, at, count, group + row, panel, of_tile)
+                row += count
+                tile += 1
 
 
 def _multiply(p):
@@ -352,6 +467,11 @@ def _multiply(p):
                 release(p)
             return
         panel, stop = at.panels * task // at.tasks, at.panels * (task + 1) // at.tasks
+        many = uses_tiles(p) and at.rows > tiles.ROWS and at.columns > WIDE_COLUMNS
+        block = GROUP_PANELS if many else at.block
         while panel < stop:
-            _block(p, at, panel, min(stop, panel + at.block), scratch)
-            panel += at.block
+            if many:
+                _block_of_tiles(p, at, panel, min(stop, panel + block), scratch)
+            else:
+                _block(p, at, panel, min(stop, panel + block), scratch)
+            panel += block

@@ -177,14 +177,14 @@ def add_products(p, memory, rows, x, x_bytes, weights):
 
 
 @emits()
-def _end(b, p, memory, sums):
+def _write_sums(b, p, memory, sums):
     """Write the sums of up to 16 rows [rows, PANEL]."""
     for tile in range(2):
         _move(b, p, memory, tile, b.add(sums, int64(_LINE * tile)), int64(_PANEL_LINE), out=True)
 
 
 @emits()
-def _end_second(b, p, memory, sums):
+def _write_second(b, p, memory, sums):
     """Write the sums of the rows from 16 on."""
     for tile in range(2):
         _move(b, p, memory, 2 + tile, b.add(sums, int64(_LINE * tile)), int64(_PANEL_LINE), out=True)
@@ -193,6 +193,36 @@ def _end_second(b, p, memory, sums):
 @kernel_part()
 def write_sums(p, memory, rows, sums):
     """Write the sums float32 [rows, PANEL]."""
-    _end(p, memory, sums)
+    _write_sums(p, memory, sums)
     if rows > _HALF:
-        _end_second(p, memory, sums + _HALF * PANEL * 4)
+        _write_second(p, memory, sums + _HALF * PANEL * 4)
+
+
+@emits()
+def _read_sums(b, p, memory, sums):
+    """Read the sums of up to 16 rows [rows, PANEL]."""
+    for tile in range(2):
+        _move(b, p, memory, tile, b.add(sums, int64(_LINE * tile)), int64(_PANEL_LINE), out=False)
+
+
+@emits()
+def _read_second(b, p, memory, sums):
+    """Read the sums of the rows from 16 on."""
+    for tile in range(2):
+        _move(b, p, memory, 2 + tile, b.add(sums, int64(_LINE * tile)), int64(_PANEL_LINE), out=False)
+
+
+@kernel_part()
+def read_sums(p, memory, rows, sums):
+    """Go on with the sums float32 [rows, PANEL] that `write_sums` wrote."""
+    _read_sums(p, memory, sums)
+    if rows > _HALF:
+        _read_second(p, memory, sums + _HALF * PANEL * 4)
+
+
+@emits()
+def copy_columns(b, p, rows, x, x_bytes, out):
+    """Copy COLUMNS columns of rows x to [rows, COLUMNS]."""
+    with cgutils.for_range(b, rows) as loop:
+        line = load(b, b.add(x, b.mul(loop.index, x_bytes)), 0, vector_type(I32, 16), 1)
+        store(b, line, b.add(out, b.mul(loop.index, int64(_LINE))), 0, 4)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from worker.engine.device import dtype_name
-from worker.engine.kernels import fixed_linear
+from worker.engine.kernels import fixed_linear, tiles
 from worker.engine.kernels import linear as float_linear
 from worker.engine.kernels.threads import Workspace, run_on_all_threads
 from worker.engine.kernels.weight_vectors import CALL_INTEGERS, FLOATS, PANEL, UNIT_COLUMNS, ZERO_STEP
@@ -235,7 +235,11 @@ class PanelLayer(nn.Module):
     def _run(self, x: Tensor, rows: int, y: Tensor, scratch: int, *own: int) -> None:
         """Call the kernel in all threads; `own` are the kernel's own parameters of a call."""
         _scratch.counters[:] = 0
-        tasks = min(self._panels.count, torch.get_num_threads() * _TASKS_PER_THREAD)
+        threads, panels = torch.get_num_threads(), self._panels.count
+        tasks = min(panels, threads * _TASKS_PER_THREAD)
+        if rows > tiles.ROWS and self._panels.columns > float_linear.WIDE_COLUMNS:
+            # Each task copies all rows.
+            tasks = min(tasks, max(1, panels // (float_linear.GROUP_PANELS * threads)) * threads)
         call = x.data_ptr(), rows, y.data_ptr(), _scratch.counters_address, tasks, scratch
         run_on_all_threads(self._kernel.address, self._call.pack(*call, *own) + self._integers_buffer)
 
@@ -255,7 +259,7 @@ class PanelLinear(PanelLayer):
         self._kernel = float_linear.compile_linear(
             panels.format, dtype_name(dtype), products, scales=panels.scales is not None, zeros=panels.zeros is not None
         )
-        plan = float_linear.plan(panels.format, panels.columns, products)
+        plan = float_linear.plan(panels.format, panels.columns, panels.segment, products)
         self._scratch_floats = plan.scratch_floats
         self._input_dtype = torch.float32 if products == FLOATS else torch.bfloat16
         self._call = _struct(CALL_INTEGERS)

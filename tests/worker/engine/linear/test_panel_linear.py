@@ -72,6 +72,19 @@ def test_products_of_tiles_are_those_of_the_weight(outputs: int, columns: int, k
 
 
 @pytest.mark.skipif(V != 16, reason="tiles have panels of 32 outputs")
+@pytest.mark.parametrize("kind", ["bfloat16", "int4 zeros"])
+def test_many_rows_have_the_bits_that_each_has_alone(kind: str) -> None:
+    """More than tiles keep the sums of, of columns that are multiplied in parts."""
+    linear = _linear(40, 1088, kind)
+    layer = PanelLinear(linear, torch.bfloat16, EMULATED)
+    x = torch.randn(550, 1088, generator=torch.Generator().manual_seed(2)).bfloat16()
+    y = layer(x)
+    assert (y - _expected(linear, x)).abs().max() <= 5e-3 * y.abs().max()
+    for row in (0, 31, 500, 511, 512, 549):
+        assert torch.equal(layer(x[row : row + 1]), y[row : row + 1]), row
+
+
+@pytest.mark.skipif(V != 16, reason="tiles have panels of 32 outputs")
 def test_instructions_of_tiles_are_assembled() -> None:
     """They are compiled on every processor, but run only where there are any."""
     assert compile_linear("int4", "bfloat16", TILES, scales=True, zeros=True).address
