@@ -32,6 +32,7 @@ from options import StoppingParams
 from rpc.children.process import Process
 from tests.deploy.kubernetes_tools import Manifest, render
 from tests.hash_oracle import expected_ids
+from tests.valkey_cluster import ReplicatedCluster
 from tests.valkey_sentinel import WatchedValkeys
 
 # Interval in seconds of the probes and of looks at a rollout; Kubernetes' own are seconds.
@@ -45,11 +46,13 @@ _SCALED_S = 500.0
 _COMPONENT = "app.kubernetes.io/component"
 # The model of the example `laptop`.
 MODEL = "hash:?vocab=32000&step_ms=5&seed=1&end_after=0"
+# Settings of a chart whose Redis is elsewhere, at the URL that a Secret has.
+_OWN_REDIS = ("router.replicas=2", "redis.embedded=false", "redis.urlSecret.name=redis", "gateway.enabled=false")
 # The workloads of which a pod is killed.
 _KILLED = ("lx-router", "lx-worker-cpu", "lx-store", "lx-valkey")
 
 
-@dataclass
+@dataclass(eq=False)
 class Pod:
     """A pod: its container's process, which is started again when it ends, until the pod is terminated."""
 
@@ -201,12 +204,11 @@ class Cluster:
         await asyncio.gather(*(self._roll_out(workload) for workload in workloads))
         await asyncio.gather(*(job.done.wait() for job in self._jobs.values()))
 
-    async def kill(self, name: str) -> None:
-        """Kill the container of a workload's first pod, and wait until it has started again and is ready."""
-        pod = self.pods[name][0]
-        restarts = pod.restarts
-        await pod.kill()
-        await self._until(lambda: pod.restarts > restarts and pod.ready)
+    async def kill(self, *names: str) -> None:
+        """Kill the containers of workloads' first pods at once; wait until all have started again and are ready."""
+        killed = {pod: pod.restarts for pod in (self.pods[name][0] for name in names)}
+        await asyncio.gather(*(pod.kill() for pod in killed))
+        await self._until(lambda: all(pod.restarts > before and pod.ready for pod, before in killed.items()))
 
     async def scale(self, name: str, replicas: int) -> None:
         """Set the number of a workload's pods."""
@@ -431,6 +433,7 @@ async def rehearse(directory: Path, streams: int, say: Callable[[str], None]) ->
                 "workers from 2 to 6": lambda: cluster.scale("lx-worker-cpu", 6),
                 "workers from 6 to 2": lambda: cluster.scale("lx-worker-cpu", 2),
                 **{f"{name} is killed": partial(cluster.kill, name) for name in _KILLED},
+                "a node is lost, with one of each": partial(cluster.kill, *_KILLED),
             },
         )
     finally:
@@ -439,13 +442,25 @@ async def rehearse(directory: Path, streams: int, say: Callable[[str], None]) ->
 
 async def rehearse_failover(directory: Path, streams: int, say: Callable[[str], None]) -> None:
     """Install the chart with a Valkey that a sentinel watches, whose primary is lost under load."""
-    sizes = ("router.replicas=2", "redis.embedded=false", "redis.urlSecret.name=redis", "gateway.enabled=false")
     async with WatchedValkeys(directory / "v") as valkeys:
         cluster = Cluster(directory, valkeys.url)
         try:
-            await cluster.apply(render("laptop", sizes))
+            await cluster.apply(render("laptop", _OWN_REDIS))
             load = Streams(cluster.routers, streams)
             await _change(cluster, load, say, {"Sentinel fails over": valkeys.lose_primary})
+        finally:
+            await cluster.close()
+
+
+async def rehearse_cluster(directory: Path, streams: int, say: Callable[[str], None]) -> None:
+    """Install the chart with a Redis Cluster, each of whose primaries is lost under load, one after the other."""
+    async with ReplicatedCluster(directory / "v") as valkeys:
+        cluster = Cluster(directory, valkeys.url)
+        try:
+            await cluster.apply(render("laptop", _OWN_REDIS))
+            load = Streams(cluster.routers, streams)
+            losses = {f"the Cluster's shard {one} fails over": partial(valkeys.lose_primary, one) for one in range(3)}
+            await _change(cluster, load, say, losses)
         finally:
             await cluster.close()
 
@@ -465,7 +480,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.deploy.rehearsal", description=__doc__)
     parser.add_argument("--streams", type=int, default=200, help="requests that run at any time")
     streams = parser.parse_args().streams
-    for part in (rehearse, rehearse_failover):
+    for part in (rehearse, rehearse_failover, rehearse_cluster):
         with tempfile.TemporaryDirectory(prefix="lx-") as directory:
             asyncio.run(part(Path(directory), streams, lambda line: print(line, flush=True)))
 

