@@ -125,11 +125,12 @@ CLIENTS ?=
 clients: $(STAMP) ## Install client libraries of others and try each of them with a cluster's HTTP gateway
 	$(BIN)/python -m tests.libraries $(if $(CLIENTS),--only "$(CLIENTS)")
 
-buckets: $(STAMP) ## Test the store on more object stores (moto, Azurite), with 1,000 changes at once and 50 kills
+buckets: $(STAMP) $(KUBERNETES)/.unpacked ## Test the store on more object stores (moto, Azurite), with 1,000 changes at once and 50 kills
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[buckets]'
 	@if command -v npm > /dev/null; then npm install --no-save --no-audit --no-fund --prefix .cache/azurite azurite@3; \
 		else echo "no npm: Azurite's tests are skipped"; fi
-	STORE_MOVES=1000 STORE_KILLS=50 $(BIN)/pytest --timeout 900 -rs tests/adapter_store/sources tests/adapter_store/test_shared_catalog.py
+	STORE_MOVES=1000 STORE_KILLS=50 $(BIN)/pytest --timeout 900 -rs tests/adapter_store/sources tests/adapter_store/test_shared_catalog.py \
+		tests/deploy/test_chart.py::test_an_init_container_copies_a_model_from_a_bucket
 
 forged: $(STAMP) ## Forge hellos, frames, jobs, commands, tokens and grants against a cluster with credentials
 	$(BIN)/python -m tests.forged

@@ -175,12 +175,13 @@ livenessProbe:
 {{- define "loraplex.modelInit" -}}
 {{- $root := index . 0 -}}
 {{- $model := index $root.Values.models (index . 1) -}}
-{{- with $model.hub }}
+{{- if or $model.hub $model.bucket }}
 initContainers:
   - name: download
+    {{- include "loraplex.container" $root | nindent 4 }}
+    {{- with $model.hub }}
     image: {{ include "loraplex.image" (list $root (index $ 2)) }}
     imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-    {{- include "loraplex.container" $root | nindent 4 }}
     command: [hf, download, {{ .repository | quote }}, --revision={{ .revision | default "main" }}, --local-dir=/models/base]
     env:
       - {name: HF_HOME, value: /models/.cache}
@@ -191,6 +192,17 @@ initContainers:
       - name: HF_TOKEN
         valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key | default "token" }}}}
       {{- end }}
+    {{- end }}
+    {{- with $model.bucket }}
+    image: {{ .image | default "rclone/rclone:1.75" }}
+    command: [rclone, copy, --stats-one-line, -v, {{ .remote | quote }}, /models/base]
+    env:
+      - {name: RCLONE_CONFIG, value: /tmp/rclone.conf}
+    {{- with .environmentSecret }}
+    envFrom:
+      - secretRef: {name: {{ . }}}
+    {{- end }}
+    {{- end }}
     volumeMounts:
       - {name: model, mountPath: /models}
       - {name: tmp, mountPath: /tmp}
@@ -205,7 +217,7 @@ initContainers:
 
 {{- define "loraplex.modelMount" -}}
 {{- $model := index (index . 0).Values.models (index . 1) -}}
-{{- if $model.hub }}
+{{- if or $model.hub $model.bucket }}
 - {name: model, mountPath: /models}
 {{- else if $model.volume }}
 - {name: model, mountPath: /models/base, readOnly: true}
@@ -214,7 +226,7 @@ initContainers:
 
 {{- define "loraplex.modelVolume" -}}
 {{- $model := index (index . 0).Values.models (index . 1) -}}
-{{- if $model.hub }}
+{{- if or $model.hub $model.bucket }}
 - name: model
   emptyDir: {sizeLimit: {{ index . 2 }}}
 {{- else if $model.volume }}
