@@ -19,9 +19,10 @@ from loraplex.admin.v1 import accounts_pb2_grpc, grants_pb2_grpc, keys_pb2_grpc,
 from adapter_store.accounts import AccountService, StoredAccounts
 from adapter_store.api_keys import ApiKeys, KeyService
 from adapter_store.bases import BaseModels
-from adapter_store.catalog import Catalog, DeletedRevisions, Grants, GrantService
+from adapter_store.catalog import Catalog
 from adapter_store.database import Database, Statement
-from adapter_store.expiry import remove_expired
+from adapter_store.deleted import DeletedRevisions
+from adapter_store.grants import Grants, GrantService
 from adapter_store.metrics import StoreMetrics
 from adapter_store.open_calls import TenantCalls
 from adapter_store.plans import PlanService, StoredPlans, StoreQuotas
@@ -209,7 +210,7 @@ class Store:
             None if (tls := self._settings.tls_files()) is None else WorkerGrants(tls, self._refused),
         )
         purge = TenantPurge(self._database, self._data, self._keys, self._plans, self._read_all_keys)
-        self._remove = partial(remove_expired, self._database, catalog, deleted)
+        self._remove = catalog.remove_expired
         add = self._server.add
         add(partial(pb_grpc.add_AdapterServiceServicer_to_server, adapters))
         add(partial(keys_pb2_grpc.add_KeyServiceServicer_to_server, KeyService(self._keys)))

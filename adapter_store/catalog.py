@@ -1,28 +1,20 @@
-"""Adapters, their revisions, aliases, certificates and grants, and the revisions of deleted adapters.
+"""Adapters with their revisions, aliases and certificates.
 
 Every change is one transaction; blobs come before it, and go after it. Blocks: call it in a thread. Tenants are the
-caller's to check: the catalog knows only names. A grant ends with its time, its deletion or the adapter.
+caller's to check: the catalog knows only names.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import sqlite3
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
-from functools import partial
-from operator import attrgetter
-from typing import Any
+from dataclasses import astuple, replace
 
-import grpc
-from loraplex.admin.v1 import grants_pb2 as pb
-from loraplex.admin.v1 import grants_pb2_grpc
-
-from adapter_store.convert import list_page, own_adapter, refusals, seconds_of, timestamp
 from adapter_store.database import Database
+from adapter_store.deleted import DeletedRevisions
+from adapter_store.grants import LIVE_GRANT, end_grants
 from adapter_store.plans import StoreQuotas
 from adapter_store.records import (
     ALIASES,
@@ -47,225 +39,25 @@ from adapter_store.records import (
 from adapter_store.releases import find_candidate, is_signed, live_moved
 from adapter_store.signers import Signers
 from adapter_store.storage import BlobReader, DataDirectory, Keep, Upload
-from artifacts.names import LIVE, SHARED, AdapterName, Reference, RevisionName, check_tenant
+from artifacts.names import LIVE, AdapterName, Reference, RevisionName
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, Figures
 from rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
-from rpc.principal import caller, calling_tenant
 
-# Maximum number of grants that a tenant has made, ended ones included, which are kept for answers that run.
-GRANTS_LIMIT = 10_000
-# A grant that has not ended at the time :now.
-LIVE_GRANT = "coalesce(end_ns, :now + 1) > :now AND coalesce(expire_ns, :now + 1) > :now"
-log = logging.getLogger(__name__)
-
-Context = grpc.aio.ServicerContext[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """A grant to `tenant`. Times are nanoseconds since 1970; None: no end yet."""
-
-    adapter: AdapterName
-    tenant: str
-    create_ns: int
-    expire_ns: int | None
-
-
-class Grants:
-    """The grants of all adapters. Its calls block, except `may_use`: make them in a thread.
-
-    Jobs that run go on for `keep_s` after a grant's end, as after a deletion.
-    """
-
-    def __init__(
-        self, database: Database, keep_s: float, *, clock: Callable[[], int] = time.time_ns, limit: int = GRANTS_LIMIT
-    ) -> None:
-        self._database = database
-        self._keep_ns = round(keep_s * 1e9)
-        self._clock = clock
-        self._limit = limit
-
-    async def may_use(self, name: AdapterName, tenant: str, *, running: bool = False) -> bool:
-        """Return whether the tenant may use the adapter; with `running`, whether a job that runs on it may go on."""
-        return name.tenant in {tenant, SHARED} or await asyncio.to_thread(self._is_granted, name, tenant, running)
-
-    def _is_granted(self, name: AdapterName, tenant: str, running: bool) -> bool:
-        now = self._clock() - (self._keep_ns if running else 0)
-        with self._database.reading() as rows:
-            selected = rows.execute(
-                "SELECT 1 FROM grants WHERE tenant = :owner AND adapter = :adapter AND grantee = :tenant "
-                f"AND {LIVE_GRANT}",
-                {"owner": name.tenant, "adapter": name.adapter, "tenant": tenant, "now": now},
-            )
-            return selected.fetchone() is not None
-
-    def create(self, name: AdapterName, tenant: str, ttl_s: float | None) -> Grant:
-        """Grant the use of an adapter, in the place of an earlier grant to the tenant. Raises NotFound or Exhausted."""
-        now = self._clock()
-        expire_ns = None if ttl_s is None else now + round(ttl_s * 1e9)
-        with self._database.transaction() as rows:
-            adapter_row(rows, name)
-            former = {"owner": name.tenant, "adapter": name.adapter, "tenant": tenant, "now": now - self._keep_ns}
-            rows.execute(
-                "DELETE FROM grants WHERE tenant = :owner "
-                f"AND ((adapter = :adapter AND grantee = :tenant) OR NOT ({LIVE_GRANT}))",
-                former,
-            )
-            count = rows.execute("SELECT count(*) FROM grants WHERE tenant = ?", (name.tenant,)).fetchone()[0]
-            if count >= self._limit:
-                message = f"{name.tenant} has {count} grants: end some, or delete adapters that others may use"
-                raise Exhausted(f"tenants/{name.tenant}/grants", message, retry_after_s=None, reason="GRANTS_FULL")
-            rows.execute(
-                "INSERT INTO grants (tenant, adapter, grantee, create_ns, expire_ns) VALUES (?, ?, ?, ?, ?)",
-                (name.tenant, name.adapter, tenant, now, expire_ns),
-            )
-        return Grant(name, tenant, now, expire_ns)
-
-    def end(self, name: AdapterName, tenant: str) -> None:
-        """End a grant. Raises NotFound."""
-        now = self._clock()
-        values = {"owner": name.tenant, "adapter": name.adapter, "tenant": tenant, "now": now}
-        with self._database.transaction() as rows:
-            ended = rows.execute(
-                "UPDATE grants SET end_ns = :now WHERE tenant = :owner AND adapter = :adapter AND grantee = :tenant "
-                f"AND {LIVE_GRANT}",
-                values,
-            )
-            if not ended.rowcount:
-                raise NotFound("grant", f"{name} to {tenant}")
-
-    def page(self, name: AdapterName, after: str, limit: int) -> list[Grant]:
-        """Return grants that have not ended, in order of tenant, from the first after `after`. Raises NotFound."""
-        values = {"owner": name.tenant, "adapter": name.adapter, "after": after, "now": self._clock(), "limit": limit}
-        with self._database.reading() as rows:
-            adapter_row(rows, name)
-            selected = rows.execute(
-                "SELECT * FROM grants WHERE tenant = :owner AND adapter = :adapter AND grantee > :after "
-                f"AND {LIVE_GRANT} ORDER BY grantee LIMIT :limit",
-                values,
-            )
-            return [Grant(name, row["grantee"], row["create_ns"], row["expire_ns"]) for row in selected]
-
-
-def end_grants(rows: sqlite3.Connection, name: AdapterName, now: int) -> None:
-    """End all grants of an adapter that is being deleted."""
-    rows.execute(
-        "UPDATE grants SET end_ns = ? WHERE tenant = ? AND adapter = ? AND end_ns IS NULL",
-        (now, name.tenant, name.adapter),
-    )
-
-
-class GrantService(grants_pb2_grpc.GrantServiceServicer):
-    """Serves loraplex.admin.v1.GrantService."""
-
-    def __init__(self, grants: Grants) -> None:
-        self._grants = grants
-
-    async def CreateGrant(self, request: pb.CreateGrantRequest, context: Context) -> pb.CreateGrantResponse:
-        """Let a tenant use one of the caller's adapters."""
-        name = own_adapter("adapter", request.adapter, calling_tenant())
-        with refusals("tenant"):
-            tenant = check_tenant(request.tenant)
-        if tenant in {name.tenant, SHARED}:
-            raise InvalidField("tenant", f"{tenant!r}: grant it to another tenant")
-        ttl_s = seconds_of("ttl", request.ttl, least=0.001) if request.HasField("ttl") else None
-        grant = await asyncio.to_thread(self._grants.create, name, tenant, ttl_s)
-        log.info("%s: granted %s to %s", caller().name, name, tenant)
-        return pb.CreateGrantResponse(grant=_to_pb(grant))
-
-    async def ListGrants(self, request: pb.ListGrantsRequest, context: Context) -> pb.ListGrantsResponse:
-        """Return a page of an adapter's grants, in order of tenant."""
-        name = own_adapter("adapter", request.adapter, calling_tenant())
-        fetch = partial(self._grants.page, name)
-        grants, token = await list_page(request, fetch, _to_pb, attrgetter("tenant"))
-        return pb.ListGrantsResponse(grants=grants, next_page_token=token)
-
-    async def DeleteGrant(self, request: pb.DeleteGrantRequest, context: Context) -> pb.DeleteGrantResponse:
-        """End a grant."""
-        name = own_adapter("adapter", request.adapter, calling_tenant())
-        await asyncio.to_thread(self._grants.end, name, request.tenant)
-        log.info("%s: ended the grant of %s to %s", caller().name, name, request.tenant)
-        return pb.DeleteGrantResponse()
-
-
-def _to_pb(grant: Grant) -> pb.Grant:
-    return pb.Grant(
-        adapter=str(grant.adapter),
-        tenant=grant.tenant,
-        create_time=timestamp(grant.create_ns),
-        expire_time=timestamp(grant.expire_ns),
-    )
-
-
-_COLUMNS = (
-    "number, digest, base_digest, rank, config_digest, config_bytes, weights_digest, weights_bytes, "
-    "{0}create_ns, tenant, adapter, base_model"
-)
+# Revisions whose time has passed, and that neither an alias nor a release that has not ended has.
+_EXPIRED = """
+SELECT number, adapter_id, digest, tenant, adapter FROM revisions JOIN adapters ON adapters.id = adapter_id
+WHERE expire_ns <= ?
+AND NOT EXISTS (SELECT 1 FROM aliases WHERE aliases.adapter_id = adapters.id AND aliases.digest = revisions.digest)
+AND NOT EXISTS (
+    SELECT 1 FROM releases WHERE releases.adapter_id = adapters.id AND releases.digest = revisions.digest
+    AND state NOT IN ('retired', 'rolled back')
+) ORDER BY number
+"""
 # Maximum number of quantizations for which a revision has certificates.
 _QUANTIZATIONS = 32
 # Maximum number of aliases of an adapter, so that one answer can list them.
 _MAX_ALIASES = 100
-
-
-class DeletedRevisions:
-    """The revisions of deleted adapters, whose files can still be downloaded for `keep_s` seconds.
-
-    A name means nothing from the deletion on. But a request keeps the revision that it was resolved to, and another
-    worker may have to fetch it when the answer goes on there.
-    """
-
-    def __init__(
-        self, database: Database, data: DataDirectory, keep_s: float, *, clock: Callable[[], int] = time.time_ns
-    ) -> None:
-        self.database = database
-        self.data = data
-        self._keep_ns = round(keep_s * 1e9)
-        self._clock = clock
-
-    def take(self, rows: sqlite3.Connection, adapter_id: int, digest: str = "") -> None:
-        """Record revisions of an adapter as deleted, which the caller deletes in the same transaction; or only one."""
-        rows.execute(
-            f"INSERT OR REPLACE INTO deleted_revisions ({_COLUMNS.format('')}, delete_ns) "
-            f"SELECT {_COLUMNS.format('revisions.')}, ? FROM revisions JOIN adapters ON adapters.id = adapter_id "
-            "WHERE adapter_id = ? AND ? IN ('', digest)",
-            (self._clock(), adapter_id, digest),
-        )
-
-    def find(self, rows: sqlite3.Connection, name: RevisionName) -> Revision | None:
-        """Return a deleted revision that may still be downloaded."""
-        row = rows.execute(
-            "SELECT * FROM deleted_revisions WHERE tenant = ? AND adapter = ? AND digest = ? AND delete_ns > ?",
-            (name.tenant, name.adapter, name.digest, self._clock() - self._keep_ns),
-        ).fetchone()
-        return None if row is None else to_revision(row)
-
-    def purge(self, *, everything: bool = False, name: AdapterName | None = None) -> int:
-        """Remove the revisions whose time has passed, or all of them, or all of an adapter; returns how many."""
-        until = self._clock() if everything else self._clock() - self._keep_ns
-        where, values = "delete_ns <= ?", list[int | str]([until])
-        if name is not None:
-            where, values = "tenant = ? AND adapter = ?", [name.tenant, name.adapter]
-        return self._remove(where, values)
-
-    def trim(self, tenant: str, most_bytes: int) -> int:
-        """Remove a tenant's revisions beyond so many bytes, those deleted first; returns how many."""
-        upto = "sum(config_bytes + weights_bytes) OVER (ORDER BY delete_ns DESC, rowid DESC)"
-        latest = f"SELECT rowid, {upto} AS upto FROM deleted_revisions WHERE tenant = ?"
-        return self._remove(f"rowid IN (SELECT rowid FROM ({latest}) WHERE upto > ?)", [tenant, most_bytes])
-
-    def _remove(self, where: str, values: Sequence[int | str]) -> int:
-        return self.database.repeated(lambda: self._remove_once(where, values))
-
-    def _remove_once(self, where: str, values: Sequence[int | str]) -> int:
-        digests: set[str] = set()
-        with self.database.swept(self.data, digests), self.database.transaction() as rows:
-            removed = rows.execute(
-                f"SELECT config_digest, weights_digest FROM deleted_revisions WHERE {where}", values
-            ).fetchall()
-            rows.execute(f"DELETE FROM deleted_revisions WHERE {where}", values)
-            digests.update(digest for revision in removed for digest in revision)
-        return len(removed)
 
 
 class Catalog:
@@ -395,7 +187,7 @@ class Catalog:
                 self._quotas.check_stored(rows, name.tenant, new.key_id, new_adapter=new_adapter)
             moved = new.alias is not None and _set_alias(rows, row["id"], new.alias, sent.name.digest)
             if created or moved:
-                touch(rows, row["id"], now)
+                _touch(rows, row["id"], now)
             stored = read_revision(rows, sent.name)
             # The config of the same revision may have its keys in another order: the bytes that came first stay.
             if stored.config == sent.config:
@@ -422,7 +214,7 @@ class Catalog:
                 if not changed:
                     raise NotFound("alias", f"{name}@{alias}")
             if changed:
-                touch(rows, row["id"], time.time_ns())
+                _touch(rows, row["id"], time.time_ns())
             return to_adapter(rows, adapter_row(rows, name))
 
     def certify(self, name: RevisionName, quantization: str, base_digest: str, figures: Figures) -> FitnessCertificate:
@@ -469,6 +261,28 @@ class Catalog:
             self.deleted.purge(name=name)
             return
         self.free([name.tenant])
+
+    def remove_expired(self) -> int:
+        """Delete the revisions whose time has passed; returns how many. Answers that run on them go on."""
+        now = time.time_ns()
+        with self._database.reading() as rows:
+            if rows.execute(_EXPIRED, (now,)).fetchone() is None:
+                return 0
+        with self._database.transaction() as rows:
+            expired = rows.execute(_EXPIRED, (now,)).fetchall()
+            for row in expired:
+                self.deleted.take(rows, row["adapter_id"], row["digest"])
+                rows.execute("DELETE FROM revisions WHERE number = ?", (row["number"],))
+                emptied = rows.execute(
+                    "DELETE FROM adapters WHERE id = ?1 AND NOT EXISTS (SELECT 1 FROM revisions WHERE adapter_id = ?1)",
+                    (row["adapter_id"],),
+                )
+                if emptied.rowcount:
+                    end_grants(rows, AdapterName(row["tenant"], row["adapter"]), now)
+                else:
+                    _touch(rows, row["adapter_id"], now)
+        self.free({row["tenant"] for row in expired})
+        return len(expired)
 
     def free(self, tenants: Iterable[str]) -> None:
         """Remove files of deleted revisions whose time has passed, or that are beyond their tenant's quota."""
@@ -531,7 +345,7 @@ def _insert_revision(rows: sqlite3.Connection, adapter_id: int, new: NewRevision
     return True
 
 
-def touch(rows: sqlite3.Connection, adapter_id: int, now: int) -> None:
+def _touch(rows: sqlite3.Connection, adapter_id: int, now: int) -> None:
     """Give an adapter that has changed another etag."""
     rows.execute("UPDATE adapters SET changes = changes + 1, update_ns = ? WHERE id = ?", (now, adapter_id))
 

@@ -15,7 +15,7 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.adapters.v1 import adapters_pb2_grpc as pb_grpc
 
 from adapter_store.bases import BaseModels
-from adapter_store.catalog import Catalog, Grants
+from adapter_store.catalog import Catalog
 from adapter_store.convert import (
     adapter_to_pb,
     base_to_pb,
@@ -35,6 +35,7 @@ from adapter_store.convert import (
     refusals,
     revision_to_pb,
 )
+from adapter_store.grants import Grants
 from adapter_store.metrics import StoreMetrics
 from adapter_store.open_calls import TENANT_PIECE_BYTES
 from adapter_store.receive import Receiver

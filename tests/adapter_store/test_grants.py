@@ -12,8 +12,8 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex.admin.v1 import grants_pb2, grants_pb2_grpc
 
 from adapter_store.app import Store
-from adapter_store.catalog import Grants
 from adapter_store.database import Database
+from adapter_store.grants import Grants
 from artifacts.base_model import BaseModel
 from artifacts.names import AdapterName
 from rpc.errors import Exhausted

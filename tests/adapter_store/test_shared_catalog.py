@@ -21,8 +21,9 @@ from obstore.store import AzureStore, MemoryStore
 from adapter_store.app import Store, StoreSettings
 from adapter_store.bases import BaseModels
 from adapter_store.bucket import BucketDirectory
-from adapter_store.catalog import Catalog, DeletedRevisions
+from adapter_store.catalog import Catalog
 from adapter_store.database import MIGRATIONS, Database
+from adapter_store.deleted import DeletedRevisions
 from adapter_store.metrics import StoreMetrics
 from adapter_store.plans import StoredPlans, StoreQuotas
 from adapter_store.records import NewBase, NewRevision, Revision
