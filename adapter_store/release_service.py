@@ -314,6 +314,7 @@ def _rollout(release: Release, plan: RolloutPlan) -> pb.Rollout:
         live=pb.Outcomes(**asdict(outcomes.live)),
         candidate=pb.Outcomes(**asdict(outcomes.candidate)),
         shadow=pb.ShadowOutcomes(**asdict(outcomes.shadow)),
+        figures=outcomes.figures(),
     )
 
 

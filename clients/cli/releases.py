@@ -173,6 +173,7 @@ def show_history(
                 for side, counts in (("live", rollout.live), ("candidate", rollout.candidate))
             ),
         )
+        print_fields([("figures of this step", _figures(rollout.figures))])
     columns = {
         "time": lambda event: format_timestamp(event.time),
         "state": lambda event: _state(event.after),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from loraplex_client import Adapter, AsyncStoreClient, LoraplexError, Revision
@@ -13,12 +13,17 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.datastructures import QueryParams
 
 from clients.gateway.endpoint import HttpCall, Protocol, reads_body
-from clients.gateway.errors import HttpError, invalid, renamed
+from clients.gateway.errors import HttpError, invalid, no_store, renamed
 from clients.gateway.exchange import encode
 
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
 # Names in a request of the store's fields.
-_NAMES = {r"header\.adapter": "adapter", r"header\.alias": "alias", r"header\.base_model": "model"}
+_NAMES = {
+    r"header\.adapter": "adapter",
+    r"header\.alias": "alias",
+    r"header\.base_model": "model",
+    r"(name|parent)$": "adapter",
+}
 _QUERY = ("model", "alias")
 # OpenAPI's description of an upload's request.
 UPLOAD: Mapping[str, Any] = {
@@ -41,7 +46,8 @@ UPLOAD: Mapping[str, Any] = {
 def error_of(error: HttpError) -> Mapping[str, Any]:
     """Return an error's answer in OpenAI's shape, with the names of these paths."""
     error = renamed(error, _NAMES)
-    field = "adapter" if error.message.startswith("adapter not found:") else error.field
+    missing, found, _ = error.message.partition(" not found: ")
+    field = missing if found and missing in {"adapter", "release"} else error.field
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     return {"error": {"message": error.message, "type": kind, "param": field or None, "code": error.code}}
 
@@ -139,13 +145,23 @@ def _broken(why: str) -> HttpError:
     return HttpError(400, "invalid_form", f"the body is not a whole multipart/form-data form: {why[:200]}")
 
 
+def read_query(call: HttpCall, names: Sequence[str]) -> QueryParams:
+    """Return the parameters of a request's query, which may have these. Raises HttpError on another."""
+    query = QueryParams(call.exchange.query)
+    for name in query:
+        if name not in names:
+            raise invalid(
+                name[:80],
+                f"is not a parameter; {' and '.join(names)} {'are' if names[1:] else 'is'}",
+                "unknown_parameter",
+            )
+    return query
+
+
 @reads_body
 async def put_adapter(call: HttpCall) -> None:
     """Upload an adapter's two files as a revision, and move its alias. Raises HttpError, LoraplexError."""
-    store, query = _store(call), QueryParams(call.exchange.query)
-    for name in query:
-        if name not in _QUERY:
-            raise invalid(name[:80], f"is not a parameter; {' and '.join(_QUERY)} are", "unknown_parameter")
+    store, query = _store(call), read_query(call, _QUERY)
     form = FilesForm(call.exchange.headers.get("content-type", ""))
 
     async def pieces() -> AsyncIterator[tuple[str, bytes]]:
@@ -186,7 +202,7 @@ async def list_adapters(call: HttpCall) -> None:
 
 def _store(call: HttpCall) -> AsyncStoreClient:
     if not call.cluster.has_store:
-        raise HttpError(404, "adapters_not_served", "adapters are not served here: start the gateway with --store")
+        raise no_store()
     return call.caller.store
 
 

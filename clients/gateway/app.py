@@ -40,6 +40,7 @@ from clients.gateway.openai_responses import PROTOCOL as RESPONSES
 from clients.gateway.openai_responses import responses
 from clients.gateway.openai_responses_input import RESPONSE
 from clients.gateway.page import cluster_state, page, page_file
+from clients.gateway.releases_api import CHANGE, change_release, get_release, list_releases
 from clients.gateway.settings import GatewaySettings
 from clients.gateway.tgi_api import (
     DETOKENIZE,
@@ -111,6 +112,8 @@ PATHS: Mapping[str, tuple[Protocol, Mapping[str, Handler]]] = {
     "/v1/models": (OPENAI, {"GET": list_models}),
     "/v1/models/{model:path}": (OPENAI, {"GET": get_model}),
     "/v1/adapters": (ADAPTERS, {"GET": list_adapters}),
+    "/v1/adapters/{adapter}/releases": (ADAPTERS, {"GET": list_releases}),
+    "/v1/adapters/{adapter}/releases/{number}": (ADAPTERS, {"GET": get_release, "POST": change_release}),
     "/v1/adapters/{adapter:path}": (ADAPTERS, {"GET": get_adapter, "PUT": put_adapter, "DELETE": delete_adapter}),
     "/v1/messages": (ANTHROPIC, {"POST": messages}),
     "/v1/messages/count_tokens": (ANTHROPIC, {"POST": count_tokens}),
@@ -134,6 +137,7 @@ _BODIES: Mapping[str, Body] = {
     "/v1/completions": COMPLETION,
     "/v1/responses": RESPONSE,
     "/v1/embeddings": EMBEDDING,
+    "/v1/adapters/{adapter}/releases/{number}": CHANGE,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": COUNT,
     "/generate": GENERATE,

@@ -9,6 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loraplex.adapters.v1.releases_pb2_grpc import ReleaseServiceStub
 from loraplex.cluster.v1.cluster_pb2_grpc import ClusterServiceStub
 from loraplex_client import (
     AsyncClient,
@@ -25,7 +26,7 @@ from loraplex_client.endpoint import TENANT_KEY, Credentials
 from loraplex_client.retries import read_addresses
 from starlette.datastructures import Headers
 
-from clients.gateway.errors import HttpError, invalid, not_served
+from clients.gateway.errors import HttpError, invalid, no_store, not_served
 
 # Time in seconds for which the names of the served models are kept.
 _NAMES_S = 5.0
@@ -65,6 +66,7 @@ class Cluster:
             for address in (read_addresses(operated) if operated else ())
         }
         self.has_store = bool(store)
+        self._releases = AsyncConnection(store, ReleaseServiceStub, credentials=Credentials("", tls)) if store else None
         self._names: frozenset[str] = frozenset()
         self._names_until = 0.0
         self._digests: frozenset[str] = frozenset()
@@ -74,12 +76,19 @@ class Cluster:
 
     async def close(self) -> None:
         """Close the channels."""
-        connections = (*self._health, *self._operators.values())
-        await asyncio.gather(self._client.close(), *(connection.close() for connection in connections))
+        connections = (*self._health, *self._operators.values(), self._releases)
+        closing = (connection.close() for connection in connections if connection is not None)
+        await asyncio.gather(self._client.close(), *closing)
 
     def caller(self, headers: Headers) -> AsyncClient:
         """Return a client that calls as the request's tenant, or with its credential. Raises HttpError."""
         return self._client.for_caller(*self._who(headers))
+
+    def releases(self, headers: Headers) -> AsyncConnection:
+        """Return a connection to the store's ReleaseService, for the request's tenant. Raises HttpError."""
+        if self._releases is None:
+            raise no_store()
+        return self._releases.for_caller(*self._who(headers))
 
     def operators(self, headers: Headers) -> Sequence[tuple[str, AsyncConnection]]:
         """Return a connection to each router's ClusterService, with its address, for an operator. Raises HttpError."""

@@ -64,6 +64,11 @@ def full(why: str) -> HttpError:
     return HttpError(503, "gateway_full", f"the gateway {why}", retry_after_s=1.0)
 
 
+def no_store() -> HttpError:
+    """Return the error of a request for adapters where the gateway knows no store."""
+    return HttpError(404, "adapters_not_served", "adapters are not served here: start the gateway with --store")
+
+
 def check_served(request: Mapping[str, Any], refused: Sequence[str], harmless: Mapping[str, Sequence[Any]]) -> None:
     """Raise HttpError on a parameter that is refused, unless its value is a harmless one, which asks for nothing."""
     for name in refused:

@@ -24,7 +24,7 @@ _FILES = {
     "page.css": ("clients.gateway.page", "text/css; charset=utf-8"),
     "colours.css": ("clients", "text/css; charset=utf-8"),
     **dict.fromkeys(
-        ("access.js", "cluster.js", "elements.js", "names.js", "playground.js", "rates.js", "tables.js"),
+        ("access.js", "cluster.js", "elements.js", "names.js", "playground.js", "rates.js", "releases.js", "tables.js"),
         ("clients.gateway.page", "text/javascript; charset=utf-8"),
     ),
 }

@@ -20,8 +20,8 @@ export function showTable(id, heading, columns, rows, none) {
   const cells = (row) => row.map((cell, at) => element("td", columns[at].name ? { class: "name" } : {}, cell));
   const body = element("tbody", {}, ...rows.map((row) => element("tr", {}, ...cells(row))));
   const table = container.querySelector("table");
-  if (table) { // only the rows change, so that the table stays scrolled and focused
-    table.tBodies[0].replaceWith(body);
+  if (table) { // only rows that change, so that the table stays scrolled and focused, and what is selected in it
+    if (!table.tBodies[0].isEqualNode(body)) table.tBodies[0].replaceWith(body);
     return;
   }
   const heads = columns.map(({ title, name }) => element("th", { scope: "col", ...(name && { class: "name" }) }, title));

@@ -155,12 +155,12 @@ function showRouters(interval) {
 }
 
 /** Return columns of these titles; one that ends with `*` has names and aligns left. */
-const columns = (...titles) => titles.map((title) => ({ title: title.replace("*", ""), name: title.endsWith("*") }));
+export const columns = (...titles) => titles.map((title) => ({ title: title.replace("*", ""), name: title.endsWith("*") }));
 
-const whole = (value) => value.toLocaleString("en");
+export const whole = (value) => value.toLocaleString("en");
 const rate = (value, digits = 1) =>
   value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-const percent = (part, all) => (all ? `${rate((100 * part) / all, 0)}%` : "-");
+export const percent = (part, all) => (all ? `${rate((100 * part) / all, 0)}%` : "-");
 const mebibytes = (bytes) => rate(bytes / 2 ** 20);
 const milliseconds = (seconds) => (seconds === null ? "-" : rate(seconds * 1e3, seconds < 0.1 ? 1 : 0));
 

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx2
 import pytest
 import pytest_asyncio
 from loraplex.cluster.v1 import cluster_pb2 as pb
 from loraplex.cluster.v1 import cluster_pb2_grpc
+from loraplex_client import AsyncStoreClient
 
 from bench.devtools import Page, browser_page
 from bench.screenshots import NoBrowserError, find_browser
@@ -26,6 +28,7 @@ from tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory
 from tenancy.development_ca import DevelopmentCa
 from tenancy.guard import Guard
 from tenancy.permissions import Port
+from tests.clients.gateway.test_releases_api import make_releases
 from tests.e2e.conftest import TENANT, Cluster
 from tests.e2e.gateway.conftest import HEADERS, MESSAGES, PROMPT, expected
 
@@ -152,6 +155,43 @@ async def test_a_prompt_is_typed_and_both_answers_read(page: Page, cluster: Clus
     assert await page.evaluate(f"{fields}.filter((field) => !field.labels.length).length") == 0
     assert {httpx2.URL(address).netloc.decode() for address in page.requests} == {cluster.local.http}
     assert [error for error in page.errors if "400" not in error and "404" not in error] == []
+
+
+async def test_a_release_is_looked_at_promoted_and_rolled_back(page: Page, cluster: Cluster) -> None:
+    async with (
+        AsyncStoreClient(cluster.local.store, TENANT) as store,
+        grpc.aio.insecure_channel(cluster.local.store) as channel,
+    ):
+        await make_releases(store, channel)
+        await page.open(f"http://{cluster.local.http}/", width=400)
+        await page.type("#tenant", TENANT)
+        await page.type("#release-adapter", "support")
+        await page.press("Tab")
+        await page.wait_for("document.getElementById('release-title').textContent === 'Release 1: qualified'")
+        assert await page.evaluate("document.querySelector('#gates tbody').innerText.startsWith('golden')")
+        assert await page.evaluate("document.getElementById('rollback').disabled")
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 400
+        await page.type("#steps", "5,25")
+        await page.type("#agreement", "0.9")
+        await page.evaluate("document.getElementById('promote').click()")
+        question = "document.getElementById('question').textContent"
+        assert await page.evaluate(question) == "Start canary: release 1 of support?"
+        await page.evaluate("document.getElementById('yes').click()")
+        await page.wait_for("document.getElementById('releases-status').textContent.includes('needs shadow requests')")
+        await page.type("#shadow", "10")
+        for button in ("promote", "yes"):
+            await page.evaluate(f"document.getElementById('{button}').click()")
+        await page.wait_for("document.getElementById('release-title').textContent === 'Release 1: canary'")
+        await page.wait_for("document.querySelector('#comparison tbody').innerText.includes('requests')")
+        assert await page.evaluate("document.querySelector('#releases tbody').innerText.includes('5%')")
+        for button in ("rollback", "no"):
+            await page.evaluate(f"document.getElementById('{button}').click()")
+        for button in ("rollback", "yes"):
+            await page.evaluate(f"document.getElementById('{button}').click()")
+        await page.wait_for("document.getElementById('release-title').textContent === 'Release 1: rolled back'")
+        assert await page.evaluate("document.querySelector('#history tbody').innerText.includes('step 1 of 2: 5%')")
+        assert [error for error in page.errors if "400" not in error] == []
+        await store.delete("support")
 
 
 class OneWorker(cluster_pb2_grpc.ClusterServiceServicer):
