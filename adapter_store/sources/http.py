@@ -1,13 +1,18 @@
-"""The HTTP client of hubs and registries: it connects to public addresses alone, whatever a name or a redirect says."""
+"""Connections to public addresses alone, whatever a name or a redirect says.
+
+The HTTP client of hubs and registries makes them, and a proxy for the library that reads object stores.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import logging
 import socket
+import socketserver
 import ssl
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,7 +20,7 @@ import httpcore2
 import httpx2
 
 from adapter_store.sources import PIECE_BYTES, Interrupted, SourceFile, broken, changed, down, not_found, refused
-from rpc.errors import PermissionDenied
+from rpc.errors import CallError, PermissionDenied
 
 # The library logs every URL, which may be signed for whoever has it.
 logging.getLogger("httpx2").setLevel(logging.WARNING)
@@ -23,6 +28,8 @@ logging.getLogger("httpx2").setLevel(logging.WARNING)
 CONNECT_S, SILENT_S = 10.0, 30.0
 # Maximum number of redirects, and bytes of an answer that is read whole: a list of files, or a manifest.
 _REDIRECTS, _ANSWER_BYTES = 5, 8 << 20
+# Maximum bytes of the head of a request to CheckedProxy, and interval in seconds of its looks at whether it was closed.
+_HEAD_BYTES, _LOOK_S = 64 << 10, 0.05
 
 
 def public_addresses(host: str, port: int, *, allow_private: bool) -> list[str]:
@@ -39,12 +46,6 @@ def public_addresses(host: str, port: int, *, allow_private: bool) -> list[str]:
             )
             raise PermissionDenied(f"{message} with allow_private in the file of --sources", "SOURCE_ADDRESS_REFUSED")
     return addresses
-
-
-def check_endpoint(url: str, *, allow_private: bool) -> None:
-    """Check the addresses of an endpoint that another library connects to. Raises as `public_addresses` does."""
-    parts = urlsplit(url)
-    public_addresses(parts.hostname or "", parts.port or 443, allow_private=allow_private)
 
 
 def _is_public(address: str) -> bool:
@@ -84,6 +85,84 @@ class _Transport(httpx2.HTTPTransport):
         super().__init__(verify=context, trust_env=False)
         self._pool.close()
         self._pool = httpcore2.ConnectionPool(ssl_context=context, network_backend=_Backend(allow_private))
+
+
+class CheckedProxy:
+    """A proxy on loopback for a library that resolves names and follows redirects by itself.
+
+    It connects to public addresses alone. `refusal` is the error of an address that it has refused.
+    """
+
+    def __init__(self) -> None:
+        self.refusal: PermissionDenied | None = None
+        serve = self._serve
+
+        class Connection(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with suppress(OSError, ValueError):  # a client that left, or an address that is none
+                    serve(self.request)
+
+        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Connection)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(_LOOK_S,), daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections. Those that are open end when the library closes them."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _serve(self, client: socket.socket) -> None:
+        """Serve a connection: a tunnel (CONNECT), or requests in clear, all of which are for one server."""
+        client.settimeout(CONNECT_S)
+        head = b""
+        while b"\r\n\r\n" not in head:
+            piece = client.recv(PIECE_BYTES)
+            head += piece
+            if not piece or len(head) > _HEAD_BYTES:
+                return
+        method, target, _ = head.decode("latin-1").split(" ", 2)
+        url = urlsplit(f"//{target}" if method == "CONNECT" else target)
+        try:
+            server = self._connect(url.hostname or "", url.port or 80)
+        except (CallError, OSError) as error:
+            if isinstance(error, PermissionDenied):
+                self.refusal = error
+            status = "403 Forbidden" if isinstance(error, PermissionDenied) else "502 Bad Gateway"
+            client.sendall(f"HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode())
+            return
+        with server:
+            if method == "CONNECT":
+                client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            else:
+                server.sendall(head)
+            client.settimeout(None)
+            answers = threading.Thread(target=_copy, args=(server, client), daemon=True)
+            answers.start()
+            _copy(client, server)
+            answers.join()
+
+    def _connect(self, host: str, port: int) -> socket.socket:
+        for address in (addresses := public_addresses(host, port, allow_private=False)):
+            try:
+                server = socket.create_connection((address, port), CONNECT_S)
+            except OSError:
+                if address == addresses[-1]:
+                    raise
+            else:
+                server.settimeout(None)
+                return server
+        raise OSError(f"{host} has no address")
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    """Send on what comes until one of the connections ends, and then end the other."""
+    with suppress(OSError):
+        while piece := source.recv(PIECE_BYTES):
+            sink.sendall(piece)
+    for one in (source, sink):
+        with suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
 
 
 class SourceClient:

@@ -14,7 +14,7 @@ from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, 
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
 from adapter_store.sources import MAX_FILES, PIECE_BYTES, Interrupted, Listing, SourceFile, changed, not_found, refused
-from adapter_store.sources.http import CONNECT_S, check_endpoint
+from adapter_store.sources.http import CONNECT_S, CheckedProxy
 from adapter_store.sources.policy import Rule, SourceUri
 from rpc.errors import InvalidField
 
@@ -23,20 +23,19 @@ _RETRY_S = 10.0
 _STATUS = re.compile(r"status code: (\d{3})")
 
 
-def open_bucket(uri: SourceUri, rule: Rule) -> ObjectStore:
-    """Open a bucket or container, with the rule's credentials. Raises PermissionDenied for a private endpoint."""
+def open_bucket(uri: SourceUri, rule: Rule, proxy: str) -> ObjectStore:
+    """Open a bucket or container with the rule's credentials, through the proxy of a URL, if there is one."""
     secrets: dict[str, Any] = dict(rule.read_secrets())
+    client: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=CONNECT_S),
+        # Of a whole answer, which may be a large file: the time of an import bounds it.
+        "timeout": timedelta(hours=24),
+        "allow_http": rule.endpoint.startswith("http://"),
+    }
     options: dict[str, Any] = {
-        "client_options": {
-            "connect_timeout": timedelta(seconds=CONNECT_S),
-            # Of a whole answer, which may be a large file: the time of an import bounds it.
-            "timeout": timedelta(hours=24),
-            "allow_http": rule.endpoint.startswith("http://"),
-        },
+        "client_options": {**client, "proxy_url": proxy} if proxy else client,
         "retry_config": {"max_retries": 3, "retry_timeout": timedelta(seconds=_RETRY_S)},
     }
-    if rule.endpoint:
-        check_endpoint(rule.endpoint, allow_private=rule.allow_private)
     if not secrets.keys() - {"account_name"}:
         options["skip_signature"] = True  # not with what the store's own variables have
     if uri.scheme == "s3":
@@ -57,7 +56,13 @@ class ObjectFolder:
         if not uri.path:
             raise InvalidField("source", f"{uri}: write {uri.scheme}://{uri.authority}/FOLDER")
         self._uri, self._folder = str(uri), f"{uri.path}/"
-        self._bucket = open_bucket(uri, rule)
+        # The library has no option for redirects: it follows them.
+        self._proxy = None if rule.allow_private else CheckedProxy()
+        try:
+            self._bucket = open_bucket(uri, rule, self._proxy.url if self._proxy else "")
+        except BaseException:
+            self.close()
+            raise
 
     def list(self) -> Listing:
         """Return the files below the folder."""
@@ -101,7 +106,9 @@ class ObjectFolder:
             raise changed(file, "the bucket has another object of its name") from error
 
     def close(self) -> None:
-        """Do nothing: the library closes its connections with the bucket."""
+        """Close the proxy; the library closes its connections with the bucket."""
+        if self._proxy is not None:
+            self._proxy.close()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -111,9 +118,11 @@ class ObjectFolder:
             raise
         except (NotFoundError, FileNotFoundError) as error:
             raise not_found(self._uri) from error
-        except (PermissionDeniedError, UnauthenticatedError) as error:
-            raise refused(self._uri, 403 if isinstance(error, PermissionDeniedError) else 401) from error
         except BaseError as error:
+            if self._proxy is not None and self._proxy.refusal is not None:
+                raise self._proxy.refusal from error
+            if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+                raise refused(self._uri, 403 if isinstance(error, PermissionDeniedError) else 401) from error
             status = _STATUS.search(str(error))  # lists have no errors of their own
             if status is not None and status[1] == "404":
                 raise not_found(self._uri) from error

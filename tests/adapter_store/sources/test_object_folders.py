@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,16 +13,18 @@ from pathlib import Path
 import obstore
 import pytest
 
+from adapter_store.sources import http
 from adapter_store.sources.fetch import Fetched, Progress, fetch
 from adapter_store.sources.objects import ObjectFolder
 from adapter_store.sources.policy import Rule, Sources, parse_uri
 from adapter_store.storage import DataDirectory
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
-from rpc.errors import Aborted, Mismatch, NotFound
+from rpc.errors import Aborted, Mismatch, NotFound, PermissionDenied
 from tests.adapter_store.sources.places import (
     AZURE_ACCOUNT,
     AZURE_KEY,
+    Place,
     XmlBucket,
     azurite,
     bucket_of,
@@ -123,3 +128,61 @@ def test_refused_credentials_are_said_without_their_values(tmp_path: Path) -> No
             ObjectFolder(parse_uri("s3://acme/x"), rule).list()
     assert "s3cr3t" not in str(refused.value)
     assert "AKIA123" not in str(refused.value)
+
+
+@pytest.fixture
+def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let 127.0.0.1 be a public address, and the others of this machine those of a private network."""
+    monkeypatch.setattr(http, "_is_public", lambda address: address == "127.0.0.1")
+
+
+@pytest.mark.usefixtures("two_networks")
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_a_redirect_to_a_private_address_is_refused(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a list, and of an object behind a list that was answered."""
+    asked, bucket, redirects = threading.Event(), XmlBucket(), True
+    bucket.put(f"lora/x/{WEIGHTS_FILE}", BIG)
+
+    def redirect(handler: Place) -> None:
+        if redirects:
+            handler.send(307, location=f"{private}{handler.path[handler.path.index('/acme') :]}")
+        else:
+            bucket.answer(handler)
+
+    def answer(handler: Place) -> None:
+        asked.set()
+        bucket.answer(handler)
+
+    monkeypatch.setenv("OWN_ACCOUNT", AZURE_ACCOUNT)
+    uri, secrets = parse_uri(f"{scheme}://acme/lora/x"), {"account_name": ("env", "OWN_ACCOUNT")}
+    with served(redirect) as url, served(answer, "127.0.0.2") as private:
+        rule = Rule(uri, endpoint=url, secrets=secrets if scheme == "az" else {})
+        with closing(ObjectFolder(uri, rule)) as folder:
+            with pytest.raises(PermissionDenied, match=r"127\.0\.0\.2, of a private network") as refused:
+                folder.list()
+            assert refused.value.reason == "SOURCE_ADDRESS_REFUSED"
+        if scheme == "gs":  # the stub answers in Google's way
+            with closing(ObjectFolder(uri, rule)) as folder:
+                redirects = False
+                (file,) = folder.list().files
+                assert b"".join(folder.read(folder.pin(file), 0)) == BIG
+                redirects = True
+                with pytest.raises(PermissionDenied):
+                    list(folder.read(file, 0))
+    assert not asked.is_set()
+
+
+@pytest.mark.usefixtures("two_networks")
+def test_a_tunnel_leads_to_public_addresses_alone() -> None:
+    """As the library makes one for an endpoint with TLS."""
+    with closing(http.CheckedProxy()) as proxy, served(lambda handler: handler.send(200, b"public")) as url:
+        place, port = proxy.url.removeprefix("http://").split(":"), url.rpartition(":")[2]
+        for host, answer in (("127.0.0.1", b"HTTP/1.1 200"), ("127.0.0.2", b"HTTP/1.1 403"), ("no such", b"")):
+            with socket.create_connection((place[0], int(place[1])), 10) as tunnel:
+                tunnel.sendall(f"CONNECT {host}:{port} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                assert tunnel.recv(1024).startswith(answer)
+                if answer.endswith(b"200"):
+                    tunnel.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                    with tunnel.makefile("rb") as answers:
+                        assert answers.read().endswith(b"public")
+        assert proxy.refusal is not None
