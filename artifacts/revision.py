@@ -28,6 +28,10 @@ _SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight", _MAGNITUDE: ".lora_ma
 _EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B", _MAGNITUDE: ".lora_magnitude_vector"}
 
 
+# Advice for an adapter of the embeddings or the head that a worker cannot serve: CUDA's kernels leave both as they are.
+ENDS_ON_CPU = (
+    "workers serve adapters of the embeddings and the head, and trained tokens, on the CPU alone (--device cpu)"
+)
 _TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
 
 
@@ -128,7 +132,8 @@ def trained_tokens(
     for name in filter(_has_trained_rows, header):
         module = name.removeprefix(TENSOR_PREFIX).removesuffix(_TRAINED_ROWS)
         if module not in modules or not (is_embedding(module) or is_head(module)):
-            raise MismatchError(TOKENS_FIELD, f"the base has no embeddings {module} that an adapter may change here")
+            message = f"the base has no embeddings {module} that an adapter may change here; {ENDS_ON_CPU}"
+            raise MismatchError(TOKENS_FIELD, message)
         vocabulary, hidden = modules[module] if is_embedding(module) else modules[module][::-1]
         ids = next((ids for end, ids in config.trained_tokens if _is_named(module, end)), ())
         if header[name].shape != (len(ids), hidden):

@@ -269,8 +269,9 @@ def test_trained_tokens_that_do_not_fit_are_refused_by_name(
             read_adapter(str(tmp_path), loaded.adaptable, 256, base=ModelLayers(loaded))
     (tmp_path / CONFIG_FILE).write_text(json.dumps(fields | {"trainable_token_indices": [3]}))
     save_file(tensors | {name: torch.ones(1, 64)}, tmp_path / WEIGHTS_FILE)
-    with pytest.raises(MismatchError, match=r"no embeddings model\.embed_tokens that an adapter may change here"):
-        read_adapter(str(tmp_path), loaded.linears, 256, base=ModelLayers(loaded))  # as on CUDA
+    on_cuda = replace(loaded, device=torch.device("cuda"))
+    with pytest.raises(MismatchError, match=r"trainable_token_indices: .* on the CPU alone"):
+        read_adapter(str(tmp_path), on_cuda.adaptable, 256, base=ModelLayers(on_cuda))
 
 
 @pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
@@ -300,7 +301,7 @@ def test_where_both_ends_can_not_be_adapted_they_are_refused_by_name(oracles: Ca
     oracle = oracles("llama")
     linears = load_model(str(oracle.directory)).linears
     for name, named in (("output", "lm_head"), ("input", "embed_tokens")):
-        with pytest.raises(MismatchError, match=f"{named}.* on this"):
+        with pytest.raises(MismatchError, match=f"{named} .* on this device; .* on the CPU alone"):
             read_adapter(str(oracle.adapters[name]), linears, 256)
 
 

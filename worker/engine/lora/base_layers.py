@@ -17,12 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from artifacts import MismatchError
 from artifacts.checkpoint import read_checkpoint
 from artifacts.encoders import hidden_size
 from artifacts.experts import ExpertSizes
 from artifacts.families import HEAD, HEAD_WEIGHTS, is_embedding
-from artifacts.peft_config import TOKENS_FIELD
 from worker.engine.parallel.group import SplitModel
 from worker.engine.quantized.stored import QuantizedWeights
 from worker.engine.quantized.weight import (
@@ -225,8 +223,8 @@ class ModelLayers:
 
     def __init__(self, loaded: LoadedBase) -> None:
         self.loaded = loaded
-        # Of quantized ones no use is made.
-        self._embeddings: Tensor = loaded.module.get_input_embeddings().weight
+        # Of quantized ones the size alone is used: their file is read.
+        self._embeddings: Tensor | QuantizedWeight = loaded.module.get_input_embeddings().weight
         self._squares: dict[str, Tensor] = {}
         self._biases: dict[str, Tensor] = {}
         for name in (*loaded.linears, *loaded.ends):
@@ -277,20 +275,24 @@ class ModelLayers:
     @property
     def vocabulary(self) -> int:
         """Return the number of tokens that have embeddings."""
-        return int(self._embeddings.shape[0])
+        weight = self._embeddings
+        return weight.out_features if isinstance(weight, QuantizedWeight) else weight.shape[0]
 
     def rows(self, module: str, ids: Sequence[int]) -> Tensor:
         """Return tokens' rows of the embeddings or of the output head: [ids, hidden size] float32.
 
-        Raises MismatchError on a quantized model, whose rows are not those that the adapter was trained beside.
+        Quantized ones as the model computes with them.
         """
-        if self.loaded.quantized is not None:
-            raise MismatchError(TOKENS_FIELD, "trained tokens are not served on a quantized base")
-        return self._weight(module)[torch.tensor(ids)].to("cpu", self.loaded.dtype).float()
+        chosen, quantized = torch.tensor(ids), self.loaded.quantized
+        if quantized is not None and (rows := quantized.rows(module, chosen)) is not None:
+            return rows.dequantize(self.loaded.dtype).float()
+        return self._weight(module)[chosen].to("cpu", self.loaded.dtype).float()
 
     def tied_to(self, module: str) -> tuple[str, ...]:
         """Return the output head, if it shares its weight with embeddings of this name."""
-        tied = bool(getattr(self.loaded.module.config, "tie_word_embeddings", False))
+        quantized = self.loaded.quantized
+        # transformers is told that quantized ends are not tied: it does not load them.
+        tied = getattr(self.loaded.module.config, "tie_word_embeddings", False) or (quantized and quantized.tied)
         return (HEAD,) if tied and is_embedding(module) and HEAD in self.loaded.ends else ()
 
     def repeats(self, parameter: str, values: Tensor) -> bool:
@@ -310,6 +312,7 @@ class ModelLayers:
         files = read_checkpoint(self.loaded.directory).tensors
         name = next((name for name in HEAD_WEIGHTS if name in files), None)
         if isinstance(layer, nn.Embedding) or name is None:
+            assert isinstance(self._embeddings, Tensor), "quantized ones are read from their file"
             return self._embeddings
         with safetensors.safe_open(files[name][0], "pt") as file:
             weight: Tensor = file.get_tensor(name)

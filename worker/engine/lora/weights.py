@@ -32,9 +32,10 @@ from artifacts import ArtifactError, MismatchError
 from artifacts.checkpoint import ADAPTER_HEADER_BYTES, TensorInfo, read_header
 from artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
 from artifacts.experts import ExpertSizes, in_layout_of_model, named_by_parameter
-from artifacts.families import is_embedding
+from artifacts.families import is_embedding, is_head
 from artifacts.peft_config import CONFIG_FILE, TOKENS_FIELD, PeftConfig, parse_peft_config
 from artifacts.revision import (
+    ENDS_ON_CPU,
     WEIGHTS_FILE,
     LoraShape,
     base_copies,
@@ -172,9 +173,8 @@ def read_source(
     for module in dict.fromkeys(module for adapter in adapters for module in adapter.pairs):
         parts = [adapter.pairs[module] for adapter in adapters if module in adapter.pairs]
         pair = LoraPair(torch.cat([part.a for part in parts], -2), torch.cat([part.b for part in parts], -2))
-        limit = _rank_limit(linears[module], max_rank, max_expert_rank)
-        if pair.rank > limit:
-            raise MismatchError("adapters", f"their ranks at {module} add up to {pair.rank}; this engine takes {limit}")
+        what = f"their ranks at {module} add up to"
+        _check_rank("adapters", what, pair.rank, linears[module], max_rank, max_expert_rank)
         pairs[module] = pair
     return AdapterWeights(pairs, max(pair.rank for pair in pairs.values()))
 
@@ -211,17 +211,16 @@ def read_adapter(
             raise MismatchError("use_dora", "DoRA cannot be read without the base model's weights")
         for name, info in header.items():
             if info.dtype not in DTYPES:
-                raise MismatchError(
-                    WEIGHTS_FILE, f"tensor {name} has the dtype {info.dtype}; F32, F16 or BF16 are served"
-                )
+                message = f"tensor {name} has the dtype {info.dtype}; F32, F16 or BF16 are served"
+                raise MismatchError(WEIGHTS_FILE, message)
         for module, shape in shapes.items():
-            _check_module(module, shape, config, linears, max_rank, max_expert_rank)
+            _check_module(module, shape, config, linears)
         tokens = trained_tokens(header, config, linears)
         ranks = ranks_of(shapes, tokens)
-        if (most := max((rank for module, rank in ranks.items() if module not in experts), default=0)) > max_rank:
-            raise MismatchError(
-                TOKENS_FIELD, f"ranks and trained tokens add up to {most}; this engine takes {max_rank}"
-            )
+        for module, rank in ranks.items():
+            field, and_tokens = (TOKENS_FIELD, " with its trained tokens") if module in tokens else (WEIGHTS_FILE, "")
+            what = f"{module}{and_tokens} has rank"
+            _check_rank(field, what, rank, linears[module], max_rank, max_expert_rank)
         tensors = map_tensors(path / WEIGHTS_FILE, header)
     except OSError as error:
         raise ArtifactError(str(path), f"cannot be read: {error}") from error
@@ -305,34 +304,27 @@ def _expert_pairs(
     return pairs
 
 
-def _rank_limit(sizes: tuple[int, ...], max_rank: int, max_expert_rank: int | None) -> int:
-    return max_rank if max_expert_rank is None or not isinstance(sizes, ExpertSizes) else max_expert_rank
-
-
-def _check_module(
-    module: str,
-    shape: LoraShape,
-    config: PeftConfig,
-    linears: Mapping[str, tuple[int, ...]],
-    max_rank: int,
-    max_expert_rank: int | None,
+def _check_rank(
+    field: str, what: str, rank: int, sizes: tuple[int, ...], max_rank: int, max_expert_rank: int | None
 ) -> None:
+    limit, flag = max_rank, "--max-rank"
+    if max_expert_rank is not None and isinstance(sizes, ExpertSizes):
+        limit, flag = max_expert_rank, "--max-expert-rank"
+    if rank > limit:
+        raise MismatchError(field, f"{what} {rank}; this engine takes {limit} ({flag})")
+
+
+def _check_module(module: str, shape: LoraShape, config: PeftConfig, linears: Mapping[str, tuple[int, ...]]) -> None:
     if module not in linears:
-        raise MismatchError(WEIGHTS_FILE, f"the model has no layer {module} that an adapter can change on this device")
-    if (shape.in_features, shape.out_features) != linears[module][:2]:
-        raise MismatchError(
-            WEIGHTS_FILE,
-            f"{module} takes {shape.in_features} and gives {shape.out_features} features, "
-            f"in the model {linears[module][0]} and {linears[module][1]}",
-        )
-    if shape.rank != config.rank_of(module):
-        raise MismatchError(
-            WEIGHTS_FILE, f"{module} has rank {shape.rank}, {CONFIG_FILE} says {config.rank_of(module)}"
-        )
-    limit = _rank_limit(linears[module], max_rank, max_expert_rank)
-    if shape.rank > limit:
-        flag = "--max-rank" if limit == max_rank else "--max-expert-rank"
-        raise MismatchError(WEIGHTS_FILE, f"{module} has rank {shape.rank}; this engine takes {limit} ({flag})")
+        why = f"; {ENDS_ON_CPU}" if is_embedding(module) or is_head(module) else ""
+        message = f"the model has no layer {module} that an adapter can change on this device{why}"
+    elif (sizes := (shape.in_features, shape.out_features)) != (own := linears[module][:2]):
+        message = f"{module} takes {sizes[0]} and gives {sizes[1]} features, in the model {own[0]} and {own[1]}"
+    elif shape.rank != (rank := config.rank_of(module)):
+        message = f"{module} has rank {shape.rank}, {CONFIG_FILE} says {rank}"
+    else:
+        return
+    raise MismatchError(WEIGHTS_FILE, message)
 
 
 # Alignment of each tensor in the buffer, in bytes: a cache line of the CPU, four times what CUDA reads at once.

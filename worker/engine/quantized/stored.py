@@ -204,13 +204,28 @@ class QuantizedWeights:
         """Tell whether the weight of the token embeddings or the output head, before it was quantized, equals these
         values in `dtype`; None where it is not quantized.
         """
-        weight = self.weights.get(module) or (self.embeddings if self.tied else None)
+        weight = self._of_end(module)
         if weight is None:
             return None
         with open_tensors(self.checkpoint) as read:
             if weight.stored is None:
                 return torch.equal(read(weight.tensor).to(dtype), values.to(dtype))
             return equal(read_weight(weight.stored, read), quantize_weight(values, weight.stored.scheme.quantization))
+
+    def rows(self, module: str, ids: Tensor) -> QuantizedWeight | None:
+        """Read tokens' rows of the token embeddings or the output head; None where its weight is not quantized."""
+        weight = self._of_end(module)
+        if weight is None:
+            return None
+        with open_slices(self.checkpoint, mapped=True) as slices:
+            if weight.stored is not None:
+                return read_weight(weight.stored, lambda name: slices[name][...]).rows(ids)
+            assert self.scheme is not None
+            # Each row has scales of its own.
+            return quantize_weight(slices[weight.tensor][...][ids], self.scheme)
+
+    def _of_end(self, module: str) -> LinearWeight | None:
+        return self.weights.get(module) or (self.embeddings if self.tied else None)
 
     def _read(
         self, weight: LinearWeight, slices: Mapping[str, Any], device: torch.device, split: Split | None

@@ -25,7 +25,8 @@ def dequantize_into(model: Any, directory: Path | str, scheme: str = "") -> int:
         weight = getattr(layer, "weight", None)
         if isinstance(weight, QuantizedWeight):
             place = model.get_submodule(name)
-            place = getattr(place, "base_layer", place)  # peft's layers wrap those of the model
+            # peft's layers wrap those of the model
+            place = getattr(place, "base_layer", None) or getattr(place, "original_module", place)
             numbers = weight.dequantize()
             place.weight.copy_(numbers.t() if isinstance(place, Conv1D) else numbers)
             count += 1

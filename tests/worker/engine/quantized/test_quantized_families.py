@@ -87,27 +87,36 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+TIED = {"tie_word_embeddings": True}
+TRAINED: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "trainable_token_indices": [3, 9, 4]}
+TRAINED_ENDS = {"trainable_token_indices": {"embed_tokens": [2, 9], "lm_head": [4, 9, 1]}}
+
+
 @pytest.mark.parametrize(
-    ("model_type", "scheme", "shape"),
+    ("model_type", "scheme", "shape", "kinds"),
     [
-        ("llama", "int8", {}),
-        ("llama", "int4+embeddings", {}),
-        ("qwen2", "int8-zero-point+embeddings", {"tie_word_embeddings": True}),
+        ("llama", "int8", {}, KINDS),
+        ("llama", "int4+embeddings", {}, KINDS),
+        ("qwen2", "int8-zero-point+embeddings", TIED, KINDS),
+        ("llama", "int8", {}, {"a few": TRAINED}),
+        ("llama", "int4+embeddings", {}, {"both ends": TRAINED | TRAINED_ENDS}),
+        ("qwen2", "int8-zero-point+embeddings", TIED, {"a few": TRAINED}),
     ],
 )
 def test_every_kind_of_adapter_on_quantized_weights_is_pefts(
     model_type: str,
     scheme: str,
     shape: dict[str, Any],
+    kinds: dict[str, dict[str, Any]],
     tmp_path: Path,
     make_engine: Callable[..., Any],
     run_until_idle: Callable[..., Any],
 ) -> None:
-    """Logits to 1e-4, and greedy ids. DoRA needs the norms of the dequantized rows."""
+    """Logits to 1e-4, and greedy ids. DoRA needs the norms of the dequantized rows, trained tokens the rows."""
     oracle = PeftOracle(
         model_type,
         tmp_path,
-        KINDS,
+        kinds,
         shape=shape,
         change=lambda model, directory: dequantize_into(model, directory, scheme),
     )
@@ -121,10 +130,10 @@ def test_every_kind_of_adapter_on_quantized_weights_is_pefts(
         max_rank=8,
         step_tokens=24,
     )
-    requests = {name: oracle.request(name, (3, 1, 4, 1, 5, 9, 2, 6), 10, name) for name in KINDS}
+    requests = {name: oracle.request(name, (3, 1, 4, 1, 5, 9, 2, 6), 10, name) for name in kinds}
     requests["base"] = oracle.request("base", (2, 7, 1, 8), 10)
     outputs = run_until_idle(engine, {0: list(requests.values())})
     answers = {
-        oracle.check(request, outputs[name], name if name in KINDS else None) for name, request in requests.items()
+        oracle.check(request, outputs[name], name if name in kinds else None) for name, request in requests.items()
     }
     assert len(answers) == len(requests)
