@@ -26,6 +26,7 @@ from artifacts.revision import (
     lora_tensors,
     ranks_of,
     revision_digest,
+    trained_ends,
     trained_tokens,
 )
 from rpc.children.child import LAST, Json, serve
@@ -76,9 +77,10 @@ def validate_adapter(directory: Path, base: BaseModel) -> Validated:
     header = named_by_parameter(header, sent.target_parameters, experts)
     head = head_tensors(header, base.architecture)
     counts = {name: sizes.experts for name, sizes in experts.items()}
-    shapes = lora_tensors(header, use_dora=sent.use_dora, head=head.values(), experts=counts)
-    shapes, _ = in_layout_of_model(shapes, experts, sent, base.architecture)
     sizes = {name: (module.in_features, module.out_features) for name, module in modules.items()}
+    whole = [*head.values(), *trained_ends(header, sent, sizes).values()]
+    shapes = lora_tensors(header, use_dora=sent.use_dora, own=whole, experts=counts)
+    shapes, _ = in_layout_of_model(shapes, experts, sent, base.architecture)
     check_head(header, sent, base.architecture, modules, hidden_size(sizes))
     config = sent.resolved(shapes)
     for name, shape in shapes.items():

@@ -15,7 +15,7 @@ from artifacts import ArtifactError, MismatchError
 from artifacts.base_modules import LinearWeight
 from artifacts.checkpoint import Checkpoint, TensorInfo
 from artifacts.families import FAMILIES, HEAD, is_embedding, is_head
-from artifacts.peft_config import LABELS_FIELD, PeftConfig
+from artifacts.peft_config import LABELS_FIELD, SAVED_FIELD, PeftConfig
 from artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE
 
 _V = TypeVar("_V")
@@ -195,6 +195,8 @@ def canonical_header(header: Mapping[str, TensorInfo], config: PeftConfig, archi
 
     Those that nothing depends on are left out. Raises MismatchError.
     """
+    if config.trained_ends and architecture in ENCODERS:
+        raise MismatchError(SAVED_FIELD, "embeddings of encoders that were trained in full are not served")
     renamed = with_prefix(header, architecture)
     if renamed.keys() != header.keys():
         config.check_anchors()
@@ -241,11 +243,11 @@ def _check_complete(head: Head, saved: Collection[str], modules: Collection[str]
         if f"{module}.weight" not in saved and module not in modules:
             parts = ", ".join(repr(name.removeprefix("bert.").partition(".")[0]) for name in head.linears)
             raise MismatchError(
-                "modules_to_save",
+                SAVED_FIELD,
                 f"{module} is neither in the adapter nor in the base; train with modules_to_save=[{parts}]",
             )
     if head.norm and head.dense not in modules and f"{head.norm}.weight" not in saved:
-        raise MismatchError("modules_to_save", f"{head.norm} is neither in the adapter nor in the base")
+        raise MismatchError(SAVED_FIELD, f"{head.norm} is neither in the adapter nor in the base")
 
 
 def hidden_size(modules: Mapping[str, tuple[int, ...]]) -> int:

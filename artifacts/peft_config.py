@@ -23,6 +23,7 @@ from enum import StrEnum
 from typing import Any
 
 from artifacts import ArtifactError, MismatchError
+from artifacts.families import HEAD, is_inner
 from artifacts.json_object import parse_object
 
 # Maximum number of patterns, of those among them that are more than a name, and of a pattern's characters.
@@ -45,6 +46,8 @@ _PROMPTS, _PROMPT_CHARACTERS = 64, 4096
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # Tokens whose embeddings an adapter has trained: ids of the input embeddings, or ids by the name of embeddings or head.
 TOKENS_FIELD = "trainable_token_indices"
+# Modules that were trained in full: a classification head, embeddings or the output head.
+SAVED_FIELD = "modules_to_save"
 # The names of an adapter's labels, by number as in transformers' config.json.
 LABELS_FIELD = "id2label"
 # Maximum bytes of all names of an adapter's labels.
@@ -68,7 +71,7 @@ _CHECKED = {
     "task_type",
     "bias",
     "init_lora_weights",
-    "modules_to_save",
+    SAVED_FIELD,
     LABELS_FIELD,
     "peft_version",
     CHAT_FIELD,
@@ -77,7 +80,7 @@ _CHECKED = {
 }
 _TASKS = ("CAUSAL_LM", "SEQ_CLS", "FEATURE_EXTRACTION")
 # Modules of classification heads; their tensors are checked against the base's family (encoders.py).
-_HEADS = ("classifier", "score", "pooler", "head")
+HEADS = ("classifier", "score", "pooler", "head")
 # Fields of training and bookkeeping. The checkpoint's tensors say which modules are adapted; fan_in_fan_out tells how
 # the base stores its weight; each *_config belongs to an init that is refused or leaves the base model as it is.
 _WITHOUT_EFFECT = {
@@ -95,7 +98,7 @@ _REWRITING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 WHY_REFUSED = {
     "alora_invocation_tokens": "activated LoRA is not served; train plain LoRA",
     "arrow_config": "Arrow routes between adapters; push each as an adapter of its own",
-    "ensure_weight_tying": "it ties embeddings that are trained in full, which are not served; leave it out",
+    "ensure_weight_tying": "it ties an adapter's own embeddings and head to one weight; train without it",
     "kasa_config": "KaSA changes how an adapter is applied; train plain LoRA",
     "layer_replication": "replicated layers are not served; train on the base model as it is",
     "lora_bias": "biases of LoRA layers are not served; train with lora_bias=False",
@@ -254,6 +257,8 @@ class PeftConfig:
     peft_version: str = ""
     # Ids of trained tokens by the name that a module ends with; an empty name means the input embeddings.
     trained_tokens: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    # The names, or their ends after a dot, of embeddings and output head that were trained in full.
+    trained_ends: tuple[str, ...] = ()
 
     def check_anchors(self) -> None:
         """Raise MismatchError for a pattern of a name's begin; for adapters of the model without its head."""
@@ -296,7 +301,6 @@ def parse_peft_config(data: bytes) -> PeftConfig:
     config = parse_object(data, CONFIG_FILE)
     _check_kind(config)
     _check_init(config.get("init_lora_weights"))
-    _check_saved(config.get("modules_to_save") or [])
     parse_chat_settings(config.get(CHAT_FIELD))
     parse_prompts(config.get(PROMPTS_FIELD))
     for field in sorted(set(config) - ACCEPTED):
@@ -318,6 +322,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
         target_parameters=_target_parameters(config),
         peft_version=str(config.get("peft_version") or ""),
         trained_tokens=_trained_tokens(config.get(TOKENS_FIELD) or {}),
+        trained_ends=_trained_ends(config.get(SAVED_FIELD) or []),
     )
 
 
@@ -331,15 +336,16 @@ def _check_kind(config: dict[str, Any]) -> None:
         raise MismatchError("bias", f"{bias!r} is not served, only 'none'")
 
 
-def _check_saved(modules: Any) -> None:
+def _trained_ends(modules: Any) -> tuple[str, ...]:
+    """Return those of the modules that are no parts of a classification head."""
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
-        raise ArtifactError("modules_to_save", "is not a list of module names")
-    for name in modules:
-        if name not in _HEADS:
-            raise MismatchError(
-                "modules_to_save",
-                f"a fully trained {name} is not supported, only classification heads ({', '.join(_HEADS)})",
-            )
+        raise ArtifactError(SAVED_FIELD, "is not a list of module names")
+    ends = tuple(name for name in modules if name not in HEADS)
+    for name in ends:
+        if is_inner(name):
+            message = f"a fully trained {name[:80]} is not supported, only embeddings, {HEAD}, and classification heads"
+            raise MismatchError(SAVED_FIELD, f"{message} ({', '.join(HEADS)})")
+    return ends
 
 
 def parse_prompts(value: Any) -> tuple[str, ...]:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from artifacts import ArtifactError, MismatchError
 from artifacts.checkpoint import TensorInfo
-from artifacts.families import HEAD, is_embedding, is_head
+from artifacts.families import HEAD, is_embedding, is_head, is_inner
 from artifacts.json_object import parse_object
 from artifacts.names import sha256_bytes, sha256_json
-from artifacts.peft_config import CONFIG_FILE, TOKENS_FIELD, PeftConfig
+from artifacts.peft_config import CONFIG_FILE, SAVED_FIELD, TOKENS_FIELD, PeftConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -78,20 +78,20 @@ def lora_tensors(
     header: Mapping[str, TensorInfo],
     *,
     use_dora: bool = False,
-    head: Collection[str] = (),
+    own: Collection[str] = (),
     experts: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, LoraShape]:
     """Return the adapted modules of a checkpoint's header, by their name in the base model.
 
-    With `use_dora` each must have a magnitude vector. The tensors of `base_copies`, of trained tokens and of the
-    adapter's own `head` are left out. `experts` are the numbers of experts by the name of their tensor in the base.
-    Raises ArtifactError that names a tensor of no module, one whose partner is missing, or one of a shape that does not
-    fit it.
+    With `use_dora` each must have a magnitude vector. The tensors of `base_copies` and of trained tokens are left out,
+    and those of the adapter's `own` heads and embeddings. `experts` are the numbers of experts by the name of their
+    tensor in the base. Raises ArtifactError that names a tensor of no module, one whose partner is missing, or one of a
+    shape that does not fit it.
     """
     parts: dict[str, dict[str, TensorInfo]] = {}
     copies = base_copies(header)
     for name, tensor in header.items():
-        if name in copies or name in head or _has_trained_rows(name):
+        if name in copies or name in own or _has_trained_rows(name):
             continue
         module, part = _place(name)
         if part is None or (part == _MAGNITUDE and not use_dora):
@@ -146,6 +146,30 @@ def trained_tokens(
         if not any(_is_named(module, end) for module in tokens):
             raise ArtifactError(WEIGHTS_FILE, f"lacks the trained tokens of {end or 'the embeddings'}")
     return tokens
+
+
+def trained_ends(
+    header: Mapping[str, TensorInfo], config: PeftConfig, modules: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    """Return the tensors that an adapter has in place of the base's embeddings or output head, by module.
+
+    Each has a row for each token, [vocabulary, hidden size]. `modules` and errors are those of `trained_tokens`.
+    """
+    ends: dict[str, str] = {}
+    for saved in config.trained_ends:
+        module = next((one for one in modules if not is_inner(one) and _is_named(one, saved)), "")
+        if not module:
+            raise MismatchError(SAVED_FIELD, f"the base has no {saved} that an adapter may have here; {ENDS_ON_CPU}")
+        if (name := f"{TENSOR_PREFIX}{module}.weight") not in header:
+            raise ArtifactError(WEIGHTS_FILE, f"lacks the tensor {name}")
+        shape = modules[module] if is_embedding(module) else modules[module][::-1]
+        if header[name].shape != shape:
+            sizes = f"{list(header[name].shape)}, in the base {list(shape)}"
+            raise MismatchError(WEIGHTS_FILE, f"tensor {name} has the shape {sizes}")
+        if any(f"{TENSOR_PREFIX}{module}{part}" in header for part in (*_suffixes(module).values(), _TRAINED_ROWS)):
+            raise MismatchError(SAVED_FIELD, f"{module} has other trained tensors too, which would not count")
+        ends[module] = name
+    return ends
 
 
 def _has_trained_rows(name: str) -> bool:

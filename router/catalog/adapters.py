@@ -13,7 +13,15 @@ from artifacts import ArtifactError
 from artifacts.encoders import label_names
 from artifacts.json_object import parse_object
 from artifacts.names import weighted_digest
-from artifacts.peft_config import CHAT_FIELD, CONFIG_FILE, LABELS_FIELD, ChatSettings, parse_chat_settings
+from artifacts.peft_config import (
+    CHAT_FIELD,
+    CONFIG_FILE,
+    HEADS,
+    LABELS_FIELD,
+    SAVED_FIELD,
+    ChatSettings,
+    parse_chat_settings,
+)
 from broker.commands import is_of_tenant
 from broker.messages import AdapterRef, WeightedRef
 from router.catalog.store_client import Manifest, ResolvedAdapter, StoreClient
@@ -86,8 +94,7 @@ def _read(config: bytes) -> AdapterSettings:
         chat = parse_chat_settings(parsed.get(CHAT_FIELD))
     except ArtifactError:  # of a hash model's adapter, which may be any bytes: the store has checked the others
         return AdapterSettings()
-    # The store accepts no other modules than those of heads.
-    return AdapterSettings(chat, bool(parsed.get("modules_to_save")), _labels(parsed))
+    return AdapterSettings(chat, not set(parsed.get(SAVED_FIELD) or ()).isdisjoint(HEADS), _labels(parsed))
 
 
 def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -103,7 +103,7 @@ async def test_validate_checks_and_keeps_nothing(client: Client, tiny_base: Base
     ("config", "code", "message"),
     [
         ({"lora_bias": True}, "FAILED_PRECONDITION", "lora_bias: biases"),
-        ({"modules_to_save": ["lm_head"]}, "FAILED_PRECONDITION", "modules_to_save: "),
+        ({"modules_to_save": ["norm"]}, "FAILED_PRECONDITION", "modules_to_save: "),
         ({"use_dora": True}, "INVALID_ARGUMENT", "adapter_model.safetensors: tensor base_model.model.model.layers.0."),
         ({"r": 3}, "INVALID_ARGUMENT", "adapter_model.safetensors: model.layers.0.self_attn.q_proj has rank 2, but"),
         ({"r": "two"}, "INVALID_ARGUMENT", "r: 'two' is not a rank"),

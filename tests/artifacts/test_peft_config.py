@@ -111,7 +111,7 @@ def test_accepts_what_changes_nothing_or_is_served(changes: dict[str, Any]) -> N
         ("bias", "all"),
         ("bias", "lora_only"),
         ("bias", None),
-        ("modules_to_save", ["lm_head"]),
+        ("modules_to_save", ["norm"]),
         ("trainable_token_indices", [1, 1]),
         ("layer_replication", [[0, 4], [2, 5]]),
         ("lora_bias", True),

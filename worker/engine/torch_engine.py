@@ -30,9 +30,9 @@ from worker.engine.device import (
     step_threads,
 )
 from worker.engine.engine import Engine
-from worker.engine.lora.base_layers import ModelLayers
+from worker.engine.lora.base_layers import AdapterLayers, ModelLayers
 from worker.engine.lora.rank_adapters import RankAdapters, SharedAdapterMemory
-from worker.engine.lora.weights import AdapterLayers, MakeMemory, PackedAdapter, TorchAdapterMemory, adapter_cache
+from worker.engine.lora.weights import MakeMemory, PackedAdapter, TorchAdapterMemory, adapter_cache
 from worker.engine.lora.whole_layers import WholeLayers
 from worker.engine.model.encoding import Encoding
 from worker.engine.model.first_steps import run_first_steps

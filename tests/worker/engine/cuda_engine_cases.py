@@ -21,9 +21,9 @@ from options import StoppingParams
 from tests.worker.engine.interpreted import replace_language_once
 from worker.engine import torch_engine
 from worker.engine.decoder.cuda import use_kernels
+from worker.engine.lora.base_layers import AdapterLayers
 from worker.engine.lora.cuda import adapt_linears
 from worker.engine.lora.cuda_experts import adapt_experts
-from worker.engine.lora.weights import AdapterLayers
 from worker.engine.model.loader import LoadedModel
 from worker.engine.model.runner import DecodeBuffers
 from worker.engine.quantized import cuda, weight

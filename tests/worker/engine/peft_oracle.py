@@ -80,7 +80,7 @@ class PeftOracle:
             values = torch.randn(parameter.shape, generator=generator)
             if "lora_magnitude" in name:
                 parameter.data *= 1 + 0.3 * values
-            elif "trainable_tokens" in name:
+            elif "trainable_tokens" in name or "modules_to_save" in name:
                 parameter.data += values
             elif "lora_" in name:
                 parameter.data.copy_(values * 0.25)

@@ -244,6 +244,65 @@ def test_trained_tokens_are_pefts(
         oracle.check(request, outputs[request.sequence_id], name)
 
 
+@pytest.mark.parametrize("model_type", ["llama", *TIED])
+def test_embeddings_and_heads_that_were_trained_in_full_are_pefts(
+    model_type: str, tmp_path: Path, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any]
+) -> None:
+    """Each adapter has its own, and leaves a head that shares the embeddings' weight as it is."""
+    more = {"fan_in_fan_out": True} if model_type == "gpt2" else {}
+    kind = {"r": 2, "target_modules": ["attn.c_proj"] if model_type == "gpt2" else ["q_proj", "down_proj"]} | more
+    embeddings = "wte" if model_type == "gpt2" else "embed_tokens"
+    kinds: dict[str, dict[str, Any]] = {
+        "first": kind | {"modules_to_save": [embeddings]},
+        "second": kind | {"modules_to_save": ["lm_head"]},
+        "third": kind | {"modules_to_save": [embeddings, "lm_head"]},
+        "plain": kind,
+    }
+    tied = {"tie_word_embeddings": model_type != "llama", "head_dim": 16}
+    oracle = PeftOracle(model_type, tmp_path, kinds, shape=tied)
+    base = read_base_model(str(oracle.directory))
+    assert {validate_adapter(path, base).rank for path in oracle.adapters.values()} == {2}
+    engine = make_engine(
+        oracle.directory, rows=8, kv_blocks=100, block_size=4, adapter_slots=3, max_rank=8, step_tokens=12
+    )
+    chance = random.Random(6)
+    requests = {
+        (name, number): oracle.request(str(number), chance.choices(range(VOCAB), k=chance.choice([3, 7, 26])), 9, name)
+        for number, name in enumerate([*kinds, None] * 2)
+    }
+    outputs = run_until_idle(engine, {0: list(requests.values())})
+    answers = {oracle.check(request, outputs[request.sequence_id], name) for (name, _), request in requests.items()}
+    assert len(answers) > len(kinds), f"answers are to be diverse: {answers}"
+
+
+def test_embeddings_and_heads_that_do_not_fit_are_refused_by_name(
+    oracles: Callable[[str], PeftOracle], tmp_path: Path
+) -> None:
+    oracle, base = oracles("llama"), read_base_model(str(oracles("llama").directory))
+    fields = json.loads((oracle.adapters["rank 8"] / CONFIG_FILE).read_text())
+    tensors = load_file(oracle.adapters["rank 8"] / WEIGHTS_FILE)
+    head, pair = "base_model.model.lm_head", {"lora_A.weight": torch.ones(2, 64), "lora_B.weight": torch.ones(VOCAB, 2)}
+    own, loaded = {f"{head}.weight": torch.ones(VOCAB, 64)}, load_model(str(oracle.directory))
+    for saved, more, words in [
+        (["lm_head"], {}, "lacks the tensor base_model.model.lm_head.weight"),
+        (["lm_head"], {f"{head}.weight": torch.ones(VOCAB + 1, 64)}, f"has the shape .*{VOCAB + 1}, 64"),
+        (["lm_head"], own | {f"{head}.{part}": one for part, one in pair.items()}, "other trained tensors too"),
+        (["lm_head"], own | {f"{head}.bias": torch.ones(VOCAB)}, "lm_head.bias is not a LoRA weight that is served"),
+        (["wte"], own, "modules_to_save: the base has no wte"),
+        ([], own, "lm_head.weight is not a LoRA weight that is served"),
+    ]:
+        (tmp_path / CONFIG_FILE).write_text(json.dumps(fields | {"modules_to_save": saved}))
+        save_file(tensors | more, tmp_path / WEIGHTS_FILE)
+        with pytest.raises(ArtifactError, match=words):
+            validate_adapter(tmp_path, base)
+        with pytest.raises(ArtifactError, match=words):
+            read_adapter(str(tmp_path), loaded.adaptable, 256, base=ModelLayers(loaded))
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(fields | {"modules_to_save": ["lm_head"]}))
+    save_file(tensors | own, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(MismatchError, match=r"modules_to_save: the base has no lm_head .* on the CPU alone"):
+        read_adapter(str(tmp_path), replace(loaded, device=torch.device("cuda")).adaptable, 256)
+
+
 def test_trained_tokens_that_do_not_fit_are_refused_by_name(
     oracles: Callable[[str], PeftOracle], tmp_path: Path
 ) -> None:
@@ -309,7 +368,7 @@ def test_where_both_ends_can_not_be_adapted_they_are_refused_by_name(oracles: Ca
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "biases of the base": ({"bias": "all"}, "bias"),
     "biases of B": ({"lora_bias": True}, "lora_bias"),
-    "a trained head": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "a trained layer": ({"modules_to_save": ["norm"]}, "modules_to_save"),
     "replicated layers": ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
     "parameters": ({"target_parameters": ["mlp.down_proj.weight"]}, "target_parameters"),
     "rank 257": ({"r": 257}, "257"),

@@ -133,7 +133,7 @@ class ClassifierHeads:
 
     def install(self, weights: AdapterWeights, slot: int) -> None:
         """Replace a slot's adapter."""
-        self._own[slot] = dict(weights.head)
+        self._own[slot] = dict(weights.own)
 
     def logits(self, pooled: Tensor, slots: Sequence[int]) -> list[Tensor]:
         """Return each row's logits [labels], of pooled [rows, width]; the rows' adapters are complete."""

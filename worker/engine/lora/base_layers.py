@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import safetensors
 import torch
@@ -31,6 +31,9 @@ from worker.engine.quantized.weight import (
     concatenate,
     is_linear,
 )
+
+if TYPE_CHECKING:
+    from worker.engine.lora.weights import AdapterWeights
 
 # Names of layers that transformers' models call with the same input, inside one parent module.
 _SAME_INPUT = (
@@ -175,6 +178,26 @@ class ExpertAdapters(Protocol):
 
     def add(self, product: int, x: Tensor, y: Tensor) -> None:
         """Add each pair's adapter to y [pairs, out_features], the experts' own product of x [pairs, in_features]."""
+
+
+class AdapterLayers(Protocol):
+    """A model's adaptable layers: cpu.py on the CPU, cuda.py on CUDA. Called by one thread."""
+
+    def install(self, weights: AdapterWeights, slot: int) -> None:
+        """Replace a slot's adapter; steps that are already launched still use the old one."""
+
+    def begin_step(self, rows: Sequence[tuple[int, int]], logit_counts: Sequence[int] = ()) -> None:
+        """Set the rows that the layers compute until the next call.
+
+        `rows` are (slot or -1, tokens): first those with one token, then those with more, each sorted by slot.
+        `logit_counts` are the numbers of their tokens that the output head computes logits for.
+        """
+
+    def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
+        """Set rows of one token each, with padding rows up to `padded`; `row_slots` are sorted.
+
+        On CUDA all calls with the same `padded` lead to the same launches, so that a CUDA graph can hold them.
+        """
 
 
 # Number of a weight's rows that are cast to float32 at once: larger pieces stay in the process's heap.

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from artifacts.experts import ExpertSizes
 from worker.engine.device import dtype_name
@@ -101,6 +102,8 @@ class CpuGroup(FusedProduct):
         self._columns = np.stack([np.cumsum([0, *widths[:-1]]), widths], 1).astype(np.int64)
         # The pairs whose addresses are in the table, by slot and layer: references keep them from being freed.
         self._pairs: list[list[LoraPair | None]] = [[None] * len(widths) for _ in range(slots)]
+        # The weights [width, in_features] that adapters have in place of the base's, by slot.
+        self._own: dict[int, Tensor] = {}
         self._table = np.zeros((slots, experts, len(widths), PAIR_FIELDS), np.int64)
         self._addresses = self._table.ctypes.data, self._columns.ctypes.data
         self._used: set[int] = set()
@@ -120,19 +123,30 @@ class CpuGroup(FusedProduct):
         """Return the counters of the kernel's calls, shared by all groups of a step."""
         return self._step.counters
 
-    def set_slot(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
-        """Replace the pairs of a slot, one for each layer; None where the adapter does not change the layer."""
+    def set_slot(self, slot: int, pairs: Sequence[LoraPair | None], own: Tensor | None = None) -> None:
+        """Replace the pairs of a slot, one for each layer; None where the adapter does not change the layer.
+
+        `own` is the weight that it has in place of the base's.
+        """
         assert all(pair is None or pair.rank <= self._max_rank for pair in pairs), "no rank is above max_rank"
         for layer, pair in enumerate(pairs):
             _fill_lines(self._table[slot, :, layer], pair)
         self._pairs[slot] = list(pairs)
         (self._used.add if any(pairs) else self._used.discard)(slot)
+        self._own.pop(slot, None)
+        if own is not None:
+            self._own[slot] = own
 
     def multiply(self, x: Tensor) -> Tensor:
         """Compute the base product and add each row's adapter: [..., in_features] to [..., sum of the widths]."""
         y = self.base(x)
         if self.adapts:
             self.add_adapters(x.contiguous(), y)
+        if self._own:
+            rows, inputs = y.view(-1, self.width), x.reshape(-1, self.in_features)
+            for slot, first, stop in self._step.segments:
+                if (own := self._own.get(slot)) is not None:
+                    rows[first:stop] = linear(inputs[first:stop], own)
         return y
 
     def add_adapters(self, x: Tensor, y: Tensor) -> None:
@@ -207,7 +221,10 @@ class CpuExperts:
 
 
 class CpuEmbedding(nn.Module):
-    """Token embeddings plus, for each token, its row of the adapter's A^T times B; CUDA does not serve them yet."""
+    """Token embeddings plus, for each token, its row of the adapter's A^T times B, or the adapter's own rows.
+
+    CUDA does not serve them yet.
+    """
 
     def __init__(
         self, base: nn.Embedding | QuantizedEmbedding, slots: int, max_rank: int, dtype: torch.dtype, step: CpuStep
@@ -215,13 +232,15 @@ class CpuEmbedding(nn.Module):
         super().__init__()
         self.base = base
         self._pairs: list[LoraPair | None] = [None] * slots
+        self._own: list[Tensor | None] = [None] * slots
+        self._scale = torch.tensor(float(getattr(base, "embed_scale", 1.0)), dtype=dtype)
         self._step = step
         # Adds B: a token's row of A^T, with zeros behind it, is multiplied by the identity first.
         self._group = CpuGroup(base, max_rank, [base.embedding_dim], slots, max_rank, dtype, step)
 
-    def set_slot(self, slot: int, pair: LoraPair | None) -> None:
-        """Replace the pair of a slot; None where the adapter does not change the embeddings."""
-        self._pairs[slot] = pair
+    def set_slot(self, slot: int, pair: LoraPair | None, own: Tensor | None) -> None:
+        """Replace the pair of a slot, or the adapter's own embeddings [vocabulary, features]; None: it has none."""
+        self._pairs[slot], self._own[slot] = pair, own
         if pair is not None:
             identity = torch.eye(pair.rank, self._group.in_features, dtype=pair.a.dtype)
             pair = LoraPair(identity, pair.b, pair.rescale)
@@ -237,11 +256,15 @@ class CpuEmbedding(nn.Module):
                 if (pair := self._pairs[slot]) is not None:
                     shrunk[first:stop, : pair.rank] = pair.a.index_select(1, flat[first:stop]).t()
             self._group.add_adapters(shrunk, y)
+        for slot, first, stop in self._step.segments:
+            if (own := self._own[slot]) is not None:
+                chosen = ids.reshape(-1)[first:stop]
+                y.view(-1, y.shape[-1])[first:stop] = own.index_select(0, chosen) * self._scale
         return y
 
 
 class CpuLayers:
-    """Implements worker.engine.lora.weights.AdapterLayers. An adapter's tensors are referenced, not copied."""
+    """Implements worker.engine.lora.base_layers.AdapterLayers. An adapter's tensors are referenced, not copied."""
 
     def __init__(
         self,
@@ -298,9 +321,9 @@ class CpuLayers:
     def install(self, weights: AdapterWeights, slot: int) -> None:
         """See AdapterLayers."""
         for names, group in self._groups:
-            group.set_slot(slot, [weights.pairs.get(name) for name in names])
+            group.set_slot(slot, [weights.pairs.get(name) for name in names], weights.own.get(names[0]))
         for name, embedding in self._embeddings.items():
-            embedding.set_slot(slot, weights.pairs.get(name))
+            embedding.set_slot(slot, weights.pairs.get(name), weights.own.get(name))
 
     def begin_step(self, rows: Sequence[tuple[int, int]], logit_counts: Sequence[int] = ()) -> None:
         """See AdapterLayers."""

@@ -27,8 +27,9 @@ from torch.nn.functional import grouped_mm
 
 from artifacts.experts import ExpertSizes
 from worker.engine.device import KernelCall, upload
+from worker.engine.lora.base_layers import AdapterLayers
 from worker.engine.lora.cuda import LOW_TILE, SlotGroup, Tiles, expand_call, shrink_call
-from worker.engine.lora.weights import AdapterLayers, AdapterWeights
+from worker.engine.lora.weights import AdapterWeights
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -53,7 +54,7 @@ def tile_pairs(  # type: ignore[no-untyped-def]
 
 
 class CudaExperts:
-    """Implements worker.engine.lora.weights.AdapterLayers, for a model's experts and its other layers."""
+    """Implements worker.engine.lora.base_layers.AdapterLayers, for a model's experts and its other layers."""
 
     def __init__(
         self,

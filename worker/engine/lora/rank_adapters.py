@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from artifacts import MismatchError
+from artifacts.peft_config import SAVED_FIELD
 from worker.engine.device import Staging
-from worker.engine.lora.base_layers import LoadedBase
+from worker.engine.lora.base_layers import AdapterLayers, LoadedBase
 from worker.engine.lora.weights import (
-    AdapterLayers,
     AdapterWeights,
     LoraPair,
     PackedAdapter,
@@ -44,13 +45,13 @@ class AdapterShapes:
     """
 
     pairs: tuple[tuple[str, int, bool], ...]
-    head: tuple[tuple[str, tuple[int, ...]], ...]
+    own: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
     def of(cls, weights: AdapterWeights) -> AdapterShapes:
         """Return those of a whole adapter."""
         pairs = tuple((name, pair.a.shape[-2], pair.rescale is not None) for name, pair in weights.pairs.items())
-        return cls(pairs, tuple((name, tuple(one.shape)) for name, one in weights.head.items()))
+        return cls(pairs, tuple((name, tuple(one.shape)) for name, one in weights.own.items()))
 
 
 class _Layer:
@@ -106,11 +107,11 @@ def rank_weights(shapes: AdapterShapes, memory: Tensor, split: SplitModel, rank:
         a, b = empty.new_empty(*rows[name], inputs), empty.new_empty(*rows[name], outputs)
         change = Rescale(empty.new_empty(outputs), empty.new_empty(outputs)) if rescales else None
         pairs[name] = _Layer(split, name).beside(LoraPair(a, b, change))
-    head = {name: torch.empty(shape, device="meta") for name, shape in shapes.head}
+    own_shapes = {name: torch.empty(shape, device="meta") for name, shape in shapes.own}
     largest = max(count for _, count, _ in shapes.pairs)
-    flat = packed_views(AdapterWeights(pairs, largest, head), memory)
+    flat = packed_views(AdapterWeights(pairs, largest, own_shapes), memory)
     own = {name: _Layer(split, name).of(pair, rows[name], rank) for name, pair in flat.pairs.items()}
-    return AdapterWeights(own, largest, flat.head)
+    return AdapterWeights(own, largest, flat.own)
 
 
 class SharedMemory:
@@ -171,8 +172,10 @@ class SharedAdapterMemory(TorchAdapterMemory):
     def read(self, source: AdapterSource) -> SharedAdapter:
         """See TorchAdapterMemory."""
         weights, shared = self._read(source), SharedMemory()
+        if end := next((name for name in weights.own if name in self._split.whole), ""):
+            raise MismatchError(SAVED_FIELD, f"an adapter's own {end} is not served with --tensor-parallel")
         pairs = {name: _Layer(self._split, name).beside(pair) for name, pair in weights.pairs.items()}
-        parted = AdapterWeights(pairs, weights.rank, weights.head)
+        parted = AdapterWeights(pairs, weights.rank, weights.own)
         packed = pack_adapter(parted, self._dtype, lambda numbers: shared.resize(numbers, self._dtype))
         return self._shared(AdapterShapes.of(weights), packed.memory, shared)
 

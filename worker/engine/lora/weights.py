@@ -23,7 +23,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +41,7 @@ from artifacts.revision import (
     lora_tensors,
     ranks_of,
     tensor_names,
+    trained_ends,
     trained_tokens,
 )
 from worker.engine.device import Staging, dtype_name, host_adapter_bytes, prepare_loader
@@ -129,19 +129,20 @@ class LoraPair:
 class AdapterWeights:
     """An adapter's pairs by module name; `rank` is the largest of their ranks.
 
-    `head` are the parameters of its own classification head, such as classifier.weight. With `trained_tokens` some of
-    the pairs put rows in the place of the base's.
+    `own` are the parameters of its classification head, such as classifier.weight, and the weights [vocabulary, hidden
+    size] that it has in place of the base's embeddings or output head, by module. With `trained_tokens` some of the
+    pairs put rows in the place of the base's.
     """
 
     pairs: Mapping[str, LoraPair]
     rank: int
-    head: Mapping[str, Tensor] = field(default_factory=dict)
+    own: Mapping[str, Tensor] = field(default_factory=dict)
     trained_tokens: bool = False
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, module by module, and then the head's."""
-        return [*(tensor for pair in self.pairs.values() for tensor in pair.tensors), *self.head.values()]
+        """Return all tensors, the pairs' module by module, and then the others."""
+        return [*(tensor for pair in self.pairs.values() for tensor in pair.tensors), *self.own.values()]
 
 
 def read_source(
@@ -163,8 +164,8 @@ def read_source(
     ]
     if source.parts and any(pair.rescale for adapter in adapters for pair in adapter.pairs.values()):
         raise MismatchError("adapters", "one of them is a DoRA adapter, whose change of the base is no sum of others")
-    if source.parts and any(adapter.head for adapter in adapters):
-        raise MismatchError("adapters", "one of them brings a classification head, which is no sum of others")
+    if source.parts and any(adapter.own for adapter in adapters):
+        raise MismatchError("adapters", "one of them has a head or embeddings of its own, which are no sum of others")
     if source.parts and any(adapter.trained_tokens for adapter in adapters):
         raise MismatchError("adapters", "one of them has trained tokens, whose embeddings are no sum of others")
     if len(adapters) == 1:
@@ -204,7 +205,9 @@ def read_adapter(
         header = canonical_header(read_header(path / WEIGHTS_FILE, ADAPTER_HEADER_BYTES), config, architecture)
         header = named_by_parameter(header, config.target_parameters, experts)
         head = head_tensors(header, architecture)
-        shapes = lora_tensors(header, use_dora=config.use_dora, head=head.values(), experts=counts)
+        ends = trained_ends(header, config, linears)
+        own = [*head.values(), *ends.values()]
+        shapes = lora_tensors(header, use_dora=config.use_dora, own=own, experts=counts)
         shapes, former = in_layout_of_model(shapes, experts, config, architecture)
         check_head(header, config, architecture, linears, base.hidden_size if base else hidden_size(linears))
         if config.use_dora and base is None:
@@ -238,7 +241,7 @@ def read_adapter(
     return AdapterWeights(
         pairs | _expert_pairs(tensors, of_experts, counts, former, config, weight),
         max(ranks.values()),
-        {parameter: tensors[name] for parameter, name in head.items()},
+        {parameter: tensors[name] for parameter, name in (head | ends).items()},
         bool(tokens),
     )
 
@@ -442,7 +445,7 @@ def pack_adapter(
     torch._foreach_copy_(packed.tensors, tensors)
     if not _usable(memory):
         tensors_of = {name: pair.tensors for name, pair in packed.pairs.items()}
-        tensors_of |= {name: (tensor,) for name, tensor in packed.head.items()}
+        tensors_of |= {name: (tensor,) for name, tensor in packed.own.items()}
         modules = (name for name, own in tensors_of.items() if not all(map(_usable, own)))
         raise ArtifactError(
             WEIGHTS_FILE,
@@ -464,7 +467,7 @@ def packed_views(like: AdapterWeights, memory: Tensor) -> AdapterWeights:
         return LoraPair(a, b, None if change is None else Rescale(view(change.gain), view(change.shift)))
 
     pairs = {name: views(pair) for name, pair in like.pairs.items()}
-    return AdapterWeights(pairs, like.rank, {name: view(tensor) for name, tensor in like.head.items()})
+    return AdapterWeights(pairs, like.rank, {name: view(tensor) for name, tensor in like.own.items()})
 
 
 def _padded_size(tensor: Tensor, dtype: torch.dtype) -> tuple[int, int]:
@@ -477,23 +480,3 @@ def _usable(numbers: Tensor) -> bool:
     # Compared as Python floats: in float16 the bound would be infinite. Comparisons with NaN are false.
     low, high = (bound.item() for bound in numbers.aminmax())
     return low >= -_LARGEST and high <= _LARGEST
-
-
-class AdapterLayers(Protocol):
-    """A model's adaptable layers: cpu.py on the CPU, cuda.py on CUDA. Called by one thread."""
-
-    def install(self, weights: AdapterWeights, slot: int) -> None:
-        """Replace a slot's adapter; steps that are already launched still use the old one."""
-
-    def begin_step(self, rows: Sequence[tuple[int, int]], logit_counts: Sequence[int] = ()) -> None:
-        """Set the rows that the layers compute until the next call.
-
-        `rows` are (slot or -1, tokens): first those with one token, then those with more, each sorted by slot.
-        `logit_counts` are the numbers of their tokens that the output head computes logits for.
-        """
-
-    def begin_decode(self, row_slots: Sequence[int], padded: int) -> None:
-        """Set rows of one token each, with padding rows up to `padded`; `row_slots` are sorted.
-
-        On CUDA all calls with the same `padded` lead to the same launches, so that a CUDA graph can hold them.
-        """

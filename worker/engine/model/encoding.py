@@ -62,7 +62,7 @@ class Encoding:
 
     def install(self, weights: AdapterWeights, slot: int) -> None:
         """Replace a slot's adapter."""
-        head = weights.head.get(_HEAD)
+        head = weights.own.get(_HEAD)
         # On the device the head is a part of a buffer that is freed when the adapter is in its slot.
         self._heads[slot] = head.clone() if head is not None and head.is_cuda else head
 

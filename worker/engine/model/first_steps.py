@@ -13,7 +13,7 @@ import torch
 from artifacts.families import INT8
 from options import SamplingParams, StoppingParams
 from worker.engine.attention.paged import KvCache
-from worker.engine.lora.weights import AdapterLayers
+from worker.engine.lora.base_layers import AdapterLayers
 from worker.engine.model.encoding import Encoding
 from worker.engine.model.loader import LoadedModel
 from worker.engine.model.runner import Runner

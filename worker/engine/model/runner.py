@@ -24,7 +24,7 @@ from torch import Tensor
 
 from worker.engine.attention.paged import AttentionPlan, AttentionStep, KvCache
 from worker.engine.device import upload
-from worker.engine.lora.weights import AdapterLayers
+from worker.engine.lora.base_layers import AdapterLayers
 from worker.engine.model.encoding import Encoding
 from worker.engine.model.layouts import DecodeLayout, Layout, Placeholders, StepLayout, decode_layout, step_layout
 from worker.engine.model.loader import LoadedModel
