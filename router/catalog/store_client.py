@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 from loraplex.adapters.v1 import adapters_pb2 as pb
@@ -196,10 +196,6 @@ class StoreClient:
     def _stub(self) -> adapters_pb2_grpc.AdapterServiceAsyncStub:
         return self._channel.stub(adapters_pb2_grpc.AdapterServiceStub)
 
-    @property
-    def _accounts(self) -> accounts_pb2_grpc.AccountServiceAsyncStub:
-        return self._channel.stub(accounts_pb2_grpc.AccountServiceStub)
-
     async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
         """Return the revision that a tenant's name stands for, at most NAME_TTL_S stale, or `away_s` without the store.
 
@@ -295,15 +291,8 @@ class StoreClient:
         request, metadata = pb.DownloadRevisionRequest(name=revision, config_only=True), ((TENANT_KEY, tenant),)
 
         async def ask(timeout_s: float) -> bytes:
-            config = bytearray()
             call = self._stub.DownloadRevision(request, timeout=timeout_s, metadata=metadata, wait_for_ready=True)
-            try:
-                async for part in call:
-                    if part.HasField("chunk"):
-                        config.extend(part.chunk.data)
-            finally:
-                call.cancel()
-            return bytes(config)
+            return b"".join([part.chunk.data async for part in call])
 
         with self._errors_of("adapter", revision):
             return await _until_answered(ask)
@@ -311,15 +300,11 @@ class StoreClient:
     async def models(self) -> dict[str, list[RegisteredModel]]:
         """Return the revisions of every registered base model, by name. Raises Unavailable."""
         models: dict[str, list[RegisteredModel]] = {}
-        token = ""
-        while True:
-            request = pb.ListBaseModelsRequest(page_size=1000, page_token=token, all_revisions=True)
-            with self._errors_of("base model"):
-                page = await self._stub.ListBaseModels(request, timeout=CALL_S)
+        request = pb.ListBaseModelsRequest(page_size=1000, all_revisions=True)
+        async for page in self._pages("base model", self._stub.ListBaseModels, request):
             for model in page.models:
                 models.setdefault(model.name, []).append(registered_model(model))
-            if not (token := page.next_page_token):
-                return models
+        return models
 
     async def manifest(self, name: str) -> Manifest:
         """Download the manifest and small files of a base model's live revision, or of `NAME@DIGEST`.
@@ -359,7 +344,7 @@ class StoreClient:
         for start in range(0, len(accounts), ACCOUNTS_AT_ONCE):
             request = accounts_pb2.SaveAccountsRequest(accounts=accounts[start : start + ACCOUNTS_AT_ONCE])
             with self._errors_of("account"):
-                await self._accounts.SaveAccounts(request, timeout=CALL_S)
+                await self._channel.stub(accounts_pb2_grpc.AccountServiceStub).SaveAccounts(request, timeout=CALL_S)
 
     async def report_outcomes(self, reporter: str, sums: Mapping[tuple[str, int], StepOutcomes]) -> None:
         """Send sums by release and step, which replace those that the reporter sent before. Raises Unavailable."""
@@ -379,15 +364,20 @@ class StoreClient:
 
     async def accounts(self) -> list[accounts_pb2.Account]:
         """Return the accounts that the store has, in order of name. Raises Unavailable."""
-        accounts: list[accounts_pb2.Account] = []
-        token = ""
+        request = accounts_pb2.ListAccountsRequest(page_size=ACCOUNTS_AT_ONCE)
+        stub = self._channel.stub(accounts_pb2_grpc.AccountServiceStub)
+        pages = self._pages("account", stub.ListAccounts, request)
+        return [account async for page in pages for account in page.accounts]
+
+    async def _pages(self, kind: str, ask: Any, request: Any) -> AsyncIterator[Any]:
+        """Yield all pages of a list. Raises Unavailable."""
         while True:
-            request = accounts_pb2.ListAccountsRequest(page_size=ACCOUNTS_AT_ONCE, page_token=token)
-            with self._errors_of("account"):
-                page = await self._accounts.ListAccounts(request, timeout=CALL_S)
-            accounts += page.accounts
-            if not (token := page.next_page_token):
-                return accounts
+            with self._errors_of(kind):
+                page = await ask(request, timeout=CALL_S)
+            yield page
+            if not page.next_page_token:
+                return
+            request.page_token = page.next_page_token
 
     @contextmanager
     def _errors_of(self, kind: str, name: str = "") -> Iterator[None]:
