@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,22 @@ class LinearWeight:
 
 
 def model_bytes(
-    checkpoint: Checkpoint, weights: Mapping[str, LinearWeight], quantize: Quantization | None, number_bytes: int
+    checkpoint: Checkpoint,
+    weights: Mapping[str, LinearWeight],
+    quantize: Quantization | None,
+    number_bytes: int,
+    shape_of: Callable[[str, Sequence[int]], Sequence[int]] = lambda tensor, shape: shape,
 ) -> tuple[int, int]:
-    """Return how many weights a model has, and their bytes where a number that is not quantized has `number_bytes`."""
+    """Return how many weights a model has, and their bytes where a number that is not quantized has `number_bytes`.
+
+    `shape_of` returns the part of a tensor that is loaded, by its name and shape; `weights` are such parts already.
+    """
     parts = {name for weight in weights.values() if weight.stored for name in weight.stored.names}
-    sizes = {name: math.prod(info.shape) for name, (_, info) in checkpoint.tensors.items() if name not in parts}
+    sizes = {
+        name: math.prod(shape_of(name, info.shape))
+        for name, (_, info) in checkpoint.tensors.items()
+        if name not in parts
+    }
     sizes |= {weight.tensor: weight.rows * weight.columns for weight in weights.values()}
     schemes = {weight.tensor: (weight, weight.scheme(quantize)) for weight in weights.values()}
     total = 0

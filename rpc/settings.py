@@ -99,9 +99,9 @@ def _parser(cls: type[Any], command: str, prefix: str, fields: Mapping[str, Any]
     for name, field in fields.items():
         default = "" if field.default in (dataclasses.MISSING, None, "") else f" (default: {field.default})"
         switch: dict[str, Any] = {"nargs": "?", "const": "true"} if hints[name] is bool else {}
-        parser.add_argument(
-            _flag(name), dest=name, help=field.metadata["help"] + default, metavar=name.upper(), **switch
-        )
+        # argparse formats the text.
+        text = (field.metadata["help"] + default).replace("%", "%%")
+        parser.add_argument(_flag(name), dest=name, help=text, metavar=name.upper(), **switch)
     return parser
 
 

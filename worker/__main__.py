@@ -23,7 +23,8 @@ from artifacts.base_model import read_base_model
 from artifacts.families import KV_CACHE_HELP, check_kv_cache_dtype
 from artifacts.quantization import FLAG_HELP, parse_quantization
 from rpc.settings import SettingsError, read_settings, setting
-from worker import plan
+from worker import cluster_plan, plan
+from worker.cluster_plan import ClusterSettings
 from worker.engine_api import ModelUnusableError
 
 # Interval in seconds after which a thread that reads a large job gives way to the event loop; Python's own is 5 ms,
@@ -76,14 +77,38 @@ def _work(argv: list[str]) -> int:
 
 
 def _plan(argv: list[str]) -> int:
-    as_json = "--json" in argv
-    settings = read_settings(plan.PlanSettings, "worker-plan", [word for word in argv if word != "--json"], {})
+    """Print the plan of a device or, with --cluster, of a cluster. Raises SettingsError, ArtifactError."""
     try:
-        result = plan.plan(settings)
-    except ValueError as error:
+        if any(word.startswith("--cluster") for word in argv):
+            settings = read_settings(ClusterSettings, "worker-plan", argv, {}, command="loraplex plan --cluster")
+            cluster = cluster_plan.plan_cluster(settings, rank_parts(settings))
+            print(plan.as_json(cluster) if settings.json else cluster_plan.as_lines(cluster))
+            return 0
+        of_device = read_settings(plan.PlanSettings, "worker-plan", argv, {}, command="loraplex plan")
+        result = plan.plan(of_device, rank_parts(of_device))
+        print(plan.as_json(result) if of_device.json else plan.as_lines(result))
+    except (ValueError, ModelUnusableError) as error:
         raise SettingsError(str(error)) from error
-    print(plan.as_json(result) if as_json else plan.as_lines(result))
     return 0
+
+
+def rank_parts(settings: plan.PlanSettings | ClusterSettings) -> plan.Divide:
+    """Return what divides the model among ranks. Only then torch is imported, which the engine's rules need."""
+
+    def divide(columns: int) -> list[plan.RankParts]:
+        if settings.tensor_parallel == 1:
+            return []
+        try:
+            from worker.engine.parallel.splits import RankPlan
+            from worker.engine.quantized.stored import transformers_config
+        except ModuleNotFoundError as error:
+            raise ArtifactError(
+                "--tensor-parallel", f"{error.name} is not installed, which divides models: install loraplex[worker]"
+            ) from error
+        config, ranks = transformers_config(Path(settings.model)), settings.tensor_parallel
+        return [RankPlan(config, rank, ranks, columns) for rank in range(ranks)]
+
+    return divide
 
 
 # Number of lines of progress; at a terminal each replaces the one before.

@@ -82,12 +82,13 @@ def scaler(context: typer.Context) -> None:
 
 # The help page lists the commands in this order.
 app.command()(up)
-# These two read their own arguments, as the other processes of a cluster do.
-for process in (gateway, scaler):
-    app.command(
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
-        add_help_option=False,
-    )(process)
+# Of a command that reads its own arguments, as the other processes of a cluster do.
+_own_arguments = app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+    add_help_option=False,
+)
+_own_arguments(gateway)
+_own_arguments(scaler)
 app.command()(generate)
 app.command()(chat)
 app.command()(score)
@@ -110,7 +111,7 @@ app.command()(jobs)
 app.command()(drain)
 app.add_typer(quarantine, name="quarantine")
 app.add_typer(resume_keys, name="resume-keys")
-app.command()(plan)
+_own_arguments(plan)
 app.command()(quantize)
 app.command()(loadtest)
 

@@ -20,7 +20,6 @@ from clients.cli.options import (
     JsonOption,
     KvCacheOption,
     NameArgument,
-    QuantizeOption,
     StoreOption,
     TenantOption,
 )
@@ -60,22 +59,9 @@ def ask_worker(command: str, **flags: str) -> Any:
     return json.loads(done.stdout)
 
 
-def plan(  # noqa: PLR0913, PLR0917  # one parameter a flag
-    model: Annotated[str, typer.Option(help="A transformers directory.")],
-    context: Annotated[int, typer.Option(help="Maximum tokens of prompt and answer together.")] = 4096,
-    batch: Annotated[int, typer.Option(help="Concurrent sequences.")] = 32,
-    adapters: Annotated[int, typer.Option(help="Adapters on the device.")] = 64,
-    rank: Annotated[int, typer.Option(help="Rank of each adapter, on every linear layer.")] = 16,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    quantize: QuantizeOption = "",
-    kv_cache_dtype: KvCacheOption = "",
-    memory: Annotated[str, typer.Option(help="The device's memory, such as 80GiB; this machine's by default.")] = "",
-    as_json: JsonOption = False,
-) -> None:
-    """Compute a model's weights, KV cache and adapter slots, and how many sequences fit, without loading it."""
-    flags = {"model": model, "context": context, "batch": batch, "adapters": adapters, "rank": rank, "dtype": dtype}
-    flags |= {"quantize": quantize, "kv-cache-dtype": kv_cache_dtype, "memory": memory}
-    raise typer.Exit(_run_worker("plan", flags, *(["--json"] if as_json else [])).returncode)
+def plan(context: typer.Context) -> None:
+    """Compute what a model takes of a device or, with --cluster, the workers, routers and cost of a load."""
+    raise typer.Exit(_run_worker("plan", {}, *context.args).returncode)
 
 
 def quantize(  # one parameter a flag

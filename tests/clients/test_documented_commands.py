@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -13,15 +14,19 @@ import pytest
 import typer
 
 from clients.cli.__main__ import app
+from clients.gateway.settings import GatewaySettings
+from clients.scaler.settings import ScalerSettings
+from worker.cluster_plan import ClusterSettings
 from worker.engine_api import FailureReason
+from worker.plan import PlanSettings
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("*/README.md"))]
 # A line of a code block that begins with the command, and those that follow a backslash; or code in a sentence.
 COMMANDS = re.compile(r"^(?: {4}|)loraplex ((?:[^\n]*\\\n)*[^\n]*)$|`loraplex ([^`]+)`", re.MULTILINE)
 LINKS = re.compile(r"\]\(([^)#\s:]*)(?:#([^)\s]*))?\)")
-# Commands that read their own arguments.
-OPAQUE = {"gateway"}
+# Commands that read their own arguments, and what these are.
+SETTINGS = {"gateway": (GatewaySettings,), "scaler": (ScalerSettings,), "plan": (PlanSettings, ClusterSettings)}
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -45,7 +50,7 @@ def unknown(line: str) -> list[str]:
         flags |= {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
         while words and words[0] in flags and hasattr(command, "commands"):  # a flag before the command, and its value
             del words[:2]
-        if not words or not hasattr(command, "commands") or words[0] in OPAQUE:
+        if not words or not hasattr(command, "commands"):
             break
         name = words.pop(0)
         if name.isupper():  # a placeholder
@@ -53,8 +58,7 @@ def unknown(line: str) -> list[str]:
         if name not in command.commands:
             return [name]
         command = command.commands[name]
-    if words and words[0] in OPAQUE:
-        return []
+        flags |= {"--" + one.name.replace("_", "-") for cls in SETTINGS.get(name, ()) for one in fields(cls)}
     return [word for word in words if re.match("--?[a-z]", word) and word.partition("=")[0] not in flags]
 
 

@@ -86,6 +86,31 @@ def test_an_encoder_keeps_nothing_of_a_text(tmp_path: Path) -> None:
     assert planned.weight_bytes == 32 * 8 * 4 + 24 * 8 + 24 * 4
 
 
+def test_slots_for_experts_have_room_for_each(tmp_path: Path) -> None:
+    config = {
+        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_hidden_layers": 1, "hidden_size": 8,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16, "vocab_size": 32,
+        "num_local_experts": 4, "intermediate_size": 16,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layer = "model.layers.0"
+    shapes = {"model.embed_tokens": (32, 8), "lm_head": (32, 8), f"{layer}.block_sparse_moe.gate": (4, 8)}
+    shapes |= {f"{layer}.self_attn.{name}_proj": (8, 8) for name in "qo"}
+    shapes |= {f"{layer}.self_attn.{name}_proj": (4, 8) for name in "kv"}
+    for number in range(4):
+        expert = f"{layer}.block_sparse_moe.experts.{number}"
+        shapes |= {f"{expert}.w1": (16, 8), f"{expert}.w3": (16, 8), f"{expert}.w2": (8, 16)}
+    save_file(
+        {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in shapes.items()},
+        tmp_path / "model.safetensors",
+    )
+    linears = 2 * (8 + 8) + 2 * (8 + 4)
+    for rank in (0, 2):
+        planned = plan(PlanSettings(str(tmp_path), rank=4, max_expert_rank=rank))
+        # Gate and up are one tensor of each expert.
+        assert planned.adapter_bytes == 4 * (4 * linears + rank * 4 * ((8 + 32) + (16 + 8)))
+
+
 def test_the_memory_of_this_machine_is_what_its_control_group_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
