@@ -31,6 +31,7 @@ from router.api.service import InferenceService, OpenCalls
 from router.catalog.adapters import AdapterConfigs
 from router.catalog.models import LOOK_S, Models
 from router.catalog.store_client import KEYS_LOOK_S, KeyCopy, StoreClient
+from router.dispatch.block_feed import BlockFeed
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import RelayReach
 from router.dispatch.outbox import Placer
@@ -109,6 +110,7 @@ def add_services(
     cluster: ClusterService,
     dispatcher: Dispatcher,
     commands: AdapterCommands,
+    block_feed: BlockFeed,
     waits_for: Callable[[], str],
 ) -> None:
     """Serve the services, where the permissions table lets somebody call them.
@@ -121,7 +123,7 @@ def add_services(
         # Imported where it is served alone: its package need not be installed.
         from router.api.sglang import SglangScheduler, register
 
-        engine = SglangScheduler(inference, dispatcher, commands, settings.engine_adapter, waits_for)
+        engine = SglangScheduler(inference, dispatcher, commands, block_feed, settings.engine_adapter, waits_for)
         servers.add(lambda server: register(engine, server))
 
 
@@ -310,6 +312,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
             cluster,
             dispatcher,
             commands,
+            relay_service.block_feed,
             lambda: models.waits_for() or reach.waits_for(),
         )
         addresses = public.bind(settings.host, settings.port)
@@ -336,7 +339,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         await _run_until(stop, following)
     finally:
         # First the streams, which may end or be recovered until then; then the relay, which they need; then the rest.
-        await _drain(public, generation, settings.drain_s, metrics.health, store)
+        await _drain(public, generation, settings.drain_s, metrics.health, store, relay_service.block_feed)
         if following is not None:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
@@ -383,10 +386,16 @@ def _say_ready(addresses: Sequence[str], metrics: RouterMetrics) -> None:
 
 
 async def _drain(
-    public: GuardedServers, generation: Generation | None, drain_s: float, probed: Health, store: StoreClient
+    public: GuardedServers,
+    generation: Generation | None,
+    drain_s: float,
+    probed: Health,
+    store: StoreClient,
+    block_feed: BlockFeed,
 ) -> None:
     """Take no new calls; after `drain_s` end those that still run, which are resumed at another router."""
     probed.stop()
+    block_feed.stop()
     await asyncio.sleep(ACCEPT_S)
     stopping = asyncio.create_task(public.stop(drain_s + HAND_OVER_S))
     await asyncio.wait({stopping}, timeout=drain_s)

@@ -2,6 +2,7 @@
 
 CallError
 ├── InvalidField        a value of the request, named
+├── PositionGone        a position in a stream that is not kept any more
 ├── NotBuilt            a field or method that this version does not serve
 ├── NotFound            an unknown resource, or one of another tenant: the answer is the same
 ├── Mismatch            two resources that exist but do not go together
@@ -39,6 +40,16 @@ class InvalidField(CallError):
     """A value that can't be served; `field` is the path of the value in the request, such as sampling.top_p."""
 
     reason = "INVALID_FIELD"
+
+    def __init__(self, field: str, message: str, *, reason: str | None = None) -> None:
+        super().__init__(f"{field}: {message}", reason=reason)
+        self.field = field
+
+
+class PositionGone(CallError):
+    """A position in a stream that is not kept any more; `field` is the path of its value in the request."""
+
+    reason = "POSITION_GONE"
 
     def __init__(self, field: str, message: str, *, reason: str | None = None) -> None:
         super().__init__(f"{field}: {message}", reason=reason)

@@ -28,6 +28,7 @@ from rpc.errors import (
     NotBuilt,
     NotFound,
     PermissionDenied,
+    PositionGone,
     Unauthenticated,
     Unavailable,
 )
@@ -43,6 +44,7 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} 
 
 CODES: dict[type[CallError], grpc.StatusCode] = {
     InvalidField: grpc.StatusCode.INVALID_ARGUMENT,
+    PositionGone: grpc.StatusCode.OUT_OF_RANGE,
     NotBuilt: grpc.StatusCode.UNIMPLEMENTED,
     NotFound: grpc.StatusCode.NOT_FOUND,
     Mismatch: grpc.StatusCode.FAILED_PRECONDITION,
@@ -81,7 +83,7 @@ def to_error(code: int, reason: str, message: str, field: str) -> CallError:
     kind, subject, why = _ERRORS.get(code, Internal), field or "request", reason or None
     if kind is NotBuilt:
         return NotBuilt(subject)
-    if kind is InvalidField or kind is Mismatch:
+    if kind is InvalidField or kind is Mismatch or kind is PositionGone:
         return kind(subject, message, reason=why)
     if kind is NotFound or kind is DataLoss:
         return kind(subject, name=message, reason=why)
@@ -92,7 +94,7 @@ def to_error(code: int, reason: str, message: str, field: str) -> CallError:
 
 def _details(error: CallError, message: str) -> list[Message]:
     match error:
-        case InvalidField(field=field) | NotBuilt(field=field):
+        case InvalidField(field=field) | NotBuilt(field=field) | PositionGone(field=field):
             violation = details_pb2.BadRequest.FieldViolation(field=_short(field), description=message)
             return [details_pb2.BadRequest(field_violations=[violation])]
         case NotFound(kind=kind, name=name) | DataLoss(kind=kind, name=name):

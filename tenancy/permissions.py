@@ -211,7 +211,8 @@ PERMISSIONS: Mapping[str, Permission] = {
             "LoadLoRAAdapter": _WRITE_CLUSTER,
             "UnloadLoRAAdapter": _WRITE_CLUSTER,
             "GetLoads": _READ_CLUSTER,
-            "SubscribeKvEvents": _READ_CLUSTER,
+            # The token ids of prompts and answers: a tenant sees its own, and auditors none.
+            "SubscribeKvEvents": Permission(GENERATE, {Port.PUBLIC: _USERS, Port.OPERATORS: _OPERATORS}),
             "FlushCache": _WRITE_CLUSTER,
             "StartProfile": _WRITE_CLUSTER,
             "StopProfile": _WRITE_CLUSTER,

@@ -45,6 +45,8 @@ class AdapterSource:
     digest: str
     directory: str = ""
     parts: tuple[AdapterPart, ...] = ()
+    # The revision's name in the store, for those who are told of its KV blocks; empty: it has none.
+    name: str = field(default="", compare=False)
 
     @property
     def summands(self) -> tuple[AdapterPart, ...]:
@@ -238,6 +240,21 @@ class Removal:
     removed: int = 0
     left: int = 0
     of_all_tenants: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """A block that the prefix cache has. `token_ids` are its ids in 32 bits, little endian.
+
+    `key` and `parent` are the first 64 bits of its key and of the key before it, signed; a first block has no parent.
+    `adapter` is the revision's name in the store, or else its digest; empty: the base model.
+    """
+
+    key: int
+    parent: int | None
+    tenant: str
+    adapter: str
+    token_ids: bytes
 
 
 @dataclass(frozen=True, slots=True)

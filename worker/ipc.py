@@ -1,8 +1,9 @@
 """The messages between a worker's two processes, over a socket pair: length (4 bytes, little endian), msgpack.
 
 I/O process                        engine process
-    │  Configure, then Add, Abort; Warm, Pin, Unpin, ForgetTenant  ──▶
-    │  ◀── Ready | Unusable, then Begun, PromptLogprobs, Stepped, Refused, PinRefused, TenantForgotten, Compiling
+    │  Configure, then Add, Abort; Warm, Pin, Unpin, ForgetTenant, FollowBlocks  ──▶
+    │  ◀── Ready | Unusable, then Begun, PromptLogprobs, Stepped, Refused, PinRefused, TenantForgotten, Compiling,
+    │      BlockChanges
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from dataclasses import replace
 import msgspec
 
 from options import TokenLogprobs
-from worker.engine_api import AdapterSource, EngineConfig, EngineLimits, EngineStats, NewSequence, Output, Removal
+from worker.engine_api import (
+    AdapterSource,
+    CachedBlock,
+    EngineConfig,
+    EngineLimits,
+    EngineStats,
+    NewSequence,
+    Output,
+    Removal,
+)
 
 _LENGTH = struct.Struct("<I")
 
@@ -69,6 +79,25 @@ class TenantForgotten(msgspec.Struct, frozen=True, tag=True):
     """The engine has carried out a ForgetTenant; the removals by place."""
 
     removals: dict[str, Removal]
+
+
+class FollowBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Tell of all blocks of the prefix cache, and then of every change; or, with `on` unset, no more."""
+
+    on: bool
+
+
+class BlockChanges(msgspec.Struct, frozen=True, tag=True):
+    """Changes of the prefix cache: the keys of blocks that it has lost, then blocks that it has got.
+
+    `begins`: a list of all blocks begins with this message, in which blocks may come that were told of before.
+    `complete`: all that have come until now were told of.
+    """
+
+    removed: list[int]
+    stored: list[CachedBlock]
+    begins: bool
+    complete: bool
 
 
 class PinRefused(msgspec.Struct, frozen=True, tag=True):
@@ -138,8 +167,19 @@ def step_messages(outputs: list[Output], stats: EngineStats) -> Iterator[PromptL
     )
 
 
-ToEngine = Configure | Add | Abort | Warm | Pin | Unpin | ForgetTenant
-FromEngine = Ready | Unusable | Refused | PinRefused | TenantForgotten | Begun | PromptLogprobs | Stepped | Compiling
+ToEngine = Configure | Add | Abort | Warm | Pin | Unpin | ForgetTenant | FollowBlocks
+FromEngine = (
+    Ready
+    | Unusable
+    | Refused
+    | PinRefused
+    | TenantForgotten
+    | Begun
+    | PromptLogprobs
+    | Stepped
+    | Compiling
+    | BlockChanges
+)
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

@@ -33,11 +33,13 @@ from broker.messages import WorkerState
 from router.api.cluster import AdapterCommands
 from router.api.encoding import normalized
 from router.api.service import InferenceService
+from router.api.sglang_kv_events import KvEventBatches
 from router.api.sglang_messages import EngineAnswer, engine_field_names, read_embedding, read_generate, reasoning_end
 from router.catalog.models import asking_redis
 from router.catalog.store_client import Manifest
+from router.dispatch.block_feed import BlockFeed
 from router.dispatch.dispatcher import Dispatcher
-from rpc.errors import InvalidField, Mismatch, NotBuilt
+from rpc.errors import InvalidField, Mismatch, NotBuilt, PositionGone
 from rpc.interceptors import Context
 from rpc.principal import caller, calling_tenant
 
@@ -178,6 +180,7 @@ class SglangScheduler:
         inference: InferenceService,
         dispatcher: Dispatcher,
         commands: AdapterCommands,
+        block_feed: BlockFeed,
         adapter: str,
         waits_for: Callable[[], str],
     ) -> None:
@@ -188,6 +191,7 @@ class SglangScheduler:
         self._adapter = adapter
         self._waits_for = waits_for
         self._commands = commands
+        self._block_feed = block_feed
         self._began, self._started_at = time.monotonic(), Timestamp()
         self._started_at.GetCurrentTime()
         self._tokenizers = TokenizerFiles()
@@ -306,9 +310,19 @@ class SglangScheduler:
         return [visible[revision] for revision in sorted(visible)]
 
     async def SubscribeKvEvents(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        """Refuse: which worker has which blocks is the queue's to know."""
-        raise NotBuilt("SubscribeKvEvents")
-        yield  # a stream, though an empty one
+        """Stream the blocks of the workers' prefix caches that the caller may see, and then every change."""
+        if request.start_sequence_number:
+            message = "no history is kept: give 0, for all blocks that there are now"
+            raise PositionGone("start_sequence_number", f"{request.start_sequence_number}: {message}")
+        subscription = self._block_feed.subscribe(self._models.get("").manifest.digest, caller().sees_tenant)
+        try:
+            batches = KvEventBatches()
+            for batch in batches.snapshot(await self._block_feed.blocks_of(subscription)):
+                yield batch
+            while True:
+                yield batches.changes(await subscription.next_events())
+        finally:
+            self._block_feed.unsubscribe(subscription)
 
     async def FlushCache(self, request: Any, context: Context) -> Any:
         """Refuse: a block is never served to others than whom it was computed for."""

@@ -64,6 +64,8 @@ class WorkerLink:
         self._cancels: list[pb.JobAttempt] = []
         self._rewinds: list[pb.Position] = []
         self._forgets: list[pb.Forget] = []
+        # Whether this router follows the worker's prefix cache from now on; None: as before.
+        self._follow: bool | None = None
         self._interval_ms: int | None = None
         self._closed = False
         self._due = asyncio.Event()
@@ -93,6 +95,11 @@ class WorkerLink:
         self._forgets.append(request)
         self._due.set()
 
+    def follow_blocks(self, on: bool) -> None:
+        """Ask the worker for its prefix cache and every change of it, or for no more."""
+        self._follow = on
+        self._due.set()
+
     def close(self) -> None:
         """End the stream."""
         self._closed = True
@@ -115,6 +122,9 @@ class WorkerLink:
             if self._acks:
                 acks, self._acks = self._acks, []
                 yield pb.ConnectResponse(acks=pb.Acks(jobs=acks))
+            if self._follow is not None:
+                on, self._follow = self._follow, None
+                yield pb.ConnectResponse(follow_blocks=pb.FollowBlocks(on=on))
             while self._forgets:
                 yield pb.ConnectResponse(forget=self._forgets.pop(0))
             if self._closed and not self._due.is_set():

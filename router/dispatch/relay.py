@@ -21,6 +21,7 @@ import grpc
 from loraplex.relay.v1 import relay_pb2 as pb
 from loraplex.relay.v1 import relay_pb2_grpc
 
+from router.dispatch.block_feed import BlockFeed
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import WorkerLink, is_long, read_frame
 from router.metrics import RouterMetrics
@@ -168,6 +169,7 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
         self._interval_ms = self._pace_limits.interval_ms(1)
         self._links: set[WorkerLink] = set()
         self.forgets = WorkerForgets(self._links)
+        self.block_feed = BlockFeed(self._links)
 
     def add_to(self, server: Server) -> None:
         """Serve the relay, and the router's id."""
@@ -200,6 +202,7 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
         self._links.add(link)
         self._links_changed()
         link.pace(self._interval_ms)
+        self.block_feed.up(link)
         try:
             yield pb.ConnectResponse(welcome=pb.Welcome(proof=proof))
             async for message in link.messages():
@@ -208,6 +211,7 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
             reader.cancel()
             self._links.discard(link)
             self._links_changed()
+            self.block_feed.down(link)
             self._dispatcher.link_down(link)
 
     def _links_changed(self) -> None:
@@ -239,6 +243,8 @@ class RelayService(relay_pb2_grpc.RelayServiceServicer, relay_pb2_grpc.IdentityS
                         self._dispatcher.receive_claims(link, self._attempts(link, request.claims.jobs))
                     case "forgotten":
                         self.forgets.answered(link.incarnation, request.forgotten)
+                    case "block_changes":
+                        self.block_feed.changed(link, request.block_changes)
         except grpc.aio.UsageError:  # the stream ended while it was read: so a worker's death looks
             log.info("worker %s: its relay stream broke", link.worker_id)
         finally:

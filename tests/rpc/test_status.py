@@ -22,6 +22,7 @@ from tenancy.guard import open_guard
 CASES: list[tuple[errors.CallError, grpc.StatusCode, type[Any] | None]] = [
     (errors.InvalidField("sampling.top_p", "bad"), grpc.StatusCode.INVALID_ARGUMENT, details_pb2.BadRequest),
     (errors.NotBuilt("adapters"), grpc.StatusCode.UNIMPLEMENTED, details_pb2.BadRequest),
+    (errors.PositionGone("start", "gone"), grpc.StatusCode.OUT_OF_RANGE, details_pb2.BadRequest),
     (errors.NotFound("adapter", "a"), grpc.StatusCode.NOT_FOUND, details_pb2.ResourceInfo),
     (errors.Mismatch("adapter", "m"), grpc.StatusCode.FAILED_PRECONDITION, details_pb2.PreconditionFailure),
     (errors.AlreadyExists("taken"), grpc.StatusCode.ALREADY_EXISTS, None),

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from worker.engine.scheduling.adapter_cache import AdapterCache
 from worker.engine.scheduling.grammars import GrammarThread
 from worker.engine.scheduling.scheduler import SequenceScheduler
-from worker.engine_api import EngineLimits, EngineStats, NewSequence, Output, Removal
+from worker.engine_api import CachedBlock, EngineLimits, EngineStats, NewSequence, Output, Removal
 
 S = TypeVar("S", bound=SequenceScheduler)
 
@@ -43,6 +43,16 @@ class Engine(ABC, Generic[S]):
         if self._grammars is not None:
             removals["compiled formats"] = self._grammars.forget()
         return removals
+
+    def follow_blocks(self, on: bool) -> None:
+        """Tell of the prefix cache from now on, first of all that it has; or no more. Without a cache do nothing."""
+        if self._scheduler.blocks is not None:
+            self._scheduler.blocks.follow(on)
+
+    def block_changes(self, most: int) -> tuple[list[int], list[CachedBlock], bool, bool] | None:
+        """Return the next changes of the prefix cache (BlockManager.changes), if it is followed and has any."""
+        blocks = self._scheduler.blocks
+        return None if blocks is None else blocks.changes(most)
 
     @abstractmethod
     def step(self) -> list[Output]:

@@ -31,9 +31,11 @@ from worker.ipc import (
     Abort,
     Add,
     Begun,
+    BlockChanges,
     Compiling,
     Configure,
     EngineEnd,
+    FollowBlocks,
     ForgetTenant,
     Pin,
     PinRefused,
@@ -77,6 +79,8 @@ log = logging.getLogger(__name__)
 
 # Interval in seconds at which an engine without work sends a sign of life.
 BEAT_S = 0.5
+# Maximum number of blocks of a message to those who follow the prefix cache, one a step: half a millisecond's work.
+_FOLLOWED_BLOCKS = 512
 _PR_SET_PDEATHSIG = 1
 
 
@@ -149,7 +153,11 @@ def serve(engine: Engine[Any], end: EngineEnd, messages: list[ToEngine] | None, 
             for report in step_messages(outputs, stats):
                 end.send(report)
             reported = stats
-        idle = not engine.has_work()
+        changes = engine.block_changes(_FOLLOWED_BLOCKS)
+        if changes is not None:
+            end.send(BlockChanges(*changes))
+        # What is left of the changes is sent with the next turn.
+        idle = not engine.has_work() and (changes is None or changes[-1])
         messages = end.receive(wait_s=BEAT_S if idle else 0)
         # A sequence may wait long for its adapter, and nothing else be there to step.
         beat = idle and messages == []
@@ -170,6 +178,18 @@ def _apply(engine: Engine[Any], end: EngineEnd, message: ToEngine) -> None:
         case Abort(sequence_ids):
             for sequence_id in sequence_ids:
                 engine.abort(sequence_id)
+        case Warm() | Pin() | Unpin():
+            _place_adapter(engine, end, message)
+        case ForgetTenant(tenant, kept_adapters):
+            end.send(TenantForgotten(dict(engine.forget_tenant(tenant, kept_adapters))))
+        case FollowBlocks(on):
+            engine.follow_blocks(on)
+        case Configure():
+            raise TypeError("an engine is configured once")
+
+
+def _place_adapter(engine: Engine[Any], end: EngineEnd, message: Warm | Pin | Unpin) -> None:
+    match message:
         case Warm(adapter):
             engine.adapters.warm_adapter(adapter)
         case Pin(adapter):
@@ -179,10 +199,6 @@ def _apply(engine: Engine[Any], end: EngineEnd, message: ToEngine) -> None:
                 end.send(PinRefused(adapter.digest, str(error)))
         case Unpin(digest):
             engine.adapters.unpin_adapter(digest)
-        case ForgetTenant(tenant, kept_adapters):
-            end.send(TenantForgotten(dict(engine.forget_tenant(tenant, kept_adapters))))
-        case Configure():
-            raise TypeError("an engine is configured once")
 
 
 def _build(config: EngineConfig, end: EngineEnd) -> Engine[Any]:

@@ -46,7 +46,18 @@ from worker.io.metrics import WorkerMetrics
 from worker.io.relay.links import LinkSettings
 from worker.io.results import REPORT_S, JobTelemetry, Results, UsageLog
 from worker.io.settings import Settings
-from worker.ipc import Begun, Configure, PinRefused, PromptLogprobs, Ready, Refused, Stepped, TenantForgotten
+from worker.ipc import (
+    Begun,
+    BlockChanges,
+    Configure,
+    FollowBlocks,
+    PinRefused,
+    PromptLogprobs,
+    Ready,
+    Refused,
+    Stepped,
+    TenantForgotten,
+)
 
 if TYPE_CHECKING:  # imported only with TLS: cryptography takes long
     from worker.io.credentials import WorkerCredentials
@@ -123,12 +134,15 @@ class EngineSession:
     async def _serve(self, engine: EngineProcess, ready: Ready, stop: asyncio.Event) -> None:
         settings, metrics, jobs = self._settings, self._telemetry.metrics, LocalJobs()
         usage = UsageLog(jobs, self._queue)
-        link_settings = LinkSettings(self._worker_id, self._incarnation, credentials=self._link_credentials)
+        link_settings = LinkSettings(
+            self._worker_id, self._incarnation, base_digest=self._base.digest, credentials=self._link_credentials
+        )
         results = Results(jobs, engine, ready, usage, self._telemetry, link_settings, self._breaker)
         intake = Intake(self._base.digest, self._queue, engine, self._fetcher, results, usage, metrics)
         commands = OperatorCommands(self._queue, engine, self._fetcher, ready.limits.max_rank)
         tenant_data = TenantData(self._fetcher, engine, results, commands, usage)
         results.links.forget_tenant = tenant_data.forget
+        results.links.followers.follow_engine = lambda on: engine.send(FollowBlocks(on))
         presence = self._presence(engine, results)
         metrics.follow(lambda: (results.stats, results.limits, self._fetcher.stats))
         listening = asyncio.create_task(_listen(engine, results, commands, tenant_data))
@@ -239,6 +253,8 @@ async def _listen(engine: EngineProcess, results: Results, commands: OperatorCom
                 commands.pin_refused(message)
             case TenantForgotten():
                 tenant_data.answered(message)
+            case BlockChanges():
+                results.links.followers.changed(message)
 
 
 async def _wait(event: asyncio.Event) -> None:

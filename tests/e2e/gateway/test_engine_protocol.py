@@ -172,6 +172,53 @@ async def test_adapters_are_loaded_listed_and_unloaded_by_their_names(stub: Any,
     assert (await refused(stub.UnloadLoRAAdapter(nobody)))[0] is grpc.StatusCode.NOT_FOUND
 
 
+async def test_kv_events_tell_of_the_blocks_of_an_answer(stub: Any, cluster: Cluster) -> None:
+    from smg_grpc_proto.generated import common_pb2
+
+    prompt = list(range(1_000, 1_070))
+    call = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+    first = await call.read()
+    assert (first.sequence_number, first.snapshot.index, first.events[0].WhichOneof("data")) == (1, 0, "cleared")
+    (whole,) = await answers(stub, asked(tokenized=pb.TokenizedInput(input_ids=prompt)))
+    ids = [*prompt, *whole.output_ids]
+    # The last id is no input: five of 16 ids are full.
+    chain, batches = await asyncio.wait_for(followed(call, ids[:80]), 30)
+    assert batches == list(range(batches[0], batches[0] + len(batches)))
+    assert [list(block.token_ids) for _, block, _ in chain] == [ids[at : at + 16] for at in range(0, 80, 16)]
+    name = f"tenants/{TENANT}/adapters/a@{cluster.digests['a']}"
+    assert {(stored.lora_name, stored.cache_salt) for stored, _, _ in chain} == {(name, TENANT)}
+    # Another subscriber is told of them at once.
+    again = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+    batch = await again.read()
+    assert batch.snapshot.blocks >= 5
+    hashes = {block.block_hash for event in batch.events for block in event.stored.blocks}
+    assert {block.block_hash for _, block, _ in chain} <= hashes
+    for one in (call, again):
+        one.cancel()
+
+
+async def followed(call: Any, ids: list[int]) -> tuple[list[tuple[Any, Any, int]], list[int]]:
+    """Read until the blocks of these ids are stored, from the first on; return these, and the batches' numbers."""
+    known: dict[tuple[int | None, tuple[int, ...]], tuple[Any, Any, int]] = {}
+    numbers = []
+    while True:
+        batch = await call.read()
+        numbers.append(batch.sequence_number)
+        for stored in (event.stored for event in batch.events if event.WhichOneof("data") == "stored"):
+            parent = stored.parent_block_hash if stored.HasField("parent_block_hash") else None
+            for block in stored.blocks:
+                known[parent, tuple(block.token_ids)] = (stored, block, batch.sequence_number)
+                parent = block.block_hash
+        chain, parent = [], None
+        for at in range(0, len(ids), 16):
+            if (found := known.get((parent, tuple(ids[at : at + 16])))) is None:
+                break
+            chain.append(found)
+            parent = found[1].block_hash
+        else:
+            return chain, numbers
+
+
 async def test_methods_that_are_not_served_say_so(stub: Any) -> None:
     from smg_grpc_proto.generated import common_pb2
 
@@ -182,7 +229,11 @@ async def test_methods_that_are_not_served_say_so(stub: Any) -> None:
     ):
         assert await refused(getattr(stub, method)(message)) == (grpc.StatusCode.UNIMPLEMENTED, method)
     for method, code, message in (
-        ("SubscribeKvEvents", grpc.StatusCode.UNIMPLEMENTED, common_pb2.SubscribeKvEventsRequest()),
+        (
+            "SubscribeKvEvents",
+            grpc.StatusCode.OUT_OF_RANGE,
+            common_pb2.SubscribeKvEventsRequest(start_sequence_number=7),
+        ),
         # The hash model has no tokenizer's files.
         ("GetTokenizer", grpc.StatusCode.FAILED_PRECONDITION, common_pb2.GetTokenizerRequest()),
     ):

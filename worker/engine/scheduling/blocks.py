@@ -15,9 +15,55 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable
+from itertools import islice
 
 from worker.engine.scheduling.sequence import Sequence
-from worker.engine_api import Removal
+from worker.engine_api import CachedBlock, Removal
+
+# Bytes of a key's number: outside the engine blocks are known by it.
+_NUMBER_BYTES = 8
+_NO_CONTENT: tuple[bytes | None, str, bytes] = (None, "", b"")
+
+
+class BlockJournal:
+    """The keys that a prefix cache has got and lost, and that its followers have not been told of yet.
+
+    A key that comes and goes meanwhile is not told of at all, so there are never more than blocks.
+    """
+
+    def __init__(self, keys: Iterable[bytes]) -> None:
+        """Begin with a list of all keys, parents before children."""
+        self._stored = dict.fromkeys(keys)
+        self._removed: dict[bytes, None] = {}
+        self._begins = True
+
+    def stored(self, key: bytes) -> None:
+        """Note a key that the cache has got."""
+        if key in self._removed:
+            del self._removed[key]
+        else:
+            self._stored[key] = None
+
+    def removed(self, key: bytes) -> None:
+        """Note a key that the cache has lost."""
+        if key in self._stored:
+            del self._stored[key]
+        else:
+            self._removed[key] = None
+
+    def take(self, most: int) -> tuple[list[bytes], list[bytes], bool, bool] | None:
+        """Return the next keys, of which at most `most` are stored ones; None: there are none.
+
+        They are the lost keys, the stored ones, whether the list of all begins here, and whether nothing is left.
+        """
+        if not (self._begins or self._stored or self._removed):
+            return None
+        begins, self._begins = self._begins, False
+        removed, self._removed = list(self._removed), {}
+        stored = list(islice(self._stored, most))
+        for key in stored:
+            del self._stored[key]
+        return removed, stored, begins, not self._stored
 
 
 class BlockIntegrityError(Exception):
@@ -38,6 +84,11 @@ class BlockManager:
         self._block_of: dict[bytes, int] = {}
         # Tenant and adapter digest of each block that has a key.
         self._owner_of = [("", "")] * blocks
+        # The key before it, the adapter's name and the ids of each block that has a key: for followers, who are told of
+        # all blocks when they begin.
+        self._content_of: list[tuple[bytes | None, str, bytes]] = [_NO_CONTENT] * blocks
+        # None: nobody follows.
+        self.journal: BlockJournal | None = None
 
     @property
     def free(self) -> int:
@@ -97,13 +148,35 @@ class BlockManager:
         keys = sequence.full_block_keys(full, self.block_size)
         adapter = sequence.spec.adapter
         owner = sequence.spec.tenant, adapter.digest if adapter else ""
+        name = (adapter.name or adapter.digest) if adapter else ""
         for index in range(sequence.registered, full):
             block = sequence.block_table[index]
             # Two sequences may have computed the same block side by side; the first one's is shared.
             if self._block_of.setdefault(keys[index], block) == block:
                 self._key_of[block] = keys[index]
                 self._owner_of[block] = owner
+                self._content_of[block] = keys[index - 1] if index else None, name, sequence.block_ids[index]
+                if self.journal is not None:
+                    self.journal.stored(keys[index])
         sequence.registered = full
+
+    def follow(self, on: bool) -> None:
+        """Begin a journal with all blocks that the prefix cache has, or end it."""
+        self.journal = BlockJournal(self._block_of) if on else None
+
+    def changes(self, most: int) -> tuple[list[int], list[CachedBlock], bool, bool] | None:
+        """Return the next changes for followers, of which at most `most` are stored blocks; see BlockJournal.take."""
+        changes = self.journal.take(most) if self.journal is not None else None
+        if changes is None:
+            return None
+        removed, stored, begins, complete = changes
+        return [_number(key) for key in removed], [self._cached_block(key) for key in stored], begins, complete
+
+    def _cached_block(self, key: bytes) -> CachedBlock:
+        block = self._block_of[key]
+        parent, adapter, ids = self._content_of[block]
+        tenant, _ = self._owner_of[block]
+        return CachedBlock(_number(key), None if parent is None else _number(parent), tenant, adapter, ids)
 
     def release_blocks(self, sequence: Sequence) -> None:
         """Take a sequence's blocks back; nothing of it is computed afterwards."""
@@ -132,8 +205,8 @@ class BlockManager:
             if self._references[block]:
                 in_use += 1
                 continue
-            del self._block_of[key], self._cached[block]
-            self._key_of[block] = None
+            del self._cached[block]
+            self._forget_key(block, key)
             self._free.append(block)
             removed += 1
         return Removal(removed, in_use)
@@ -170,7 +243,17 @@ class BlockManager:
             block, _ = self._cached.popitem(last=False)
             key = self._key_of[block]
             if key is not None:
-                del self._block_of[key]
-                self._key_of[block] = None
+                self._forget_key(block, key)
         self._references[block] = 1
         return block
+
+    def _forget_key(self, block: int, key: bytes) -> None:
+        del self._block_of[key]
+        self._key_of[block] = None
+        self._content_of[block] = _NO_CONTENT
+        if self.journal is not None:
+            self.journal.removed(key)
+
+
+def _number(key: bytes) -> int:
+    return int.from_bytes(key[:_NUMBER_BYTES], "big", signed=True)

@@ -135,6 +135,8 @@ class Sequence:
         self.block_table: list[int] = []
         # Keys of the full blocks from the first on, computed when first needed; see blocks.py.
         self.block_keys: list[bytes] = []
+        # The ids of each of these blocks, in 32 bits, little endian.
+        self.block_ids: list[bytes] = []
         # Number of the table's blocks that the prefix cache knows.
         self.registered = 0
         # The slot of its adapter while it runs; -1: the plain base model.
@@ -242,8 +244,9 @@ class Sequence:
         keys = self.block_keys
         for index in range(len(keys), blocks):
             parent = keys[-1] if keys else self._root_key()
-            tokens = array("I", self.ids[index * block_size : (index + 1) * block_size])
-            keys.append(hashlib.blake2b(tokens.tobytes(), digest_size=16, key=parent).digest())
+            ids = array("I", self.ids[index * block_size : (index + 1) * block_size]).tobytes()
+            keys.append(hashlib.blake2b(ids, digest_size=16, key=parent).digest())
+            self.block_ids.append(ids)
         return keys
 
     def _root_key(self) -> bytes:

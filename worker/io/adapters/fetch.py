@@ -386,7 +386,7 @@ async def fetch_source(pin: DiskPin, ref: AdapterRef, tenant: str) -> AdapterSou
     """Fetch what is not on the disk yet, all parts of a set at once. Raises FetchFailedError."""
     if not ref.parts:
         (directory,) = await pin.fetch([ref], tenant)
-        return AdapterSource(ref.digest, str(directory))
+        return AdapterSource(ref.digest, str(directory), name=ref.revision)
     # A set's digest is the key of KV blocks and of the slot, as a revision's is: it is checked like a revision's bytes.
     if ref.digest != weighted_digest((part.adapter.digest, part.weight) for part in ref.parts):
         raise FetchFailedError(

@@ -35,6 +35,7 @@ from rpc.tls import LiveChannel
 from worker.engine_api import Removal
 from worker.io.local_jobs import LocalChoice, LocalJob, LocalJobs
 from worker.io.metrics import WorkerMetrics
+from worker.io.relay.block_followers import BlockFollowers
 from worker.io.relay.frames import SendThrottle, attempt_of, next_frames, returned_frame
 
 if TYPE_CHECKING:  # imported only with TLS: cryptography takes long
@@ -73,6 +74,8 @@ class LinkSettings:
     pause_limit_s: float = 1.0
     beat_s: float = 0.5
     claim_notice_s: float = 0.002
+    # The worker's base model.
+    base_digest: str = ""
     # None: links without TLS.
     credentials: LinkCredentials | None = None
 
@@ -171,6 +174,10 @@ class RouterLink:
         self._forgotten.append(answer)
         self._throttle.due.set()
 
+    def wake(self) -> None:
+        """Send what waits."""
+        self._throttle.due.set()
+
     def beat(self) -> None:
         """Send a sign of life, unless the router has just heard of this worker."""
         if self.is_live and time.monotonic() - self._sent_at >= self._settings.beat_s:
@@ -237,6 +244,7 @@ class RouterLink:
             if self.is_live:
                 self.is_live, self._lost_at = False, time.monotonic()
                 self._owner.changed()
+            self._owner.followers.follow(self, False)
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
         return reached and not self._failed
@@ -311,6 +319,8 @@ class RouterLink:
             return pb.ConnectRequest(claims=pb.Claims(jobs=[attempt_of(local) for local in claims]))
         if self._forgotten:
             return pb.ConnectRequest(forgotten=self._forgotten.pop(0))
+        if (changes := self._owner.followers.next_message(self)) is not None:
+            return pb.ConnectRequest(block_changes=changes)
         if self._beat_due:
             self._beat_due = False
             return pb.ConnectRequest(beat=pb.Beat())
@@ -328,18 +338,23 @@ class RouterLink:
                     else:
                         self._handler.remove(job.job_id, job.attempt)
             case "rewinds":
-                for at in response.rewinds.positions:
-                    local = self._jobs.get(at.job_id, at.attempt)
-                    if local is None:  # removed after the hello that listed it
-                        self._returned.append(returned_frame(at.job_id, at.attempt))
-                        self._throttle.due.set()
-                    elif (choice := local.choices.get(at.choice)) is not None:
-                        choice.rewind(at.offset)
-                        self.progressed(choice)
+                for position in response.rewinds.positions:
+                    self._rewind(position)
             case "pace":
                 self._throttle.interval_s = response.pace.interval_ms / 1e3
             case "forget":
                 self._owner.forget(response.forget, self)
+            case "follow_blocks":
+                self._owner.followers.follow(self, response.follow_blocks.on)
+
+    def _rewind(self, at: pb.Position) -> None:
+        local = self._jobs.get(at.job_id, at.attempt)
+        if local is None:  # removed after the hello that listed it
+            self._returned.append(returned_frame(at.job_id, at.attempt))
+            self._throttle.due.set()
+        elif (choice := local.choices.get(at.choice)) is not None:
+            choice.rewind(at.offset)
+            self.progressed(choice)
 
     async def close(self, flush_s: float) -> None:
         """End the stream once all is sent, at most after `flush_s`; the router ends its side when it has read all."""
@@ -366,6 +381,7 @@ class RouterLinks:
         self._jobs = jobs
         self._handler = handler
         self._metrics = metrics or WorkerMetrics()
+        self.followers = BlockFollowers(settings.base_digest)
         self._links: dict[str, RouterLink] = {}
         # Routers that live, as Redis said last.
         self._routers: frozenset[str] = frozenset()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 
 from worker.engine.scheduling.blocks import BlockIntegrityError, BlockManager
 from worker.engine.scheduling.sequence import Sequence
-from worker.engine_api import AdapterSource, NewSequence, Removal
+from worker.engine_api import AdapterSource, CachedBlock, NewSequence, Removal
 
 BLOCKS = 12
 BLOCK_SIZE = 4
@@ -35,6 +36,9 @@ class BlockWalk:
         # (block, offset) -> all that keys and values at this place depend on.
         self.content: dict[tuple[int, int], tuple[object, ...]] = {}
         self.count = 0
+        # What a follower knows of the prefix cache, and what it has been told of since the list of all began.
+        self.known: dict[int, CachedBlock] = {}
+        self.told: set[int] | None = None
 
     def entry(self, sequence: Sequence, position: int) -> tuple[object, ...]:
         return (sequence.spec.tenant, sequence.spec.adapter, *sequence.ids[: position + 1])
@@ -48,8 +52,11 @@ class BlockWalk:
             operation()
             self.accounts_balance()
             self.everyone_finds_its_own()
+            self.follow()
         while self.held:
             self.release()
+            self.follow()
+        self.a_follower_knows_all()
         self.blocks.check([])
         assert self.blocks.referenced == 0
 
@@ -102,6 +109,43 @@ class BlockWalk:
         assert (self.blocks.free - free, cached - self.blocks.cached) == (found.removed, found.removed)
         assert found.left <= self.blocks.referenced
         assert self.blocks.forget_tenant(tenant, kept) == Removal(0, found.left)
+
+    def follow(self) -> None:
+        """Follow the prefix cache now and then, anew or on, and read some of its changes."""
+        if self.chance.random() < 0.05:
+            self.blocks.follow(True)
+        if self.chance.random() < 0.5:
+            self.read_changes(most=self.chance.randint(1, 3))
+
+    def read_changes(self, most: int) -> bool:
+        if (changes := self.blocks.changes(most)) is None:
+            return False
+        removed, stored, begins, complete = changes
+        assert len(stored) <= most
+        if begins:
+            self.told = set()
+        for key in removed:
+            self.known.pop(key, None)
+        for block in stored:
+            self.known[block.key] = block
+            if self.told is not None:
+                self.told.add(block.key)
+        if complete and self.told is not None:
+            self.known, self.told = {key: block for key, block in self.known.items() if key in self.told}, None
+        return True
+
+    def a_follower_knows_all(self) -> None:
+        if self.blocks.journal is None:
+            self.blocks.follow(True)
+        while self.read_changes(most=2):
+            pass
+        cached = {int.from_bytes(key[:8], "big", signed=True): block for key, block in self.blocks._block_of.items()}
+        assert self.known.keys() == cached.keys()
+        for key, block in cached.items():
+            told, content = self.known[key], [self.content[block, offset] for offset in range(BLOCK_SIZE)]
+            assert (told.tenant, told.adapter) == (content[0][0], getattr(content[0][1], "digest", ""))
+            assert list(array("I", told.token_ids)) == [entry[-1] for entry in content]
+            assert (told.parent is None) == (len(content[0]) == 3)
 
     def accounts_balance(self) -> None:
         self.blocks.check(self.held)
