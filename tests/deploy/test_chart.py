@@ -229,6 +229,15 @@ def test_keda_scales_each_pool_by_its_model_and_routers_keep_requests_of_one_wit
         (("gateway.ingress.enabled=true",), "/gateway/ingress/host"),
         (("router.replicas=0",), "/router/replicas"),
         (("scaler.enabled=true",), "no pool of workers has `scaled: true`"),
+        (("workers.cpu.tensorParallel=0",), "/workers/cpu/tensorParallel"),
+        (
+            (
+                "workers.cpu.tensorParallel=2",
+                "workers.cpu.device=cuda",
+                r"workers.cpu.resources.limits.nvidia\.com/gpu=1",
+            ),
+            "workers.cpu: tensorParallel is 2, and resources.limits has nvidia.com/gpu: 1; leave that out",
+        ),
         (
             ("scaler.enabled=true", "workers.cpu.scaled=true", "workers.b.model=base"),
             "workers.b has the model base too",
@@ -275,6 +284,22 @@ def _copies_a_model(directory: Path, rclone: Path, url: str) -> None:
         environ = {one["name"]: one["value"].replace("/tmp", str(directory)) for one in container["env"]}
         subprocess.run(command, env=environ | secret, check=True, timeout=60)
         assert {str(path.relative_to(home)) for path in home.rglob("*.*")} == {"config.json", "weights/a.safetensors"}
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cuda", 2), ("cpu", None)])
+def test_a_pool_of_ranks_has_their_devices_and_a_place_to_meet(device: str, gpus: int | None) -> None:
+    manifests = render("laptop", ("workers.cpu.tensorParallel=2", f"workers.cpu.device={device}"))
+    (pod,) = (pod for one, pod in pods_of(manifests) if one["metadata"]["name"] == "lx-worker-cpu")
+    (container,) = pod["containers"]
+    assert "--tensor-parallel=2" in container["command"]
+    assert container["resources"]["limits"].get("nvidia.com/gpu") == gpus
+    assert "memory" in container["resources"]["limits"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
+    own = [one for one in manifests if one["kind"] not in FOREIGN]
+    assert not [problem for one in own for problem in problems_of(one, VERSIONS[-1])]
+    words = [word for _, pod in pods_of(render("laptop")) for word in pod["containers"][0]["command"]]
+    assert not [word for word in words if word.startswith("--tensor-parallel")]
 
 
 def test_a_model_that_changes_is_registered_by_another_job() -> None:
