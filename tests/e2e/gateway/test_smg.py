@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,17 @@ def free_ports(count: int) -> list[str]:
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def smg(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[openai.AsyncOpenAI]:
     """OpenAI's own client of an smg whose engines are the routers, in turn."""
-    directory = tmp_path_factory.mktemp("smg")
+    async with running_smg(cluster, tmp_path_factory.mktemp("smg"), "round_robin") as client:
+        yield client
+
+
+@asynccontextmanager
+async def running_smg(cluster: Cluster, directory: Path, policy: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Run an smg whose engines are the routers; its log is in the directory."""
     port, metrics = free_ports(2)
     flags = ["--host", "127.0.0.1", "--port", port, "--prometheus-host", "127.0.0.1", "--prometheus-port", metrics]
-    flags += ["--policy", "round_robin", "--worker-urls", *(f"grpc://{address}" for address in cluster.local.routers)]
-    flags += ["--tokenizer-path", str(write_tokenizer(directory / "tokenizer")), "--log-level", "warn"]
+    flags += ["--policy", policy, "--worker-urls", *(f"grpc://{address}" for address in cluster.local.routers)]
+    flags += ["--tokenizer-path", str(write_tokenizer(directory / "tokenizer")), "--log-level", "info"]
     with (directory / "log").open("wb") as log:
         environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
         argv = [sys.executable, "-m", "smg", "launch", *flags]
@@ -122,6 +129,18 @@ async def test_whole_answers_and_streams(smg: openai.AsyncOpenAI, cluster: Clust
     assert usage.completion_tokens == 24
     completion = await smg.completions.create(model="a", prompt="x", temperature=0, max_tokens=7)
     assert completion.choices[0].text == expected("x", cluster.digests["a"], 7)
+
+
+async def test_smg_chooses_by_the_blocks_of_the_workers(cluster: Cluster, tmp_path: Path) -> None:
+    async with running_smg(cluster, tmp_path, "cache_aware") as client:
+        await client.completions.create(model="a", prompt="x" * 40, temperature=0, max_tokens=1)
+        log = ""
+        async with asyncio.timeout(30):
+            while "Learned block_size" not in log:
+                await asyncio.sleep(0.05)
+                log = (tmp_path / "log").read_text(errors="replace")
+    assert log.count("KV event relay snapshot applied") == 2, "one of each router"
+    assert "gap" not in log.lower()
 
 
 async def test_logprobs_stops_and_schemas(smg: openai.AsyncOpenAI, cluster: Cluster) -> None:
