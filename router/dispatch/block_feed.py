@@ -15,13 +15,14 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from sys import intern
+from typing import NamedTuple
 
 from loraplex.relay.v1 import relay_pb2 as pb
 
 from router.dispatch.links import WorkerLink
 from rpc.errors import CallError, DataLoss, Exhausted, Unavailable
 
-# Maximum number of blocks that a router follows, of all workers together: with some 400 bytes for each.
+# Maximum number of blocks that a router follows, of all workers together: with some 350 bytes for each.
 MOST_BLOCKS = 1_000_000
 # Maximum number of events that wait for a subscriber. One that reads slower is cut off.
 MOST_WAITING = 262_144
@@ -32,23 +33,23 @@ LISTING_S = 2.0
 # Bytes of a token id; a worker that sends others has no such block.
 _ID_BYTES = 4
 
-# A base model's digest and the key of a block.
-Place = tuple[str, int]
+# Number of blocks of a worker that are removed before other work of the event loop has its turn: some milliseconds.
+_REMOVED_AT_ONCE = 1_024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FollowedBlock:
-    """A block of a tenant, with the names of relay.v1.CachedBlock."""
+    """A block of a tenant, with the names of relay.v1.CachedBlock; `copies` workers have it."""
 
     key: int
     parent: int | None
     tenant: str
     adapter: str
     token_ids: bytes
+    copies: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BlockEvent:
+class BlockEvent(NamedTuple):
     """A block that the workers have got, or lost."""
 
     block: FollowedBlock
@@ -70,9 +71,9 @@ class BlockSubscription:
         """Keep events from now on."""
         self._begun = True
 
-    def select(self, blocks: Iterable[tuple[Place, FollowedBlock]]) -> list[FollowedBlock]:
+    def select(self, blocks: Iterable[FollowedBlock]) -> list[FollowedBlock]:
         """Return the blocks that the subscriber may see; for a thread, where there are many."""
-        return [block for (base, _), block in blocks if base == self.base_digest and self.sees(block.tenant)]
+        return [block for block in blocks if self.sees(block.tenant)]
 
     def add(self, event: BlockEvent) -> None:
         """Keep an event for the subscriber, if it may see it."""
@@ -102,12 +103,13 @@ class BlockSubscription:
 
 
 class _Worker:
-    """The blocks of a link's worker."""
+    """The keys of the blocks of a link's worker, and its base model's digest."""
 
     def __init__(self) -> None:
-        self.places: set[Place] = set()
+        self.base = ""
+        self.keys: set[int] = set()
         # While the worker tells of all its blocks: those that it has told of.
-        self.told: set[Place] | None = None
+        self.told: set[int] | None = None
         self.has_listed = False
 
 
@@ -119,9 +121,9 @@ class BlockFeed:
         self._most_blocks = most_blocks
         self._subscriptions: set[BlockSubscription] = set()
         self._workers: dict[WorkerLink, _Worker] = {}
-        # Each block, and the number of workers that have it.
-        self._blocks: dict[Place, FollowedBlock] = {}
-        self._copies: dict[Place, int] = {}
+        # The blocks of each base model by their keys.
+        self._blocks: dict[str, dict[int, FollowedBlock]] = {}
+        self._removals: set[asyncio.Task[None]] = set()
         # Blocks of all workers, each as often as it is there.
         self._total = 0
         # Set while every worker has told of all its blocks.
@@ -150,7 +152,7 @@ class BlockFeed:
             async with asyncio.timeout(LISTING_S):
                 await self._all_listed.wait()
         subscription.begin()
-        blocks = list(self._blocks.items())
+        blocks = list(self._blocks.get(subscription.base_digest, {}).values())
         return await asyncio.to_thread(subscription.select, blocks)
 
     def unsubscribe(self, subscription: BlockSubscription) -> None:
@@ -177,8 +179,10 @@ class BlockFeed:
         """Take the blocks of a worker away whose link has broken."""
         worker = self._workers.pop(link, None)
         if worker is not None:
-            self._remove(worker, list(worker.places))
             self._count_listed()
+            task = asyncio.create_task(self._remove_all(worker))
+            self._removals.add(task)
+            task.add_done_callback(self._removals.discard)
 
     def changed(self, link: WorkerLink, changes: pb.BlockChanges) -> None:
         """Take a worker's changes."""
@@ -189,14 +193,14 @@ class BlockFeed:
             message = "a worker's changes came faster than this router read them; subscribe again"
             self._fail(DataLoss("subscription", changes.base_digest, message, reason="SUBSCRIBER_TOO_SLOW"))
             return
-        base = intern(changes.base_digest)
+        worker.base = intern(changes.base_digest)
         if changes.begins:
             worker.told = set()
-        self._remove(worker, [(base, key) for key in changes.removed])
+        self._remove(worker, changes.removed)
         for block in changes.stored:
-            self._store(worker, base, block)
+            self._store(worker, block)
         if changes.complete and worker.told is not None:
-            gone, worker.told = worker.places - worker.told, None
+            gone, worker.told = worker.keys - worker.told, None
             self._remove(worker, gone)
             worker.has_listed = True
             self._count_listed()
@@ -210,35 +214,47 @@ class BlockFeed:
         else:
             self._all_listed.clear()
 
-    def _store(self, worker: _Worker, base: str, stored: pb.CachedBlock) -> None:
-        place = base, stored.key
+    def _store(self, worker: _Worker, stored: pb.CachedBlock) -> None:
+        key = stored.key
         if len(stored.token_ids) % _ID_BYTES:
             return
         if worker.told is not None:
-            worker.told.add(place)
-        if place in worker.places:
+            worker.told.add(key)
+        if key in worker.keys:
             return
-        worker.places.add(place)
+        worker.keys.add(key)
         self._total += 1
-        self._copies[place] = copies = self._copies.get(place, 0) + 1
-        if copies == 1:
+        blocks = self._blocks.setdefault(worker.base, {})
+        if (block := blocks.get(key)) is None:
             parent = stored.parent if stored.HasField("parent") else None
-            block = FollowedBlock(stored.key, parent, intern(stored.tenant), intern(stored.adapter), stored.token_ids)
-            self._blocks[place] = block
-            self._tell(base, BlockEvent(block, stored=True))
+            block = FollowedBlock(key, parent, intern(stored.tenant), intern(stored.adapter), stored.token_ids)
+            blocks[key] = block
+            self._tell(worker.base, BlockEvent(block, stored=True))
+        block.copies += 1
 
-    def _remove(self, worker: _Worker, places: Iterable[Place]) -> None:
-        for place in places:
-            if place not in worker.places:
+    def _remove(self, worker: _Worker, keys: Iterable[int]) -> None:
+        blocks = self._blocks.get(worker.base, {})
+        for key in keys:
+            if key not in worker.keys:
                 continue
-            worker.places.remove(place)
+            worker.keys.remove(key)
             if worker.told is not None:
-                worker.told.discard(place)
+                worker.told.discard(key)
             self._total -= 1
-            self._copies[place] -= 1
-            if not self._copies[place]:
-                del self._copies[place]
-                self._tell(place[0], BlockEvent(self._blocks.pop(place), stored=False))
+            block = blocks[key]
+            block.copies -= 1
+            if not block.copies:
+                del blocks[key]
+                self._tell(worker.base, BlockEvent(block, stored=False))
+
+    async def _remove_all(self, worker: _Worker) -> None:
+        """Remove what a worker had, in pieces; what is there when nobody subscribes any more is gone already."""
+        blocks, keys = self._blocks, list(worker.keys)
+        for start in range(0, len(keys), _REMOVED_AT_ONCE):
+            if self._blocks is not blocks:
+                return
+            self._remove(worker, keys[start : start + _REMOVED_AT_ONCE])
+            await asyncio.sleep(0)
 
     def _tell(self, base: str, event: BlockEvent) -> None:
         for subscription in self._subscriptions:
@@ -252,4 +268,4 @@ class BlockFeed:
             self.unsubscribe(subscription)
 
     def _forget(self) -> None:
-        self._workers, self._blocks, self._copies, self._total = {}, {}, {}, 0
+        self._workers, self._blocks, self._total = {}, {}, 0

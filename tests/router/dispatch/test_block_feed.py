@@ -65,7 +65,7 @@ async def test_a_block_is_there_while_any_worker_has_it() -> None:
     feed.changed(first, changes(removed=(1, 2)))
     assert await told(subscription) == [(2, False)]
     feed.down(second)
-    assert sorted(await told(subscription)) == [(1, False), (3, False)]
+    assert sorted(await told(subscription)) == [(1, False), (3, False)], "its blocks, in the background"
     feed.unsubscribe(subscription)
     assert not await asked_to_follow(first)
     feed.changed(first, changes(block(4)))
