@@ -2,7 +2,7 @@
 
 redis://[USER:PASSWORD@]HOST:PORT/DB   rediss:// the same over TLS   unix://PATH
 redis+sentinel://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...]/SERVICE[/DB]   the primary that the sentinels name
-redis+cluster://[USER:PASSWORD@]HOST:PORT   with rediss in either, over TLS
+redis+cluster://[USER:PASSWORD@]HOST:PORT[,HOST:PORT...]   some nodes, which name all; with rediss in either, over TLS
 
 Options of a URL name files, which are read again when they change: ?password_file=FILE&ssl_ca_certs=FILE and, where the
 server asks for a certificate, &ssl_certfile=FILE&ssl_keyfile=FILE.
@@ -23,6 +23,7 @@ from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 from redis.asyncio import BlockingConnectionPool, Redis, RedisCluster
 from redis.asyncio.client import Pipeline
+from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import (
     URL_QUERY_ARGUMENT_PARSERS,
     AbstractConnection,
@@ -62,7 +63,7 @@ _SCHEMES = (
     "unix",
     *(f"{scheme}+{kind}" for scheme in ("redis", "rediss") for kind in ("sentinel", "cluster")),
 )
-_SENTINEL_PORT = 26_379
+_PORT, _SENTINEL_PORT = 6379, 26_379
 
 
 # Options of a URL that name files.
@@ -108,9 +109,9 @@ def _client(url: str) -> Redis:
     scheme, _, kind = parts.scheme.partition("+")
     if kind == "sentinel":
         return _sentinel(url)
-    options = _url_options(urlunsplit(parts._replace(scheme=scheme)))
     if kind == "cluster":
-        return _cluster(options)
+        return _cluster(url)
+    options = _url_options(urlunsplit(parts._replace(scheme=scheme)))
     pool = _Pool(connection_class=_FOLLOWING[options.pop("connection_class", Connection)], **{**_waits(), **options})
     return _Redis.from_pool(pool)
 
@@ -334,15 +335,10 @@ class _SentinelTLSConnection(SentinelManagedConnection, _TLSConnection):
 
 def _sentinel(url: str) -> Redis:
     parts = urlsplit(url)
-    credentials, _, hosts = parts.netloc.rpartition("@")
-    addresses = [_address(address) for address in hosts.split(",")]
     _, service, database = (f"{parts.path}/0".split("/", 3))[:3] if parts.path.strip("/") else ("", "", "")
     if not service:
         raise ValueError("name the service that the sentinels watch: redis+sentinel://HOST:PORT/SERVICE")
-    scheme = parts.scheme.partition("+")[0]
-    server = f"{credentials}@unknown" if credentials else "unknown"
-    options = _url_options(urlunsplit((scheme, server, f"/{database}", parts.query, "")))
-    options.pop("host", None)
+    addresses, options = _of_several(url, f"/{database}", _SENTINEL_PORT)
     over_tls = options.pop("connection_class", None) is SSLConnection
     names = {name: value for name, value in options.items() if name.startswith("ssl_")}
     to_primary = {"connection_class": _SentinelTLSConnection} if over_tls else {}
@@ -357,10 +353,21 @@ def _sentinel(url: str) -> Redis:
     return cast(Redis, sentinels.master_for(service, **options))
 
 
-def _address(text: str) -> tuple[str, int]:
+def _of_several(url: str, path: str, default_port: int) -> tuple[list[tuple[str, int]], dict[str, Any]]:
+    """Return the servers of a URL, and its options as those of one server. Raises ValueError."""
+    parts = urlsplit(url)
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    addresses = [_address(address, default_port) for address in hosts.split(",")]
+    server = f"{credentials}@unknown" if credentials else "unknown"
+    options = _url_options(urlunsplit((parts.scheme.partition("+")[0], server, path, parts.query, "")))
+    options.pop("host", None)
+    return addresses, options
+
+
+def _address(text: str, default_port: int) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon:
-        host, port = text, str(_SENTINEL_PORT)
+        host, port = text, str(default_port)
     if not host or not port.isdecimal():
         raise ValueError(f"{text!r}: write HOST:PORT")
     return host.strip("[]"), int(port)
@@ -387,12 +394,14 @@ class _Cluster(RedisCluster):
         return await super()._determine_slot("EVALSHA" if command == "FCALL" else command, *arguments)
 
 
-def _cluster(options: dict[str, Any]) -> Redis:
+def _cluster(url: str) -> Redis:
+    addresses, options = _of_several(url, urlsplit(url).path, _PORT)
+    nodes = [ClusterNode(host, port) for host, port in addresses]
     tls = options.pop("connection_class", None) is SSLConnection
     if options.pop("db", 0):
         raise ValueError("a cluster has database 0 alone")
     # A cluster takes the same commands, and all keys of a cell lie in one slot.
-    return cast(Redis, _Cluster(**{**_waits(), **options, "ssl": tls}))
+    return cast(Redis, _Cluster(**{**_waits(), **options, "startup_nodes": nodes, "ssl": tls}))
 
 
 def shown_url(url: str) -> str:

@@ -32,6 +32,7 @@ ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=
         ("redis://:s3cret@127.0.0.1:1", "redis://:***@127.0.0.1:1: no answer"),
         ("rediss://user:s3cret@127.0.0.1:1", "rediss://user:***@127.0.0.1:1: no answer"),
         ("redis+cluster://user:s3cret@127.0.0.1:1", "redis+cluster://user:***@127.0.0.1:1: no answer"),
+        ("redis+cluster://u:s3cret@127.0.0.1:1,127.0.0.1:2", "://u:***@127.0.0.1:1,127.0.0.1:2: no answer"),
         (
             "redis+sentinel://u:s3cret@127.0.0.1:1,127.0.0.1:2/main",
             "redis+sentinel://u:***@127.0.0.1:1,127.0.0.1:2/main",
