@@ -26,7 +26,7 @@ from broker import terms
 # The files of broker/lua, in the order in which they are joined: a function may use the tables of those before.
 _FILES = (
     *("base", "tenants", "workers", "suspects", "charges", "jobs"),
-    *("enqueue", "claim", "upkeep", "ledger"),
+    *("demand", "enqueue", "claim", "upkeep", "ledger"),
 )
 # Characters of the hash in a library's name.
 _HASH_CHARACTERS = 16

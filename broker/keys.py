@@ -14,6 +14,8 @@ lp:{MODEL/CELL}:job:ID       hash    a waiting job: body, attempt, and the facts
 lp:{MODEL/CELL}:arrivals     string  counter that numbers arrivals
 lp:{MODEL/CELL}:arrived_work string  sum of the work of all arrivals
 lp:{MODEL/CELL}:claimed_work string  sum of the work of all claims
+lp:{MODEL/CELL}:demand       zset    adapters by the work that has lately come for them, of all adapters in `*`
+lp:{MODEL/CELL}:homes        hash    adapters with several homes, and how many
 lp:{MODEL/CELL}:news         list    ids of the last arrivals
 lp:{MODEL/CELL}:tenants      zset    tenants with a queue, by their counters of service
 lp:{MODEL/CELL}:idle         zset    counters of the other tenants, where they are above the lowest

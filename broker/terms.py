@@ -45,6 +45,16 @@ EXPIRED_PER_SCAN = 64
 
 # Time in ms that a job is held for a worker that its adapter prefers; shorter than loading the adapter elsewhere.
 HOLD_MS = 50
+# The homes of adapters (broker/lua/demand.lua).
+# Time in ms in which the demand for an adapter falls to 1/e, and the maximum number of adapters whose demand is kept.
+DEMAND_MS = 30_000
+DEMAND_LIMIT = 16_384
+# Percentage of a worker's rows that one adapter is to take: for more demand it has further homes. They are given up
+# once the others would have less than HOMES_KEPT_PERCENT of that: chance is not to add and remove homes in turns.
+HOME_PERCENT = 25
+HOMES_KEPT_PERCENT = 70
+# Maximum number of adapters with several homes.
+HOT_LIMIT = 256
 # Time in ms after which the job that is first in line reserves a worker, which then makes room for it.
 PATIENCE_MS = 500
 # Time in ms after which a waiting job of a tenant below its share may have a row that another tenant's job is using.
@@ -236,6 +246,8 @@ class Placement:
     key: KeyTerms = NO_KEY
     # True if a worker has had an earlier attempt of the job.
     begun: bool = False
+    # Incarnations of workers that are to load the adapter for later jobs.
+    warm: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

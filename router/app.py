@@ -363,6 +363,7 @@ def _dispatcher(
         settings.adapter_mib_tokens,
         plans.queue_share_of,
         lambda: plans.key_terms(calling_key()),
+        models.homes_of,
     )
     return Dispatcher(models.queue_of, placer.place, metrics, links=reach.links, why_unservable=models.why_unservable)
 

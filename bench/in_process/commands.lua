@@ -491,10 +491,16 @@ function commands.ZRANGEBYSCORE(key, lowest, highest, limit, _, count)
   return found
 end
 
-function commands.ZREMRANGEBYSCORE(key, lowest, highest)
-  local found = commands.ZRANGEBYSCORE(key, lowest, highest)
-  return #found > 0 and commands.ZREM(key, unpack(found)) or 0
+local function remove_all(key, members)
+  for _, member in ipairs(members) do commands.ZREM(key, member) end
+  return #members
 end
+
+function commands.ZREMRANGEBYSCORE(key, lowest, highest)
+  return remove_all(key, commands.ZRANGEBYSCORE(key, lowest, highest))
+end
+
+function commands.ZREMRANGEBYRANK(key, first, last) return remove_all(key, commands.ZRANGE(key, first, last)) end
 
 function commands.ZRANDMEMBER(key, count)
   local zset = find(key, 'zset')

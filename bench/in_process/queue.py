@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from bench.in_process.redis import Client, Server
 from broker.claims import ClaimMemory
 from broker.keys import Keys
+from broker.liveness import Census, Liveness
 from broker.messages import Capacity, Job
 from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError
 from broker.terms import Claimed, Placement, QueueLimits, UsageReport
@@ -17,6 +18,7 @@ T = TypeVar("T")
 
 # Time in ms by the server's clock at the time 0 of its caller.
 START_MS = 1_700_000_000_000
+_KEYS = Keys("model", "main")
 
 
 class TimedQueue:
@@ -28,12 +30,12 @@ class TimedQueue:
         self._limits = limits
         self._client = Client(Server(lambda: START_MS + self._now_ms))
         self._queues: dict[str, JobQueue] = {}
+        self._liveness = Liveness(self._client, _KEYS)
 
     def _queue(self, worker: str = "") -> JobQueue:
         if worker not in self._queues:
             memory = ClaimMemory(looks_limit=1 << 60)
-            keys = Keys("model", "main")
-            self._queues[worker] = JobQueue(self._client, keys, limits=self._limits, worker_id=worker, memory=memory)
+            self._queues[worker] = JobQueue(self._client, _KEYS, limits=self._limits, worker_id=worker, memory=memory)
         return self._queues[worker]
 
     def _run(self, call: Coroutine[Any, Any, T], now_ms: float) -> T:
@@ -59,6 +61,10 @@ class TimedQueue:
     def finish(self, job_id: str, attempt: int, now_ms: float) -> None:
         """Forget a job, up to this attempt."""
         self._run(self._queue().finish(job_id, attempt), now_ms)
+
+    def take_census(self, busy: float, now_ms: float) -> Census:
+        """Take a census, as a router does; see Liveness."""
+        return self._run(self._liveness.take_census(busy=busy), now_ms)
 
     def count_waiting(self, now_ms: float) -> int:
         """Return how many jobs wait."""

@@ -181,6 +181,13 @@ function enqueue.wake(call, prefer)
   if redis.call('LPUSH', call.keys.wake, 1) > WAKE_LIMIT then redis.call('LPOP', call.keys.wake) end
 end
 
+-- Return packed facts without the workers that the adapter prefers: the job is not held for any.
+function enqueue.without_preference(packed)
+  local facts = {cmsgpack.unpack(packed)}
+  facts[4] = ''
+  return cmsgpack.pack(unpack(facts))
+end
+
 -- Put a job into the queue. Answers {'queued'}, {'known'} for an attempt that is not newer than the one that waits, or
 -- for a refused first attempt {'full', limit, tenant or API key} or {'late', wait in ms}. A later attempt, and a job
 -- that has begun, is refused by a full Redis alone. For a newcomer or a suspect of a tenant or adapter in quarantine
@@ -231,8 +238,13 @@ register_admission('enqueue', function(keys, arguments)
     if answer then return answer end
     redis.call('ZADD', call.keys.uses, use, job.tenant)
   end
+  local packed = arguments[5]
+  if job.attempt == 1 and demand.count(call, job.adapter, job.work) and job.prefer ~= '' then
+    -- It is loaded wherever the job runs. The first worker that it would prefer is woken, so that it will find it again.
+    packed = enqueue.without_preference(packed)
+  end
   -- In the order that jobs.lua gives.
-  local facts = arguments[5] .. cmsgpack.pack(job.place, job.size, job.work, job.queued, job.deadline)
+  local facts = packed .. cmsgpack.pack(job.place, job.size, job.work, job.queued, job.deadline)
   redis.call('HSET', key, 'body', body, 'wanted', arguments[6], 'attempt', job.attempt, 'facts', facts)
   redis.call('ZADD', call.keys.waiting, deadline_ms > 0 and job.deadline or '+inf', id)
   tenants.count_waiting(call, job.tenant, job.size, job.work, has_begun)

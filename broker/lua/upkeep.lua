@@ -84,9 +84,9 @@ function upkeep.read_workers(call)
 end
 
 -- Answers {the server's run and the name of its data, the states of all live workers, keys that were set aside and
--- their types}. A router that asks is recorded as alive.
+-- their types, adapters with several homes and how many}. A router that asks is recorded as alive.
 register('census', function(_, arguments)
-  local call, router, new_data_name = new_call(arguments), arguments[2], arguments[3]
+  local call, router, new_data_name, busy = new_call(arguments), arguments[2], arguments[3], arguments[4]
   set_aside_unless(call, 'hash', 'aside')
   for name, wanted in pairs(KEY_TYPES) do set_aside_unless(call, wanted, name) end
   for _, tenant in ipairs(redis.call('ZRANDMEMBER', call.keys.tenants, QUEUES_PER_CENSUS)) do
@@ -103,7 +103,7 @@ register('census', function(_, arguments)
   local run = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
   local aside = redis.call('HGETALL', call.keys.aside)
   redis.call('DEL', call.keys.aside)
-  return {run .. ' ' .. redis.call('GET', call.keys.born), states, aside}
+  return {run .. ' ' .. redis.call('GET', call.keys.born), states, aside, demand.homes(call, busy)}
 end)
 
 -- Answers for each job, given by id and attempt, 1 if that attempt or a newer one waits, 2 if it was displaced, else 0.

@@ -19,7 +19,7 @@ from broker.keys import Keys
 from broker.liveness import Census, Liveness
 from broker.messages import Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
-from broker.terms import WORKER_TTL_MS, QueueLimits
+from broker.terms import ADAPTER_DIGITS, WORKER_TTL_MS, QueueLimits
 from router.catalog.store_client import Manifest, RegisteredModel, StoreClient
 from router.text.tokenizer import ModelTokenizer, panics_as_errors, tokenizer_of
 from rpc.children.pool import ChildDiedError, ChildPool
@@ -57,6 +57,8 @@ class LiveWorkers:
         # Called with the name of each key that a census has set aside.
         self._set_aside = set_aside
         self._workers: dict[str, list[WorkerState]] = {}
+        # Number of homes of the adapters with several, by model (broker.liveness.Census).
+        self._homes: dict[str, Mapping[str, int]] = {}
         # Sizes of the workers that take new jobs: maximum tokens and rank, by model and base digest.
         self._sizes: dict[str, dict[str, set[tuple[int, int]]]] = {}
         # Server and data that each model's last census came from.
@@ -69,6 +71,10 @@ class LiveWorkers:
     def of(self, model: str) -> list[WorkerState] | None:
         """Return a model's live workers; None before its first census."""
         return self._workers.get(model)
+
+    def homes_of(self, model: str, digest: str) -> int:
+        """Return how many homes an adapter has: workers that its jobs prefer."""
+        return self._homes.get(model, {}).get(digest[-ADAPTER_DIGITS:], 1)
 
     def sizes(self, model: str, base_digest: str) -> set[tuple[int, int]] | None:
         """Return the sizes of the workers that take new jobs of a base model; None: there is no such worker."""
@@ -102,10 +108,17 @@ class LiveWorkers:
         """Take the census of a model; return why that failed, or nothing."""
         try:
             async with asyncio.timeout(self._answer_s):
-                self._count(model, await liveness.take_census(reply_to))
+                self._count(model, await liveness.take_census(reply_to, self._busy(model)))
         except REDIS_DOWN as error:  # a timeout is one of them
             return str(error) or type(error).__name__
         return ""
+
+    def _busy(self, model: str) -> float | None:
+        """Return to how many workers' rows the used rows of all add up; None before the first census."""
+        states = self._workers.get(model)
+        if states is None:
+            return None
+        return sum((state.rows_running + state.rows_waiting) / max(1, state.rows_limit) for state in states)
 
     def _count(self, model: str, census: Census) -> None:
         """Take a census. Another server, or one that has lost its data, knows no worker yet: none counts as dead."""
@@ -115,6 +128,7 @@ class LiveWorkers:
         self._servers[model] = census.server
         for key in census.set_aside:
             self._set_aside(key)
+        self._homes[model] = census.homes
         workers = census.workers
         if self._clock() < self._no_lapse_before:
             seen = {state.incarnation for state in workers}
@@ -308,6 +322,10 @@ class Models:
     def workers(self, name: str) -> list[WorkerState]:
         """Return the model's live workers, at most LOOK_S stale."""
         return self._live.of(name) or []
+
+    def homes_of(self, name: str, digest: str) -> int:
+        """Return how many homes an adapter has: workers that its jobs prefer."""
+        return self._live.homes_of(name, digest)
 
     def serving(self, name: str, digest: str = "") -> list[WorkerState]:
         """Return the live workers that take new jobs of the base model of that digest; empty: the registered one."""

@@ -154,6 +154,7 @@ class Dispatcher:
                 asyncio.get_running_loop().call_later(self._timing.late_enqueue_s, self._outbox.finish, job)
             raise
         routed.enqueued(job.attempt)
+        self._outbox.warm(job, routed.placement)
         return routed
 
     async def _enqueue(self, job: Job, prepared: PreparedEntry, reserve: ReserveCall | None) -> None:

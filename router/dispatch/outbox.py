@@ -12,10 +12,12 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from itertools import count
 
+from broker.commands import COMMAND_TTL_MS, Command, Verb
 from broker.connection import REDIS_DOWN
-from broker.liveness import WorkerLoad, preferred
-from broker.messages import DeadJob, Job, WorkerState
+from broker.homes import Roster, WorkerLoad
+from broker.messages import AdapterRequest, DeadJob, Job, WorkerState
 from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError
 from broker.terms import NO_KEY, KeyTerms, Placement
 from router.dispatch.links import DispatchTiming
@@ -30,8 +32,12 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 
 
+# Maximum number of warms that a router remembers: it does not ask a worker again while it may still load the adapter.
+_WARMS_LIMIT = 4_096
+
+
 class Placer:
-    """Places jobs among the workers that serve their model."""
+    """Places jobs among the workers that serve their model. `homes_of`: by model and adapter's digest."""
 
     def __init__(
         self,
@@ -40,12 +46,19 @@ class Placer:
         adapter_mib_tokens: float,
         queue_share_of: Callable[[str], float] = lambda tenant: 1.0,
         calling_key_terms: Callable[[], KeyTerms] = lambda: NO_KEY,
+        homes_of: Callable[[str, str], int] = lambda model, digest: 1,
     ) -> None:
         self._serving = serving
         self._weight_of = weight_of
         self._adapter_mib_tokens = adapter_mib_tokens
         self._queue_share_of = queue_share_of
         self._calling_key_terms = calling_key_terms
+        self._homes_of = homes_of
+        self._turns = count()
+        # The workers that could have the last job of each model.
+        self._rosters: dict[str, tuple[tuple[WorkerState, ...], Roster]] = {}
+        # Time until which an adapter is not warmed again, by incarnation and digest, the oldest first.
+        self._warms: dict[tuple[str, str], float] = {}
 
     def place(self, job: Job) -> Placement:
         """Return the placement of a job."""
@@ -54,13 +67,38 @@ class Placer:
         key = self._calling_key_terms() if job.attempt == 1 else NO_KEY
         if job.adapter is None:
             return Placement(weight, queue_share=share, key=key)
-        able = [
-            WorkerLoad(state.worker_id, state.rows_running + state.rows_waiting, state.rows_limit)
+        able = tuple(
+            state
             for state in self._serving(job.model, job.base_digest)
             if state.max_rank >= job.rank and state.max_tokens >= job.tokens
-        ]
+        )
+        former = self._rosters.get(job.model)
+        if former is None or former[0] != able:  # workers of another census, or of another size
+            former = self._rosters[job.model] = able, Roster(map(_load_of, able))
+        digest = job.adapter.digest
+        preference = former[1].preferred(digest, self._homes_of(job.model, digest), next(self._turns))
+        warm = tuple(
+            state.incarnation
+            for state in (able if preference.to_warm else ())
+            if state.worker_id in preference.to_warm and self._is_due(state.incarnation, digest)
+        )
         load_tokens = job.adapter.weight_bytes / MIB * self._adapter_mib_tokens
-        return Placement(weight, preferred(job.adapter.digest, able), load_tokens, share, key)
+        return Placement(weight, preference.workers, load_tokens, share, key, warm=warm)
+
+    def _is_due(self, incarnation: str, digest: str) -> bool:
+        """Tell whether a worker is to be asked for an adapter now, and not again while a command may wait for it."""
+        now = time.monotonic()
+        while self._warms and (len(self._warms) >= _WARMS_LIMIT or next(iter(self._warms.values())) <= now):
+            del self._warms[next(iter(self._warms))]
+        if (incarnation, digest) in self._warms:
+            return False
+        self._warms[incarnation, digest] = now + COMMAND_TTL_MS / 1e3
+        return True
+
+
+def _load_of(state: WorkerState) -> WorkerLoad:
+    used = state.rows_running + state.rows_waiting
+    return WorkerLoad(state.worker_id, used, state.rows_limit, state.adapters, state.slots_used < state.slots_total)
 
 
 # Reason that the client gets while jobs of its tenant and adapter are refused because they killed engines.
@@ -130,6 +168,7 @@ class Outbox:
             key, begun = routed.placement.key, routed.claimed_at is not None
             routed.placement = replace(self._place(job), key=key, begun=begun)
             await self._queue_of(job.model).enqueue(job, routed.placement)
+            self.warm(job, routed.placement)
 
         try:
             what = f"enqueueing job {job.job_id}, attempt {attempt}"
@@ -151,6 +190,18 @@ class Outbox:
             await self._queue_of(job.model).finish(job.job_id, job.attempt)
 
         self._remove(f"removing job {job.job_id}", finish)
+
+    def warm(self, job: Job, placement: Placement) -> None:
+        """Have homes of the job's adapter load it that lack it."""
+        if job.adapter is None or not placement.warm:
+            return
+        command = Command(Verb.WARM, AdapterRequest(job.adapter, job.tenant))
+
+        async def warm() -> None:
+            for incarnation in placement.warm:
+                await self._queue_of(job.model).commands.send(incarnation, command)
+
+        self._remove(f"warming {job.adapter.revision}", warm)
 
     def add_dead_letter(self, routed: RoutedJob, reason: str) -> None:
         """Keep a dead letter of a job, with the reason that its client gets."""

@@ -244,6 +244,15 @@ class ClockedQueue:
         """A router says that it lives."""
         await self._liveness.take_census(router)
 
+    async def want(self, adapter: str) -> None:
+        """Let a job of an adapter come and go, so that later ones are held for the workers that the adapter prefers."""
+        await self.enqueue(make_job(f"before {adapter}", "before", adapter=adapter))
+        await self.finish(f"before {adapter}", 1)
+
+    async def homes(self, busy: float | None) -> dict[str, int]:
+        """Return the number of homes of the adapters with several."""
+        return dict((await self._liveness.take_census("here", busy)).homes)
+
     async def live_routers(self) -> list[str]:
         """Return the routers whose jobs are not dropped."""
         return await self._liveness.live_routers()

@@ -126,6 +126,7 @@ async def test_every_job_is_claimed_and_no_count_is_left(redis: Redis, seed: int
         "arrivals",
         "arrived_work",
         "claimed_work",
+        "demand",
         "news",
         "floor",
         "idle",

@@ -82,6 +82,7 @@ async def test_of_equal_tenants_the_one_that_waits_longest_is_next(queue: Clocke
 
 
 async def test_a_job_waits_a_moment_for_the_worker_that_its_adapter_prefers(queue: ClockedQueue) -> None:
+    await queue.want("sha256:x")
     for worker in ("best", "next", "w"):
         await claim(queue, worker=worker)
     await queue.enqueue(make_job("j", "a", adapter="sha256:x"), Placement(1, ("best", "next")))
@@ -92,6 +93,7 @@ async def test_a_job_waits_a_moment_for_the_worker_that_its_adapter_prefers(queu
 
 
 async def test_a_preferred_worker_without_room_or_life_passes_to_the_next(queue: ClockedQueue) -> None:
+    await queue.want("sha256:x")
     for worker in ("best", "next"):
         await claim(queue, replace(ROOMY, rows=0 if worker == "best" else 8), worker)
     placement = Placement(1, ("best", "next"))
@@ -104,6 +106,7 @@ async def test_a_preferred_worker_without_room_or_life_passes_to_the_next(queue:
 
 
 async def test_held_jobs_go_to_whoever_holds_the_adapter_or_comes_after_the_hold(queue: ClockedQueue) -> None:
+    await queue.want("sha256:x")
     await claim(queue, worker="best")
     for name in ("j", "k"):
         await queue.enqueue(make_job(name, "a", adapter="sha256:x"), Placement(1, ("best",)))

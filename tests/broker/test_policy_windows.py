@@ -113,6 +113,7 @@ async def test_after_the_clock_went_back_a_dead_router_is_dead_in_its_time(queue
 
 
 async def test_after_the_clock_went_back_no_job_waits_for_a_worker_that_is_gone(queue: ClockedQueue) -> None:
+    await queue.want("sha256:x")
     await queue.enqueue(make_job("wide", "b", n=6))
     await queue.advance(terms.PATIENCE_MS)
     assert await claim(queue, replace(ONE, rows=2), "reserved") == []

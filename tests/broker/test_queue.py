@@ -29,7 +29,7 @@ def queue(redis: Redis) -> JobQueue:
 async def left_behind(redis: Redis) -> set[str]:
     kept = {
         KEYS.prefix + name
-        for name in ("arrivals", "arrived_work", "claimed_work", "news", "wake", "floor", "idle", "routers")
+        for name in ("arrivals", "arrived_work", "claimed_work", "demand", "news", "wake", "floor", "idle", "routers")
     }
     return {key.decode() for key in await redis.keys("*") if isinstance(key, bytes)} - kept
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
+from artifacts.names import sha256_bytes
 from broker.messages import AdapterRef, AdapterRequest, WeightedRef
 from broker.queue import DeadLetters, JobQueue, RemovedRecords
 from broker.terms import KeyTerms, Placement
@@ -24,7 +25,8 @@ def queue(redis: Redis) -> JobQueue:
 
 
 def adapter(tenant: str) -> AdapterRef:
-    return AdapterRef(f"tenants/{tenant}/adapters/a/revisions/sha256:{tenant}", f"sha256:{tenant}", 4, 100)
+    digest = sha256_bytes(tenant.encode())
+    return AdapterRef(f"tenants/{tenant}/adapters/a/revisions/{digest}", digest, 4, 100)
 
 
 async def names_in(redis: Redis) -> list[bytes]:

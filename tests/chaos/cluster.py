@@ -42,6 +42,7 @@ _ROUTER_FLAGS = (*("--waiting-limit", str(WAITING), "--client-stall-s", str(CLIE
 _OF_QUEUE = {"arrivals", "news", "floor", "idle", "totals", "rooms", "wake", "dead", "commands"}
 _LASTING = {"born", "routers", "workers", "worker", *_OF_QUEUE} | {
     *("arrived_work", "claimed_work"),  # sums since the queue began
+    *("demand", "homes"),  # of adapters
     "keys",  # of resume tokens
     *("state", "usage"),  # of the ledger
 }

@@ -23,6 +23,8 @@ from worker.ipc import (
     Refused,
     TenantForgotten,
     ToEngine,
+    Unpin,
+    Warm,
     step_messages,
 )
 
@@ -133,6 +135,10 @@ class SimulatedEngine:
             case Abort(sequence_ids):
                 for sequence_id in sequence_ids:
                     self.engine.abort(sequence_id)
+            case Warm(adapter):
+                self.engine.adapters.warm_adapter(adapter)
+            case Unpin(digest):
+                self.engine.adapters.unpin_adapter(digest)
             case ForgetTenant(tenant, kept_adapters):
                 self._tell(TenantForgotten(dict(self.engine.forget_tenant(tenant, kept_adapters))))
 

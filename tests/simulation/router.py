@@ -184,6 +184,7 @@ class SimulatedRouter:
             lambda _: 1.0,
             MIB_TOKENS,
             calling_key_terms=lambda: self.plans.key_terms(calling_key()),
+            homes_of=self.models.homes_of,
         )
         self.dispatcher = WatchedDispatcher(
             self.models.queue_of,

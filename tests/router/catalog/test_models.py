@@ -328,7 +328,7 @@ class Censuses:
     def __init__(self, asked: asyncio.Barrier | None) -> None:
         self._asked = asked
 
-    async def take_census(self, router: str) -> Census:
+    async def take_census(self, router: str, busy: float | None) -> Census:
         await (self._asked.wait() if self._asked else asyncio.get_running_loop().create_future())
         return Census("server", [serves("w1")])
 

@@ -16,8 +16,8 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from broker.homes import Roster, WorkerLoad
 from broker.ledger import ReserveCall
-from broker.liveness import WorkerLoad, preferred
 from broker.messages import AdapterRef, Capacity, Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import Entry, KeyTerms, Placement, QueueState
@@ -268,12 +268,13 @@ def test_a_job_prefers_able_workers_and_pays_for_its_adapter() -> None:
     loads = [WorkerLoad(name, 0, 8) for name in ("free", "small", "busy")]
     states[0] = worker("busy", used=0)
     small = replace(JOB, adapter=replace(adapter, rank=8))
-    assert placer.place(small).prefer == preferred("sha256:a", loads)
+    assert placer.place(small).prefer == Roster(loads).preferred("sha256:a").workers
 
 
 def test_the_router_places_jobs_by_the_plan_of_the_calling_key(tmp_path: Path) -> None:
     (tmp_path / "plans.toml").write_text("[keys.k1]\nweight = 3\nqueue_share = 0.5\n[keys.k2]\ntokens_per_day = 1\n")
-    models: Any = SimpleNamespace(queue_of=None, serving=None, why_unservable=None)  # asked for jobs with an adapter
+    # They are asked for jobs with an adapter.
+    models: Any = SimpleNamespace(queue_of=None, serving=None, why_unservable=None, homes_of=None)
     settings, metrics = Settings(store="s", redis_url="r"), RouterMetrics()
     dispatcher = _dispatcher(settings, models, RelayReach(metrics), plans_in(tmp_path / "plans.toml"), metrics)
 

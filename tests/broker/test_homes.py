@@ -1,4 +1,4 @@
-"""Adapters and the workers that they prefer: hashing, its bound on load, and a cluster in virtual time.
+"""Adapters and the workers that they prefer: hashing, its bound on load, several homes, a cluster in virtual time.
 
 The gate simulates 15 workers; `RENDEZVOUS_WORKERS=100` simulates the cluster of the design.
 """
@@ -9,9 +9,10 @@ import heapq
 import os
 import random
 from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 
 from bench.in_process.queue import TimedQueue
-from broker.liveness import PREFERRED, WorkerLoad, preferred
+from broker.homes import PREFERRED, Preference, Roster, WorkerLoad
 from broker.messages import Capacity
 from broker.terms import Placement
 from tests.broker.clocked_queue import BASE, make_job
@@ -26,8 +27,8 @@ def idle(count: int) -> list[WorkerLoad]:
 
 def test_a_worker_that_goes_moves_only_its_own_adapters() -> None:
     digests = [f"sha256:{number}" for number in range(2_000)]
-    before = {digest: preferred(digest, idle(20)) for digest in digests}
-    after = {digest: preferred(digest, idle(19)) for digest in digests}
+    before = {digest: Roster(idle(20)).preferred(digest).workers for digest in digests}
+    after = {digest: Roster(idle(19)).preferred(digest).workers for digest in digests}
     assert all(len(workers) == len(set(workers)) == PREFERRED for workers in before.values())
     for digest, workers in before.items():
         stay = tuple(worker for worker in workers if worker != "w19")
@@ -38,9 +39,48 @@ def test_a_worker_that_goes_moves_only_its_own_adapters() -> None:
 
 
 def test_an_overloaded_worker_is_not_preferred() -> None:
-    first, second, third = preferred("sha256:1", idle(3))
+    first, second, third = Roster(idle(3)).preferred("sha256:1").workers
     loads = [WorkerLoad(first, ROWS, ROWS), WorkerLoad(second, 0, ROWS), WorkerLoad(third, ROWS // 2, ROWS)]
-    assert preferred("sha256:1", loads) == (second, third)
+    assert Roster(loads).preferred("sha256:1").workers == (second, third)
+
+
+def loaded(
+    workers: Iterable[str], having: Collection[str], used: Mapping[str, int] | None = None, *, free_slot: bool = False
+) -> list[WorkerLoad]:
+    """Workers by their ids, some of which have the adapter sha256:1."""
+    return [
+        WorkerLoad(name, (used or {}).get(name, 0), ROWS, ("sha256:1",) * (name in having), free_slot)
+        for name in workers
+    ]
+
+
+def test_jobs_go_to_the_homes_that_have_the_adapter_in_turns() -> None:
+    names = [f"w{number}" for number in range(12)]
+    homes = Roster(idle(12)).preferred("sha256:1").workers
+
+    def firsts(**used: int) -> list[str]:
+        return [
+            Roster(loaded(names, homes, used)).preferred("sha256:1", len(homes), turn).workers[0] for turn in range(6)
+        ]
+
+    assert firsts() == [*homes, *homes]
+    assert homes[0] not in firsts(**{homes[0]: 3}), "of two homes the one with fewer used rows is first"
+    assert not {*firsts(**dict.fromkeys(homes, ROWS))} & {*homes}
+
+
+def test_a_home_is_warmed_before_it_is_preferred() -> None:
+    names = ["w0", "w1", "w2", "w3"]
+    home, former, other = ranking = Roster(idle(4)).preferred("sha256:1").workers
+    as_before = (former, home, other)
+
+    def prefers(*having: str, homes: int = 1, free_slot: bool = False) -> Preference:
+        return Roster(loaded(names, having, free_slot=free_slot)).preferred("sha256:1", homes)
+
+    assert prefers() == Preference(ranking), "nobody has it: the home loads it for a job"
+    assert prefers(former, free_slot=True) == Preference(as_before, (home,))
+    assert prefers(former) == Preference(as_before), "it would evict another adapter"
+    assert prefers(home, former, free_slot=True) == Preference(ranking)
+    assert prefers(former, homes=3) == Preference(as_before, (home, other))
 
 
 class Cluster:
@@ -77,7 +117,7 @@ class Cluster:
         # Some adapters are much more in demand than others.
         adapter = f"sha256:{int(ADAPTERS * self.chance.random() ** 2)}"
         loads = [WorkerLoad(worker, used, ROWS) for worker, used in self.used.items()]
-        prefer = preferred(adapter, loads) if self.prefers else ()
+        prefer = Roster(loads).preferred(adapter).workers if self.prefers else ()
         job = make_job(f"{number}", f"t{number % 50}", adapter=adapter)
         self.queue.enqueue(job, Placement(1, prefer), now)
         free = [worker for worker, used in self.used.items() if used < ROWS]
