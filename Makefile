@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets
+.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients operator chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -42,6 +42,7 @@ FORMAT_ANSWERS ?= 1000
 SWAPS ?= 10000
 RELEASES ?= 2000
 RELEASE_KILLS ?= 50
+OPERATOR_KILLS ?= 20
 PROMPTS ?= 100
 COMPOSITIONS ?= 12
 FUZZ_SECONDS ?= 600
@@ -54,6 +55,7 @@ help: ## Print this list
 	@echo "  make chaos takes REQUESTS=$(REQUESTS) KILLS=$(KILLS) SEED=$(SEED) JSON=FILE, KINDS=burst,queue_full"
 	@echo "  for these faults alone, and OVERLAP=1 for several at once;"
 	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS), make releases RELEASES=$(RELEASES), make texts TEXTS=$(TEXTS),"
+	@echo "  make operator OPERATOR_KILLS=$(OPERATOR_KILLS),"
 	@echo "  make company PROMPTS=$(PROMPTS) COMPOSITIONS=$(COMPOSITIONS),"
 	@echo "  make clients CLIENTS=openai,litellm for these libraries alone"
 
@@ -124,6 +126,9 @@ lorax: $(STAMP) ## Install LoRAX's own client and test the HTTP gateway with it
 CLIENTS ?=
 clients: $(STAMP) ## Install client libraries of others and try each of them with a cluster's HTTP gateway
 	$(BIN)/python -m tests.libraries $(if $(CLIENTS),--only "$(CLIENTS)")
+
+operator: $(STAMP) ## Kill the operator of Kubernetes at OPERATOR_KILLS moments of an adapter's life
+	OPERATOR_KILLS=$(OPERATOR_KILLS) $(BIN)/pytest -s --timeout 900 tests/clients/operator
 
 buckets: $(STAMP) $(KUBERNETES)/.unpacked ## Test the store on more object stores (moto, Azurite), with 1,000 changes at once and 50 kills
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[buckets]'
@@ -250,7 +255,7 @@ lock: $(STAMP) $(TOOLS)/.installed ## Write the locks of the images, with the ha
 	$(TOOLS)/bin/pip install -q --disable-pip-version-check uv==0.13.9
 	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' \
 		| $(LOCK) -o $(LOCKS)/build.txt -
-	for extras in router,smg worker gateway store,cli; do \
+	for extras in router,smg worker gateway operator store,cli; do \
 		echo ./clients/python | $(LOCK) --extra $$(echo $$extras | sed 's/,/ --extra /') -o $(LOCKS)/$$extras.txt pyproject.toml - \
 			|| exit; \
 	done

@@ -9,6 +9,7 @@ from typing import Any
 
 from adapter_store.app import StoreSettings
 from clients.gateway.settings import GatewaySettings
+from clients.operator.settings import OperatorSettings
 from clients.scaler.settings import ScalerSettings
 from router.settings import Settings as RouterSettings
 from worker.io.settings import Settings as WorkerSettings
@@ -20,14 +21,15 @@ PROCESSES: dict[str, type[Any]] = {
     "Adapter store": StoreSettings,
     "Gateway": GatewaySettings,
     "Scaler": ScalerSettings,
+    "Operator": OperatorSettings,
 }
 HEAD = """# Settings
 
-`python -m router`, `python -m worker`, `python -m adapter_store`, `loraplex gateway` and `loraplex scaler` take these
-flags; `--help` prints the same text. Every flag is also an environment variable: `--relay-port` of the router is
-`LORAPLEX_ROUTER_RELAY_PORT`; the others begin with `LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`, `LORAPLEX_GATEWAY_`
-and `LORAPLEX_SCALER_`. A flag wins over its variable. An unknown flag or variable, or a bad value, ends the start with
-one line.
+`python -m router`, `python -m worker`, `python -m adapter_store`, `loraplex gateway`, `loraplex scaler` and `loraplex
+operator` take these flags; `--help` prints the same text. Every flag is also an environment variable: `--relay-port` of
+the router is `LORAPLEX_ROUTER_RELAY_PORT`; the others begin with `LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`,
+`LORAPLEX_GATEWAY_`, `LORAPLEX_SCALER_` and `LORAPLEX_OPERATOR_`. A flag wins over its variable. An unknown flag or
+variable, or a bad value, ends the start with one line.
 
 `.venv/bin/python -m tests.test_settings_page` writes this page.
 """

@@ -80,6 +80,13 @@ def scaler(context: typer.Context) -> None:
     sys.exit(serve(context.args, "loraplex scaler"))
 
 
+def operator(context: typer.Context) -> None:
+    """Bring the store to what LoraAdapter and BaseModel objects of Kubernetes ask for, until Ctrl-C."""
+    from clients.operator.__main__ import main as serve
+
+    sys.exit(serve(context.args, "loraplex operator"))
+
+
 # The help page lists the commands in this order.
 app.command()(up)
 # Of a command that reads its own arguments, as the other processes of a cluster do.
@@ -89,6 +96,7 @@ _own_arguments = app.command(
 )
 _own_arguments(gateway)
 _own_arguments(scaler)
+_own_arguments(operator)
 app.command()(generate)
 app.command()(chat)
 app.command()(score)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.deploy.compose_check import check, read_instructions
+from tests.deploy.compose_check import check, lock_problems, read_instructions
 from tests.deploy.mistakes import expect_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,11 @@ def tree(tmp_path: Path) -> Path:
 
 def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
     assert check(tree) == []
+
+
+def test_the_lock_of_the_operator_s_image_which_compose_does_not_start_is_complete() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert list(lock_problems("deploy/docker/locks/operator.txt", ROOT, project)) == []
 
 
 def test_a_drained_worker_stays_down_and_each_gets_a_gpu_where_asked() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from adapter_store.metrics import StoreMetrics
 from clients.gateway.endpoint import GatewayMetrics
+from clients.operator.app import OperatorMetrics
 from clients.scaler.app import ScalerMetrics
 from router.metrics import RouterMetrics
 from telemetry.metrics import Meters
@@ -34,6 +35,7 @@ def documented(section: str) -> dict[str, str]:
         ("Adapter store", StoreMetrics),
         ("Gateway", GatewayMetrics),
         ("Scaler", ScalerMetrics),
+        ("Operator", OperatorMetrics),
     ],
 )
 def test_every_metric_is_in_the_docs_and_every_one_in_the_docs_exists(section: str, process: type[Meters]) -> None:
