@@ -33,6 +33,8 @@ from tests.deploy.scaling_rehearsal import follow_scaler
 pytestmark = pytest.mark.usefixtures("has_helm")
 
 VERSIONS = ("1.34", "1.35", "1.36", "1.37")
+# Components without a second pod, and so without a budget of disruptions.
+ALONE = {"store", "valkey", "register", "scaler", "operator"}
 # Objects of other projects, which Kubernetes' own schemas do not have.
 FOREIGN = {"Certificate", "PodMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute", "ScaledObject"}
 
@@ -57,7 +59,7 @@ def test_helm_finds_nothing_wrong_with_the_chart() -> None:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_kubernetes_takes_every_object(rendered: dict[str, list[dict[str, Any]]], example: str) -> None:
     manifests = rendered[example]
-    names = Counter((one["kind"], one["metadata"]["name"]) for one in manifests)
+    names = Counter((one["kind"], one["metadata"].get("namespace"), one["metadata"]["name"]) for one in manifests)
     assert set(names.values()) == {1}
     own = [one for one in manifests if one["kind"] not in FOREIGN]
     assert {one["kind"] for one in own} >= {"StatefulSet", "Deployment", "Job", "Service", "NetworkPolicy"}
@@ -81,7 +83,7 @@ def test_pods_are_confined_bounded_and_probed(rendered: dict[str, list[dict[str,
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
         # Kubernetes would set LORAPLEX_ROUTER_PORT and others for a release of that name.
         assert pod["enableServiceLinks"] is False, name
-        assert pod["automountServiceAccountToken"] is False, name
+        assert pod["automountServiceAccountToken"] is (name == "lx-operator"), name
         for container in [*pod.get("initContainers", []), *pod["containers"]]:
             context = container["securityContext"]
             assert context["readOnlyRootFilesystem"] is True, name
@@ -130,7 +132,7 @@ def test_services_policies_and_budgets_select_pods_and_ports_that_exist(
                     peer["podSelector"].get("matchLabels", {}) for peer in rule["from"] if "podSelector" in peer
                 ]
                 assert all(selected(selector) for selector in selectors if "gateway" not in selector.values())
-    scaled = {of_pod["app.kubernetes.io/component"] for of_pod in labels} - {"store", "valkey", "register", "scaler"}
+    scaled = {of_pod["app.kubernetes.io/component"] for of_pod in labels} - ALONE
     assert budgets == scaled
 
 
@@ -160,6 +162,7 @@ def test_commands_have_flags_and_variables_that_the_programs_know(
         "python -m adapter_store",
         "python -m clients.gateway",
         "python -m clients.scaler",
+        "python -m clients.operator",
         "loraplex models push",
     }
 
@@ -185,7 +188,53 @@ def test_alerts_are_those_of_the_rules_with_links_to_the_documentation(
     link = rule["spec"]["groups"][0]["rules"][0]["annotations"]["runbook_url"]
     assert link == "https://docs.example.com/loraplex/guides/runbook.md#loraplexprocessdown"
     monitors = {one["metadata"]["name"] for one in rendered["gpu"] if one["kind"] == "PodMonitor"}
-    assert monitors == {"lx-router", "lx-worker", "lx-store", "lx-gateway"}
+    assert monitors == {"lx-router", "lx-worker", "lx-store", "lx-gateway", "lx-operator"}
+
+
+def test_the_operator_reaches_the_store_and_its_own_objects_alone(rendered: dict[str, list[dict[str, Any]]]) -> None:
+    manifests = rendered["gpu"]
+    (pod,) = [pod for one, pod in pods_of(manifests) if one["metadata"]["name"] == "lx-operator"]
+    assert pod["serviceAccountName"] == "lx-operator"
+    (container,) = pod["containers"]
+    assert "--namespaces=assistants=acme,assistants=globex,llm" in container["command"]
+    assert "--store=lx-store.llm.svc:50062" in container["command"]
+    roles = {one["metadata"]["namespace"]: one["rules"] for one in manifests if one["kind"] == "Role"}
+    assert set(roles) == {"assistants", "llm"}
+    groups = {tuple(rule["apiGroups"]): set(rule["verbs"]) for rule in roles["llm"] if "events" in rule["resources"]}
+    assert groups == {("",): {"create"}}, "it reads no Secrets"
+    assert {group for rule in roles["llm"] for group in rule["apiGroups"]} == {"", "loraplex.dev"}
+    assert not [one for one in manifests if one["kind"].startswith("ClusterRole")]
+    bindings = [one for one in manifests if one["kind"] == "RoleBinding"]
+    assert {one["metadata"]["namespace"] for one in bindings} == set(roles)
+    subject = {"kind": "ServiceAccount", "name": "lx-operator", "namespace": "llm"}
+    assert all(one["subjects"] == [subject] for one in bindings)
+    (policy,) = [one for one in manifests if (one["kind"], one["metadata"]["name"]) == ("NetworkPolicy", "lx-store")]
+    operators = [rule["from"] for rule in policy["spec"]["ingress"] if rule["ports"][0]["port"] == "operators"]
+    components = [peer["podSelector"]["matchLabels"] for peer in operators[0] if "podSelector" in peer]
+    assert "operator" in {labels["app.kubernetes.io/component"] for labels in components}
+
+
+@pytest.mark.parametrize("path", sorted((CHART / "crds").glob("*.yaml")), ids=lambda path: path.stem)
+def test_kubernetes_takes_the_definitions_whose_schemas_are_structural(path: Path) -> None:
+    definition = yaml.safe_load(path.read_text())
+    assert not [problem for version in VERSIONS for problem in problems_of(definition, version)]
+    assert definition["metadata"]["name"] == f"{definition['spec']['names']['plural']}.{definition['spec']['group']}"
+    (version,) = definition["spec"]["versions"]
+    schema = version["schema"]["openAPIV3Schema"]
+
+    def check(node: dict[str, Any], at: str) -> None:
+        assert "type" in node, f"{at}: every field of a structural schema has a type"
+        for name, below in node.get("properties", {}).items():
+            check(below, f"{at}.{name}")
+        if node["type"] == "array":
+            check(node["items"], f"{at}[]")
+        assert set(node.get("required", ())) <= set(node.get("properties", ())), at
+
+    check(schema, "")
+    for column in version["additionalPrinterColumns"]:
+        node, path_of = schema, column["jsonPath"].partition("[")[0].strip(".").split(".")
+        for field in path_of if path_of[0] != "metadata" else ():
+            node = node["properties"][field]
 
 
 def test_keda_scales_each_pool_by_its_model_and_routers_keep_requests_of_one_without_workers(
@@ -238,6 +287,7 @@ def test_keda_scales_each_pool_by_its_model_and_routers_keep_requests_of_one_wit
             ),
             "workers.cpu: tensorParallel is 2, and resources.limits has nvidia.com/gpu: 1; leave that out",
         ),
+        (("operator.enabled=true", "operator.namespaces.llm=acme"), "/operator/namespaces/llm"),
         (
             ("scaler.enabled=true", "workers.cpu.scaled=true", "workers.b.model=base"),
             "workers.b has the model base too",

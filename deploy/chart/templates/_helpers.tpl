@@ -34,9 +34,10 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- define "loraplex.pod" -}}
 {{- $root := index . 0 -}}
 {{- $values := $root.Values -}}
+{{- $operator := eq (index . 1) "operator" -}}
 enableServiceLinks: false
-automountServiceAccountToken: false
-serviceAccountName: {{ $root.Release.Name }}-loraplex
+automountServiceAccountToken: {{ $operator }}
+serviceAccountName: {{ $root.Release.Name }}-{{ ternary "operator" "loraplex" $operator }}
 securityContext:
   runAsNonRoot: true
   runAsUser: {{ $values.podSecurity.runAsUser }}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+import yaml
 from loraplex.adapters.v1 import adapters_pb2, releases_pb2
 
 from artifacts.base_model import read_base_model
@@ -16,7 +18,7 @@ from clients.operator.app import run
 from clients.operator.settings import OperatorSettings
 from rpc.settings import SettingsError
 from tests.adapter_store.conftest import files_of
-from tests.clients.operator.kubernetes_api import Refusal
+from tests.clients.operator.kubernetes_api import CRDS, KubernetesApi, Refusal
 from tests.clients.operator.running import World
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -236,6 +238,16 @@ async def test_a_base_model_is_shown_and_its_revision_promoted(world: World) -> 
     assert "Promoted" in world.kube.events("qwen")
     world.kube.delete("qwen", "basemodels")
     await world.kube.until(lambda: world.kube.get("qwen", "basemodels") is None)
+
+
+async def test_the_definitions_take_the_guide_s_objects() -> None:
+    guide = (CRDS.parents[2] / "docs" / "guides" / "kubernetes.md").read_text()
+    objects = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(apiVersion: .*?)```", guide, re.DOTALL)]
+    kube = KubernetesApi()
+    for one in objects:
+        assert one["apiVersion"] == "/".join(next(iter(kube.groups.values())))
+        kube.apply(one["kind"], one["metadata"]["name"], one["metadata"]["namespace"], **one["spec"])
+    assert sorted(kind for kind, _, _ in kube.objects) == ["basemodels", "loraadapters"]
 
 
 async def test_an_operator_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
