@@ -18,7 +18,7 @@ from typing import Any
 import kopf
 from loraplex_client import LoraplexError
 
-from clients.operator.objects import Adapters, BaseModel, Bases, LoraAdapter
+from clients.operator.objects import AdapterLook, BaseModel, LoraAdapter, look_at_base
 from clients.operator.settings import OperatorSettings
 from clients.operator.store import IMPORT_FAILED_S, SOON_S, Outcome, Refused, State, Store, outcome_of
 from rpc.settings import SettingsError
@@ -59,6 +59,8 @@ class Pace:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     # Held while a look is due or made, and during the deletion.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    # The last import that was told before it began.
+    importing: LoraAdapter | None = None
     # A look was cancelled, and what it had asked of the store may still be carried out.
     cancelled: bool = False
 
@@ -109,7 +111,7 @@ class Operator:
     def __init__(self, settings: OperatorSettings, store: Store, metrics: OperatorMetrics) -> None:
         self._tenants_of = settings.tenants_of()
         self._store, self._metrics = store, metrics
-        self._adapters, self._bases, self._look_s = Adapters(store), Bases(store), settings.look_s
+        self._look_s = settings.look_s
         # The state of each object, by its uid.
         self._states: dict[str, tuple[str, str]] = {}
 
@@ -129,7 +131,7 @@ class Operator:
     def owner(self, body: kopf.Body, **_: Any) -> Mapping[Any, Any] | None:
         """Index an object by what only one may ask for, with its age. One that asks for too much owns nothing."""
         wanted = _read(body)
-        if isinstance(wanted, LoraAdapter) and not self._may_have(body, wanted):
+        if not wanted.key or self._not_allowed(body, wanted) is not None:
             return None
         name = f"{body.metadata.namespace}/{body.metadata.name}"
         return {wanted.key: (body.metadata.creation_timestamp or "", name, body.metadata.uid)}
@@ -143,14 +145,20 @@ class Operator:
 
     async def follow_adapter(self, body: kopf.Body, patch: kopf.Patch, memo: Any, **more: Any) -> None:
         """Look at a LoraAdapter when it is time; kopf calls it again at once."""
+        pace = Pace.of(memo)
 
         async def look() -> Outcome:
             wanted = LoraAdapter.of(body.metadata.name, body.spec)
             if (refused := self._refused(body, wanted, more["owners"])) is not None:
                 return outcome_of(refused, {})
-            return await self._adapters.look(wanted, body.status, _teller(body))
+            outcome = await AdapterLook(
+                self._store, wanted, body.status, pace.importing == wanted, _teller(body)
+            ).outcome()
+            if outcome.state is State.IMPORTING:
+                pace.importing = wanted
+            return outcome
 
-        await self._follow(look, body, patch, Pace.of(memo), more["stopped"])
+        await self._follow(look, body, patch, pace, more["stopped"])
 
     async def follow_base(self, body: kopf.Body, patch: kopf.Patch, memo: Any, **more: Any) -> None:
         """Look at a BaseModel when it is time; kopf calls it again at once."""
@@ -159,7 +167,7 @@ class Operator:
             wanted = BaseModel.of(body.metadata.name, body.spec)
             if (refused := self._refused(body, wanted, more["owners"])) is not None:
                 return outcome_of(refused, {})
-            return await self._bases.look(wanted, _teller(body))
+            return await look_at_base(self._store, wanted, _teller(body))
 
         await self._follow(look, body, patch, Pace.of(memo), more["stopped"])
 
@@ -170,8 +178,8 @@ class Operator:
             if wanted.retained or self._refused(body, wanted, more["owners"]) is not None:
                 return
             if pace.cancelled:
+                await asyncio.sleep(_SETTLE_S)
                 pace.cancelled = False
-                raise kopf.TemporaryError("the store may be keeping what it imported just now", delay=_SETTLE_S)
             try:
                 await self._store.of(wanted.tenant).delete(wanted.name)
             except LoraplexError as error:
@@ -219,22 +227,26 @@ class Operator:
 
     def _refused(self, body: kopf.Body, wanted: LoraAdapter | BaseModel, owners: Mapping[Any, Any]) -> Refused | None:
         """Return why an object's requests are not carried out."""
-        if isinstance(wanted, LoraAdapter) and not self._may_have(body, wanted):
-            namespace = body.metadata.namespace or ""
-            tenants = ", ".join(sorted(self._tenants_of[namespace]))
-            return Refused(
-                "TenantNotAllowed",
-                f"spec.tenant: objects of {namespace} may have adapters of {tenants} alone; the chart's value "
-                "operator.namespaces, or --namespaces of the operator, allows more",
-            )
+        if (refused := self._not_allowed(body, wanted)) is not None:
+            return refused
         first = min(owners.get(wanted.key, ()), default=None)
         if first is None or first[2] == body.metadata.uid:
             return None
         return Refused("Conflict", f"{first[1]} asks for {'/'.join(wanted.key[1:])} already; delete one of the two")
 
-    def _may_have(self, body: kopf.Body, wanted: LoraAdapter) -> bool:
-        allowed = self._tenants_of.get(body.metadata.namespace or "")
-        return not allowed or wanted.tenant in allowed
+    def _not_allowed(self, body: kopf.Body, wanted: LoraAdapter | BaseModel) -> Refused | None:
+        """Return the refusal of what an object's namespace may not ask for."""
+        namespace = body.metadata.namespace or ""
+        if not (tenants := self._tenants_of.get(namespace)):
+            return None
+        more = "; the chart's value operator.namespaces, or --namespaces of the operator, allows more"
+        if isinstance(wanted, BaseModel):
+            message = f"spec.digest: {namespace} is for adapters of some tenants, and base models are everybody's{more}"
+            return Refused("DigestNotAllowed", message) if wanted.digest else None
+        if wanted.tenant in tenants:
+            return None
+        message = f"spec.tenant: objects of {namespace} may have adapters of {', '.join(sorted(tenants))} alone{more}"
+        return Refused("TenantNotAllowed", message)
 
     def _note_state(self, body: kopf.Body, state: str | None) -> None:
         uid, kind = str(body.metadata.uid), body["kind"]

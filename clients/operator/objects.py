@@ -23,14 +23,12 @@ from loraplex.adapters.v1 import adapters_pb2, releases_pb2
 
 from clients.operator.store import (
     IMPORT_FAILED_S,
-    REFUSED_S,
     REST_S,
     SOON_S,
     Outcome,
     Refused,
     State,
     Store,
-    TenantStore,
     outcome_of,
     reason_of,
 )
@@ -126,118 +124,119 @@ def _plan(release: Mapping[str, Any]) -> releases_pb2.RolloutPlan:
     )
 
 
-class Adapters:
-    """Brings adapters of the store to what LoraAdapters ask for."""
+class AdapterLook:
+    """A look at a LoraAdapter. `status` is what the last look has returned; `told`: the import was told by that one.
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        # Imports that were told before they began: those that go on, or are tried again.
-        self._announced: set[tuple[str, str, str]] = set()
+    From the status comes only the digest that the source had, of which the store knows nothing where a look was killed
+    between import and release, or where the release was refused.
+    """
 
-    async def look(self, wanted: LoraAdapter, status: Mapping[str, Any], tell: Tell) -> Outcome:
-        """Make the calls that an object needs now, and return how it is. `status` is what the last look has returned.
+    def __init__(self, store: Store, wanted: LoraAdapter, status: Mapping[str, Any], told: bool, tell: Tell) -> None:
+        self._anybody, self._store = store, store.of(wanted.tenant)
+        self._wanted, self._status, self._told, self._tell = wanted, status, told, tell
+        self._fields: dict[str, Any] = {}
 
-        From it comes only the digest that the source had, of which the store knows nothing where the look was killed
-        between import and release, or where the release was refused.
-        """
-        found: dict[str, Any] = {}
+    async def outcome(self) -> Outcome:
+        """Make the calls that the object needs now, and return how it is."""
         try:
-            return await self._look(wanted, status, found, tell)
+            return await self._look()
         except (Refused, sdk.LoraplexError) as error:
-            return outcome_of(error, found)
+            return outcome_of(error, self._fields)
 
-    async def _look(self, wanted: LoraAdapter, status: Mapping[str, Any], found: dict[str, Any], tell: Tell) -> Outcome:
-        store = self._store.of(wanted.tenant)
-        if (base := await self._store.base(wanted.base)) is None:
+    async def _look(self) -> Outcome:
+        wanted, store = self._wanted, self._store
+        if (base := await self._anybody.base(wanted.base)) is None:
             raise Refused(
                 "BaseNotFound",
                 f"spec.base: the store has no base model {wanted.base}; register it: an entry of the chart's models, "
                 f"or loraplex models push DIR --name {wanted.base}",
             )
-        if not await self._store.knows(wanted.tenant):
+        if not await self._anybody.knows(wanted.tenant):
             raise Refused(
                 "TenantUnknown",
                 f"spec.tenant: {wanted.tenant} has neither a plan nor an API key; set it up: "
                 f"loraplex tenants create {wanted.tenant}",
             )
         releases, live = await store.releases(wanted.name), await store.revision(wanted.name)
-        found["live"] = live.digest if live else None
+        self._fields["live"] = live.digest if live else None
         release = _current(wanted, releases)
         if release is None and live is not None and not wanted.run and wanted.comes_from_source(live):
-            await _abort(store, wanted, releases, tell)
-            found |= {"digest": live.digest, "pin": live.provenance.pin, "release": None, "share": None}
-            return self._live(live.base_digest, wanted, base, found)
+            await self._abort_others(releases)
+            self._fields |= {"digest": live.digest, "pin": live.provenance.pin, "release": None, "share": None}
+            return self._live(live.base_digest, base)
         if release is None:
-            release = await self._release(store, wanted, status, releases, found, tell)
-            if release is None:
-                return Outcome(State.IMPORTING, "False", "Importing", f"the store fetches {wanted.source}", 0.0, found)
+            revision = await self._known_revision()
+            if revision is None and not self._told:
+                message = f"the store fetches {wanted.source}"
+                return Outcome(State.IMPORTING, "False", "Importing", message, 0.0, self._fields)
+            release = await self._new_release(revision, releases)
         else:
-            await _abort(store, wanted, releases, tell)
-        release = await _advance(store, wanted, release, live)
-        return self._outcome(await store.change("GetRelease", name=release.name), wanted, base, found)
+            await self._abort_others(releases)
+        release = await self._advance(release, live)
+        return self._outcome(await store.change("GetRelease", name=release.name), base)
 
-    async def _release(
-        self,
-        store: TenantStore,
-        wanted: LoraAdapter,
-        status: Mapping[str, Any],
-        releases: Sequence[releases_pb2.Release],
-        found: dict[str, Any],
-        tell: Tell,
-    ) -> releases_pb2.Release | None:
-        """Make a release of what the source has; None: the next look imports it."""
+    async def _known_revision(self) -> adapters_pb2.Revision | None:
+        """Return what an earlier look has imported from the source."""
+        wanted, known = self._wanted, self._status.get("imported", {})
+        if (known.get("source"), known.get("run", "")) != (wanted.source, wanted.run):
+            return None
+        return await self._store.revision(f"{wanted.name}@{known['digest']}")
+
+    async def _new_release(
+        self, revision: adapters_pb2.Revision | None, releases: Sequence[releases_pb2.Release]
+    ) -> releases_pb2.Release:
+        """Make a release of what the source has, which is imported unless an earlier look did it."""
+        wanted = self._wanted
         try:
-            if (revision := await self._revision(store, wanted, status, found)) is None:
-                return None
-            await _abort(store, wanted, releases, tell)
+            if revision is None:
+                revision = await self._store.fetch(
+                    adapters_pb2.ImportRevisionRequest(
+                        adapter=wanted.name, base_model=wanted.base, alias="-", source=wanted.source
+                    )
+                )
+            self._fields["imported"] = {"source": wanted.source, "run": wanted.run, "digest": revision.digest}
+            await self._abort_others(releases)
             for release in releases:
                 if (release.digest, release.state) == (revision.digest, _States.RELEASE_STATE_LIVE):
                     return release  # another run has brought the same bytes
             pin = revision.provenance.pin if wanted.comes_from_source(revision) else ""
             origin = releases_pb2.Origin(source=wanted.source, pin=pin, run_id=wanted.run)
-            return await store.change("CreateRelease", revision=revision.name, origin=origin)
+            return await self._store.change("CreateRelease", revision=revision.name, origin=origin)
         except (sdk.InvalidRequestError, sdk.FailedPreconditionError, sdk.DataLossError) as error:
             raise Refused(reason_of(error), error.message, IMPORT_FAILED_S) from error
 
-    async def _revision(
-        self, store: TenantStore, wanted: LoraAdapter, status: Mapping[str, Any], found: dict[str, Any]
-    ) -> adapters_pb2.Revision | None:
-        """Return what the source has, imported if it was not yet; None: the next look imports it."""
-        known = status.get("imported", {})
-        if (known.get("source"), known.get("run", "")) == (wanted.source, wanted.run):
-            revision = await store.revision(f"{wanted.name}@{known['digest']}")
-            if revision is not None:
-                return revision
-        importing = (wanted.name, wanted.source, wanted.run)
-        if importing not in self._announced:
-            self._announced.add(importing)
-            return None
-        request = adapters_pb2.ImportRevisionRequest(
-            adapter=wanted.name, base_model=wanted.base, alias="-", source=wanted.source
-        )
-        revision = await store.fetch(request)
-        self._announced.discard(importing)
-        found["imported"] = {"source": wanted.source, "run": wanted.run, "digest": revision.digest}
-        return revision
+    async def _abort_others(self, releases: Sequence[releases_pb2.Release]) -> None:
+        """End the open releases of other sources: the object owns the adapter."""
+        for release in releases:
+            if release.state in _OPEN and not self._wanted.owns(release):
+                await self._store.change("AbortRelease", name=release.name, etag=release.etag)
+                self._tell("Superseded", f"aborted {release.name} of {release.origin.source or release.digest}")
 
-    def _outcome(
-        self,
-        release: releases_pb2.Release,
-        wanted: LoraAdapter,
-        base: adapters_pb2.BaseModel,
-        found: dict[str, Any],
-    ) -> Outcome:
+    async def _advance(self, release: releases_pb2.Release, live: adapters_pb2.Revision | None) -> releases_pb2.Release:
+        """Bring a release as far as the object asks for."""
+        if release.state == _States.RELEASE_STATE_VERIFIED and not self._wanted.external_gates:
+            gate = releases_pb2.GateResult(name=NO_GATES, passed=True)
+            release = await self._store.change("QualifyRelease", name=release.name, etag=release.etag, gates=[gate])
+        plan = self._wanted.plan if live is not None and live.digest != release.digest else None
+        if release.state == _States.RELEASE_STATE_QUALIFIED or (
+            release.state == _States.RELEASE_STATE_CANARY and plan is None
+        ):
+            release = await self._store.change("PromoteRelease", name=release.name, etag=release.etag, plan=plan)
+        return release
+
+    def _outcome(self, release: releases_pb2.Release, base: adapters_pb2.BaseModel) -> Outcome:
         """Return how an object with a release is."""
-        cause, number = release.history[-1].cause, release.name.rpartition("/")[2]
-        found |= {"digest": release.digest, "pin": release.origin.pin, "release": release.name, "share": None}
-        of_tenant = f"{wanted.adapter}#{number} --tenant {wanted.tenant}"
+        cause, number, fields = release.history[-1].cause, release.name.rpartition("/")[2], self._fields
+        fields |= {"digest": release.digest, "pin": release.origin.pin, "release": release.name, "share": None}
+        of_tenant = f"{self._wanted.adapter}#{number} --tenant {self._wanted.tenant}"
         match release.state:
             case _States.RELEASE_STATE_LIVE:
-                found["live"] = release.digest
-                return self._live(release.base_digest, wanted, base, found)
+                fields["live"] = release.digest
+                return self._live(release.base_digest, base)
             case _States.RELEASE_STATE_CANARY:
-                found["share"] = f"{release.rollout.plan.steps[release.rollout.step].permille / 10:g}%"
-                return Outcome(State.CANARY, "False", "Canary", f"release {number} is a canary: {cause}", SOON_S, found)
+                fields["share"] = f"{release.rollout.plan.steps[release.rollout.step].permille / 10:g}%"
+                message = f"release {number} is a canary: {cause}"
+                return Outcome(State.CANARY, "False", "Canary", message, SOON_S, fields)
             case _States.RELEASE_STATE_ROLLED_BACK | _States.RELEASE_STATE_RETIRED:
                 rolled_back = release.state == _States.RELEASE_STATE_ROLLED_BACK
                 state = State.ROLLED_BACK if rolled_back else State.RETIRED
@@ -245,24 +244,23 @@ class Adapters:
                     f"release {number} {'was rolled back' if rolled_back else 'has ended'}: {cause}; change "
                     f"spec.source, or spec.run to release the same again; loraplex releases history {of_tenant}"
                 )
-                return Outcome(state, "False", state, message, REST_S, found)
+                return Outcome(state, "False", state, message, REST_S, fields)
         if failed := [gate.name for gate in release.gates if not gate.passed]:
             message = f"gates of release {number} failed: {', '.join(failed)}; change spec.source or spec.run"
-            return Outcome(State.VERIFIED, "False", "GatesFailed", message, SOON_S, found)
+            return Outcome(State.VERIFIED, "False", "GatesFailed", message, SOON_S, fields)
         message = f"release {number} waits for its gates: loraplex releases qualify {of_tenant} --gates FILE"
-        return Outcome(State.VERIFIED, "False", "WaitsForGates", message, SOON_S, found)
+        return Outcome(State.VERIFIED, "False", "WaitsForGates", message, SOON_S, fields)
 
-    def _live(
-        self, base_digest: str, wanted: LoraAdapter, base: adapters_pb2.BaseModel, found: Mapping[str, Any]
-    ) -> Outcome:
-        message = f"requests of {wanted.tenant} for {wanted.adapter} get it"
+    def _live(self, base_digest: str, base: adapters_pb2.BaseModel) -> Outcome:
+        wanted = self._wanted
         if base_digest == (base.original_digest or base.digest):
-            return Outcome(State.LIVE, "True", "Live", message, REST_S, found)
+            message = f"requests of {wanted.tenant} for {wanted.adapter} get it"
+            return Outcome(State.LIVE, "True", "Live", message, REST_S, self._fields)
         message = (
             f"it was checked for an earlier revision of {wanted.base}, and is refused once no worker serves that one; "
             "change spec.run to import it for the live one"
         )
-        return Outcome(State.LIVE, "False", "BaseReplaced", message, REST_S, found)
+        return Outcome(State.LIVE, "False", "BaseReplaced", message, REST_S, self._fields)
 
 
 def _current(wanted: LoraAdapter, releases: Sequence[releases_pb2.Release]) -> releases_pb2.Release | None:
@@ -273,29 +271,6 @@ def _current(wanted: LoraAdapter, releases: Sequence[releases_pb2.Release]) -> r
         if release.state == _States.RELEASE_STATE_LIVE:
             break
     return None
-
-
-async def _abort(store: TenantStore, wanted: LoraAdapter, releases: Sequence[releases_pb2.Release], tell: Tell) -> None:
-    """End the open releases of other sources: the object owns the adapter."""
-    for release in releases:
-        if release.state in _OPEN and not wanted.owns(release):
-            await store.change("AbortRelease", name=release.name, etag=release.etag)
-            tell("Superseded", f"aborted {release.name} of {release.origin.source or release.digest}")
-
-
-async def _advance(
-    store: TenantStore, wanted: LoraAdapter, release: releases_pb2.Release, live: adapters_pb2.Revision | None
-) -> releases_pb2.Release:
-    """Bring a release as far as its object asks for."""
-    if release.state == _States.RELEASE_STATE_VERIFIED and not wanted.external_gates:
-        gate = releases_pb2.GateResult(name=NO_GATES, passed=True)
-        release = await store.change("QualifyRelease", name=release.name, etag=release.etag, gates=[gate])
-    plan = wanted.plan if live is not None and live.digest != release.digest else None
-    if release.state == _States.RELEASE_STATE_QUALIFIED or (
-        release.state == _States.RELEASE_STATE_CANARY and plan is None
-    ):
-        release = await store.change("PromoteRelease", name=release.name, etag=release.etag, plan=plan)
-    return release
 
 
 @dataclass(frozen=True)
@@ -313,46 +288,39 @@ class BaseModel:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Return what only one object may ask for."""
-        return ("BaseModel", self.model)
+        """Return what only one object may ask for; nothing where it only looks."""
+        return ("BaseModel", self.model) if self.digest else ()
 
 
-class Bases:
-    """Brings base models of the store to what BaseModels ask for."""
+async def look_at_base(store: Store, wanted: BaseModel, tell: Tell) -> Outcome:
+    """Make the calls that a BaseModel needs now, and return how it is."""
+    try:
+        return await _look_at_base(store, wanted, tell)
+    except (Refused, sdk.LoraplexError) as error:
+        return outcome_of(error, {})
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
 
-    async def look(self, wanted: BaseModel, tell: Tell) -> Outcome:
-        """Make the calls that an object needs now, and return how it is."""
-        try:
-            return await self._look(wanted, tell)
-        except (Refused, sdk.LoraplexError) as error:
-            return outcome_of(error, {})
-
-    async def _look(self, wanted: BaseModel, tell: Tell) -> Outcome:
-        live = await self._store.base(wanted.model)
-        if live is None:
+async def _look_at_base(store: Store, wanted: BaseModel, tell: Tell) -> Outcome:
+    if (live := await store.base(wanted.model)) is None:
+        raise Refused(
+            "NotRegistered",
+            f"the store has no base model {wanted.model}; register it: an entry of the chart's models, or "
+            f"loraplex models push DIR --name {wanted.model}",
+        )
+    if wanted.digest and live.digest != wanted.digest:
+        if (staged := await store.base(f"{wanted.model}@{wanted.digest}")) is None:
             raise Refused(
-                "NotRegistered",
-                f"the store has no base model {wanted.model}; register it: an entry of the chart's models, or "
-                f"loraplex models push DIR --name {wanted.model}",
+                "RevisionNotFound",
+                f"spec.digest: the store has no such revision of {wanted.model}, and {live.digest} is live; stage it: "
+                f"loraplex models push DIR --name {wanted.model} --stage",
             )
-        if wanted.digest and live.digest != wanted.digest:
-            if await self._store.base(f"{wanted.model}@{wanted.digest}") is None:
-                raise Refused(
-                    "RevisionNotFound",
-                    f"spec.digest: the store has no such revision of {wanted.model}, and {live.digest} is live; stage "
-                    f"it: loraplex models push DIR --name {wanted.model} --stage",
-                    REFUSED_S,
-                )
-            await self._store.promote_base(wanted.model, wanted.digest)
-            tell("Promoted", f"{wanted.digest} is live, and {live.digest} the former revision")
-            live = await self._store.base(wanted.model) or live
-        fields = {
-            "digest": live.digest,
-            "architecture": live.architecture,
-            "contextLength": live.context_length,
-            "quantization": live.quantization,
-        }
-        return Outcome(State.LIVE, "True", "Live", f"{wanted.model} is registered", REST_S, fields)
+        await store.promote_base(wanted.model, wanted.digest)
+        tell("Promoted", f"{wanted.digest} is live, and {live.digest} the former revision")
+        live = staged
+    fields = {
+        "digest": live.digest,
+        "architecture": live.architecture,
+        "contextLength": live.context_length,
+        "quantization": live.quantization,
+    }
+    return Outcome(State.LIVE, "True", "Live", f"{wanted.model} is registered", REST_S, fields)

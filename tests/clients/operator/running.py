@@ -78,11 +78,17 @@ class World:
         self.folder = folder
         self.kube = KubernetesApi()
         self.on_call: Callable[[str], None] = lambda call: None
+        # The call that does not go on, and what is set once it has come.
+        self.hold, self.held = "", asyncio.Event()
         self.kube.on_call = self._call
         self._process: asyncio.subprocess.Process | None = None
 
     async def _call(self, call: str) -> None:
         self.on_call(call)
+        if call == self.hold:
+            self.hold = ""
+            self.held.set()
+            await asyncio.Event().wait()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[World]:

@@ -161,6 +161,24 @@ async def test_external_gates_are_waited_for(world: World) -> None:
     await world.until("gated", "Live")
 
 
+async def test_an_import_that_goes_on_ends_with_the_source_or_the_object(world: World) -> None:
+    spec: dict[str, Any] = {"tenant": "acme", "base": "base", "adapter": "slow"}
+    for edited in (True, False):
+        world.hold, world.held = "ImportRevision", asyncio.Event()
+        world.kube.apply("LoraAdapter", "slow", source=world.source("slow-1", 51), **spec)
+        async with asyncio.timeout(20):
+            await world.held.wait()
+        await world.until("slow", "Importing")
+        if edited:
+            second = world.source("slow-2", 52)
+            world.kube.apply("LoraAdapter", "slow", source=second, **spec)
+            await world.until("slow", "Live")
+            assert await world.releases("slow") == [(second, "LIVE")]
+        world.kube.delete("slow")
+        await world.gone("slow")
+        assert await world.live("slow") is None
+
+
 async def test_bad_input_is_a_condition_that_says_what_to_do_and_ends_with_its_cause(world: World) -> None:
     kube, source = world.kube, world.source("good", 41)
     spec: dict[str, Any] = {"tenant": "acme", "base": "base", "source": source}
@@ -171,6 +189,8 @@ async def test_bad_input_is_a_condition_that_says_what_to_do_and_ends_with_its_c
     kube.apply("LoraAdapter", "no-adapter", **{**spec, "source": f"file://{world.folder}/sources/empty"})
     kube.apply("LoraAdapter", "wrong-steps", **{**spec, "adapter": "steps"})
     kube.apply("LoraAdapter", "bad", namespace="team", **spec)
+    kube.apply("BaseModel", "bad", namespace="team", model="base", digest="sha256:" + "0" * 64)
+    kube.apply("BaseModel", "seen", namespace="team", model="base")
     kube.apply("LoraAdapter", "first", **{**spec, "adapter": "both"})
     await world.until("first", "Live")
     kube.apply("LoraAdapter", "second", **{**spec, "adapter": "both"})
@@ -183,6 +203,8 @@ async def test_bad_input_is_a_condition_that_says_what_to_do_and_ends_with_its_c
         "spec.tenant: objects of team may have adapters of beta alone; the chart's value operator.namespaces, or "
         "--namespaces of the operator, allows more"
     )
+    await world.until("bad", "DigestNotAllowed", "basemodels", "team")
+    await world.until("seen", "Live", "basemodels", "team")
     assert await world.until("second", "Conflict") == ("llm/first asks for acme/both already; delete one of the two")
     assert "loraplex models push DIR --name later" in await world.until("later", "NotRegistered", "basemodels")
     for name in ("no-base", "not-allowed", "no-adapter", "second"):

@@ -14,7 +14,7 @@ from adapter_store.app import Store as AdapterStore
 from adapter_store.app import StoreSettings
 from artifacts.base_model import read_base_model
 from clients.cli.models import registered
-from clients.operator.objects import Adapters, LoraAdapter
+from clients.operator.objects import AdapterLook, LoraAdapter
 from clients.operator.store import Outcome, Store
 from tests.credentials_files import write_tls_files
 
@@ -41,10 +41,8 @@ async def look(address: str, tenant: str = "acme") -> Outcome:
     """Look at an adapter whose source no store allows."""
     wanted = LoraAdapter.of("support", {"tenant": tenant, "base": "base", "source": "hf://acme/support"})
     store = Store(address)
-    adapters = Adapters(store)
     try:
-        outcome = await adapters.look(wanted, {}, lambda *_: None)
-        return outcome if outcome.reason != "Importing" else await adapters.look(wanted, {}, lambda *_: None)
+        return await AdapterLook(store, wanted, {}, True, lambda *_: None).outcome()
     finally:
         await store.close()
 
@@ -63,6 +61,7 @@ async def test_a_tenant_needs_a_plan_or_a_key(operators: str, tmp_path: Path) ->
         await keys.CreateKey(keys_pb2.CreateKeyRequest(tenant="acme"))
         assert (await look(operators)).reason == "SourceNotAllowed"
         assert (await look(operators, "globex")).reason == "TenantUnknown"
+        assert (await look(operators, "shared")).reason == "SourceNotAllowed", "adapters for all tenants"
         plans = plans_pb2_grpc.PlanServiceStub(channel)
         await plans.SetPlan(plans_pb2.SetPlanRequest(plan=plans_pb2.Plan(name="tenants/globex", adapters=1)))
     outcome = await look(operators, "globex")
