@@ -18,7 +18,7 @@ from typing import Any
 import kopf
 from loraplex_client import LoraplexError
 
-from clients.operator.objects import AdapterLook, BaseModel, LoraAdapter, look_at_base
+from clients.operator.objects import AdapterLook, BaseModel, LoraAdapter, delete_adapter, look_at_base
 from clients.operator.settings import OperatorSettings
 from clients.operator.store import IMPORT_FAILED_S, SOON_S, Outcome, Refused, State, Store, outcome_of
 from rpc.settings import SettingsError
@@ -181,11 +181,11 @@ class Operator:
                 await asyncio.sleep(_SETTLE_S)
                 pace.cancelled = False
             try:
-                await self._store.of(wanted.tenant).delete(wanted.name)
+                deleted = await delete_adapter(self._store, wanted, body.status)
             except LoraplexError as error:
                 self._tell(body, patch, outcome_of(error, {}))
                 raise kopf.TemporaryError(f"{wanted.name} is not deleted: {error.message}", delay=SOON_S) from error
-            log.info("deleted %s", wanted.name)
+            log.info("%s %s", "deleted" if deleted else "left", wanted.name)
 
     async def _follow(
         self,

@@ -263,6 +263,20 @@ class AdapterLook:
         return Outcome(State.LIVE, "False", "BaseReplaced", message, REST_S, self._fields)
 
 
+async def delete_adapter(store: Store, wanted: LoraAdapter, status: Mapping[str, Any]) -> bool:
+    """Delete the adapter of a LoraAdapter that goes; returns False for one that never was the object's.
+
+    That one's object was refused from its first look on. Where a first look was killed, the store has what it imported.
+    """
+    of_tenant = store.of(wanted.tenant)
+    if not status.get("digest") and not status.get("imported"):
+        is_own = any(map(wanted.owns, await of_tenant.releases(wanted.name)))
+        if not is_own and not any(map(wanted.comes_from_source, await of_tenant.revisions(wanted.name))):
+            return False
+    await of_tenant.delete(wanted.name)
+    return True
+
+
 def _current(wanted: LoraAdapter, releases: Sequence[releases_pb2.Release]) -> releases_pb2.Release | None:
     """Return the last release of an object, unless another one went live after it, and is."""
     for release in releases:

@@ -21,8 +21,8 @@ from tenancy.certificates import RESERVED_TENANTS
 
 # Timeout in seconds of a call, of all but imports, whose time the store bounds.
 _ASK_S = 10.0
-# Maximum number of releases, the newest ones, that a look reads: open ones beyond them end by themselves or by hand.
-_RELEASES = 100
+# Maximum number of releases and revisions, the newest ones, that a look reads.
+_LISTED = 100
 # Intervals in seconds until the next look: where something changes by itself, after a refusal that may be lifted, after
 # an import that failed, which costs a download, and where nothing is to be done. All but the download's are at most
 # --look-s.
@@ -120,12 +120,21 @@ class TenantStore:
 
     async def releases(self, adapter: str) -> Sequence[releases_pb2.Release]:
         """Return an adapter's releases, newest first; none where there is no adapter."""
-        request = releases_pb2.ListReleasesRequest(parent=adapter, page_size=_RELEASES)
+        request = releases_pb2.ListReleasesRequest(parent=adapter, page_size=_LISTED)
         try:
             releases: Sequence[releases_pb2.Release] = (await self.ask("ListReleases", request)).releases
         except sdk.NotFoundError:
             return ()
         return releases
+
+    async def revisions(self, adapter: str) -> Sequence[adapters_pb2.Revision]:
+        """Return an adapter's revisions, newest first; none where there is no adapter."""
+        request = adapters_pb2.ListRevisionsRequest(parent=adapter, page_size=_LISTED)
+        try:
+            revisions: Sequence[adapters_pb2.Revision] = (await self.ask("ListRevisions", request)).revisions
+        except sdk.NotFoundError:
+            return ()
+        return revisions
 
     async def change(self, method: str, **fields: Any) -> releases_pb2.Release:
         """Call a method of ReleaseService that changes a release, or returns one; return the release."""

@@ -183,9 +183,13 @@ class World:
         await self.kube.until(reached, f"{name} is not {reason}")
         return self.ready(name, plural, namespace)[2]
 
-    async def gone(self, name: str) -> None:
-        """Wait until an object is gone."""
-        await self.kube.until(lambda: self.kube.get(name) is None, f"{name} is still there")
+    async def told(self, name: str, *reasons: str) -> None:
+        """Wait until an object has these events and no others; they come after its status."""
+        await self.kube.until(lambda: self.kube.events(name) == list(reasons), f"{name}: {self.kube.events(name)}")
+
+    async def gone(self, name: str, namespace: str = "llm") -> None:
+        """Wait until a LoraAdapter is gone."""
+        await self.kube.until(lambda: self.kube.get(name, namespace=namespace) is None, f"{name} is still there")
 
     async def live(self, adapter: str, tenant: str = "acme") -> Any:
         """Return the live revision of an adapter; None where the store has no such adapter."""

@@ -44,7 +44,7 @@ async def test_an_adapter_lives_from_its_object_to_its_deletion(world: World) ->
     assert status["digest"] == status["live"] == first.digest
     assert status["release"] == f"{SUPPORT}/releases/1"
     assert {one["type"]: one["status"] for one in status["conditions"]} == {"Ready": "True", "Stalled": "False"}
-    assert kube.events("support") == ["Importing", "Live"]
+    await world.told("support", "Importing", "Live")
 
     # Applied twice, nothing happens; neither does anything at further looks.
     version = (kube.get("support") or {})["metadata"]["resourceVersion"]
@@ -74,7 +74,7 @@ async def test_an_adapter_lives_from_its_object_to_its_deletion(world: World) ->
     kube.apply("LoraAdapter", "support", **edited)
     await world.until("support", "Live")
     assert [state for _, state in await world.releases("support")] == ["RETIRED", "LIVE", "ROLLED_BACK"]
-    assert "Superseded" in kube.events("support")
+    await kube.until(lambda: "Superseded" in kube.events("support"))
 
     kube.delete("support")
     await world.gone("support")
@@ -135,7 +135,7 @@ async def test_what_the_store_has_is_adopted_and_may_be_left(world: World) -> No
     world.kube.apply("LoraAdapter", "mine", source=source, **spec)
     await world.until("mine", "Live")
     assert await world.releases("mine") == [], "it was imported from there"
-    assert world.kube.events("mine") == ["Live"]
+    await world.told("mine", "Live")
     # The same bytes by another way: they are imported, and the release is of what is live already.
     world.kube.apply("LoraAdapter", "theirs", source=world.source("theirs", 22), **spec)
     await world.until("theirs", "Live")
@@ -187,7 +187,6 @@ async def test_bad_input_is_a_condition_that_says_what_to_do_and_ends_with_its_c
     kube.apply("LoraAdapter", "of-another", **{**spec, "tenant": "beta"})
     (world.folder / "sources" / "empty").mkdir()
     kube.apply("LoraAdapter", "no-adapter", **{**spec, "source": f"file://{world.folder}/sources/empty"})
-    kube.apply("LoraAdapter", "wrong-steps", **{**spec, "adapter": "steps"})
     kube.apply("LoraAdapter", "bad", namespace="team", **spec)
     kube.apply("BaseModel", "bad", namespace="team", model="base", digest="sha256:" + "0" * 64)
     kube.apply("BaseModel", "seen", namespace="team", model="base")
@@ -212,31 +211,45 @@ async def test_bad_input_is_a_condition_that_says_what_to_do_and_ends_with_its_c
         assert conditions == {"Ready": "False", "Stalled": "True"}
         assert world.status(name)["state"] == "Refused"
 
-    # The steps of a release are the store's to check.
-    await world.until("wrong-steps", "Live")
-    steps = {"steps": [{"percent": 5}, {"percent": 5}]}
-    kube.apply("LoraAdapter", "wrong-steps", **{**spec, "adapter": "steps", "run": "2", "release": steps})
-    await world.until("wrong-steps", "Live")  # the same bytes are live, so that there is nothing to roll out
-    other: dict[str, Any] = {**spec, "adapter": "steps", "source": world.source("other", 42), "release": steps}
-    kube.apply("LoraAdapter", "wrong-steps", **other)
-    assert "plan.steps[1].permille: 50; shares must rise" in await world.until("wrong-steps", "InvalidField")
-
-    assert kube.events("not-allowed") == ["Importing", "SourceNotAllowed"], "however often it was looked at"
-
-    # Refused objects change nothing when they go, and others take their place.
-    kube.delete("second")
-    await world.gone("second")
-    assert await world.live("both") is not None
-    kube.delete("bad", namespace="team")
-    await kube.until(lambda: kube.get("bad", namespace="team") is None)
-    assert await world.live("bad") is None
-    await world.client.register(read_base_model("hash:?vocab=700", name="later"))
-    await world.until("no-base", "Live")
-    await world.until("later", "Live", "basemodels")
+    await world.told("not-allowed", "Importing", "SourceNotAllowed")
     with pytest.raises(Refusal, match="'s4://x' does not match"):
         kube.apply("LoraAdapter", "no-scheme", **{**spec, "source": "s4://x"})
     with pytest.raises(Refusal, match="'sauce' was unexpected"):
         kube.apply("LoraAdapter", "no-field", **spec, sauce="x")
+    await world.client.register(read_base_model("hash:?vocab=700", name="later"))
+    await world.until("no-base", "Live")
+    await world.until("later", "Live", "basemodels")
+    assert kube.events("not-allowed") == ["Importing", "SourceNotAllowed"], "however often it was looked at"
+
+
+async def test_refused_objects_change_nothing_when_they_go(world: World) -> None:
+    kube = world.kube
+    spec: dict[str, Any] = {"tenant": "acme", "base": "base", "source": world.source("going", 61)}
+    await world.client.upload("kept", files_of(62), base_model="base")
+    kube.apply("LoraAdapter", "kept", **{**spec, "base": "typo"})
+    kube.apply("LoraAdapter", "older", **{**spec, "adapter": "shared-by-two"})
+    await world.until("older", "Live")
+    kube.apply("LoraAdapter", "other", **{**spec, "adapter": "shared-by-two"})
+    kube.apply("LoraAdapter", "kept", namespace="team", **spec)
+    await world.until("kept", "BaseNotFound")
+    await world.until("other", "Conflict")
+    await world.until("kept", "TenantNotAllowed", namespace="team")
+    for name, namespace in (("kept", "llm"), ("other", "llm"), ("kept", "team")):
+        kube.delete(name, namespace=namespace)
+        await world.gone(name, namespace)
+    assert await world.live("kept") is not None
+    assert await world.live("shared-by-two") is not None
+
+
+async def test_the_steps_of_a_release_are_the_store_s_to_check(world: World) -> None:
+    spec: dict[str, Any] = {"tenant": "acme", "base": "base", "source": world.source("steps-1", 71)}
+    world.kube.apply("LoraAdapter", "steps", **spec)
+    await world.until("steps", "Live")
+    spec["release"] = {"steps": [{"percent": 5}, {"percent": 5}]}
+    world.kube.apply("LoraAdapter", "steps", run="2", **spec)
+    await world.until("steps", "Live")  # the same bytes are live, so that there is nothing to roll out
+    world.kube.apply("LoraAdapter", "steps", **{**spec, "source": world.source("steps-2", 72)})
+    assert "plan.steps[1].permille: 50; shares must rise" in await world.until("steps", "InvalidField")
 
 
 async def test_a_base_model_is_shown_and_its_revision_promoted(world: World) -> None:
@@ -257,7 +270,7 @@ async def test_a_base_model_is_shown_and_its_revision_promoted(world: World) -> 
     world.kube.apply("BaseModel", "qwen", digest=staged.digest)
     await world.until("qwen", "Live", "basemodels")
     assert world.status("qwen", "basemodels")["digest"] == staged.digest
-    assert "Promoted" in world.kube.events("qwen")
+    await world.kube.until(lambda: "Promoted" in world.kube.events("qwen"))
     world.kube.delete("qwen", "basemodels")
     await world.kube.until(lambda: world.kube.get("qwen", "basemodels") is None)
 
