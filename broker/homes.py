@@ -12,7 +12,7 @@ worker that starts takes adapters over without a job that waits for a load.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -39,7 +39,7 @@ class WorkerLoad:
     worker_id: str
     used: int
     rows: int
-    adapters: Collection[str] = ()
+    adapters: Set[str] = frozenset()
     has_free_slot: bool = False
 
 

@@ -97,8 +97,8 @@ class Placer:
 
 
 def _load_of(state: WorkerState) -> WorkerLoad:
-    used = state.rows_running + state.rows_waiting
-    return WorkerLoad(state.worker_id, used, state.rows_limit, state.adapters, state.slots_used < state.slots_total)
+    used, has_free_slot = state.rows_running + state.rows_waiting, state.slots_used < state.slots_total
+    return WorkerLoad(state.worker_id, used, state.rows_limit, frozenset(state.adapters), has_free_slot)
 
 
 # Reason that the client gets while jobs of its tenant and adapter are refused because they killed engines.

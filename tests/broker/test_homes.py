@@ -49,7 +49,7 @@ def loaded(
 ) -> list[WorkerLoad]:
     """Workers by their ids, some of which have the adapter sha256:1."""
     return [
-        WorkerLoad(name, (used or {}).get(name, 0), ROWS, ("sha256:1",) * (name in having), free_slot)
+        WorkerLoad(name, (used or {}).get(name, 0), ROWS, {"sha256:1"} if name in having else set(), free_slot)
         for name in workers
     ]
 
