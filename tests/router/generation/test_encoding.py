@@ -208,6 +208,7 @@ async def test_the_largest_worker_bounds_texts(calls: Calls, cluster: Cluster) -
         (("embed",), {"modules_to_save": ["classifier"], "id2label": {"0": "a", "1": "b"}}, "classify", ("a", "b")),
         (ALL, {"modules_to_save": ["score"]}, "classify", ("LABEL_0", "LABEL_1", "LABEL_2")),
         (("generate", "embed"), {}, "classify", "has no classification head; name an adapter that brings one"),
+        (("embed",), {"modules_to_save": ["lm_head"]}, "classify", "has no classification head"),
         (("generate",), {}, "embed", r"loraplex models push --replace"),
     ],
 )

@@ -273,6 +273,10 @@ def test_embeddings_and_heads_that_were_trained_in_full_are_pefts(
     outputs = run_until_idle(engine, {0: list(requests.values())})
     answers = {oracle.check(request, outputs[request.sequence_id], name) for (name, _), request in requests.items()}
     assert len(answers) > len(kinds), f"answers are to be diverse: {answers}"
+    for request in list(requests.values())[: len(kinds)]:
+        alone = run_until_idle(engine, {0: [replace(request, sequence_id="alone")]})["alone"]
+        beside = [one for output in outputs[request.sequence_id] for one in output.logprobs]
+        assert [one for output in alone for one in output.logprobs] == beside, "bit by bit, whatever stands beside it"
 
 
 def test_embeddings_and_heads_that_do_not_fit_are_refused_by_name(

@@ -146,7 +146,9 @@ class CpuGroup(FusedProduct):
             rows, inputs = y.view(-1, self.width), x.reshape(-1, self.in_features)
             for slot, first, stop in self._step.segments:
                 if (own := self._own.get(slot)) is not None:
-                    rows[first:stop] = linear(inputs[first:stop], own)
+                    # One by one: the bits of a row must not depend on those beside it, and a packed weight is a copy.
+                    for row in range(first, stop):
+                        rows[row] = linear(inputs[row], own)
         return y
 
     def add_adapters(self, x: Tensor, y: Tensor) -> None:
