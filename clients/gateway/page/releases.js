@@ -2,7 +2,7 @@
 
 import { errorOf, onAccess, tenantHeaders } from "./access.js";
 import { byId, element, showTable } from "./elements.js";
-import { columns, percent, whole } from "./tables.js";
+import { columns, whole } from "./tables.js";
 
 const POLL_MS = 1_000;
 const DIGEST_CHARACTERS = 19;
@@ -134,12 +134,13 @@ function showRollout(rollout) {
   ].filter(Boolean).join(" ");
   const of = (name, shape) => (figures[name] === undefined ? "-" : shape(figures[name]));
   const both = (title, name, shape) => [title, of(`live_${name}`, shape), of(`candidate_${name}`, shape)];
-  const portion = (value) => percent(value, 1);
+  const portion = (value) => `${short(100 * value)}%`;
+  const milliseconds = (value) => whole(Math.round(value));
   const rows = [
     both("requests", "requests", whole),
     both("failed", "error_rate", portion),
     both("refusals", "refusal_rate", portion),
-    both("ms to the first token, p50", "ttft_ms", whole),
+    both("ms to the first token, p50", "ttft_ms", milliseconds),
   ];
   if (figures.shadow_requests) {
     rows.push(
@@ -147,7 +148,7 @@ function showRollout(rollout) {
       ["shadow requests that failed", "", of("shadow_failure_rate", portion)],
       ["equal tokens", "", of("agreement", portion)],
       ["log probability, difference in nats", "", of("logprob_difference", short)],
-      ["ms of a whole answer", of("shadowed_ms", whole), of("shadow_ms", whole)],
+      ["ms of a whole answer", of("shadowed_ms", milliseconds), of("shadow_ms", milliseconds)],
     );
   }
   showTable("comparison", "comparison-title", columns("of this step*", "live", "candidate"), rows, "");

@@ -160,7 +160,7 @@ export const columns = (...titles) => titles.map((title) => ({ title: title.repl
 export const whole = (value) => value.toLocaleString("en");
 const rate = (value, digits = 1) =>
   value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-export const percent = (part, all) => (all ? `${rate((100 * part) / all, 0)}%` : "-");
+const percent = (part, all) => (all ? `${rate((100 * part) / all, 0)}%` : "-");
 const mebibytes = (bytes) => rate(bytes / 2 ** 20);
 const milliseconds = (seconds) => (seconds === null ? "-" : rate(seconds * 1e3, seconds < 0.1 ? 1 : 0));
 
