@@ -179,15 +179,15 @@ def test_families_with_the_kernels_of_rows_give_the_same_logits(interpreted: Int
 
 
 def test_a_row_has_the_same_bits_alone_and_beside_others(interpreted: Interpreted) -> None:
-    """As one prompt and in chunks, with an adapter and without; not so with the kernel that decodes otherwise."""
+    """As one prompt and in chunks, with an adapter; not so with the kernel that decodes otherwise."""
     single = interpreted.invariant["float32"]
     assert single.pop("decode kernel") > 0, "the test would not see it"
-    assert list(single.values()) == [0, 0]
+    assert list(single.values()) == [0]
 
 
 def test_samplings_kernel_chooses_the_ids_that_the_cpu_chooses(interpreted: Interpreted) -> None:
     """Of greedy rows and rows with every limit, with forbidden and equal logits, and those that are not numbers."""
-    assert len(interpreted.sampling) == 34
+    assert len(interpreted.sampling) == 19
     assert {case: counts for case, counts in interpreted.sampling.items() if counts[0]} == {}
 
 
