@@ -14,6 +14,7 @@ from tests.worker.engine.attention_batches import CPU, Case, Numbers, cases
 from worker.engine.attention.cpu import CpuPlan, cpu_plan
 from worker.engine.attention.paged import row_blocks
 from worker.engine.kernels.rows import compile_rows
+from worker.engine.kernels.weight_vectors import EMULATED, V
 from worker.engine.scheduling.sequence import Batch
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -41,6 +42,9 @@ TOLERANCE = 80 * torch.finfo(torch.float32).eps
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
+_WITH_TILES = pytest.mark.skipif(V != 16, reason="tiles have panels of 32 positions")
+
+
 def by_kernel(numbers: Numbers, batch: Batch | None = None) -> Tensor:
     batch = batch or numbers.batch
     rows = row_blocks(batch.rows, numbers.cache.block_size)
@@ -65,9 +69,15 @@ def test_halves_are_rounded_once(dtype: torch.dtype) -> None:
     check(Numbers(case, CPU, dtype))
 
 
-def test_company_changes_no_bit() -> None:
+@pytest.mark.parametrize("products", ["fastest", pytest.param("tiles", marks=_WITH_TILES)])
+def test_company_changes_no_bit(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone a row is shared out by its heads, in company it is one task."""
     case = Case(dim=24, value_dim=24, decodes=(300, 5, 12, 70, 71), chunks=((40, 5),), window=200)
+    if products == "tiles":
+        # The code for AMX, over tiles in memory.
+        monkeypatch.setattr("worker.engine.attention.cpu.fastest_products", lambda *_: EMULATED)
+        case = replace(case, dim=64)
+        check(Numbers(case, CPU, torch.bfloat16))
     numbers = Numbers(case, CPU, torch.bfloat16)
     together = by_kernel(numbers)
     alone = by_kernel(numbers, Batch(numbers.batch.rows[:1], 1, 1))

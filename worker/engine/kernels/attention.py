@@ -14,8 +14,9 @@ token's bits are the same alone, in a chunk of any size and beside any others.
 
 query, out [tokens, heads, dim]; keys, values [slots, kv_heads, dim], of int8 with scales [slots, kv_heads]: scores and
 weights are multiplied by them. All sums are float32; where the processor multiplies pairs of bfloat16, scores are of
-these. The formulas of softcap and sinks are those of worker.engine.attention.paged.LayerCall. Head dims, the dtype and
-that of kept keys and values are compile-time constants in the type of the kernel's parameters. Strides are in bytes.
+these, by vectors or, where the dim is a multiple of 32, by tiles of AMX. The formulas of softcap and sinks are those of
+worker.engine.attention.paged.LayerCall. Head dims, the dtype and that of kept keys and values are constants of the
+kernel's compilation, in the type of its parameters. Strides are in bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 
-from worker.engine.kernels import weight_vectors
+from worker.engine.kernels import tiles, weight_vectors
 from worker.engine.kernels.compilation import Kernel, compile_kernel
 from worker.engine.kernels.llvm import (
     CONTRACT,
@@ -61,13 +62,15 @@ from worker.engine.kernels.llvm import (
     vector_pieces,
     vector_type,
 )
+from worker.engine.kernels.tiles import add_products, begin_sums, bfloat16_products, configure, release, write_sums
 from worker.engine.kernels.weight_vectors import (
+    EMULATED,
     FLOATS,
     FORMATS,
     HALVES,
-    HAS_PAIRS,
     PAIRS,
     PANEL,
+    TILES,
     TileSums,
     V,
     dot_pairs,
@@ -78,7 +81,7 @@ from worker.engine.kernels.weight_vectors import (
 )
 
 # Maximum rows of a tile, whose sums and what they are made of fit the registers: of scores, and of values.
-_SCORE_ROWS = {FLOATS: 6, PAIRS: 12}
+_SCORE_ROWS = {FLOATS: 6, PAIRS: 12, TILES: tiles.ROWS, EMULATED: tiles.ROWS}
 _VALUE_ROWS = 6 if V == 16 else 3
 # Vectors of sums of values, of up to 16 numbers each, that are in registers together.
 _VALUE_VECTORS = 24 if V == 16 else 6
@@ -92,11 +95,16 @@ _WORDS_STEP = 4
 
 def key_words(key_dim: int, products: int) -> int:
     """Return the 32-bit words of a query or key in the products' format."""
-    return key_dim // 2 if products == PAIRS else key_dim
+    return key_dim if products == FLOATS else key_dim // 2
 
 
 def _products(p: Parameters) -> int:
     return p.constant("of_products")
+
+
+def _of_pairs(p: Parameters) -> bool:
+    """Tell whether queries and keys are multiplied as pairs of bfloat16, by vectors or tiles."""
+    return _products(p) != FLOATS
 
 
 def _transposed(b: Any, lines: Sequence[Any]) -> list[Any]:
@@ -118,7 +126,7 @@ def _transposed(b: Any, lines: Sequence[Any]) -> list[Any]:
 def _key_piece(b: Any, p: Parameters, key: Any, first: Any, words: int) -> Any:
     """Load words [first, first + words) of a key in the products' format, with zeros behind them: a vector."""
     kind = p.constant("of_kept")
-    if words == V and _products(p) == PAIRS:
+    if words == V and _of_pairs(p):
         size = kind_bytes(kind)
         line = b.add(key, b.mul(first, int64(2 * size)))
         code = FORMATS["int8" if kind == KINDS["int8"] else "bfloat16"]
@@ -138,7 +146,7 @@ def _key_piece(b: Any, p: Parameters, key: Any, first: Any, words: int) -> Any:
 def _narrow_piece(b: Any, p: Parameters, key: Any, first: Any, lanes: int) -> Any:
     kind = p.constant("of_kept")
     size, words = kind_bytes(kind), vector_type(I32, lanes)
-    if _products(p) != PAIRS:
+    if not _of_pairs(p):
         return b.bitcast(load_as_float32(b, kind, b.add(key, b.mul(first, int64(size))), 0, lanes), words)
     line = b.add(key, b.mul(first, int64(2 * size)))
     if kind != KINDS["int8"]:
@@ -214,6 +222,33 @@ def _score_rows(
 
 
 @emits()
+def scale_scores(b, p, rows, sums, factors, scores, stride):
+    """Write scores[row, PANEL positions]: factors[position] * sums [rows, PANEL]."""
+    with cgutils.for_range(b, rows) as loop:
+        line, to = b.add(sums, b.mul(loop.index, int64(4 * PANEL))), b.add(scores, b.mul(loop.index, stride))
+        for half in HALVES:
+            score = b.fmul(load_floats(b, line, V * half, V), load_floats(b, factors, V * half, V))
+            store(b, score, to, 4 * V * half, 4)
+
+
+@emits(types.int64)
+def uses_tiles(b, p):
+    """Return 1 where scores are of tiles."""
+    return int64(int(_products(p) in (TILES, EMULATED)))
+
+
+@kernel_part()
+def _score_tile(p, rows, words, queries, panel, factors, scores, stride, memory):
+    """Write the same as `score_rows` by tiles, which are configured for so many rows."""
+    sums = memory + tiles.MEMORY_BYTES
+    begin_sums(p, memory)
+    for word in range(0, words, tiles.COLUMNS // 2):
+        add_products(p, memory, rows, queries + 4 * word, 4 * words, panel + 4 * PANEL * word)
+    write_sums(p, memory, rows, sums)
+    scale_scores(p, rows, sums, factors, scores, stride)
+
+
+@emits()
 def write_factors(b, p, scaling, key_scales, places, factors):
     """Write float32 [PANEL], by which sums of products with PANEL keys are multiplied to be scores."""
     kept_int8 = p.constant("of_kept") == KINDS["int8"]
@@ -222,7 +257,7 @@ def write_factors(b, p, scaling, key_scales, places, factors):
             store(b, broadcast(b, scaling, V), factors, 4 * V * half, 4)
         return
     # Codes that are multiplied as pairs are scaled by 65536: see pair_of.
-    shrink = ir.Constant(F32, 1 / 65536 if _products(p) == PAIRS else 1.0)
+    shrink = ir.Constant(F32, 1 / 65536 if _of_pairs(p) else 1.0)
     for at in range(PANEL):
         place = load(b, places, 8 * at, I64, 8)
         scale = load(b, b.add(key_scales, b.mul(place, int64(4))), 0, F32, 4)
@@ -278,7 +313,7 @@ def copy_query(b, p, to, numbers):
     """Write a query in the products' format."""
     dim, kind = p.constant("of_key_dim"), p.constant("of_kind")
 
-    if _products(p) == PAIRS:
+    if _of_pairs(p):
         pointer = ir.IntType(8).as_pointer()
         cgutils.raw_memcpy(b, b.inttoptr(to, pointer), b.inttoptr(numbers, pointer), int64(2 * dim), int64(1))
         return
@@ -310,7 +345,7 @@ TASK_FIELDS = 6
 _INTEGERS = (
     "query query_token query_head out out_token out_head keys values key_bytes value_bytes key_scales value_scales "
     "block_size sinks window tasks task_count tables counters scratch scratch_bytes kv_heads shared value_dim words "
-    "score_rows"
+    "score_rows tile_bytes"
 )
 
 
@@ -323,23 +358,32 @@ def compile_attention(key_dim: int, value_dim: int, kind: str, stored: str, prod
     """
     constants = {"of_key_dim": key_dim, "of_value_dim": value_dim, "of_kind": KINDS[kind], "of_kept": KINDS[stored]}
     constants["of_products"] = products
-    return compile_kernel(_attend, constants, _INTEGERS, "scaling softcap", emitting=(weight_vectors,))
+    return compile_kernel(_attend, constants, _INTEGERS, "scaling softcap", emitting=(weight_vectors, tiles))
 
 
 def fastest_products(key_dim: int, kind: str) -> int:
     """Return the products of queries of a dtype that this processor does fastest."""
-    return PAIRS if HAS_PAIRS and kind == "bfloat16" and key_dim % 2 == 0 else FLOATS
+    if kind != "bfloat16":
+        return FLOATS
+    return bfloat16_products(key_dim) if key_dim % 2 == 0 else FLOATS
 
 
-def own_parameters(key_dim: int, value_dim: int, products: int) -> tuple[int, int, int]:
+def own_parameters(key_dim: int, value_dim: int, products: int) -> tuple[int, int, int, int]:
     """Return the kernel's parameters from `value_dim` on."""
-    return value_dim, key_words(key_dim, products), _SCORE_ROWS[products]
+    return value_dim, key_words(key_dim, products), _SCORE_ROWS[products], _tile_bytes(products)
+
+
+def _tile_bytes(products: int) -> int:
+    """Return the bytes of scratch for tiles and their sums."""
+    return tiles.MEMORY_BYTES + tiles.ROWS * PANEL * 4 if products in (TILES, EMULATED) else 0
 
 
 def scratch_floats(rows: int, scores: int, positions: int, key_dim: int, value_dim: int, products: int) -> int:
     """Return the float32 of a thread's scratch for tasks of so many rows, scores and positions."""
     words = key_words(key_dim, products)
-    return 2 * (span_of(positions) + PANEL) + (words + 1) * PANEL + scores + rows * (words + value_dim + 1)
+    before = 2 * (span_of(positions) + PANEL) + (words + 1) * PANEL + _tile_bytes(products) // 4
+    # Each thread's begins with a cache line: lines of tiles would else be of two.
+    return -(-(before + scores + rows * (words + value_dim + 1)) // 16) * 16
 
 
 def span_of(positions: int) -> int:
@@ -417,6 +461,7 @@ def _score(p, at, head, heads, rows, positions, span, places, queries, scores):
     words = at.words
     panel = places + 8 * (span + PANEL)
     factors = panel + words * PANEL * 4
+    memory, configured = factors + PANEL * 4, 0
     for begin in range(0, positions, PANEL):
         for of in range(heads):
             key, scale = at.keys + (head + of) * at.key_bytes, at.key_scales + (head + of) * 4
@@ -426,7 +471,13 @@ def _score(p, at, head, heads, rows, positions, span, places, queries, scores):
             while row < (of + 1) * rows:
                 tile = tile_rows((of + 1) * rows - row, at.score_rows)
                 to = scores + (row * span + begin) * 4
-                score_rows(p, tile, queries + row * words * 4, panel, factors, to, span * 4)
+                if uses_tiles(p):
+                    if tile != configured:
+                        configure(p, memory, tile)
+                        configured = tile
+                    _score_tile(p, tile, words, queries + row * words * 4, panel, factors, to, span * 4, memory)
+                else:
+                    score_rows(p, tile, queries + row * words * 4, panel, factors, to, span * 4)
                 row += tile
 
 
@@ -456,7 +507,7 @@ def _run(p, at, task, places):
     first = _first_seen(start, at.window)
     positions, rows = start + count - first, count * shared
     span = (positions + PANEL - 1) // PANEL * PANEL
-    scores = places + 8 * (span + PANEL) + (words + 1) * PANEL * 4
+    scores = places + 8 * (span + PANEL) + (words + 1) * PANEL * 4 + at.tile_bytes
     queries = scores + heads * rows * span * 4
     sums = queries + heads * rows * words * 4
     table = carray(int64_pointer(at.tables + table_at * 8), (start + count,))
@@ -487,6 +538,8 @@ def _attend(p):
     while True:
         index = fetch_add(at.counters)
         if index >= at.task_count:
+            if uses_tiles(p):
+                release(p)
             return
         line = tasks[index]
         _run(p, at, (line[0], line[1], line[2], line[3], line[4], line[5]), scratch)

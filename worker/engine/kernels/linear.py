@@ -59,7 +59,6 @@ from worker.engine.kernels.weight_vectors import (
     FLOATS,
     FORMATS,
     HALVES,
-    HAS_PAIRS,
     LAYER_INTEGERS,
     PAIRS,
     PANEL,
@@ -96,14 +95,6 @@ _PASSED_BYTES = 512 * 1024
 _TILES_AHEAD = 4096
 # Columns that one pass of the loop over unpacked pairs takes: each column is a few instructions.
 _PAIRS_STEP = 8
-
-
-@cache
-def bfloat16_products(columns: int) -> int:
-    """Return the fastest products of bfloat16 inputs that this processor has, for multiples of so many columns."""
-    if V == 16 and columns % tiles.COLUMNS == 0 and tiles.can_use_tiles():
-        return TILES
-    return PAIRS if HAS_PAIRS else FLOATS
 
 
 @emits()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -35,7 +36,7 @@ from worker.engine.kernels.llvm import (
     vector_of,
     vector_type,
 )
-from worker.engine.kernels.weight_vectors import EMULATED, FEATURES, PANEL
+from worker.engine.kernels.weight_vectors import EMULATED, FEATURES, FLOATS, HAS_PAIRS, PAIRS, PANEL, TILES, V
 
 # Rows of a tile's sums, columns of a product, and rows that are multiplied together.
 _HALF, COLUMNS, ROWS = 16, 32, 32
@@ -52,6 +53,14 @@ def can_use_tiles() -> bool:
     if not {"+amx-tile", "+amx-bf16"} <= set(FEATURES) or platform.system() != "Linux":
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
+
+
+@cache
+def bfloat16_products(columns: int) -> int:
+    """Return the fastest products of bfloat16 inputs that this processor has, for multiples of so many columns."""
+    if V == 16 and columns % COLUMNS == 0 and can_use_tiles():
+        return TILES
+    return PAIRS if HAS_PAIRS else FLOATS
 
 
 def _run(b: Any, instruction: str, *values: Any) -> None:

@@ -279,7 +279,7 @@ def _products(panels: Panels, dtype: torch.dtype) -> int:
     """Return the products of a layer whose inputs are of `dtype`."""
     if dtype != torch.bfloat16 or panels.format == "float32":
         return FLOATS
-    return float_linear.bfloat16_products(math.gcd(panels.columns, panels.segment))
+    return tiles.bfloat16_products(math.gcd(panels.columns, panels.segment))
 
 
 class FixedLinear(PanelLayer):

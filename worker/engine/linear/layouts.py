@@ -145,10 +145,10 @@ def _replace_children(module: nn.Module, make: Callable[[AnyLinear], nn.Module])
 def multiplies_bfloat16() -> bool:
     """Tell whether the processor has instructions for products of bfloat16, which panels then use."""
     try:
-        from worker.engine.kernels import linear, tiles, weight_vectors
+        from worker.engine.kernels import tiles, weight_vectors
     except ImportError:
         return False
-    products = linear.bfloat16_products(tiles.COLUMNS)
+    products = tiles.bfloat16_products(tiles.COLUMNS)
     return products != weight_vectors.FLOATS and _panels_work("bfloat16", torch.bfloat16, fixed=False)
 
 

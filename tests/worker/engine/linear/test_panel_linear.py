@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from worker.engine.kernels.linear import bfloat16_products, compile_linear
+from worker.engine.kernels.linear import compile_linear
+from worker.engine.kernels.tiles import bfloat16_products
 from worker.engine.kernels.weight_vectors import EMULATED, PAIRS, TILES, V
 from worker.engine.linear.layer import FixedLinear, PanelLayer, PanelLinear
 from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, quantize
