@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,9 @@ from tenancy.certificates import RESERVED_TENANTS
 
 # Timeout in seconds of a call, of all but imports, whose time the store bounds.
 _ASK_S = 10.0
+# Maximum number of calls, and of imports, at once: all objects are looked at when the operator starts, and the store
+# takes 64 calls and 4 imports of a tenant.
+_CALLS, _IMPORTS = 16, 4
 # Maximum number of releases and revisions, the newest ones, that a look reads.
 _LISTED = 100
 # Intervals in seconds until the next look: where something changes by itself, after a refusal that may be lifted, after
@@ -102,12 +106,13 @@ def _once(call: Call) -> Script[Any]:
 class TenantStore:
     """The store's calls on behalf of a tenant. Every method raises LoraplexError."""
 
-    def __init__(self, connection: AsyncConnection) -> None:
-        self._connection = connection
+    def __init__(self, connection: AsyncConnection, calls: asyncio.Semaphore, imports: asyncio.Semaphore) -> None:
+        self._connection, self._calls, self._imports = connection, calls, imports
 
     async def ask(self, method: str, request: Any) -> Any:
         """Make a call and return its answer."""
-        return await self._connection.run(_once(Call(method, request, timeout_s=_ASK_S)))
+        async with self._calls:
+            return await self._connection.run(_once(Call(method, request, timeout_s=_ASK_S)))
 
     async def revision(self, name: str) -> adapters_pb2.Revision | None:
         """Return the live revision of an adapter, or that of ADAPTER@DIGEST; None where there is none."""
@@ -149,7 +154,8 @@ class TenantStore:
         def keep(answer: adapters_pb2.ImportRevisionResponse) -> None:
             answers[:] = [answer]
 
-        await self._connection.run(_once(Call("ImportRevision", request, take=keep)))
+        async with self._imports:
+            await self._connection.run(_once(Call("ImportRevision", request, take=keep)))
         if not answers or answers[0].WhichOneof("event") != "imported":
             raise sdk.UnavailableError("the store ended the import without a result")
         return answers[0].imported.revision
@@ -166,7 +172,8 @@ class Store:
     def __init__(self, address: str) -> None:
         self._credentials = credentials_of(None, None)
         self._connection = AsyncConnection(address, _Stub, credentials=self._credentials)
-        self._anybody = TenantStore(self._connection)
+        self._bounds = asyncio.Semaphore(_CALLS), asyncio.Semaphore(_IMPORTS)
+        self._anybody = TenantStore(self._connection, *self._bounds)
 
     async def close(self) -> None:
         """Close the connection."""
@@ -174,7 +181,7 @@ class Store:
 
     def of(self, tenant: str) -> TenantStore:
         """Return the store as a tenant's adapters are changed."""
-        return TenantStore(self._connection.for_caller(tenant, self._credentials.api_key))
+        return TenantStore(self._connection.for_caller(tenant, self._credentials.api_key), *self._bounds)
 
     async def base(self, name: str) -> adapters_pb2.BaseModel | None:
         """Return a base model's live revision, or that of NAME@DIGEST; None where there is none. Raises LoraplexError.
