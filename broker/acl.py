@@ -52,7 +52,7 @@ ROLES: Mapping[str, Role] = {
             *("lindex", "lrange", "lpush", "lpop", "rpush", "lset", "lrem", "ltrim"),
             *("sadd", "scard", "srandmember", "srem"),
             *("zadd", "zcard", "zlexcount", "zmscore", "zrandmember", "zrange", "zrangebyscore", "zrem"),
-            *("zremrangebyrank", "zremrangebyscore", "zrevrange", "zscore"),
+            *("zremrangebyscore", "zrevrange", "zscore"),
             *("xadd", "xgroup|create", "xreadgroup", "xautoclaim", "xack", "xdel"),
         ),
         keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger}:*", "lp:{resume}:*"),

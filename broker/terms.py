@@ -46,9 +46,11 @@ EXPIRED_PER_SCAN = 64
 # Time in ms that a job is held for a worker that its adapter prefers; shorter than loading the adapter elsewhere.
 HOLD_MS = 50
 # The homes of adapters (broker/lua/demand.lua).
-# Time in ms in which the demand for an adapter falls to 1/e, and the maximum number of adapters whose demand is kept.
+# Time in ms in which the demand for an adapter falls to 1/e, the maximum number of adapters whose demand is kept, and
+# the maximum number of those beyond it that a census drops, which each router takes twice a second.
 DEMAND_MS = 30_000
 DEMAND_LIMIT = 16_384
+TRIMMED_AT_ONCE = 4_000
 # Percentage of a worker's rows that one adapter is to take: for more demand it has further homes. They are given up
 # once the others would have less than HOMES_KEPT_PERCENT of that: chance is not to add and remove homes in turns.
 HOME_PERCENT = 25

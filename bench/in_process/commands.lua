@@ -491,16 +491,11 @@ function commands.ZRANGEBYSCORE(key, lowest, highest, limit, _, count)
   return found
 end
 
-local function remove_all(key, members)
-  for _, member in ipairs(members) do commands.ZREM(key, member) end
-  return #members
-end
-
 function commands.ZREMRANGEBYSCORE(key, lowest, highest)
-  return remove_all(key, commands.ZRANGEBYSCORE(key, lowest, highest))
+  local found = commands.ZRANGEBYSCORE(key, lowest, highest)
+  for _, member in ipairs(found) do commands.ZREM(key, member) end -- more than one call may have arguments
+  return #found
 end
-
-function commands.ZREMRANGEBYRANK(key, first, last) return remove_all(key, commands.ZRANGE(key, first, last)) end
 
 function commands.ZRANDMEMBER(key, count)
   local zset = find(key, 'zset')

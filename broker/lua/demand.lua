@@ -32,12 +32,13 @@ function demand.count(call, adapter, work)
 end
 
 -- Drop the adapters whose work has decayed to nothing, and beyond DEMAND_LIMIT those with the least. Scores from before
--- the clock went back are dropped as well.
+-- the clock went back are dropped as well. ALL, which is not counted, has the highest score.
 function demand.trim(call)
   local key = call.keys.demand
   redis.call('ZREMRANGEBYSCORE', key, '-inf', call.now)
   redis.call('ZREMRANGEBYSCORE', key, demand.score(call, MOST_WORK), '+inf')
-  redis.call('ZREMRANGEBYRANK', key, 0, -DEMAND_LIMIT - 2)
+  local excess = math.min(redis.call('ZCARD', key) - DEMAND_LIMIT - 1, TRIMMED_AT_ONCE)
+  if excess > 0 then redis.call('ZREM', key, unpack(redis.call('ZRANGE', key, 0, excess - 1))) end
 end
 
 -- Return how many homes an adapter has that wants so many, a number with a fraction, and had some `before`.

@@ -61,7 +61,7 @@ def draw(chance: random.Random) -> tuple[Any, ...]:
             *(("ZREVRANGE", key, number, last), ("ZREVRANGE", key, number, last, "WITHSCORES")),
             ("ZRANGEBYSCORE", key, chance.choice(SCORES), chance.choice(SCORES)),
             ("ZRANGEBYSCORE", key, "-inf", chance.choice(SCORES), "LIMIT", 0, 2),
-            *(("ZREMRANGEBYSCORE", key, "-inf", chance.choice(SCORES)), ("ZREMRANGEBYRANK", key, number, last)),
+            ("ZREMRANGEBYSCORE", key, "-inf", chance.choice(SCORES)),
             *(("DEL", "z9"), ("ZADD", "z9", *(part for one in NAMES for part in (0, one)))),
             ("ZLEXCOUNT", "z9", "-", f"({name}"),
         ),
