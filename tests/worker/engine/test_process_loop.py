@@ -31,6 +31,9 @@ class IdleEngine:
     def stats(self) -> Any:
         return None
 
+    def block_changes(self, most: int) -> None:
+        return None
+
     def check(self) -> None:
         self.checks += 1
 

@@ -81,7 +81,7 @@ from worker.engine.kernels.weight_vectors import (
 )
 
 # Maximum rows of a tile, whose sums and what they are made of fit the registers: of scores, and of values.
-_SCORE_ROWS = {FLOATS: 6, PAIRS: 12, TILES: tiles.ROWS, EMULATED: tiles.ROWS}
+_SCORE_ROWS = {FLOATS: 6, PAIRS: 12}
 _VALUE_ROWS = 6 if V == 16 else 3
 # Vectors of sums of values, of up to 16 numbers each, that are in registers together.
 _VALUE_VECTORS = 24 if V == 16 else 6
@@ -189,7 +189,7 @@ def pack_keys(b, p, keys, key_bytes, places, panel):
 @emits()
 def score_rows(b, p, count, queries, panel, factors, scores, stride):
     """Write scores[row, PANEL positions] of up to _SCORE_ROWS rows: factors[position] * query . key."""
-    for rows in cases(b, count, range(1, _SCORE_ROWS[_products(p)] + 1)):
+    for rows in cases(b, count, range(1, _SCORE_ROWS.get(_products(p), 0) + 1)):
         _score_rows(b, p, rows, queries, panel, factors, scores, stride)
 
 
@@ -370,7 +370,7 @@ def fastest_products(key_dim: int, kind: str) -> int:
 
 def own_parameters(key_dim: int, value_dim: int, products: int) -> tuple[int, int, int, int]:
     """Return the kernel's parameters from `value_dim` on."""
-    return value_dim, key_words(key_dim, products), _SCORE_ROWS[products], _tile_bytes(products)
+    return value_dim, key_words(key_dim, products), _SCORE_ROWS.get(products, tiles.ROWS), _tile_bytes(products)
 
 
 def _tile_bytes(products: int) -> int:

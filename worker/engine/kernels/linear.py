@@ -78,10 +78,9 @@ from worker.engine.kernels.weight_vectors import (
     write_row,
 )
 
-# Maximum rows of a tile by products: so many sums fit 16 registers of AVX2, or 32 of AVX-512, or AMX's tiles; and those
-# of one that unpacks codes, which takes registers too.
-_ROWS = {FLOATS: 6, PAIRS: 12, TILES: tiles.ROWS, EMULATED: tiles.ROWS}
-_UNPACKING_ROWS = {FLOATS: 4, PAIRS: 8, TILES: tiles.ROWS, EMULATED: tiles.ROWS}
+# Maximum rows of a tile by products, where these are not AMX's: so many sums fit 16 registers of AVX2, or 32 of
+# AVX-512; and those of one that unpacks codes, which takes registers too.
+_ROWS, _UNPACKING_ROWS = {FLOATS: 6, PAIRS: 12}, {FLOATS: 4, PAIRS: 8}
 # Maximum rows for which panels are unpacked in registers, by products and format: measured, others unpack them first.
 _DIRECT_ROWS: dict[int, dict[str, int]] = {
     FLOATS: {"float32": 12, "bfloat16": 12, "int8": 8, "int4": 8},
@@ -100,14 +99,14 @@ _PAIRS_STEP = 8
 @emits()
 def multiply_codes(b, p, count, x, weights, scales, zeros, sums):
     """Write sums float32 [count, PANEL] for rows of x and a panel, which is unpacked in registers."""
-    for rows in cases(b, count, range(1, _UNPACKING_ROWS[p.constant("of_products")] + 1)):
+    for rows in cases(b, count, range(1, _UNPACKING_ROWS.get(p.constant("of_products"), 0) + 1)):
         _multiply_rows(b, p, rows, False, x, weights, scales, zeros, sums)
 
 
 @emits()
 def multiply_unpacked(b, p, count, x, weights, scales, zeros, sums):
     """Write the same for a panel that `unpack` wrote, or whose format is that of the products."""
-    for rows in cases(b, count, range(1, _ROWS[p.constant("of_products")] + 1)):
+    for rows in cases(b, count, range(1, _ROWS.get(p.constant("of_products"), 0) + 1)):
         _multiply_rows(b, p, rows, True, x, weights, scales, zeros, sums)
 
 
@@ -298,7 +297,8 @@ def plan(format_name: str, columns: int, segment: int, products: int) -> Plan:
     direct = _DIRECT_ROWS[products].get(format_name, 0)
     panel_bytes = columns * PANEL * (4 if products == FLOATS else 2)
     block = max(1, _PASSED_BYTES // panel_bytes)
-    rows, copied = (_UNPACKING_ROWS[products], unpacks, _ROWS[products]), 0
+    most = tiles.ROWS
+    rows, copied = (_UNPACKING_ROWS.get(products, most), unpacks, _ROWS.get(products, most)), 0
     if products in (TILES, EMULATED):
         # A segment with its own scales is not cut.
         step = max(segment, _STEP)
