@@ -11,7 +11,6 @@ import pytest
 
 from bench.ceilings import CeilingMeter, CeilingSize
 from bench.models import TINY, save_model
-from bench.peak_memory import peak_memory
 from bench.prompts import PromptEngine, Prompts, Setup, cases_of, ratios_of
 from bench.rounds import Case, Rounds, Timed
 from bench.vllm_peer import start_peers
@@ -53,14 +52,6 @@ def test_prompts_are_timed_and_the_decodes_beside_them_are_not(engine: PromptEng
 
 
 @pytest.mark.model
-def test_the_peak_of_a_tiny_model_is_mostly_its_libraries(tmp_path: Path) -> None:
-    peak = peak_memory(TINY, save_model(TINY, tmp_path / "model"), "", tokens=100)
-    assert 100e6 < peak.imported <= peak.built <= peak.served
-    assert peak.weights == 2 * TINY.parameters
-    assert peak.kv == 2 * 2 * 2 * 2 * 16 * 100
-    assert peak.over_weights_mb == pytest.approx(peak.served / 1e6, abs=1)
-
-
 def test_the_faster_dtype_of_the_peer_counts() -> None:
     setup = Setup(TINY, (Prompts(64, 1, 1, 1), Prompts(512, 1, 1, 1)), ceilings=CeilingSize(2**20, 8))
     speeds = {"auto": 300, "auto, 8 adapters": 270, "auto, beside decodes": 150, "int8": 240}

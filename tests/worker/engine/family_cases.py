@@ -26,9 +26,8 @@ from worker.engine.model.runner import step_inputs
 from worker.engine.scheduling.sequence import Batch, Row, Sequence
 from worker.engine_api import NewSequence
 
-# Norms of all forms, of queries and keys too, layers that do not rotate or multiply queries by their position, experts,
-# and no module of a form.
-FAMILIES = ("llama", "gemma3_text", "olmo2", "qwen3", "smollm3", "ministral3", "mixtral", "gpt2")
+# Norms of all forms, of queries and keys too, layers that do not rotate, experts, and no module of a form.
+FAMILIES = ("llama", "gemma3_text", "olmo2", "smollm3", "mixtral", "gpt2")
 IDS = tuple(range(3, 10))
 
 

@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantize": "int8"},
     "int4": {"dtype": "bfloat16", "quantize": "int4"},
     "KV cache in int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
-    "four ranks": {"dtype": "bfloat16", "tensor_parallel": 4},
+    "two ranks": {"dtype": "bfloat16", "tensor_parallel": 2},
 }
 # Blocks for all, and blocks so few that sequences are preempted; a step takes all of a prompt, or parts of it.
 ALONE: dict[str, Any] = {"rows": 1, "kv_blocks": 60, "block_size": 16, "step_tokens": 512}

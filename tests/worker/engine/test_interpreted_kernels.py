@@ -134,18 +134,18 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> I
 
 def test_adapters_kernels_compute_what_a_loop_computes(interpreted: Interpreted) -> None:
     differences = interpreted.lora
-    assert [len(differences[name]) for name in LORA_TOLERANCES] == [12, 6]
+    assert [len(differences[name]) for name in LORA_TOLERANCES] == [12, 3]
+    assert [differences["float32"].pop(one) for one in ("alone, exact", "swapped", "tiles")] == [0, 0, 0]
     for name, tolerance in LORA_TOLERANCES.items():
-        assert [differences[name].pop(one) for one in ("alone, exact", "swapped", "tiles")] == [0, 0, 0]
         assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name
 
 
 def test_attentions_kernels_compute_what_torch_computes(interpreted: Interpreted) -> None:
     differences = interpreted.attention
-    assert [len(differences[name]) for name in ATTENTION_TOLERANCES] == [15, 8]
+    assert [len(differences[name]) for name in ATTENTION_TOLERANCES] == [15, 4]
+    same = [differences["float32"].pop(case) for case in ("alone", "parts", "parts, window", "codes")]
+    assert same == [0] * 4, "a row's bits depend on nothing but the row"
     for name, tolerance in ATTENTION_TOLERANCES.items():
-        same = [differences[name].pop(case) for case in ("alone", "parts", "parts, window", "codes")]
-        assert same == [0] * 4, "a row's bits depend on nothing but the row"
         assert {case: value for case, value in differences[name].items() if value > tolerance} == {}, name
 
 
@@ -170,9 +170,7 @@ def test_families_with_the_kernels_of_rows_give_the_same_logits(interpreted: Int
         "llama": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 5},
         "gemma3_text": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 13},
         "olmo2": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 9},
-        "qwen3": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 9},
         "smollm3": {"_layer_forward": 2, "_attention_forward": 1, "_gated_forward": 2, "Norm": 5},
-        "ministral3": {"_layer_forward": 2, "_gated_forward": 2, "Norm": 5},
         "mixtral": {"_layer_forward": 2, "_attention_forward": 2, "Norm": 5},
         "gpt2": {},
     }
