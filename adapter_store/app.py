@@ -113,7 +113,9 @@ class StoreSettings(AccessSettings):
     )
     transfer_timeout_s: float = setting("maximum of seconds for an import or an export", 3600.0, above=0)
     signers: str = setting(
-        "a TOML file with the keys whose signatures tenants' revisions need (docs/guides/releases.md); empty: none", ""
+        "a TOML file with the keys and root certificates whose signatures tenants' revisions need "
+        "(docs/guides/releases.md); empty: none",
+        "",
     )
     webhooks: str = setting(
         "a TOML file with addresses that get each change of a release, signed (docs/guides/releases.md); empty: none",

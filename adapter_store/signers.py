@@ -1,8 +1,10 @@
-"""Signers of adapters: the keys that operators trust for each tenant, and whether its revisions need a signature.
+"""Signers of adapters: whom operators trust for each tenant, and whether its revisions need a signature.
 
 [acme]
-keys = ["trainer.pub"]     # PEM, beside this file
-required = true            # the default: without a signature no revision of the tenant gets an alias or a release
+keys = ["trainer.pub"]                  # PEM, beside this file
+roots = ["ca.pem"]                      # instead or as well: the certificates of authorities, PEM
+identities = ["trainer@acme.example"]   # whose certificates, by subject alternative or common name; any without it
+required = true                         # the default: without a signature no revision gets an alias or a release
 
 The table `default` is for tenants without one of their own; a tenant without any needs no signature.
 """
@@ -10,20 +12,21 @@ The table `default` is for tenants without one of their own; a tenant without an
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from adapter_store.records import Revision
 from artifacts import ArtifactError
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
-from artifacts.statements import TrustedKey, read_public_key, verify_files
+from artifacts.statements import TrustedKey, TrustedRoots, read_certificates, read_public_key, verify_files
 from rpc.errors import Mismatch
 from tenancy.plans import DEFAULT
 
-_FIELDS = {"keys", "required"}
+_FIELDS = {"keys", "roots", "identities", "required"}
+_T = TypeVar("_T")
 
 
 class SignersError(Exception):
@@ -33,6 +36,7 @@ class SignersError(Exception):
 @dataclass(frozen=True, slots=True)
 class _Rule:
     keys: tuple[TrustedKey, ...]
+    roots: TrustedRoots | None
     required: bool
 
 
@@ -66,7 +70,7 @@ class Signers:
             raise Mismatch(str(revision.name), message, reason="SIGNATURE_MISSING")
         files = {CONFIG_FILE: revision.config.digest, WEIGHTS_FILE: revision.weights.digest}
         try:
-            return verify_files(bundle, rule.keys, files)
+            return verify_files(bundle, rule.keys, files, rule.roots)
         except ArtifactError as error:
             raise Mismatch(error.subject, error.message, reason="SIGNATURE_INVALID") from error
 
@@ -89,14 +93,34 @@ def _rule(path: Path, tenant: str, values: Any) -> _Rule:
         raise SignersError(f"{where} is not a table such as [{tenant}]")
     if unknown := values.keys() - _FIELDS:
         raise SignersError(f"{where}.{min(unknown)} is not one of {', '.join(sorted(_FIELDS))}")
-    names, required = values.get("keys"), values.get("required", True)
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise SignersError(f"{where}.keys: give the names of files, such as ['trainer.pub']")
+    keys = _texts(where, values, "keys", "the names of files, such as ['trainer.pub'], or roots")
+    names = _texts(where, values, "roots", "the names of files, such as ['ca.pem']")
+    identities = _texts(where, values, "identities", "names in certificates, or leave it out for any")
+    required = values.get("required", True)
+    if not keys and not names:
+        raise SignersError(f"{where}.keys: give the names of files, such as ['trainer.pub'], or roots")
+    if identities and not names:
+        raise SignersError(f"{where}.identities: they are those of certificates; give their roots, such as ['ca.pem']")
     if not isinstance(required, bool):
         raise SignersError(f"{where}.required: is neither true nor false")
+    roots = None
+    if names:
+        files = _read(f"{where}.roots", path, names, read_certificates)
+        roots = TrustedRoots(names, tuple(one for certificates in files for one in certificates), identities)
+    return _Rule(_read(f"{where}.keys", path, keys, read_public_key), roots, required)
+
+
+def _texts(where: str, values: Mapping[str, Any], field: str, expected: str) -> tuple[str, ...]:
+    texts = values.get(field, ())
+    if field in values and not (isinstance(texts, list) and texts and all(isinstance(one, str) for one in texts)):
+        raise SignersError(f"{where}.{field}: give {expected}")
+    return tuple(texts)
+
+
+def _read(where: str, path: Path, names: Iterable[str], read: Callable[[str, bytes], _T]) -> tuple[_T, ...]:
     try:
-        return _Rule(tuple(read_public_key(name, (path.parent / name).read_bytes()) for name in names), required)
+        return tuple(read(name, (path.parent / name).read_bytes()) for name in names)
     except OSError as error:
-        raise SignersError(f"{where}.keys: {error.filename}: {error.strerror}") from error
+        raise SignersError(f"{where}: {error.filename}: {error.strerror}") from error
     except ArtifactError as error:
-        raise SignersError(f"{where}.keys: {path.parent / error.subject}: {error.message}") from error
+        raise SignersError(f"{where}: {path.parent / error.subject}: {error.message}") from error

@@ -1,7 +1,8 @@
-"""Signatures of adapters: bundles that model-signing 1.1.1 wrote (`signed/`), held against the operator's keys.
+"""Signatures of adapters: bundles that model-signing 1.1.1 wrote (`signed/`), held against the operator's policy.
 
-signed/adapter/model.sig was made with the private key of trainer.pub, signed/other.sig with another, both over the two
-files of signed/adapter.
+signed/adapter/model.sig was made with the private key of trainer.pub, signed/other.sig with another, and
+signed/certificate.sig with a certificate of TRAINER below root.pem that ends in 2126: all over the files of
+signed/adapter.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ if TYPE_CHECKING:
 
 SIGNED = Path(__file__).parent / "signed"
 BUNDLE = (SIGNED / "adapter/model.sig").read_bytes()
+TRAINER = "https://ci.acme.example/trainer"
 FILES = {name: (SIGNED / "adapter" / name).read_bytes() for name in (CONFIG_FILE, WEIGHTS_FILE)}
 
 
 @pytest.fixture
 def store_settings(data: Path, tmp_path: Path) -> StoreSettings:
-    (tmp_path / "trainer.pub").write_bytes((SIGNED / "trainer.pub").read_bytes())
-    (tmp_path / "signers.toml").write_text('[acme]\nkeys = ["trainer.pub"]\n')
+    for name in ("trainer.pub", "root.pem"):
+        (tmp_path / name).write_bytes((SIGNED / name).read_bytes())
+    (tmp_path / "signers.toml").write_text(
+        f'[acme]\nkeys = ["trainer.pub"]\n[initech]\nroots = ["root.pem"]\nidentities = ["{TRAINER}"]\n'
+    )
     return StoreSettings(data=data, port=0, signers=str(tmp_path / "signers.toml"), audit=str(tmp_path / "audit"))
 
 
@@ -98,13 +103,21 @@ async def test_a_release_has_its_signer_and_without_one_nothing_gets_an_alias(
         assert (release.signer, release.history[1].actor) == ("trainer.pub", release.history[0].actor)
         assert release.history[1].cause.endswith("signed by trainer.pub")
         await ready.call("SetAlias", alias)
-        # Another tenant has no rule.
+        # Another tenant's revisions need a certificate.
+        certified = (await ready.upload("support", FILES, alias="-", tenant="initech")).revision
+        await refused(
+            create(certified.name, BUNDLE, "initech"), "SIGNATURE_INVALID", "is not signed by a certificate that"
+        )
+        by_certificate = await create(certified.name, (SIGNED / "certificate.sig").read_bytes(), "initech")
+        assert by_certificate.signer == TRAINER
+        assert by_certificate.history[1].cause.endswith(f"signed by {TRAINER}")
+        # A third one has no rule.
         free = (await ready.upload("support", FILES, tenant="globex")).revision
         assert (await create(free.name, b"", "globex")).signer == ""
     await store.stop(drain_s=0)  # it writes the log's last lines
     records = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
     created = [one["details"] for one in records if one.get("method") == "ReleaseService/CreateRelease"]
-    assert [one["signer"] for one in created if "signer" in one] == ["trainer.pub"]
+    assert [one["signer"] for one in created if "signer" in one] == ["trainer.pub", TRAINER]
     await store.start()
 
 
@@ -134,6 +147,11 @@ def test_no_bundle_breaks_the_reader(bundle: bytes) -> None:
         ("[acme]\n", "acme.keys: give the names of files"),
         ('[acme]\nkeys = ["none"]\n', "none: No such file"),
         ('[acme]\nkeys = ["bad"]\n', "bad: is not a PEM file of a public key"),
+        ("[acme]\nroots = []\n", "acme.roots: give the names of files"),
+        ('[acme]\nroots = ["bad"]\n', "acme.roots: /"),
+        ('[acme]\nroots = ["bad"]\n', "bad: is not a PEM file of root certificates"),
+        ('[acme]\nroots = ["bad"]\nidentities = []\n', "acme.identities: give names in certificates"),
+        ('[acme]\nkeys = ["bad"]\nidentities = ["a"]\n', "acme.identities: they are those of certificates"),
         ('[acme]\nkeys = ["bad"]\nkey = 1\n', "acme.key is not one of"),
         ('[acme]\nkeys = ["bad"]\nrequired = 1\n', "acme.required: is neither"),
     ],
