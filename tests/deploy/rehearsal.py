@@ -443,26 +443,25 @@ async def rehearse(directory: Path, streams: int, say: Callable[[str], None]) ->
 async def rehearse_failover(directory: Path, streams: int, say: Callable[[str], None]) -> None:
     """Install the chart with a Valkey that a sentinel watches, whose primary is lost under load."""
     async with WatchedValkeys(directory / "v") as valkeys:
-        cluster = Cluster(directory, valkeys.url)
-        try:
-            await cluster.apply(render("laptop", _OWN_REDIS))
-            load = Streams(cluster.routers, streams)
-            await _change(cluster, load, say, {"Sentinel fails over": valkeys.lose_primary})
-        finally:
-            await cluster.close()
+        await _lose(directory, streams, say, valkeys.url, {"Sentinel fails over": valkeys.lose_primary})
 
 
 async def rehearse_cluster(directory: Path, streams: int, say: Callable[[str], None]) -> None:
     """Install the chart with a Redis Cluster, each of whose primaries is lost under load, one after the other."""
     async with ReplicatedCluster(directory / "v") as valkeys:
-        cluster = Cluster(directory, valkeys.url)
-        try:
-            await cluster.apply(render("laptop", _OWN_REDIS))
-            load = Streams(cluster.routers, streams)
-            losses = {f"the Cluster's shard {one} fails over": partial(valkeys.lose_primary, one) for one in range(3)}
-            await _change(cluster, load, say, losses)
-        finally:
-            await cluster.close()
+        losses = {f"the Cluster's shard {one} fails over": partial(valkeys.lose_primary, one) for one in range(3)}
+        await _lose(directory, streams, say, valkeys.url, losses)
+
+
+async def _lose(
+    directory: Path, streams: int, say: Callable[[str], None], url: str, losses: Mapping[str, Callable[[], Any]]
+) -> None:
+    cluster = Cluster(directory, url)
+    try:
+        await cluster.apply(render("laptop", _OWN_REDIS))
+        await _change(cluster, Streams(cluster.routers, streams), say, losses)
+    finally:
+        await cluster.close()
 
 
 async def _change(

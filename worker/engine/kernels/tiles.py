@@ -185,46 +185,33 @@ def add_products(p, memory, rows, x, x_bytes, weights):
         _add_second(p, memory, x + _HALF * x_bytes, x_bytes)
 
 
-@emits()
-def _write_sums(b, p, memory, sums):
-    """Write the sums of up to 16 rows [rows, PANEL]."""
-    for tile in range(2):
-        _move(b, p, memory, tile, b.add(sums, int64(_LINE * tile)), int64(_PANEL_LINE), out=True)
+def _moving(first: int, *, out: bool) -> Any:
+    @emits()
+    def move(b, p, memory, sums):
+        """Write the sums of up to 16 rows [rows, PANEL], or go on with them."""
+        for tile in range(2):
+            _move(b, p, memory, first + tile, b.add(sums, int64(_LINE * tile)), int64(_PANEL_LINE), out=out)
+
+    return move
 
 
-@emits()
-def _write_second(b, p, memory, sums):
-    """Write the sums of the rows from 16 on."""
-    for tile in range(2):
-        _move(b, p, memory, 2 + tile, b.add(sums, int64(_LINE * tile)), int64(_PANEL_LINE), out=True)
+# Of the first 16 rows, and of those from 16 on.
+_write_first, _write_second = (_moving(first, out=True) for first in (0, 2))
+_read_first, _read_second = (_moving(first, out=False) for first in (0, 2))
 
 
 @kernel_part()
 def write_sums(p, memory, rows, sums):
     """Write the sums float32 [rows, PANEL]."""
-    _write_sums(p, memory, sums)
+    _write_first(p, memory, sums)
     if rows > _HALF:
         _write_second(p, memory, sums + _HALF * PANEL * 4)
-
-
-@emits()
-def _read_sums(b, p, memory, sums):
-    """Read the sums of up to 16 rows [rows, PANEL]."""
-    for tile in range(2):
-        _move(b, p, memory, tile, b.add(sums, int64(_LINE * tile)), int64(_PANEL_LINE), out=False)
-
-
-@emits()
-def _read_second(b, p, memory, sums):
-    """Read the sums of the rows from 16 on."""
-    for tile in range(2):
-        _move(b, p, memory, 2 + tile, b.add(sums, int64(_LINE * tile)), int64(_PANEL_LINE), out=False)
 
 
 @kernel_part()
 def read_sums(p, memory, rows, sums):
     """Go on with the sums float32 [rows, PANEL] that `write_sums` wrote."""
-    _read_sums(p, memory, sums)
+    _read_first(p, memory, sums)
     if rows > _HALF:
         _read_second(p, memory, sums + _HALF * PANEL * 4)
 
