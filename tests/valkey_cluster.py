@@ -54,9 +54,7 @@ class ValkeyCluster:
             self.nodes.append(await server.client())
         await self._run(0, "ADDSLOTSRANGE", 0, 16_383)
         await self._run(0, "MEET", "127.0.0.1", self._servers[1].port, self._buses[1])
-        for node in range(2):
-            while (await self._run(node, "INFO"))["cluster_state"] != "ok":  # noqa: ASYNC110 — it tells nobody
-                await asyncio.sleep(0.02)
+        await _until(lambda: _all_know(self.nodes))
         self._ids = [(await self._run(node, "MYID")).decode() for node in range(2)]
         return self
 

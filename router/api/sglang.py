@@ -33,8 +33,14 @@ from broker.messages import WorkerState
 from router.api.cluster import AdapterCommands
 from router.api.encoding import normalized
 from router.api.service import InferenceService
-from router.api.sglang_kv_events import KvEventBatches
-from router.api.sglang_messages import EngineAnswer, engine_field_names, read_embedding, read_generate, reasoning_end
+from router.api.sglang_messages import (
+    EngineAnswer,
+    KvEventBatches,
+    engine_field_names,
+    read_embedding,
+    read_generate,
+    reasoning_end,
+)
 from router.catalog.models import asking_redis
 from router.catalog.store_client import Manifest
 from router.dispatch.block_feed import BlockFeed

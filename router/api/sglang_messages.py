@@ -1,24 +1,31 @@
 """The engine protocol's messages: its requests as this router's own, an answer's events as chunks and whole choices.
 
+Those of SubscribeKvEvents are made of the events of the workers' prefix caches.
+
 A number that is 0 stands for what Loraplex takes where it is unset: the protocol's numbers cannot be unset.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 from loraplex.inference.v1 import inference_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2 as engine
+from smg_grpc_proto.generated import common_pb2 as common
 
 from options import LOGIT_BIASES, FinishReason, TokenLogprobs
 from router.api.convert import STOP_STRINGS, STOP_TOKEN_IDS, check_count, read_spec
 from router.api.encoding import read_embed
 from router.catalog.models import Models
+from router.dispatch.block_feed import MOST_AT_ONCE, BlockEvent, FollowedBlock
 from router.request import Delta, EncodeRequest, Finished, PromptLogprobs, Request, Summary
 from router.text.chat import REASONING
 from router.text.tokenizer import ModelTokenizer, PromptTokenizer
@@ -369,3 +376,89 @@ def _alternatives(token: TokenLogprobs) -> Any:
         values=[logprob for _, logprob in token.alternatives],
         token_ids=[token_id for token_id, _ in token.alternatives],
     )
+
+
+class KvEventBatches:
+    """Makes the batches of one stream, and numbers them and their events from 1.
+
+        snapshot, in parts   sequence 1, 2, ...: all blocks cleared, then those that are there now, parents first
+        changes              the next sequence numbers, one by one
+
+    A block's hash is the first 64 bits of its key, which depends on its ids, the block before it, adapter and tenant.
+    """
+
+    def __init__(self) -> None:
+        self._batches, self._events = count(1), count(1)
+
+    def snapshot(self, blocks: Sequence[FollowedBlock]) -> Iterator[Any]:
+        """Yield the batches that replace whatever the subscriber knows; their events have the number 0."""
+        starts = range(0, max(1, len(blocks)), MOST_AT_ONCE)
+        for index, start in enumerate(starts):
+            batch = self._new_batch()
+            batch.snapshot.MergeFrom(common.KvSnapshotChunk(index=index, count=len(starts), blocks=len(blocks)))
+            if index == 0:
+                batch.events.add().cleared.SetInParent()
+            part = blocks[start : start + MOST_AT_ONCE]
+            batch.events.extend(common.KvCacheEvent(stored=_stored(run)) for run in _runs(part))
+            yield batch
+
+    def changes(self, events: Iterable[BlockEvent]) -> Any:
+        """Return the batch of events that followed each other."""
+        batch = self._new_batch()
+        for stored, blocks in _alike(events):
+            if stored:
+                batch.events.extend(
+                    common.KvCacheEvent(event_id=next(self._events), stored=_stored(run)) for run in _runs(blocks)
+                )
+                continue
+            event = batch.events.add(event_id=next(self._events))
+            event.removed.block_hashes.extend(block.key for block in blocks)
+            event.removed.tier = common.KV_CACHE_TIER_DEVICE
+        return batch
+
+    def _new_batch(self) -> Any:
+        # All workers are one rank, as in GetLoads.
+        return common.KvEventBatch(sequence_number=next(self._batches), timestamp=time.time(), dp_rank=0)
+
+
+def _alike(events: Iterable[BlockEvent]) -> Iterator[tuple[bool, list[FollowedBlock]]]:
+    """Yield the blocks of events of one kind that follow each other."""
+    kind, blocks = True, list[FollowedBlock]()
+    for event in events:
+        if event.stored != kind and blocks:
+            yield kind, blocks
+            blocks = []
+        kind = event.stored
+        blocks.append(event.block)
+    if blocks:
+        yield kind, blocks
+
+
+def _runs(blocks: Iterable[FollowedBlock]) -> Iterator[list[FollowedBlock]]:
+    """Yield blocks of which each follows the one before it."""
+    run: list[FollowedBlock] = []
+    for block in blocks:
+        if run and block.parent != run[-1].key:
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
+
+
+def _stored(run: Sequence[FollowedBlock]) -> Any:
+    """Return the event of blocks of one sequence; their adapter as a request's lora_id names it."""
+    first = run[0]
+    adapter, _, digest = first.adapter.rpartition("/revisions/")
+    return common.KvBlocksStored(
+        blocks=[_block(block) for block in run],
+        parent_block_hash=first.parent,
+        tier=common.KV_CACHE_TIER_DEVICE,
+        lora_name=(f"{adapter}@{digest}" if adapter else first.adapter) or None,
+        cache_salt=first.tenant,
+    )
+
+
+def _block(block: FollowedBlock) -> Any:
+    ids = array("I", block.token_ids)
+    return common.KvBlock(block_hash=block.key, token_ids=ids, block_size=len(ids))

@@ -322,7 +322,7 @@ def _copies_a_model(directory: Path, rclone: Path, url: str) -> None:
         for container in pod.get("initContainers", [])
     ]
     assert sorted(kind for kind, _ in inits) == ["Deployment", "Job"]
-    # What the example's Secret has.
+    # rclone's variables, as the Secret that the example names would have them.
     variables = {"PROVIDER": "Other", "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "ENDPOINT": url}
     secret = {f"RCLONE_S3_{name}": value for name, value in variables.items()}
     for kind, container in inits:

@@ -156,7 +156,7 @@ def serve(engine: Engine[Any], end: EngineEnd, messages: list[ToEngine] | None, 
         changes = engine.block_changes(_FOLLOWED_BLOCKS)
         if changes is not None:
             end.send(BlockChanges(*changes))
-        # What is left of the changes is sent with the next turn.
+        # Not idle while changes are left: the next turn sends more of them.
         idle = not engine.has_work() and (changes is None or changes[-1])
         messages = end.receive(wait_s=BEAT_S if idle else 0)
         # A sequence may wait long for its adapter, and nothing else be there to step.

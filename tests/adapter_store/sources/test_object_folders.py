@@ -174,7 +174,7 @@ def test_a_redirect_to_a_private_address_is_refused(scheme: str, monkeypatch: py
 
 @pytest.mark.usefixtures("two_networks")
 def test_a_tunnel_leads_to_public_addresses_alone() -> None:
-    """As the library makes one for an endpoint with TLS."""
+    """For an endpoint with TLS the library asks the proxy for a tunnel."""
     with closing(http.CheckedProxy()) as proxy, served(lambda handler: handler.send(200, b"public")) as url:
         place, port = proxy.url.removeprefix("http://").split(":"), url.rpartition(":")[2]
         for host, answer in (("127.0.0.1", b"HTTP/1.1 200"), ("127.0.0.2", b"HTTP/1.1 403"), ("no such", b"")):

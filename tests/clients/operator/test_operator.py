@@ -136,7 +136,7 @@ async def test_what_the_store_has_is_adopted_and_may_be_left(world: World) -> No
     await world.until("mine", "Live")
     assert await world.releases("mine") == [], "it was imported from there"
     await world.told("mine", "Live")
-    # The same bytes by another way: they are imported, and the release is of what is live already.
+    # Another source has the same bytes: the import gives the revision that is live already.
     world.kube.apply("LoraAdapter", "theirs", source=world.source("theirs", 22), **spec)
     await world.until("theirs", "Live")
     assert world.status("theirs")["digest"] == uploaded.revision.digest

@@ -177,7 +177,7 @@ def test_families_with_the_kernels_of_rows_give_the_same_logits(interpreted: Int
 
 
 def test_a_row_has_the_same_bits_alone_and_beside_others(interpreted: Interpreted) -> None:
-    """As one prompt and in chunks, with an adapter; not so with the kernel that decodes otherwise."""
+    """Computes a prompt at once and in chunks, with an adapter. Without batch invariance the bits differ."""
     single = interpreted.invariant["float32"]
     assert single.pop("decode kernel") > 0, "the test would not see it"
     assert list(single.values()) == [0]

@@ -28,6 +28,7 @@ from tests.worker.engine.peft_oracle import VOCAB, PeftOracle, check_batch
 from worker.engine.lora.base_layers import ModelLayers
 from worker.engine.lora.weights import read_adapter
 from worker.engine.model.loader import load_model
+from worker.engine_api import NewSequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
@@ -195,9 +196,7 @@ def test_adapters_of_both_ends_of_a_model_are_pefts(
     kinds["DoRA"] = {"r": 2, "lora_alpha": 3, "target_modules": ends, "use_dora": True}
     kinds = {name: kind | fan_in for name, kind in kinds.items()}
     oracle = PeftOracle(model_type, tmp_path, kinds, shape={"tie_word_embeddings": True, "head_dim": 16})
-    engine = make_engine(
-        oracle.directory, rows=8, kv_blocks=100, block_size=4, adapter_slots=3, max_rank=8, step_tokens=12
-    )
+    engine = make_engine(oracle.directory, **MIXED)
     chance = random.Random(6)
     requests = {}
     for number, name in enumerate([*kinds, None] * 2):
@@ -207,6 +206,19 @@ def test_adapters_of_both_ends_of_a_model_are_pefts(
     answers = {oracle.check(one, outputs[one.sequence_id], name) for (name, _), one in requests.items()}
     # Tied, a tiny model is prone to repeat a token.
     assert len(answers) > len(kinds), f"answers are to be diverse: {answers}"
+
+
+# An engine with more adapters than slots, and prompts in chunks.
+MIXED = {"rows": 8, "kv_blocks": 100, "block_size": 4, "adapter_slots": 3, "max_rank": 8, "step_tokens": 12}
+
+
+def requests_of_each(oracle: PeftOracle) -> dict[tuple[str | None, int], NewSequence]:
+    """Two requests with each of the oracle's adapters and without one, by adapter and number."""
+    chance = random.Random(6)
+    return {
+        (name, number): oracle.request(str(number), chance.choices(range(VOCAB), k=chance.choice([3, 7, 26])), 9, name)
+        for number, name in enumerate([*oracle.adapters, None] * 2)
+    }
 
 
 @pytest.mark.parametrize(("model_type", "both_ends"), [("llama", True), *((one, False) for one in ("llama", *TIED))])
@@ -231,14 +243,8 @@ def test_trained_tokens_are_pefts(
     oracle = PeftOracle(model_type, tmp_path, {name: kind | more for name, kind in kinds.items()}, shape=tied)
     base = read_base_model(str(oracle.directory))
     assert {name: validate_adapter(path, base).rank for name, path in oracle.adapters.items()} == {"a few": 3, "one": 2}
-    engine = make_engine(
-        oracle.directory, rows=8, kv_blocks=100, block_size=4, adapter_slots=3, max_rank=8, step_tokens=12
-    )
-    chance = random.Random(6)
-    requests = {
-        (name, number): oracle.request(str(number), chance.choices(range(VOCAB), k=chance.choice([3, 7, 26])), 9, name)
-        for number, name in enumerate([*kinds, None] * 2)
-    }
+    engine = make_engine(oracle.directory, **MIXED)
+    requests = requests_of_each(oracle)
     outputs = run_until_idle(engine, {0: list(requests.values())})
     for (name, _), request in requests.items():
         oracle.check(request, outputs[request.sequence_id], name)
@@ -262,14 +268,8 @@ def test_embeddings_and_heads_that_were_trained_in_full_are_pefts(
     oracle = PeftOracle(model_type, tmp_path, kinds, shape=tied)
     base = read_base_model(str(oracle.directory))
     assert {validate_adapter(path, base).rank for path in oracle.adapters.values()} == {2}
-    engine = make_engine(
-        oracle.directory, rows=8, kv_blocks=100, block_size=4, adapter_slots=3, max_rank=8, step_tokens=12
-    )
-    chance = random.Random(6)
-    requests = {
-        (name, number): oracle.request(str(number), chance.choices(range(VOCAB), k=chance.choice([3, 7, 26])), 9, name)
-        for number, name in enumerate([*kinds, None] * 2)
-    }
+    engine = make_engine(oracle.directory, **MIXED)
+    requests = requests_of_each(oracle)
     outputs = run_until_idle(engine, {0: list(requests.values())})
     answers = {oracle.check(request, outputs[request.sequence_id], name) for (name, _), request in requests.items()}
     assert len(answers) > len(kinds), f"answers are to be diverse: {answers}"

@@ -62,7 +62,15 @@ from worker.engine.kernels.llvm import (
     vector_pieces,
     vector_type,
 )
-from worker.engine.kernels.tiles import add_products, begin_sums, bfloat16_products, configure, release, write_sums
+from worker.engine.kernels.tiles import (
+    add_products,
+    begin_sums,
+    bfloat16_products,
+    configure,
+    release,
+    uses_tiles,
+    write_sums,
+)
 from worker.engine.kernels.weight_vectors import (
     EMULATED,
     FLOATS,
@@ -229,12 +237,6 @@ def scale_scores(b, p, rows, sums, factors, scores, stride):
         for half in HALVES:
             score = b.fmul(load_floats(b, line, V * half, V), load_floats(b, factors, V * half, V))
             store(b, score, to, 4 * V * half, 4)
-
-
-@emits(types.int64)
-def uses_tiles(b, p):
-    """Return 1 where scores are of tiles."""
-    return int64(int(_products(p) in (TILES, EMULATED)))
 
 
 @kernel_part()

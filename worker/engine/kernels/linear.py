@@ -48,6 +48,7 @@ from worker.engine.kernels.tiles import (
     copy_columns,
     read_sums,
     release,
+    uses_tiles,
     write_sums,
 )
 from worker.engine.kernels.weight_vectors import (
@@ -244,12 +245,6 @@ def clear(b, p, rows, sums):
             store(b, vector_of(F32, 0.0, V), b.add(sums, b.mul(loop.index, int64(4 * PANEL))), 4 * V * half, 4)
 
 
-@emits(types.int64)
-def uses_tiles(b, p):
-    """Return 1 where products are of tiles."""
-    return int64(int(p.constant("of_products") in (TILES, EMULATED)))
-
-
 # Counters that threads share, 64-bit integers at these byte offsets: tasks taken, threads that have begun.
 COUNTERS = 2
 _TASKS, _THREADS = 0, 8
@@ -382,6 +377,13 @@ def _block(p, at, first, stop, scratch):
 
 
 @kernel_part()
+def _add_copied(p, memory, rows, x, weights, first, stop):
+    """Add the products of columns [first, stop) of copied rows x and of a panel, both from their first column on."""
+    for column in range(first, stop, tiles.COLUMNS):
+        add_products(p, memory, rows, x + column * 2 * tiles.ROWS, 2 * tiles.COLUMNS, weights + column * PANEL * 2)
+
+
+@kernel_part()
 def _sum_columns(p, at, rows, begin, end, panel, weights, sums, scratch):
     """Add the products of columns [begin, end) of copied rows and a panel to sums [ROWS, PANEL]; 0 before the first."""
     memory, parts, x = scratch + _TILES, scratch + _SUMS, scratch + _COPIED
@@ -390,16 +392,14 @@ def _sum_columns(p, at, rows, begin, end, panel, weights, sums, scratch):
             read_sums(p, memory, rows, sums)
         else:
             begin_sums(p, memory)
-        for column in range(0, end - begin, tiles.COLUMNS):
-            add_products(p, memory, rows, x + column * 2 * tiles.ROWS, 2 * tiles.COLUMNS, weights + column * PANEL * 2)
+        _add_copied(p, memory, rows, x, weights, 0, end - begin)
         write_sums(p, memory, rows, sums)
         return
     if begin == 0:
         clear(p, rows, sums)
     for first in range(begin, end, at.segment):
         begin_sums(p, memory)
-        for column in range(first - begin, min(first + at.segment, end) - begin, tiles.COLUMNS):
-            add_products(p, memory, rows, x + column * 2 * tiles.ROWS, 2 * tiles.COLUMNS, weights + column * PANEL * 2)
+        _add_copied(p, memory, rows, x, weights, first - begin, min(first + at.segment, end) - begin)
         write_sums(p, memory, rows, parts)
         scales = at.scales + panel * at.scale_panel + first // at.segment * at.scale_step
         add_scaled(p, rows, parts, scales, sums)

@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 
 from worker.engine.kernels.llvm import (
@@ -61,6 +62,12 @@ def bfloat16_products(columns: int) -> int:
     if V == 16 and columns % COLUMNS == 0 and can_use_tiles():
         return TILES
     return PAIRS if HAS_PAIRS else FLOATS
+
+
+@emits(types.int64)
+def uses_tiles(b, p):
+    """Return 1 where a kernel's products are of tiles."""
+    return int64(int(p.constant("of_products") in (TILES, EMULATED)))
 
 
 def _run(b: Any, instruction: str, *values: Any) -> None:

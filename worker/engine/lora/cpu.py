@@ -146,7 +146,8 @@ class CpuGroup(FusedProduct):
             rows, inputs = y.view(-1, self.width), x.reshape(-1, self.in_features)
             for slot, first, stop in self._step.segments:
                 if (own := self._own.get(slot)) is not None:
-                    # One by one: the bits of a row must not depend on those beside it, and a packed weight is a copy.
+                    # A product for each row: its bits do not depend on the rows beside it. Panels would do that too,
+                    # and hold a second copy of the weight.
                     for row in range(first, stop):
                         rows[row] = linear(inputs[row], own)
         return y

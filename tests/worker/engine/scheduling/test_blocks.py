@@ -36,7 +36,7 @@ class BlockWalk:
         # (block, offset) -> all that keys and values at this place depend on.
         self.content: dict[tuple[int, int], tuple[object, ...]] = {}
         self.count = 0
-        # What a follower knows of the prefix cache, and what it has been told of since the list of all began.
+        # The blocks that a follower knows of; the keys that it has got since the list of all blocks began.
         self.known: dict[int, CachedBlock] = {}
         self.told: set[int] | None = None
 
