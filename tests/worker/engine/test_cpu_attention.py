@@ -69,19 +69,25 @@ def test_halves_are_rounded_once(dtype: torch.dtype) -> None:
     check(Numbers(case, CPU, dtype))
 
 
-@pytest.mark.parametrize("products", ["fastest", pytest.param("tiles", marks=_WITH_TILES)])
+@pytest.mark.parametrize("products", ["fastest", *(pytest.param(one, marks=_WITH_TILES) for one in ("tiles", "int8"))])
 def test_company_changes_no_bit(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone a row is shared out by its heads, in company it is one task."""
-    case = Case(dim=24, value_dim=24, decodes=(300, 5, 12, 70, 71), chunks=((40, 5),), window=200)
-    if products == "tiles":
-        # The code for AMX, over tiles in memory.
+    """Alone a row is shared out by its heads, in company it is one task; a chunk's tokens are computed together."""
+    case = Case(dim=24, value_dim=24, decodes=(300, 5, 12, 70, 71), chunks=((40, 5), (90, 60)), window=200)
+    if products != "fastest":
+        # The code for AMX, over tiles in memory. Values of more positions than are packed together, in two panels.
         monkeypatch.setattr("worker.engine.attention.cpu.fastest_products", lambda *_: EMULATED)
-        case = replace(case, dim=64)
-        check(Numbers(case, CPU, torch.bfloat16))
+        case = replace(case, dim=64, value_dim=64, int8=products == "int8")
+        numbers = Numbers(case, CPU, torch.bfloat16)
+        expected = numbers.in_torch()
+        # A weight is rounded to bfloat16; weights add up to 1.
+        atol = 2**-9 * float(numbers.exact.slots[0][1].abs().max())
+        torch.testing.assert_close(by_kernel(numbers), expected, rtol=ROUNDING[torch.bfloat16], atol=atol)
     numbers = Numbers(case, CPU, torch.bfloat16)
     together = by_kernel(numbers)
     alone = by_kernel(numbers, Batch(numbers.batch.rows[:1], 1, 1))
     assert torch.equal(alone, together[:1])
+    tokens = [replace(row, start=row.start + at, count=1) for row in numbers.batch.rows for at in range(row.count)]
+    assert torch.equal(by_kernel(numbers, Batch(tuple(tokens), len(tokens), len(tokens))), together)
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -28,13 +28,8 @@ from torch import Tensor
 
 from worker.engine.attention.paged import KvCache, LayerCall, RowBlocks
 from worker.engine.device import dtype_name
-from worker.engine.kernels.attention import (
-    compile_attention,
-    fastest_products,
-    own_parameters,
-    scratch_floats,
-    span_of,
-)
+from worker.engine.kernels.attention import compile_attention, own_parameters, scratch_floats, span_of
+from worker.engine.kernels.attention_products import fastest_products
 from worker.engine.kernels.compilation import Kernel, compile_kernel
 from worker.engine.kernels.llvm import (
     F32,
@@ -165,7 +160,7 @@ class CpuPlan:
         if out is None:
             out = query.new_empty(*query.shape[:2], value_dim)
         kind, shared = dtype_name(query.dtype), query.shape[1] // kv_heads
-        tasks, products = self.tasks_of(shared), fastest_products(key_dim, kind)
+        tasks, products = self.tasks_of(shared), fastest_products(key_dim, value_dim, kind)
         floats = scratch_floats(tasks.rows, tasks.scores, tasks.positions, key_dim, value_dim, products)
         scratch = cache.workspace.address(floats * torch.get_num_threads())
         sinks = None if call.sinks is None else call.sinks.float().contiguous()

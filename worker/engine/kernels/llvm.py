@@ -189,6 +189,25 @@ def fold_lanes(b: Any, vector: Any, lanes: int, combine: Callable[[Any, Any], An
     return b.extract_element(vector, ir.Constant(I32, 0))
 
 
+def exponential(b: Any, x: Any, lanes: int) -> Any:
+    """Return exp(x) of float32: 2 ** n times a polynomial; NaN of NaN."""
+    for compare, bound in (("<", -LARGEST_EXPONENT), (">", LARGEST_EXPONENT)):
+        limit = vector_of(F32, bound, lanes)
+        x = b.select(b.fcmp_ordered(compare, x, limit), limit, x)
+    rounding = vector_of(F32, ROUNDING, lanes)
+    shifted = b.fadd(b.fmul(x, vector_of(F32, LOG2_E, lanes)), rounding)
+    n = b.fsub(shifted, rounding)
+    r = x
+    for part in LN2:
+        r = b.fsub(r, b.fmul(n, vector_of(F32, part, lanes)), flags=CONTRACT)
+    y = vector_of(F32, EXP[0], lanes)
+    for factor in EXP[1:]:
+        y = b.fadd(b.fmul(y, r, flags=CONTRACT), vector_of(F32, factor, lanes), flags=CONTRACT)
+    y = b.fadd(b.fadd(b.fmul(b.fmul(y, r), r), r), vector_of(F32, 1.0, lanes))
+    whole = b.sub(b.bitcast(shifted, vector_type(I32, lanes)), vector_of(I32, ROUNDING_BITS - 127, lanes))
+    return b.fmul(y, b.bitcast(b.shl(whole, vector_of(I32, 23, lanes)), vector_type(F32, lanes)))
+
+
 def each_vector(b: Any, count: Any, emit: Callable[[Any, int, int], None], unrolled: int = 1) -> None:
     """Emit loops over `count` elements: emit(index, lanes, vectors) for so many vectors of so many lanes from index."""
     start = int64(0)

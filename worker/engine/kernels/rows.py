@@ -25,20 +25,14 @@ from numba.core import cgutils
 from worker.engine.kernels.compilation import Kernel, compile_kernel
 from worker.engine.kernels.llvm import (
     CONTRACT,
-    EXP,
     F32,
-    I32,
     KINDS,
     LANES,
-    LARGEST_EXPONENT,
-    LN2,
-    LOG2_E,
-    ROUNDING,
-    ROUNDING_BITS,
     Parameters,
     broadcast,
     each_vector,
     emits,
+    exponential,
     fetch_add,
     int64,
     int64_pointer,
@@ -50,7 +44,6 @@ from worker.engine.kernels.llvm import (
     store,
     sum_lanes,
     vector_of,
-    vector_type,
 )
 
 
@@ -123,29 +116,10 @@ def gate_row(b, p, gate, up, out, columns):
     def emit(index, lanes, gate, up, out):
         value = gate.load(index, lanes)
         one = vector_of(F32, 1.0, lanes)
-        silu = b.fdiv(value, b.fadd(one, _exp(b, b.fsub(vector_of(F32, -0.0, lanes), value), lanes)))
+        silu = b.fdiv(value, b.fadd(one, exponential(b, b.fsub(vector_of(F32, -0.0, lanes), value), lanes)))
         out.store(index, b.fmul(silu, up.load(index, lanes)), lanes)
 
     _each(b, p, columns, emit, gate, up, out)
-
-
-def _exp(b: Any, x: Any, lanes: int) -> Any:
-    """Return exp(x): 2 ** n times a polynomial."""
-    for compare, bound in ((">", -LARGEST_EXPONENT), ("<", LARGEST_EXPONENT)):
-        limit = vector_of(F32, bound, lanes)
-        x = b.select(b.fcmp_ordered(compare, x, limit), x, limit)
-    rounding = vector_of(F32, ROUNDING, lanes)
-    shifted = b.fadd(b.fmul(x, vector_of(F32, LOG2_E, lanes)), rounding)
-    n = b.fsub(shifted, rounding)
-    r = x
-    for part in LN2:
-        r = b.fsub(r, b.fmul(n, vector_of(F32, part, lanes)), flags=CONTRACT)
-    y = vector_of(F32, EXP[0], lanes)
-    for factor in EXP[1:]:
-        y = b.fadd(b.fmul(y, r, flags=CONTRACT), vector_of(F32, factor, lanes), flags=CONTRACT)
-    y = b.fadd(b.fadd(b.fmul(b.fmul(y, r), r), r), vector_of(F32, 1.0, lanes))
-    whole = b.sub(b.bitcast(shifted, vector_type(I32, lanes)), vector_of(I32, ROUNDING_BITS - 127, lanes))
-    return b.fmul(y, b.bitcast(b.shl(whole, vector_of(I32, 23, lanes)), vector_type(F32, lanes)))
 
 
 @emits()

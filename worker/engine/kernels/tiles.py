@@ -64,10 +64,15 @@ def bfloat16_products(columns: int) -> int:
     return PAIRS if HAS_PAIRS else FLOATS
 
 
+def of_tiles(p: Parameters) -> bool:
+    """Tell, where code is emitted, whether a kernel's products are of tiles."""
+    return p.constant("of_products") in (TILES, EMULATED)
+
+
 @emits(types.int64)
 def uses_tiles(b, p):
     """Return 1 where a kernel's products are of tiles."""
-    return int64(int(p.constant("of_products") in (TILES, EMULATED)))
+    return int64(int(of_tiles(p)))
 
 
 def _run(b: Any, instruction: str, *values: Any) -> None:
