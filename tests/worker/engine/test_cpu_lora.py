@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from worker.engine.kernels.tiles import can_use_tiles
+from worker.engine.kernels.weight_vectors import EMULATED, TILES, V
 from worker.engine.lora.cpu import CpuGroup, CpuStep
 from worker.engine.lora.weights import LoraPair, Rescale
 
@@ -18,6 +20,8 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 SLOTS, MAX_RANK = 6, 256
 # Layers side by side: no width is a multiple of the vectors'; the last is more than a block, also in parts.
 IN_FEATURES, WIDTHS = 150, (67, 33, 2310)
+# For tiles all sizes are multiples of 32; more columns than are packed together.
+TILE_SIZES = 544, (64, 32, 2304)
 # Relative to outputs of about 1: rounded once at the end, whatever stands between.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -25,14 +29,26 @@ TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 class Group:
     """A group whose base gives numbers that are there already, and the pairs in its slots."""
 
-    def __init__(self, dtype: torch.dtype, ranks: Sequence[Sequence[int]], *, dora: bool = False) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        ranks: Sequence[Sequence[int]],
+        *,
+        dora: bool = False,
+        sizes: tuple[int, Sequence[int]] = (IN_FEATURES, WIDTHS),
+    ) -> None:
         """`ranks` by slot and layer, 0 for layers that the adapter does not change."""
+        self.in_features, self.widths = sizes
         self.chance = torch.Generator().manual_seed(0)
         self.dtype = dtype
         self.step = CpuStep()
         self.y = torch.empty(0)
-        self.group = CpuGroup(lambda _: self.y.clone(), IN_FEATURES, WIDTHS, SLOTS, MAX_RANK, dtype, self.step)
-        self.pairs = [[self.pair(rank, width, dora) for rank, width in zip(of, WIDTHS, strict=True)] for of in ranks]
+        self.group = CpuGroup(
+            lambda _: self.y.clone(), self.in_features, self.widths, SLOTS, MAX_RANK, dtype, self.step
+        )
+        self.pairs = [
+            [self.pair(rank, width, dora) for rank, width in zip(of, self.widths, strict=True)] for of in ranks
+        ]
         for slot, pairs in enumerate(self.pairs):
             self.group.set_slot(slot, pairs)
 
@@ -42,7 +58,7 @@ class Group:
     def pair(self, rank: int, width: int, dora: bool) -> LoraPair | None:
         if not rank:
             return None
-        a, b = self.random(rank, IN_FEATURES) / IN_FEATURES**0.5, self.random(rank, width) / (4 * rank**0.5)
+        a, b = self.random(rank, self.in_features) / self.in_features**0.5, self.random(rank, width) / (4 * rank**0.5)
         change = Rescale(*(self.random(2, width) / 4).to(self.dtype)) if dora else None
         return LoraPair(a.to(self.dtype), b.to(self.dtype), change)
 
@@ -57,7 +73,9 @@ class Group:
         out = y.float()
         for row, slot in enumerate(slots):
             first = 0
-            for width, pair in zip(WIDTHS, self.pairs[slot] if slot >= 0 else [None] * len(WIDTHS), strict=True):
+            for width, pair in zip(
+                self.widths, self.pairs[slot] if slot >= 0 else [None] * len(self.widths), strict=True
+            ):
                 part = slice(first, first := first + width)
                 if pair is None:
                     continue
@@ -68,7 +86,7 @@ class Group:
         return out
 
     def inputs(self, rows: int) -> tuple[Tensor, Tensor]:
-        return self.random(rows, IN_FEATURES).to(self.dtype), self.random(rows, sum(WIDTHS)).to(self.dtype)
+        return self.random(rows, self.in_features).to(self.dtype), self.random(rows, sum(self.widths)).to(self.dtype)
 
     def check(self, slots: Sequence[int], roundings: int = 1) -> None:
         x, y = self.inputs(len(slots))
@@ -125,6 +143,29 @@ def test_a_prompt_s_rows_have_the_bits_of_decodes(dtype: torch.dtype) -> None:
         assert torch.equal(group.result([slot], x[row : row + 1], y[row : row + 1])[0], together[row])
 
 
+WITH_TILES = pytest.mark.skipif(V != 16, reason="panels of tiles have 32 outputs")
+WITH_AMX = pytest.mark.skipif(not can_use_tiles(), reason="the processor has no AMX")
+PRODUCTS = [
+    pytest.param(EMULATED, marks=WITH_TILES, id="tiles in memory"),
+    pytest.param(TILES, marks=WITH_AMX, id="AMX"),
+]
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("dora", [False, True], ids=["plain", "DoRA"])
+def test_tiles_give_few_rows_and_many_the_same_bits(products: int, dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.engine.lora.cpu.fastest_products", lambda *_: products)
+    group = Group(torch.bfloat16, RANKS, dora=dora, sizes=TILE_SIZES)
+    for slots in MIXES.values():
+        # What A gives is rounded too.
+        group.check(slots, roundings=2)
+    x, y = group.inputs(147)
+    slots = [0] * 5 + [1] * 9 + [3] * 3 + [4] * 130
+    together = group.result(slots, x, y)
+    for row in (0, 4, 5, 13, 14, 16, 17, 146):
+        assert torch.equal(group.result([slots[row]], x[row : row + 1], y[row : row + 1])[0], together[row])
+
+
 @pytest.mark.parametrize("given", ["another number of rows", "another dtype"])
 def test_what_is_not_the_steps_is_refused_and_not_written_over(given: str) -> None:
     group = Group(torch.float32, RANKS)
@@ -146,7 +187,7 @@ def test_every_thread_takes_part_and_every_task_is_done_once() -> None:
     group = Group(torch.float32, RANKS)
     group.check([0, 1, 2, 3, 4])
     tasks = 5 * len(WIDTHS) * group.step.parts
-    assert group.step.counters.tolist() == [tasks + 2, tasks, tasks + 2], "each thread looks once more, twice"
+    assert group.step.counters.tolist() == [tasks + 2, tasks, tasks + 2, 2], "each thread looks once more, twice"
 
 
 def test_an_adapter_is_neither_copied_nor_kept_for_longer_than_its_slot() -> None:

@@ -44,7 +44,7 @@ from worker.engine.kernels.llvm import (
     vector_pieces,
     vector_type,
 )
-from worker.engine.kernels.tiles import add_products, begin_sums, bfloat16_products, write_sums
+from worker.engine.kernels.tiles import add_products, begin_sums, bfloat16_products, store_pairs, write_sums
 from worker.engine.kernels.weight_vectors import (
     EMULATED,
     FLOATS,
@@ -59,6 +59,7 @@ from worker.engine.kernels.weight_vectors import (
     fetch,
     load_half,
     pair_of,
+    transposed,
 )
 
 # Maximum rows of a tile, whose sums and what they are made of fit the registers: of scores, and of values.
@@ -87,22 +88,6 @@ def _products(p: Parameters) -> int:
 def _of_pairs(p: Parameters) -> bool:
     """Tell whether queries and keys are multiplied as pairs of bfloat16, by vectors or tiles."""
     return _products(p) != FLOATS
-
-
-def _transposed(b: Any, lines: Sequence[Any]) -> list[Any]:
-    """Transpose V vectors of V words."""
-    lines, step = list(lines), 1
-    while step < V:
-        # In each pair of lines, blocks of `step` words off the diagonal change places.
-        low = [at if not at & step else V + at - step for at in range(V)]
-        high = [at + step if not at & step else V + at for at in range(V)]
-        masks = [ir.Constant(vector_type(I32, V), mask) for mask in (low, high)]
-        for one in range(V):
-            if not one & step:
-                pair = lines[one], lines[one + step]
-                lines[one], lines[one + step] = (b.shuffle_vector(*pair, mask) for mask in masks)
-        step *= 2
-    return lines
 
 
 def _key_piece(b: Any, p: Parameters, key: Any, first: Any, words: int) -> Any:
@@ -158,7 +143,7 @@ def pack_keys(b, p, keys, key_bytes, places, panel):
                 place = load(b, places, 8 * (V * half + at), I64, 8)
                 lines.append(_key_piece(b, p, b.add(keys, b.mul(place, key_bytes)), first, count))
             to = b.add(panel, b.mul(first, int64(4 * PANEL)))
-            for word, vector in enumerate(_transposed(b, lines)[:count]):
+            for word, vector in enumerate(transposed(b, lines)[:count]):
                 store(b, vector, to, 4 * (PANEL * word + V * half), 4)
 
     if words >= V:
@@ -284,21 +269,6 @@ def _add_values(b: Any, p: Parameters, rows: int, of_weights: Any, of_values: An
             store(b, b.load(memory), sums, 4 * (dim * row + first), 4)
 
 
-# Order of the numbers of a panel of packed values: in each 16 bytes of two positions' numbers the first four of both
-# are interleaved, which go into the first half of a panel, and the last four, which go into the second.
-_INTERLEAVED = [
-    [
-        8 * lane + 4 * half + word + PANEL * position
-        for lane in range(V // 4)
-        for word in range(4)
-        for position in range(2)
-    ]
-    for half in HALVES
-]
-# Places in a panel of sums of the numbers in their order.
-_IN_ORDER = [number // 8 * 4 + number % 4 + V * (number % 8 // 4) for number in range(2 * V)]
-
-
 @emits()
 def pack_values(b, p, values, value_bytes, places, count, panels):
     """Write the values of `count` positions, whole panels, as words [value_dim / PANEL, VALUE_BLOCK / 2, PANEL].
@@ -317,10 +287,8 @@ def pack_values(b, p, values, value_bytes, places, count, panels):
             fetch(b, line(of_places, _AHEAD + position), 0, dim * size)
         lines = [line(of_places, position) for position in range(2)]
         for first in range(0, dim, PANEL):
-            pair = [_value_halves(b, kind, here, first) for here in lines]
-            for half, mask in enumerate(_INTERLEAVED):
-                words = b.shuffle_vector(*pair, ir.Constant(vector_type(I32, 2 * V), mask))
-                store(b, words, to, first * VALUE_BLOCK * 2 + 4 * V * half, 4)
+            one, other = (_value_halves(b, kind, here, first) for here in lines)
+            store_pairs(b, one, other, to, first * VALUE_BLOCK * 2)
 
 
 def _value_halves(b: Any, kind: int, value: Any, first: int) -> Any:
@@ -329,13 +297,6 @@ def _value_halves(b: Any, kind: int, value: Any, first: int) -> Any:
         return load(b, value, 2 * first, vector_type(I16, PANEL), 2)
     bits = b.bitcast(load_as_float32(b, kind, value, first, PANEL), vector_type(I32, PANEL))
     return b.trunc(b.lshr(bits, vector_of(I32, 16, PANEL)), vector_type(I16, PANEL))
-
-
-def load_panel(b: Any, sums: Any) -> list[Any]:
-    """Load a panel of sums of packed values: its numbers in order, by V."""
-    halves = [load_floats(b, sums, V * half, V) for half in HALVES]
-    masks = (ir.Constant(vector_type(I32, V), _IN_ORDER[V * half : V * half + V]) for half in HALVES)
-    return [b.shuffle_vector(*halves, mask) for mask in masks]
 
 
 @emits()

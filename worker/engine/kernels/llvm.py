@@ -13,6 +13,7 @@ from typing import Any
 from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 # numba's own code has no instruction in assembly; that of kernels has those that llvmlite's IR cannot express.
@@ -36,6 +37,10 @@ LARGEST_EXPONENT = 87.0
 LOG2_E = 1.4426950408889634
 LN2 = (0.693359375, -2.12194440e-4)
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+# The processor's features, as numba's settings say (NUMBA_CPU_FEATURES).
+FEATURES = str(cpu_target.target_context.codegen().magic_tuple()[2]).split(",")
+# Whether the processor converts a vector of float32 to bfloat16 in one instruction.
+_CONVERTS = {"+avx512f", "+avx512bf16"} <= set(FEATURES)
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 
 
@@ -160,6 +165,10 @@ def round_to_kind(b: Any, kind: int, wide: Any, lanes: int) -> Any:
         return wide
     if kind == KINDS["float16"]:
         return b.fptrunc(wide, vector_type(ir.HalfType(), lanes))
+    if lanes == LANES and _CONVERTS:
+        # Numbers below 2 ** -126 become 0.
+        converting = ir.FunctionType(vector_type(I16, lanes), [wide.type])
+        return b.call(ir.InlineAsm(converting, "vcvtneps2bf16 $1, $0", "=v,v"), [wide])
     bits = b.bitcast(wide, vector_type(I32, lanes))
     odd = b.and_(b.lshr(bits, vector_of(I32, 16, lanes)), vector_of(I32, 1, lanes))
     rounded = b.add(bits, b.add(odd, vector_of(I32, 0x7FFF, lanes)))

@@ -12,151 +12,171 @@ adapter, in one call for each group of layers with the same input:
 With DoRA y is first rescaled: y + gain * y + shift. Sums are float32, and y is rounded once. A row's bits do not depend
 on the other rows of the step. `shrunk` is float32; x, y, A, B, gain and shift have the kernel's dtype. Strides are in
 bytes, lengths in elements.
+
+In bfloat16, on processors with AMX and where all sizes are multiples of 32, both products are those of tiles.py, and
+`shrunk` is rounded to bfloat16 [row, layer, ranks and zeros up to RANK_STEP]. Few rows and many take different ways to
+the same bits:
+
+    shrink   few: ranks of A are the rows of a tile, a row of x is a column      many: A becomes a panel
+    expand   few: vectors, which add up in the order of tiles                     many: B becomes a panel
 """
 
 from __future__ import annotations
 
 from functools import cache
-from itertools import chain
-from typing import Any
 
-from llvmlite import ir
 from numba import carray
-from numba.core import cgutils
 
+from worker.engine.kernels import lora_products, tiles, weight_vectors
 from worker.engine.kernels.compilation import Kernel, compile_kernel
-from worker.engine.kernels.llvm import (
-    CONTRACT,
-    F32,
-    I32,
-    I64,
-    KINDS,
-    LANES,
-    Parameters,
-    broadcast,
-    cases,
-    each_vector,
-    emits,
-    fetch_add,
-    int64,
-    int64_pointer,
-    kernel_part,
-    kind_bytes,
-    load,
-    load_as_float32,
-    round_to_kind,
-    store,
-    sum_lanes,
-    vector_of,
-    wait_for,
+from worker.engine.kernels.llvm import KINDS, LANES, fetch_add, int64_pointer, kernel_part, wait_for
+from worker.engine.kernels.lora_products import (
+    RANK_STEP,
+    RANKS,
+    ROWS,
+    add_panel,
+    clear_panel,
+    clear_ranks,
+    expand,
+    pack_outputs,
+    pack_ranks,
+    round_ranks,
+    shrink,
 )
+from worker.engine.kernels.tiles import (
+    add_columns,
+    add_products,
+    begin_sums,
+    configure,
+    configure_columns,
+    read_sums,
+    release,
+    uses_tiles,
+    write_column,
+    write_sums,
+)
+from worker.engine.kernels.weight_vectors import FLOATS, PANEL, tile_rows
 
-# Numbers of rows of one adapter that share each read of its weights, and of ranks that share each read of rows.
-ROWS, RANKS = 4, 4
-# Number of vectors of outputs that are computed together, by the number of rows.
-_VECTORS = {1: 24, ROWS: 4}
-
-
-def _lines(b: Any, address: Any, stride: Any, count: int) -> list[Any]:
-    return [b.add(address, b.mul(stride, int64(index))) for index in range(count)]
-
-
-def _bytes(b: Any, count: Any, size: int) -> Any:
-    return b.mul(count, int64(size))
-
-
-def _offset(b: Any, address: Any, index: Any, size: int) -> Any:
-    return b.add(address, _bytes(b, index, size))
-
-
-@emits()
-def shrink(b, p, rows, ranks, x, weights, count, out):
-    """Compute out[row, rank] = x[row] . weights[rank] for 1 or ROWS rows and 1 or RANKS contiguous ranks of A."""
-    for of_rows in cases(b, rows, (1, ROWS)):
-        for of_ranks in cases(b, ranks, (1, RANKS)):
-            _shrink_rows(b, p, of_rows, of_ranks, x, weights, count, out)
+# Maximum rows of a segment. The threads share the work of a long prompt, whatever stands beside it.
+SEGMENT_ROWS = 128
+# Minimum rows of a segment for which A and B become panels.
+_MANY_ROWS = 8
+# Maximum ranks of A that are the rows of a tile, and columns of A that are packed together: PANEL ranks of them are
+# 32 KiB, which stay in a core's first-level cache.
+_TILE_RANKS, _PACKED = 16, 512
 
 
-def _shrink_rows(b: Any, p: Parameters, rows: int, ranks: int, x: Any, weights: Any, count: Any, out: Any) -> None:
-    kind = p.constant("of_kind")
-    size = kind_bytes(kind)
-
-    of_x = _lines(b, x, p.load("x_bytes"), rows)
-    of_weights = _lines(b, weights, _bytes(b, count, size), ranks)
-    of_out = _lines(b, out, p.load("shrunk_bytes"), rows)
-
-    def zeros(lanes):
-        return cgutils.alloca_once_value(b, vector_of(F32, 0.0, lanes))
-
-    # For each pair of row and rank a vector of sums, and a scalar sum of the elements that fill no vector.
-    pairs = [(row, rank) for row in range(rows) for rank in range(ranks)]
-    sums = {(pair, lanes): zeros(lanes) for pair in pairs for lanes in (LANES, 1)}
-
-    def body(index, lanes, _):
-        xs = [load_as_float32(b, kind, _offset(b, line, index, size), 0, lanes) for line in of_x]
-        ws = [load_as_float32(b, kind, _offset(b, line, index, size), 0, lanes) for line in of_weights]
-        for pair in pairs:
-            place = sums[pair, lanes]
-            product = b.fmul(xs[pair[0]], ws[pair[1]], flags=CONTRACT)
-            b.store(b.fadd(b.load(place), product, flags=CONTRACT), place)
-
-    each_vector(b, count, body)
-    for row, rank in pairs:
-        whole, rest = (b.load(sums[(row, rank), lanes]) for lanes in (LANES, 1))
-        last = b.extract_element(rest, ir.Constant(I32, 0))
-        total = b.fadd(sum_lanes(b, whole, LANES), last, flags=CONTRACT)
-        store(b, total, of_out[row], 4 * rank, 4)
+def scratch_floats(max_rank: int, products: int) -> int:
+    """Return the float32 of a thread's scratch: tiles, sums of a segment's rows, and a packed panel."""
+    packed = max(_PACKED, -(-max_rank // RANK_STEP) * RANK_STEP) // 2 * PANEL
+    return 0 if products == FLOATS else tiles.MEMORY_BYTES // 4 + SEGMENT_ROWS * PANEL + packed
 
 
-@emits()
-def expand(b, p, rows, rescaled, y, factors, ranks, weights, change, count):
-    """Compute y[row] += sum over ranks of factors[row, rank] * weights[rank] for 1 or ROWS rows, rounded once.
-
-    `weights` are the address of B's first rank and the stride of ranks. Where `rescaled` is 1, and not 0,
-    y + gain * y + shift takes the place of y; `change` are the addresses of gain and shift.
-    """
-    for of_rows in cases(b, rows, _VECTORS):
-        for with_change in cases(b, rescaled, (0, 1)):
-            _expand_rows(b, p, of_rows, bool(with_change), y, factors, ranks, (weights, change), count)
+@kernel_part()
+def _sums_and_packed(memory):
+    """Return the addresses of a thread's sums and its packed panel, which are behind its tiles."""
+    sums = memory + tiles.MEMORY_BYTES
+    return sums, sums + SEGMENT_ROWS * PANEL * 4
 
 
-def _expand_rows(
-    b: Any, p: Parameters, rows: int, rescaled: bool, y: Any, factors: Any, ranks: Any, pairs: Any, count: Any
-) -> None:
-    kind = p.constant("of_kind")
-    size = kind_bytes(kind)
+@kernel_part()
+def _shrink_few(p, at, a, rank, low, high, x, rows, out, memory):
+    """Write ranks [low, high) of a few rows."""
+    sums, _ = _sums_and_packed(memory)
+    line, configured = at.in_features * 2, 0
+    for k in range(low, high, _TILE_RANKS):
+        ranks, row = min(_TILE_RANKS, high - k), 0
+        if ranks != configured:
+            configure_columns(p, memory, ranks)
+            configured = ranks
+        while row < rows:
+            together = ROWS if row + ROWS <= rows else 1
+            begin_sums(p, memory)
+            for column in range(0, at.in_features, tiles.COLUMNS):
+                of_x = x + row * at.x_bytes + column * 2
+                add_columns(p, memory, together, a + k * line + column * 2, line, of_x, at.x_bytes)
+            for one in range(together):
+                write_column(p, memory, one, sums)
+                round_ranks(p, sums, ranks, out + (row + one) * at.shrunk_bytes + k * 2)
+            row += together
+    if high == rank:
+        for one in range(rows):
+            clear_ranks(p, out + one * at.shrunk_bytes, rank)
 
-    weights, weights_stride, gain, shift = (b.extract_value(two, at) for two in pairs for at in (0, 1))
-    of_y = _lines(b, y, p.load("y_bytes"), rows)
-    of_factors = _lines(b, factors, p.load("shrunk_bytes"), rows)
 
-    def body(index, lanes, vectors):
-        parts = [part * lanes for part in range(vectors)]
-        zeros = vector_of(F32, 0.0, lanes)
-        totals = [[cgutils.alloca_once_value(b, zeros) for _ in parts] for _ in of_y]
-        for place in chain(*totals):
-            b.store(zeros, place)
-        first = _offset(b, weights, index, size)
-        with cgutils.for_range_slice(b, int64(0), ranks, int64(1), I64) as (rank, _):
-            line = b.add(first, b.mul(rank, weights_stride))
-            ws = [load_as_float32(b, kind, line, part, lanes) for part in parts]
-            for places, of_row in zip(totals, of_factors, strict=True):
-                factor = broadcast(b, load(b, _offset(b, of_row, rank, 4), 0, F32, 4), lanes)
-                for place, piece in zip(places, ws, strict=True):
-                    b.store(b.fadd(b.load(place), b.fmul(factor, piece, flags=CONTRACT), flags=CONTRACT), place)
-        gains, shifts = (_offset(b, address, index, size) for address in (gain, shift))
-        for places, of_row in zip(totals, of_y, strict=True):
-            here = _offset(b, of_row, index, size)
-            for place, part in zip(places, parts, strict=True):
-                own, total = load_as_float32(b, kind, here, part, lanes), b.load(place)
-                if rescaled:
-                    gained = b.fmul(own, load_as_float32(b, kind, gains, part, lanes), flags=CONTRACT)
-                    shifted = b.fadd(gained, load_as_float32(b, kind, shifts, part, lanes), flags=CONTRACT)
-                    total = b.fadd(total, shifted, flags=CONTRACT)
-                value = round_to_kind(b, kind, b.fadd(own, total, flags=CONTRACT), lanes)
-                store(b, value, here, part * size, size)
+@kernel_part()
+def _shrink_many(p, at, a, rank, x, rows, out, memory):
+    """Write all ranks of many rows, up to SEGMENT_ROWS."""
+    sums, packed = _sums_and_packed(memory)
+    line, configured = at.in_features * 2, 0
+    for k in range(0, rank, PANEL):
+        ranks = min(PANEL, rank - k)
+        for begin in range(0, at.in_features, _PACKED):
+            count = min(_PACKED, at.in_features - begin)
+            pack_ranks(p, a + k * line + begin * 2, line, ranks, count, packed)
+            row = 0
+            while row < rows:
+                tile = tile_rows(rows - row, tiles.ROWS)
+                if tile != configured:
+                    configure(p, memory, tile)
+                    configured = tile
+                of_x, to = x + row * at.x_bytes + begin * 2, sums + row * PANEL * 4
+                if begin:
+                    read_sums(p, memory, tile, to)
+                else:
+                    begin_sums(p, memory)
+                for column in range(0, count, tiles.COLUMNS):
+                    add_products(p, memory, tile, of_x + column * 2, at.x_bytes, packed + column * PANEL * 2)
+                write_sums(p, memory, tile, to)
+                row += tile
+        for row in range(rows):
+            round_ranks(p, sums + row * PANEL * 4, ranks, out + row * at.shrunk_bytes + k * 2)
+    for row in range(rows):
+        clear_ranks(p, out + row * at.shrunk_bytes, rank)
 
-    each_vector(b, count, body, _VECTORS[rows])
+
+@kernel_part()
+def _shrink_by_tiles(p, at, pair, layer, segment, part, memory):
+    a, _, rank, _, _ = pair
+    _, first, stop = segment
+    out, x = at.shrunk + layer * at.max_rank * 2, at.x
+    if stop - first < _MANY_ROWS:
+        low, high = rank * part // at.parts, rank * (part + 1) // at.parts
+        of_rows = x + first * at.x_bytes
+        _shrink_few(p, at, a, rank, low, high, of_rows, stop - first, out + first * at.shrunk_bytes, memory)
+    else:
+        rows = stop - first
+        low, high = first + rows * part // at.parts, first + rows * (part + 1) // at.parts
+        _shrink_many(p, at, a, rank, x + low * at.x_bytes, high - low, out + low * at.shrunk_bytes, memory)
+
+
+@kernel_part()
+def _expand_by_tiles(p, at, pair, layer, columns, segment, part, memory):
+    """Do the same as `_expand`; what a row gets has the same bits."""
+    _, b, rank, gain, shift = pair
+    begin, width = columns
+    _, first, stop = segment
+    rescaled, panels, configured = 1 if gain else 0, width // PANEL, 0
+    sums, packed = _sums_and_packed(memory)
+    clear_panel(p, packed, rank)
+    for panel in range(panels * part // at.parts, panels * (part + 1) // at.parts):
+        column = panel * PANEL * 2
+        pack_outputs(p, b + column, width * 2, rank, packed)
+        row = first
+        while row < stop:
+            tile = tile_rows(stop - row, tiles.ROWS)
+            if tile != configured:
+                configure(p, memory, tile)
+                configured = tile
+            begin_sums(p, memory)
+            shrunk = at.shrunk + row * at.shrunk_bytes + layer * at.max_rank * 2
+            for of_rank in range(0, rank, tiles.COLUMNS):
+                add_products(p, memory, tile, shrunk + of_rank * 2, at.shrunk_bytes, packed + of_rank * PANEL * 2)
+            write_sums(p, memory, tile, sums)
+            y = at.y + row * at.y_bytes + begin * 2 + column
+            for one in range(tile):
+                add_panel(p, rescaled, sums + one * PANEL * 4, y + one * at.y_bytes, gain + column, shift + column)
+            row += tile
 
 
 # Number of columns of B that one pass covers where many rows share B: with usual ranks (8 to 64) they stay in L1 or L2.
@@ -169,20 +189,21 @@ _COLUMN_FIELDS = 2
 # 64-bit integers of a segment, consecutive rows with one adapter: its slot, its first row, its last row + 1.
 SEGMENT_FIELDS = 3
 # Counters that threads share, 64-bit integers at these byte offsets: shrink tasks taken, shrink tasks done, expand
-# tasks taken.
-COUNTERS = 3
-_SHRINKS, _SHRUNK, _EXPANDS = 0, 8, 16
+# tasks taken, and threads that have their scratch.
+COUNTERS = 4
+_SHRINKS, _SHRUNK, _EXPANDS, _THREADS = 0, 8, 16, 24
 
 _INTEGERS = (
     "x x_bytes in_features y y_bytes slots layers layer_count segments segment_count parts counters shrunk "
-    "shrunk_bytes max_rank number_bytes"
+    "shrunk_bytes max_rank number_bytes shrunk_size scratch scratch_bytes"
 )
 
 
 @cache
-def compile_lora(kind: str) -> Kernel:
+def compile_lora(kind: str, products: int) -> Kernel:
     """Compile the kernel for a dtype in KINDS. Threads called with the same zeroed `counters` share the tasks."""
-    return compile_kernel(_apply, {"of_kind": KINDS[kind]}, _INTEGERS)
+    constants = {"of_kind": KINDS[kind], "of_products": products}
+    return compile_kernel(_apply, constants, _INTEGERS, emitting=(weight_vectors, tiles, lora_products))
 
 
 @kernel_part(fastmath=True)
@@ -198,8 +219,7 @@ def _shrink(p, at, pair, layer, segment, part):
         k = low
         while k < high:
             ranks = RANKS if k + RANKS <= high else 1
-            weights, of_rank = a + k * count * at.number_bytes, out + k * 4
-            shrink(p, rows, ranks, x, weights, count, of_rank)
+            shrink(p, rows, ranks, x, a + k * count * at.number_bytes, count, out + k * 4)
             k += ranks
         row += rows
 
@@ -219,7 +239,7 @@ def _expand(p, at, pair, layer, columns, segment, part):
         row = first
         while row < stop:
             rows = ROWS if row + ROWS <= stop else 1
-            factors = at.shrunk + row * at.shrunk_bytes + layer * at.max_rank * 4
+            factors = at.shrunk + row * at.shrunk_bytes + layer * at.max_rank * at.shrunk_size
             y = at.y + row * at.y_bytes + (begin + low) * size
             expand(p, rows, rescaled, y, factors, rank, weights, change, count)
             row += rows
@@ -241,19 +261,27 @@ def _task(at, index):
 def _apply(p):
     at = carray(p, 1)[0]
     counters = at.counters
+    memory = at.scratch + fetch_add(counters + _THREADS) * at.scratch_bytes
     tasks = at.segment_count * at.layer_count * at.parts
     while True:
         index = fetch_add(counters + _SHRINKS)
         if index >= tasks:
             break
         part, layer, pair, columns, segment = _task(at, index)
-        _shrink(p, at, pair, layer, segment, part)
+        if uses_tiles(p):
+            _shrink_by_tiles(p, at, pair, layer, segment, part, memory)
+        else:
+            _shrink(p, at, pair, layer, segment, part)
         fetch_add(counters + _SHRUNK)
     wait_for(counters + _SHRUNK, tasks)
     while True:
         index = fetch_add(counters + _EXPANDS)
         if index >= tasks:
-            return
+            break
         part, layer, pair, columns, segment = _task(at, index)
-        if pair[2]:
+        if pair[2] and uses_tiles(p) and segment[2] - segment[1] >= _MANY_ROWS:
+            _expand_by_tiles(p, at, pair, layer, columns, segment, part, memory)
+        elif pair[2]:
             _expand(p, at, pair, layer, columns, segment, part)
+    if uses_tiles(p):
+        release(p)

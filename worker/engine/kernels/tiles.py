@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -23,12 +24,14 @@ from numba.core import cgutils
 
 from worker.engine.kernels.llvm import (
     F32,
+    FEATURES,
     I8,
     I16,
     I32,
     I64,
     Parameters,
     broadcast,
+    cases,
     emits,
     int64,
     kernel_part,
@@ -37,7 +40,7 @@ from worker.engine.kernels.llvm import (
     vector_of,
     vector_type,
 )
-from worker.engine.kernels.weight_vectors import EMULATED, FEATURES, FLOATS, HAS_PAIRS, PAIRS, PANEL, TILES, V
+from worker.engine.kernels.weight_vectors import EMULATED, FLOATS, HALVES, HAS_PAIRS, PAIRS, PANEL, TILES, V
 
 # Rows of a tile's sums, columns of a product, and rows that are multiplied together.
 _HALF, COLUMNS, ROWS = 16, 32, 32
@@ -96,12 +99,22 @@ def configure(b, p, memory, rows):
     first = b.select(b.icmp_signed("<", rows, int64(_HALF)), rows, int64(_HALF))
     second = b.sub(rows, first)
     second = b.select(b.icmp_signed("<", second, int64(1)), int64(1), second)
+    of_rows = [first, first, second, second, first, second, int64(_HALF), int64(_HALF)]
+    _configure(b, p, memory, [(rows, _LINE) for rows in of_rows])
+
+
+@emits()
+def configure_columns(b, p, memory, rows):
+    """Configure this thread's tiles for `add_columns` of up to 16 rows; see `configure`."""
+    _configure(b, p, memory, [*[(rows, 4)] * 4, (rows, _LINE), *[(int64(_HALF), 4)] * 3])
+
+
+def _configure(b: Any, p: Parameters, memory: Any, sizes: Sequence[tuple[Any, int]]) -> None:
     for at in range(0, _LINE, 8):
         store(b, int64(1 if at == 0 else 0), memory, at, 8)  # the first byte is the palette
-    for tile in range(8):
-        count = int64(_HALF) if tile >= 6 else (second if tile in (2, 3, 5) else first)
-        store(b, ir.Constant(I16, _LINE), memory, 16 + 2 * tile, 2)
-        store(b, b.trunc(count, I8), memory, 48 + tile, 1)
+    for tile, (rows, line) in enumerate(sizes):
+        store(b, ir.Constant(I16, line), memory, 16 + 2 * tile, 2)
+        store(b, b.trunc(rows, I8), memory, 48 + tile, 1)
     if p.constant("of_products") != EMULATED:
         _run(b, "ldtilecfg ($0)", memory)
 
@@ -121,18 +134,19 @@ def _zero(b: Any, p: Parameters, memory: Any, tile: int) -> None:
         store(b, vector_of(I32, 0, 16), _emulated(b, memory, tile), at, 4)
 
 
-def _move(b: Any, p: Parameters, memory: Any, tile: int, address: Any, stride: Any, *, out: bool) -> None:
-    """Load a tile from rows of memory, or store it there."""
+def _move(
+    b: Any, p: Parameters, memory: Any, tile: int, address: Any, stride: Any, *, out: bool, line: int = _LINE
+) -> None:
+    """Load a tile from rows of memory, or store it there; its rows have `line` bytes."""
     if p.constant("of_products") != EMULATED:
         of = f"tilestored %tmm{tile}, ($0,$1,1)" if out else f"tileloadd ($0,$1,1), %tmm{tile}"
         _run(b, of, address, stride)
         return
-    line = vector_type(I32, 16)
     with cgutils.for_range(b, _rows_of(b, memory, tile)) as loop:
         there = b.add(address, b.mul(loop.index, stride))
         here = b.add(_emulated(b, memory, tile), b.mul(loop.index, int64(_LINE)))
         of, to = (here, there) if out else (there, here)
-        store(b, load(b, of, 0, line, 1), to, 0, 1)
+        store(b, load(b, of, 0, vector_type(I32, line // 4), 1), to, 0, 1)
 
 
 def _multiply(b: Any, p: Parameters, memory: Any, sums: int, rows: int, weights: int) -> None:
@@ -150,18 +164,20 @@ def _multiply(b: Any, p: Parameters, memory: Any, sums: int, rows: int, weights:
         with cgutils.for_range(b, int64(COLUMNS // 2)) as pair:
             all_x = broadcast(b, load(b, b.add(at_x, b.mul(pair.index, int64(4))), 0, I32, 4), 16)
             words = load(b, b.add(places[2], b.mul(pair.index, int64(_LINE))), 0, vector_type(I32, 16), 4)
-            for part, of in zip(parts, (_even, _odd), strict=True):
-                b.store(b.fadd(b.load(part), b.fmul(of(b, all_x), of(b, words))), part)
+            for part, of in zip(parts, (even_of, odd_of), strict=True):
+                b.store(b.fadd(b.load(part), b.fmul(of(b, all_x, 16), of(b, words, 16))), part)
         total = b.fadd(*(b.load(part) for part in parts))
         store(b, b.fadd(load(b, at_sums, 0, vector_type(F32, 16), 4), total), at_sums, 0, 4)
 
 
-def _even(b: Any, words: Any) -> Any:
-    return b.bitcast(b.shl(words, vector_of(I32, 16, 16)), vector_type(F32, 16))
+def even_of(b: Any, words: Any, lanes: int) -> Any:
+    """Return float32 of the first bfloat16 of each word."""
+    return b.bitcast(b.shl(words, vector_of(I32, 16, lanes)), vector_type(F32, lanes))
 
 
-def _odd(b: Any, words: Any) -> Any:
-    return b.bitcast(b.and_(words, vector_of(I32, 0xFFFF0000, 16)), vector_type(F32, 16))
+def odd_of(b: Any, words: Any, lanes: int) -> Any:
+    """Return float32 of the second bfloat16 of each word."""
+    return b.bitcast(b.and_(words, vector_of(I32, 0xFFFF0000, lanes)), vector_type(F32, lanes))
 
 
 @emits()
@@ -197,6 +213,24 @@ def add_products(p, memory, rows, x, x_bytes, weights):
         _add_second(p, memory, x + _HALF * x_bytes, x_bytes)
 
 
+@emits()
+def add_columns(b, p, memory, count, rows, rows_bytes, x, x_bytes):
+    """Add the products of COLUMNS columns of up to 16 rows and of 1 or 4 rows x, which are columns of their sums."""
+    _move(b, p, memory, 4, rows, rows_bytes, out=False)
+    for several in cases(b, count, (1, 4)):
+        for one in range(several):
+            tile = 5 + one % 3
+            _move(b, p, memory, tile, b.add(x, b.mul(x_bytes, int64(one))), int64(4), out=False, line=4)
+            _multiply(b, p, memory, one, 4, tile)
+
+
+@emits()
+def write_column(b, p, memory, column, sums):
+    """Write one of up to 4 columns of sums of `add_columns`: float32 [rows]."""
+    for tile in cases(b, column, range(4)):
+        _move(b, p, memory, tile, sums, int64(4), out=True, line=4)
+
+
 def _moving(first: int, *, out: bool) -> Any:
     @emits()
     def move(b, p, memory, sums):
@@ -226,6 +260,30 @@ def read_sums(p, memory, rows, sums):
     _read_first(p, memory, sums)
     if rows > _HALF:
         _read_second(p, memory, sums + _HALF * PANEL * 4)
+
+
+# Order of a panel whose words are made of two lines of numbers: of each 16 bytes of both lines the first four numbers
+# are interleaved, which go into the first half, and the last four, which go into the second. That takes half of the
+# instructions of the numbers' own order, which `load_panel` restores.
+_INTERLEAVED = [
+    [8 * lane + 4 * half + word + PANEL * line for lane in range(V // 4) for word in range(4) for line in range(2)]
+    for half in HALVES
+]
+_IN_ORDER = [number // 8 * 4 + number % 4 + V * (number % 8 // 4) for number in range(PANEL)]
+
+
+def store_pairs(b: Any, one: Any, other: Any, words: Any, offset: int) -> None:
+    """Store words [PANEL] of two lines of PANEL bfloat16, as int16, in the order of `load_panel`."""
+    for half, mask in enumerate(_INTERLEAVED):
+        pairs = b.shuffle_vector(one, other, ir.Constant(vector_type(I32, PANEL), mask))
+        store(b, pairs, words, offset + 4 * V * half, 4)
+
+
+def load_panel(b: Any, sums: Any) -> list[Any]:
+    """Load a row of sums of a panel that `store_pairs` stored: its numbers in their own order, by V."""
+    halves = [load(b, sums, 4 * V * half, vector_type(F32, V), 4) for half in HALVES]
+    masks = (ir.Constant(vector_type(I32, V), _IN_ORDER[V * half : V * half + V]) for half in HALVES)
+    return [b.shuffle_vector(*halves, mask) for mask in masks]
 
 
 @emits()

@@ -11,17 +11,17 @@ A half is one vector of a panel, V lanes: one register. The formats keep two con
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from struct import pack, unpack
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 
 from worker.engine.kernels.llvm import (
     F32,
+    FEATURES,
     I8,
     I16,
     I32,
@@ -61,8 +61,6 @@ ZERO_STEP = 128
 PANEL_VECTORS = 2
 
 
-# The processor's features, as numba's settings say (NUMBA_CPU_FEATURES).
-FEATURES = str(cpu_target.target_context.codegen().magic_tuple()[2]).split(",")
 # Number of float32 in a vector register, and of outputs of a panel.
 V = 16 if "+avx512f" in FEATURES else 8
 PANEL = PANEL_VECTORS * V
@@ -147,6 +145,22 @@ def pair_of(b: Any, format_code: int, half: list[Any], pair: int, zeros: Any) ->
     low, high = (b.bitcast(column, vector_type(I32, V)) for column in columns)
     # Codes less zeros have at most eight bits, so that the lower half of their float32 is empty.
     return b.or_(high, b.lshr(low, vector_of(I32, 16, V)))
+
+
+def transposed(b: Any, lines: Sequence[Any]) -> list[Any]:
+    """Transpose V vectors of V words."""
+    lines, step = list(lines), 1
+    while step < V:
+        # In each pair of lines, blocks of `step` words off the diagonal change places.
+        low = [at if not at & step else V + at - step for at in range(V)]
+        high = [at + step if not at & step else V + at for at in range(V)]
+        masks = [ir.Constant(vector_type(I32, V), mask) for mask in (low, high)]
+        for one in range(V):
+            if not one & step:
+                pair = lines[one], lines[one + step]
+                lines[one], lines[one + step] = (b.shuffle_vector(*pair, mask) for mask in masks)
+        step *= 2
+    return lines
 
 
 def dot_pairs(b: Any, total: Any, one: Any, other: Any) -> Any:

@@ -26,14 +26,21 @@ from torch.nn.functional import linear
 
 from artifacts.experts import ExpertSizes
 from worker.engine.device import dtype_name
-from worker.engine.kernels.lora import COUNTERS, PAIR_FIELDS, SEGMENT_FIELDS, compile_lora
+from worker.engine.kernels.lora import (
+    COUNTERS,
+    PAIR_FIELDS,
+    SEGMENT_FIELDS,
+    SEGMENT_ROWS,
+    compile_lora,
+    scratch_floats,
+)
+from worker.engine.kernels.lora_products import RANK_STEP, fastest_products
 from worker.engine.kernels.threads import Workspace
+from worker.engine.kernels.weight_vectors import FLOATS
 from worker.engine.lora.base_layers import FusedPart, FusedProduct, fused_groups, place_parts
 from worker.engine.lora.weights import AdapterWeights, LoraPair
 from worker.engine.quantized.weight import QuantizedEmbedding
 
-# Maximum number of rows of a segment: the threads share the work of a long prompt, whatever stands beside it.
-_SEGMENT_ROWS = 128
 # Minimum number of tasks per thread that a step is cut into: with two, no thread waits long for the last one.
 _TASKS_PER_THREAD = 2
 
@@ -64,8 +71,8 @@ class CpuStep:
         for slot, group in groupby(rows, key=itemgetter(0)):
             stop = first + sum(tokens for _, tokens in group)
             if slot >= 0:
-                begins = range(first, stop, _SEGMENT_ROWS)
-                self.segments += [(slot, begin, min(stop, begin + _SEGMENT_ROWS)) for begin in begins]
+                begins = range(first, stop, SEGMENT_ROWS)
+                self.segments += [(slot, begin, min(stop, begin + SEGMENT_ROWS)) for begin in begins]
             first = stop
         self.tokens = first
         self.table = np.array(self.segments, np.int64).reshape(-1, SEGMENT_FIELDS)
@@ -95,9 +102,12 @@ class CpuGroup(FusedProduct):
         self.in_features = in_features
         self.width = sum(widths)
         self._step = step
-        self._max_rank = max_rank
+        self._max_rank = -(-max_rank // RANK_STEP) * RANK_STEP
         self._dtype = dtype
-        self._kernel = compile_lora(dtype_name(dtype))
+        products = fastest_products(dtype_name(dtype), (in_features, *widths))
+        self._kernel = compile_lora(dtype_name(dtype), products)
+        self._shrunk_size = 4 if products == FLOATS else 2
+        self._scratch_floats = scratch_floats(max_rank, products)
         # The first column of each layer in y, and its number of columns.
         self._columns = np.stack([np.cumsum([0, *widths[:-1]]), widths], 1).astype(np.int64)
         # The pairs whose addresses are in the table, by slot and layer: references keep them from being freed.
@@ -158,12 +168,14 @@ class CpuGroup(FusedProduct):
         # The kernel checks nothing: with other sizes or dtypes it would write outside these tensors.
         assert (x.numel(), y.numel()) == (step.tokens * self.in_features, step.tokens * self.width), "the step's rows"
         assert x.dtype == y.dtype == self._dtype, "the dtype that the kernel is compiled for"
-        shrunk = step.workspace.address(step.tokens * layers * self._max_rank)
+        floats = self._scratch_floats
+        scratch = step.workspace.address(floats * torch.get_num_threads() + step.tokens * layers * self._max_rank)
+        shrunk = scratch + 4 * floats * torch.get_num_threads()
         step.counters[:] = 0
         self._kernel.run(
             *(x.data_ptr(), self.in_features * size, self.in_features, y.data_ptr(), self.width * size),
             *(*self._addresses, layers, step.addresses[0], len(step.segments), step.parts, step.addresses[1]),
-            *(shrunk, layers * self._max_rank * 4, self._max_rank, size),
+            *(shrunk, layers * self._max_rank * 4, self._max_rank, size, self._shrunk_size, scratch, 4 * floats),
         )
 
 
