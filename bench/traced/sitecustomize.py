@@ -32,7 +32,7 @@ class _Recorder:
         self._packages = {*settings["packages"], "loraplex", "loraplex_client"}
         self._seed: int = settings["seed"]
         self._prompt: str = settings["prompt"]
-        self._prompt_ids, self._answer_ids = list(settings["prompt_ids"]), set(settings["answer_ids"])
+        self._prompt_ids, self._answer_ids = list(settings["prompt_ids"]), list(settings["answer_ids"])
         self._looks_for_forms = False
         self._calls = Counter[str]()
         self.windows: dict[str, Counter[str]] = {}
@@ -83,13 +83,20 @@ class _Recorder:
         if isinstance(value, bool):
             return False
         if isinstance(value, int):
-            return value == self._seed or ("token" in field and value in self._answer_ids)
+            # Not every number: counts of tokens are small too.
+            return value == self._seed or (field.endswith(("token", "token_id")) and value in self._answer_ids)
         if isinstance(value, str):
             return self._prompt in value
         if isinstance(value, list | tuple) or type(value).__name__.startswith("Repeated"):
             ids = list(value)
-            return ids[: len(self._prompt_ids)] == self._prompt_ids or (bool(ids) and self._answer_ids.issuperset(ids))
+            return ids[: len(self._prompt_ids)] == self._prompt_ids or self._is_of_answer(field, ids)
         return False
+
+    def _is_of_answer(self, field: str, ids: list[Any]) -> bool:
+        """Tell whether ids are consecutive ones of the answer: several, or one where the field's name says so."""
+        count = len(ids)
+        runs = (self._answer_ids[at : at + count] for at in range(len(self._answer_ids) - count + 1))
+        return (count > 1 or (count == 1 and "ids" in field)) and ids in runs
 
 
 def _fields(value: Any) -> list[tuple[str, Any]]:
