@@ -42,7 +42,7 @@ def job_id(number: int) -> str:
 async def serve(jobs: int) -> None:
     """Serve until the standard input closes."""
     queue: Any = _Queue()
-    dispatcher = Dispatcher(lambda model: queue, lambda job: Placement())
+    dispatcher = Dispatcher(lambda *_: queue, lambda *_: Placement())
     server = Server(open_guard(), options=relay_options())
     RelayService(dispatcher).add_to(server)
     port = server.bind("127.0.0.1", 0)

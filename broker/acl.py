@@ -55,7 +55,7 @@ ROLES: Mapping[str, Role] = {
             *("zremrangebyscore", "zrevrange", "zscore"),
             *("xadd", "xgroup|create", "xreadgroup", "xautoclaim", "xack", "xdel"),
         ),
-        keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger}:*", "lp:{resume}:*"),
+        keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger}:*", "lp:{resume}:*", "lp:{cells}:*"),
     ),
     "worker": Role(
         commands=(
@@ -78,7 +78,7 @@ ROLES: Mapping[str, Role] = {
             *("dbsize", "scan", "type", "ttl", "memory|usage", "zcard", "zrange", "zscore", "hgetall", "hlen"),
             *("lrange", "llen", "xlen"),
         ),
-        read_keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger}:*"),
+        read_keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger}:*", "lp:{cells}:*"),
     ),
 }
 

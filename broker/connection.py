@@ -74,28 +74,42 @@ class RedisUnreachableError(Exception):
     """The server does not answer or cannot be used; the message is one line that says what to do."""
 
 
-async def connect(url: str) -> Redis:
+# The flag whose URL is meant, as errors name it.
+REDIS_URL_FLAG = "--redis-url"
+
+
+async def connect(url: str, flag: str = REDIS_URL_FLAG) -> Redis:
     """Return a client of bytes whose server has answered. Raises RedisUnreachableError."""
+    client = client_of(url, flag)
     try:
-        client = _client(url)
+        await check_server(client, url, flag)
+    except BaseException:
+        await client.aclose()
+        raise
+    return client
+
+
+def client_of(url: str, flag: str = REDIS_URL_FLAG) -> Redis:
+    """Return a client of bytes of a server that may be away. Raises RedisUnreachableError for a bad URL."""
+    try:
+        return _client(url)
     except ValueError as error:
         server = re.split("[/?#]", url.partition("//")[2], maxsplit=1)[0]
         cut = "@" in url and "@" not in server  # the error may show the beginning of the password
         why = "write /, ? and # of a password as %2F, %3F and %23" if cut else error
-        raise RedisUnreachableError(f"--redis-url {shown_url(url)}: {why}") from error
+        raise RedisUnreachableError(f"{flag} {shown_url(url)}: {why}") from error
+
+
+async def check_server(client: Redis, url: str, flag: str = REDIS_URL_FLAG) -> None:
+    """Raise RedisUnreachableError where a client's server does not answer, or is too old."""
     try:
         info = await client.info("server")
     except REDIS_DOWN as error:
-        await client.aclose()
         why = str(error).partition(" : ")[0]  # for sentinels the library adds all their settings
-        raise RedisUnreachableError(f"--redis-url {shown_url(url)}: no answer ({why}); is the server up?") from error
+        raise RedisUnreachableError(f"{flag} {shown_url(url)}: no answer ({why}); is the server up?") from error
     version = str(info["redis_version"])
     if int(version.split(".", maxsplit=1)[0]) < 7:
-        await client.aclose()
-        raise RedisUnreachableError(
-            f"--redis-url {shown_url(url)}: version {version} is too old; 7.0 or newer is needed"
-        )
-    return client
+        raise RedisUnreachableError(f"{flag} {shown_url(url)}: version {version} is too old; 7.0 or newer is needed")
 
 
 def _client(url: str) -> Redis:

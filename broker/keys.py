@@ -43,6 +43,7 @@ lp:{MODEL/CELL}:born         string  random name of this data, made when it bega
 lp:{MODEL/CELL}:aside        hash    names and types of keys that had another type than here, for a router to report
 lp:{MODEL/CELL}:aside:NAME   any     such a key; expires
 lp:{resume}:keys             list    keys of the resume tokens of all routers, the newest first; secret
+lp:{cells}:drained           hash    names of drained cells, and the times in ms since which they are (broker/cells.py)
 lp:{resume}:keys:aside       any     that list, if it had another type; expires. The ledger's keys have such names too
 lp:{ledger}:state            string  time at which the ledger opens after a loss of data (broker/ledger.py)
 lp:{ledger}:account:NAME     string  charges of a tenant or API key in the running windows, and what is held; expires
@@ -69,6 +70,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RESUME_KEYS = "lp:{resume}:keys"
+DRAINED_CELLS = "lp:{cells}:drained"
 
 # Prefix of the ledger's keys.
 LEDGER = "lp:{ledger}:"

@@ -153,7 +153,7 @@ class Ledger:
     """The ledger as one router uses it. Errors of broker.connection.REDIS_DOWN pass through."""
 
     def __init__(self, redis: Redis, library: Library = LIBRARY, router: str = "") -> None:
-        self._redis = redis
+        self.redis = redis
         names = ("ledger_reserve", "ledger_reserve_when_full", "ledger_tell")
         self._functions = {
             name: BatchedFunction(redis, library.function(redis, name), LEDGER + "state") for name in names
@@ -248,7 +248,7 @@ class Ledger:
     async def _call(self, name: str, message: Mapping[str, Any], send: SendReserve | None) -> Any:
         """Return a function's answer; `send` sends the call with another, where Redis is no cluster."""
         function, packed = self._functions[name], msgspec.msgpack.encode(message)
-        if send is None or isinstance(self._redis, RedisCluster):
+        if send is None or isinstance(self.redis, RedisCluster):
             return await function([packed])
         key = f"{LEDGER}of:{message['reservation'].id}"
         call = ReserveCall(function.prepare((key,), [packed]), key)

@@ -21,6 +21,23 @@ BEAT_MS = 500
 
 
 @dataclass(frozen=True, slots=True)
+class CellLoad:
+    """The load of a cell: its waiting jobs, their work and tenants, and the work that it claims in a second.
+
+    `rate` is 0 where no measurement tells. `arrivals` counts all jobs that have come, from 1 on and from there anew.
+    """
+
+    waiting: int = 0
+    work: float = 0.0
+    rate: float = 0.0
+    tenants: int = 0
+    arrivals: int = 0
+
+
+NO_LOAD = CellLoad()
+
+
+@dataclass(frozen=True, slots=True)
 class Census:
     """The live workers, ordered by id. `server` changes with a restart, a failover and the loss of all data."""
 
@@ -30,6 +47,7 @@ class Census:
     set_aside: tuple[str, ...] = ()
     # Number of homes of the adapters with several, by the last ADAPTER_DIGITS of their digests (broker/homes.py).
     homes: Mapping[str, int] = field(default_factory=dict)
+    load: CellLoad = NO_LOAD
 
 
 class Liveness:
@@ -61,7 +79,7 @@ class Liveness:
         changes nothing.
         """
         arguments = [self._keys.prefix, router, secrets.token_hex(8), "" if busy is None else busy]
-        server, states, aside, homes = await self._census(self._keys.workers, arguments)
+        server, states, aside, homes, load = await self._census(self._keys.workers, arguments)
         workers: list[WorkerState] = []
         for state in states:
             try:
@@ -71,7 +89,9 @@ class Liveness:
         workers.sort(key=lambda worker: worker.worker_id)
         names = [name.decode(errors="replace") for name in homes[::2]]
         numbers = dict(zip(names, map(int, homes[1::2]), strict=True))
-        return Census(server.decode(errors="replace"), workers, self._report(aside), numbers)
+        waiting, work, rate, tenants, arrivals = load
+        load_now = CellLoad(int(waiting), float(work), float(rate), int(tenants), int(arrivals))
+        return Census(server.decode(errors="replace"), workers, self._report(aside), numbers, load_now)
 
     def _report(self, aside: Sequence[bytes]) -> tuple[str, ...]:
         """Log the keys that were set aside, given by name and type; return their names without a tenant's."""

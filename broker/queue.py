@@ -150,6 +150,10 @@ class JobQueue:
         self._quarantined = library.function(redis, "quarantined")
         self._lift_quarantine = library.function(redis, "lift_quarantine")
 
+    def is_on(self, redis: Redis) -> bool:
+        """Tell whether the cell is on the server of a client."""
+        return self._redis is redis
+
     async def enqueue(
         self,
         job: Job,

@@ -13,7 +13,15 @@ from collections.abc import Callable
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, ResponseError
 
-from broker.connection import REDIS_DOWN, RedisUnreachableError, connect, shown_url
+from broker.connection import (
+    REDIS_DOWN,
+    REDIS_URL_FLAG,
+    RedisUnreachableError,
+    check_server,
+    client_of,
+    connect,
+    shown_url,
+)
 from telemetry.logging import LogOnce
 
 log = logging.getLogger(__name__)
@@ -32,12 +40,30 @@ async def connect_once_up(url: str) -> Redis:
         try:
             return await _connect_and_check(url)
         except RedisUnreachableError as error:
-            cause = error.__cause__
-            # A bad URL has a ValueError as its cause; a version that is too old, or a server that evicts, has no cause.
-            if not isinstance(cause, REDIS_DOWN) or _is_refused(cause):
+            if not _may_pass(error):
                 raise
             once(f"waits for Redis: {error}")
         await asyncio.sleep(RETRY_S)
+
+
+async def open_client(url: str, flag: str) -> Redis:
+    """Return a client; that its server is away is logged. Raises RedisUnreachableError as connect_once_up does."""
+    client = client_of(url, flag)
+    try:
+        await check_server(client, url, flag)
+        await _check_eviction(client, url, flag)
+    except RedisUnreachableError as error:
+        if not _may_pass(error):
+            await client.aclose()
+            raise
+        log.warning("%s", error)
+    return client
+
+
+def _may_pass(error: RedisUnreachableError) -> bool:
+    """Tell whether waiting may fix an error."""
+    # A bad URL has a ValueError as its cause; a version that is too old, or a server that evicts, has no cause.
+    return isinstance(error.__cause__, REDIS_DOWN) and not _is_refused(error.__cause__)
 
 
 def _is_refused(error: BaseException | None) -> bool:
@@ -50,27 +76,29 @@ def _is_refused(error: BaseException | None) -> bool:
 async def _connect_and_check(url: str) -> Redis:
     redis = await connect(url)
     try:
-        await check_eviction(redis, shown_url(url))
-    except REDIS_DOWN as error:
-        await redis.aclose()
-        raise RedisUnreachableError(f"--redis-url {shown_url(url)}: no answer ({error})") from error
+        await _check_eviction(redis, url, REDIS_URL_FLAG)
     except BaseException:
         await redis.aclose()
         raise
     return redis
 
 
-async def check_eviction(redis: Redis, shown_url: str) -> None:
+async def _check_eviction(redis: Redis, url: str, flag: str) -> None:
     """Raise RedisUnreachableError where the server evicts keys and its settings may be changed; else only log it.
 
     A managed server may forbid CONFIG; what it does is in its INFO.
     """
-    policy, maxmemory, _ = await _eviction(redis)
+    server = f"{flag} {shown_url(url)}"
+    try:
+        policy, maxmemory, _ = await _eviction(redis)
+        may_be_changed = policy != _SAFE and await _is_configurable(redis)
+    except REDIS_DOWN as error:
+        raise RedisUnreachableError(f"{server}: no answer ({error})") from error
     if policy == _SAFE:
         return
     advice = f"set it to {_SAFE} (CONFIG SET maxmemory-policy {_SAFE}), or waiting jobs may be lost"
-    message = f"--redis-url {shown_url}: maxmemory-policy is {policy}; {advice}"
-    if maxmemory and await _is_configurable(redis):
+    message = f"{server}: maxmemory-policy is {policy}; {advice}"
+    if maxmemory and may_be_changed:
         raise RedisUnreachableError(message)
     log.warning("%s", message)
 

@@ -246,6 +246,8 @@ class Placement:
     # Maximum share of the queue that waiting jobs of the tenant may take.
     queue_share: float = 1.0
     key: KeyTerms = NO_KEY
+    # The cell that has the job.
+    cell: str = ""
     # True if a worker has had an earlier attempt of the job.
     begun: bool = False
     # Incarnations of workers that are to load the adapter for later jobs.
@@ -380,6 +382,12 @@ def is_short(job: Job) -> bool:
 def charged_prompt(job: Job) -> int:
     """Return the prompt tokens that a claim of a job charges."""
     return job.prefill_tokens if job.resumed and job.attempt == 1 else len(job.prompt_ids)
+
+
+def work_of(job: Job) -> float:
+    """Return the work of a job in charged tokens, as though its answer had its full length."""
+    prompt = charged_prompt(job)
+    return PROMPT_WEIGHT * prompt + OUTPUT_WEIGHT * max(0, job.tokens - prompt)
 
 
 def queued_rows(job: Job) -> int:

@@ -9,11 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loraplex.cluster.v1 import cluster_pb2_grpc
 from loraplex.inference.v1 import inference_pb2_grpc
@@ -21,17 +20,21 @@ from loraplex.relay.v1 import relay_pb2_grpc
 from redis.asyncio import Redis
 
 from artifacts.names import parse_revision_name
+from broker.cells import DrainedCells
 from broker.connection import REDIS_DOWN
 from broker.ledger import Ledger
 from broker.messages import WorkerPhase, WorkerState
-from broker.startup import POLICY_LOOK_S, EvictionWatch, connect_once_up
+from broker.startup import POLICY_LOOK_S, EvictionWatch
+from router.api.cells import CellCommands
 from router.api.cluster import AdapterCommands, ClusterService
 from router.api.request_telemetry import COUNTED_METHODS, RequestTelemetry
 from router.api.service import InferenceService, OpenCalls
 from router.catalog.adapters import AdapterConfigs
-from router.catalog.models import LOOK_S, Models
+from router.catalog.cells import LOOK_S, CellServers, connect_cells
+from router.catalog.models import Models
 from router.catalog.store_client import KEYS_LOOK_S, KeyCopy, StoreClient
 from router.dispatch.block_feed import BlockFeed
+from router.dispatch.cells import Cells
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import RelayReach
 from router.dispatch.outbox import Placer
@@ -49,8 +52,8 @@ from router.quotas.usage import UsageLog
 from router.settings import Settings
 from router.text.tokenizer import PromptTokenizer
 from rpc.errors import CallError, PermissionDenied
-from rpc.interceptors import CallMeter, Context, Handler, Interceptor, Method, wrapped
-from rpc.principal import CredentialKind, Principal, Role, caller, calling_key, set_caller
+from rpc.interceptors import CallMeter, Interceptor
+from rpc.principal import Principal, Role, calling_key
 from rpc.server import Server, channel_options, relay_options, stop_signal
 from rpc.tasks import every, unless_stopped
 from rpc.tls import TlsFiles
@@ -63,7 +66,7 @@ from tenancy.audit_log import AuditLog
 from tenancy.auditor import WINDOW_S, Auditor
 from tenancy.certificates import end_of
 from tenancy.guard import Guard, Refused, open_guard
-from tenancy.permissions import SGLANG_SERVICE, Port
+from tenancy.permissions import Port
 
 if TYPE_CHECKING:
     from broker.seals import Seals
@@ -136,8 +139,11 @@ def _server(
     open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
     # Maximum calls of one connection: above the limit of open calls, so that this limit refuses them.
     calls = 2 * settings.open_calls_limit
-    unnamed = [UnnamedCallers(settings.engine_tenant)] if settings.engine_protocol else []
-    inner = [*unnamed, open_calls, auditor]
+    inner: list[Interceptor] = [open_calls, auditor]
+    if settings.engine_protocol:
+        from router.api.sglang import UnnamedCallers  # see add_services
+
+        inner.insert(0, UnnamedCallers(settings.engine_tenant))
     options = [*channel_options(), ("grpc.max_concurrent_streams", calls)]
     return Server(
         guard,
@@ -215,29 +221,10 @@ async def renew_pins(models: Models) -> None:
     """Give pinned adapters new grants before theirs end."""
     for model in models.served:
         try:
-            await model.queue.pins.renew_grants()
+            for cell in models.reached(model):
+                await cell.queue.pins.renew_grants()
         except REDIS_DOWN as error:
             log.warning("the grants of pinned adapters are not renewed: %s", error)
-
-
-class UnnamedCallers(Interceptor):
-    """Gives callers without a credential and a name to a tenant. Put it behind the guard, which sets the caller."""
-
-    def __init__(self, tenant: str) -> None:
-        self._tenant = tenant
-
-    def wrap(self, handler: Handler, method: str) -> Handler:
-        """Wrap the methods of the engine protocol."""
-        return wrapped(handler, self._named) if method.startswith(f"/{SGLANG_SERVICE}/") else handler
-
-    def _named(self, inner: Method) -> Method:
-        def named(request: Any, context: Context) -> Any:
-            who = caller()
-            if who.kind is CredentialKind.HEADER and not who.tenant:
-                set_caller(replace(who, name=self._tenant, tenant=self._tenant))
-            return inner(request, context)
-
-        return named
 
 
 # Time in seconds that calls get to send their last status when the router stops.
@@ -261,30 +248,19 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
     plans = Plans(store)
     metrics, spans = RouterMetrics(), set_up_tracing("router", os.environ)
     metrics_server = serve_metrics(metrics, settings.host_of_operators(settings.host), settings.metrics_port)
-    redis = await unless_stopped(stop, connect_once_up(settings.redis_url))
-    if redis is None:
+    servers = await unless_stopped(stop, connect_cells(settings.redis_url, settings.cell_addresses))
+    if servers is None:
         return
-    models = Models(
-        store,
-        redis,
-        settings.cell,
-        settings.queue_limits,
-        seals=(seals := seals_of(tls, settings.job_key)),
-        set_aside=lambda key: metrics.keys_set_aside.labels(key).inc(),
-    )
-    models.default_model, models.scales_from_zero, models.use_generation_config = (
-        plans.default_model,
-        settings.scale_from_zero,
-        settings.generation_config == "auto",
-    )
-    dispatcher = _dispatcher(settings, models, reach := RelayReach(metrics), plans, metrics)
+    models = _models(settings, store, servers, seals := seals_of(tls, settings.job_key), metrics, plans)
+    cells = Cells(servers.names, (reach := RelayReach(metrics)).linked, DrainedCells(servers.home))
+    dispatcher = _dispatcher(settings, models, reach, plans, metrics, cells)
     telemetry = RequestTelemetry(metrics, spans, models)
     auditor = Auditor(AuditLog(settings.audit, "router", metrics.audit))
     prompts, proofs, configs = PromptTokenizer(), GrammarProofs(), AdapterConfigs(store)
-    quotas = _quotas(settings, redis, plans, metrics, store)
+    quotas = _quotas(settings, servers.home, plans, metrics, store)
     public, relay = make_servers(settings, tls, telemetry, store, auditor, seals, supervised)
     commands = AdapterCommands(models, store)
-    resume_keys, relay_service = resume_keys_of(settings, redis, seals), relay.service(dispatcher, metrics)
+    resume_keys, relay_service = resume_keys_of(settings, servers.home, seals), relay.service(dispatcher, metrics)
     following: asyncio.Task[None] | None = None
     generation: Generation | None = None
     try:
@@ -303,7 +279,7 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         cluster = ClusterService(
             *(models, dispatcher, metrics, commands),
             CellPurge(models, data, relay_service.forgets, reply_to, tls),
-            resume_keys,
+            *(resume_keys, CellCommands(models, cells)),
         )
         add_services(
             public,
@@ -327,12 +303,16 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
                 every(KEYS_S, resume_keys.look),
                 public.follow(),
                 every(STALLED_LOOK_S, generation.slow_clients.drop_stalled),
-                every(POLICY_LOOK_S, EvictionWatch(redis, metrics.evicted_keys.inc).look, passing=REDIS_DOWN),
+                *(
+                    every(POLICY_LOOK_S, EvictionWatch(one, metrics.evicted_keys.inc).look, passing=REDIS_DOWN)
+                    for one in servers.clients
+                ),
                 quotas.follow(),
                 every(WINDOW_S, auditor.flush),
                 every(PINS_S, partial(renew_pins, models)),
                 every(REPORT_S, partial(generation.rollouts.report, store)),
-                _follow_workers(public, models, dispatcher, reach, metrics.health),
+                _follow_workers(public, models, dispatcher, reach, cells, metrics.health),
+                *([every(LOOK_S, cells.look_at_drained, passing=REDIS_DOWN)] if len(servers.cells) > 1 else []),
                 every(REFRESH_S, partial(refresh_gauges, metrics, models, dispatcher)),
             )
         )
@@ -348,24 +328,47 @@ async def run(settings: Settings, *, supervised: bool = False) -> None:
         await relay.stop(HAND_OVER_S)
         for closing in (prompts, proofs, auditor):
             closing.close()
-        await asyncio.gather(store.close(), redis.aclose())
+        await asyncio.gather(store.close(), *(one.aclose() for one in servers.clients))
         if metrics_server is not None:
             metrics_server.close()
         await asyncio.to_thread(spans.close)
 
 
+def _models(
+    settings: Settings,
+    store: StoreClient,
+    servers: CellServers,
+    seals: Seals | None,
+    metrics: RouterMetrics,
+    plans: Plans,
+) -> Models:
+    models = Models(
+        *(store, servers.cells, settings.queue_limits),
+        seals=seals,
+        set_aside=lambda key: metrics.keys_set_aside.labels(key).inc(),
+    )
+    models.default_model, models.scales_from_zero = plans.default_model, settings.scale_from_zero
+    models.use_generation_config = settings.generation_config == "auto"
+    return models
+
+
 def _dispatcher(
-    settings: Settings, models: Models, reach: RelayReach, plans: Plans, metrics: RouterMetrics
+    settings: Settings, models: Models, reach: RelayReach, plans: Plans, metrics: RouterMetrics, cells: Cells
 ) -> Dispatcher:
     placer = Placer(
-        lambda name, digest: reach.linked(models.serving(name, digest)),
+        lambda *place: reach.linked(models.serving(*place)),
         plans.weight_of,
         settings.adapter_mib_tokens,
         plans.queue_share_of,
         lambda: plans.key_terms(calling_key()),
-        models.homes_of,
+        models.live.homes_of,
     )
-    return Dispatcher(models.queue_of, placer.place, metrics, links=reach.links, why_unservable=models.why_unservable)
+    return Dispatcher(
+        *(models.queue_of, placer.place, metrics),
+        links=reach.links,
+        cells=cells,
+        why_unservable=models.why_unservable,
+    )
 
 
 def _quotas(settings: Settings, redis: Redis, plans: Plans, metrics: RouterMetrics, store: StoreClient) -> Quotas:
@@ -415,12 +418,12 @@ async def _follow(*works: Coroutine[None, None, None]) -> None:
 
 
 async def _follow_workers(
-    public: GuardedServers, models: Models, dispatcher: Dispatcher, reach: RelayReach, probed: Health
+    public: GuardedServers, models: Models, dispatcher: Dispatcher, reach: RelayReach, cells: Cells, probed: Health
 ) -> None:
     """Follow which workers are alive and reach this router, and set the router's health; never returns."""
     health, once = False, LogOnce(log, logging.INFO)
     while True:
-        await look_at_workers(models, dispatcher, reach)
+        await look_at_workers(models, dispatcher, reach, cells)
         waits_for = models.waits_for() or reach.waits_for()
         once(f"waits for {waits_for}" if waits_for else "serves")
         probed.set(f"waits for {waits_for}" if waits_for else "")
@@ -430,9 +433,10 @@ async def _follow_workers(
         await asyncio.sleep(LOOK_S)
 
 
-async def look_at_workers(models: Models, dispatcher: Dispatcher, reach: RelayReach) -> None:
-    """Dispatch the jobs of lost workers again, and end those that no worker can claim."""
+async def look_at_workers(models: Models, dispatcher: Dispatcher, reach: RelayReach, cells: Cells) -> None:
+    """Dispatch the jobs of lost workers and cells again, and end those that no worker can claim."""
     living = await models.look_at_workers()
+    cells.update(models.live.sights(), dispatcher.waiting)
     if living is None:
         reach.forget()
         return
@@ -455,7 +459,8 @@ async def refresh_gauges(metrics: RouterMetrics, models: Models, dispatcher: Dis
         name = model.manifest.name
         count_workers(metrics, name, models.workers(name), model.manifest.digest)
         with suppress(*REDIS_DOWN):  # keep the last count; other metrics show the outage
-            metrics.waiting.labels(name).set(await model.queue.count_waiting())
+            waiting = [await cell.queue.count_waiting() for cell in models.reached(model)]
+            metrics.waiting.labels(name).set(sum(waiting))
 
 
 def count_jobs(metrics: RouterMetrics, jobs: Sequence[RoutedJob], slots: int) -> None:

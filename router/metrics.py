@@ -6,7 +6,7 @@ from telemetry.metrics import LONG_S, SHORT_S, TOKENS, BoundedNames, Meters
 from tenancy.audit_log import AuditCounts
 
 # Causes of an attempt after the first.
-LOST, RETURNED, UNCLAIMED = "lost", "returned", "unclaimed"
+LOST, RETURNED, UNCLAIMED, MOVED = "lost", "returned", "unclaimed", "moved"
 
 
 class RouterMetrics(Meters):
@@ -46,6 +46,7 @@ class RouterMetrics(Meters):
             "redis_keys_set_aside", "Keys of another type that were set aside.", ("key",)
         )
         self.redispatches = self.counter("redispatches", "Attempts after the first, by what made them.", ("cause",))
+        self.cell_jobs = self.counter("cell_jobs", "Attempts that this router put into a cell.", ("model", "cell"))
         self.workers_lost = self.counter("workers_lost", "Worker incarnations that were lost with jobs of ours.")
         self.poisoned = self.counter("jobs_poisoned", "Jobs that were ended because they killed engines.")
         self.displaced = self.counter("jobs_displaced", "Waiting jobs that a tenant with a lower use displaced.")
@@ -82,7 +83,7 @@ class RouterMetrics(Meters):
         self.links = self.gauge("relay_links", "Workers whose relay stream is open.")
         self.unlinked_workers = self.gauge("relay_workers_unlinked", "Live workers that do not reach this router.")
         self.unreachable = self.counter("relay_unreachable", "Requests that no worker could claim for want of a link.")
-        for cause in (LOST, RETURNED, UNCLAIMED):
+        for cause in (LOST, RETURNED, UNCLAIMED, MOVED):
             self.redispatches.labels(cause)
         self.tenants, self.adapters = BoundedNames(), BoundedNames()
 

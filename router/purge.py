@@ -1,4 +1,4 @@
-"""Removes a tenant's data from a whole cell, and looks again until nothing of it is found.
+"""Removes a tenant's data from all cells of a router, and looks again until nothing of it is found.
 
 operator ──PurgeTenant──▶ this router ─┬─▶ its own data
                                        ├─▶ the other live routers, at their relay ports
@@ -26,7 +26,7 @@ from broker.connection import REDIS_DOWN
 from broker.messages import WorkerState
 from router.api.convert import forget_formats
 from router.catalog.adapters import AdapterConfigs, forget_warnings
-from router.catalog.models import Models, ServedModel
+from router.catalog.models import ModelCell, Models
 from router.catalog.store_client import StoreClient
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import WorkerForgets
@@ -141,7 +141,7 @@ _Places = list[pb.PurgedPlace]
 
 
 class CellPurge:
-    """Purges tenants from the cell of this router, which is called at the relay address `own_address`."""
+    """Purges tenants from the cells of this router, which is called at the relay address `own_address`."""
 
     def __init__(
         self,
@@ -179,8 +179,8 @@ class CellPurge:
     async def _routers(self, tenant: str) -> _Places:
         own = _places(f"router {self._own_address}", await self._own_data.forget(tenant))
         try:
-            models = self._models.served
-            addresses = [address for model in models for address in await model.liveness.live_routers()]
+            cells = [cell for model in self._models.served for cell in self._models.reached(model)]
+            addresses = [address for cell in cells for address in await cell.liveness.live_routers()]
         except REDIS_DOWN as error:
             return [*own, _failed("other routers", f"Redis does not say which live: {error}")]
         others = sorted(set(addresses) - {self._own_address})
@@ -198,11 +198,12 @@ class CellPurge:
         return _places(part, answer.removals)
 
     async def _stores(self, tenant: str) -> _Places:
-        return _flat(await asyncio.gather(*(self._cell_records(model, tenant) for model in self._models.served)))
+        cells = [(model.manifest.name, cell) for model in self._models.served for cell in model.cells.values()]
+        return _flat(await asyncio.gather(*(self._cell_records(name, cell, tenant) for name, cell in cells)))
 
-    async def _cell_records(self, model: ServedModel, tenant: str) -> _Places:
-        part, queue = f"redis {model.manifest.name}", model.queue
-        answer = await _answer(part, queue.forget_tenant(tenant))
+    async def _cell_records(self, model: str, cell: ModelCell, tenant: str) -> _Places:
+        part = f"redis {model}/{cell.name}"
+        answer = await _answer(part, cell.queue.forget_tenant(tenant))
         if isinstance(answer, pb.PurgedPlace):
             return [answer]
         counts = {"waiting jobs": answer.jobs, "pins": answer.pins, "records by name": answer.others}
@@ -210,10 +211,12 @@ class CellPurge:
 
     async def _ask_workers(self, tenant: str) -> _Places:
         try:
-            states = [state for _, state in await self._models.living()]
+            living = await self._models.living()
         except CallError as error:
             return [_failed("workers", error.message)]
-        return _flat(await asyncio.gather(*(self._ask_worker(state, tenant) for state in states)))
+        states = [state for _, _, state in living.workers]
+        silent = [_failed(f"workers of cell {name}", "its Redis does not say which live") for name in living.silent]
+        return silent + _flat(await asyncio.gather(*(self._ask_worker(state, tenant) for state in states)))
 
     async def _ask_worker(self, state: WorkerState, tenant: str) -> _Places:
         part, answer = f"worker {state.worker_id}", await self._workers.ask(state.incarnation, tenant)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from broker.cells import CellAddress, parse_cells
 from broker.job_keys import JOB_KEY_HELP
 from broker.terms import QueueLimits
 from router.generation.resume import KEY_CHARACTERS
@@ -46,8 +47,12 @@ class Settings(AccessSettings):
     relay_host: str = setting("the address to listen on for workers", "127.0.0.1")
     relay_port: int = setting("the port to listen on for workers; 0: the system chooses", 0)
     relay_advertise: str = setting("HOST that workers reach this router's relay at; empty: the relay host", "")
-    cell: str = setting("the cell of the queue", "main")
-    waiting_limit: int = setting("maximum of jobs that wait in a model's queue", 10_000, least=1)
+    cells: str = setting(
+        "the cells of the queues, NAME or NAME=URL, with spaces between them; URL: the cell's own Redis "
+        "(docs/guides/scaling.md)",
+        "main",
+    )
+    waiting_limit: int = setting("maximum of jobs that wait in a model's queue, of each cell", 10_000, least=1)
     waiting_bytes: int = setting("maximum of bytes of these jobs", 1 << 30, least=1)
     open_calls_limit: int = setting("maximum of clients' open calls; a tenant gets a share of them", 8_192, least=1)
     open_bytes_limit: int = setting("maximum of bytes of their messages", 1 << 28, least=2 * MESSAGE_BYTES)
@@ -111,6 +116,7 @@ class Settings(AccessSettings):
         if self.generation_config not in {"auto", "none"}:
             raise ValueError(f"--generation-config {self.generation_config}: give auto or none")
         check_bounds(self)
+        parse_cells(self.cells)
         if self.processes > 1 and sys.platform != "linux":
             raise ValueError(f"--processes {self.processes}: only Linux spreads the connections to a shared port")
         if not 0 <= self.adapter_mib_tokens < math.inf:
@@ -153,6 +159,11 @@ class Settings(AccessSettings):
     def former_keys(self) -> list[str]:
         """Return the further resume keys whose tokens are accepted."""
         return self.accepted_resume_keys.split(",") if self.accepted_resume_keys else []
+
+    @property
+    def cell_addresses(self) -> tuple[CellAddress, ...]:
+        """Return the cells, with the URLs of those that have a Redis of their own."""
+        return parse_cells(self.cells)
 
     @property
     def queue_limits(self) -> QueueLimits:

@@ -79,6 +79,8 @@ AUDITED: Mapping[str, Audited] = {
         "cluster.v1.ClusterService",
         {
             "DrainWorker": Audited(("worker_id",)),
+            "DrainCell": Audited(("cell",)),
+            "OpenCell": Audited(("cell",)),
             "WarmAdapter": _ADAPTER_COMMAND,
             "PinAdapter": _ADAPTER_COMMAND,
             "UnpinAdapter": _ADAPTER_COMMAND,

@@ -147,6 +147,8 @@ PERMISSIONS: Mapping[str, Permission] = {
             "ListJobs": _READ_JOBS,
             "ListDeadJobs": _READ_JOBS,
             "DrainWorker": _WRITE_CLUSTER,
+            "DrainCell": _WRITE_CLUSTER,
+            "OpenCell": _WRITE_CLUSTER,
             "WarmAdapter": _WRITE_CLUSTER,
             "PinAdapter": _WRITE_CLUSTER,
             "UnpinAdapter": _WRITE_CLUSTER,

@@ -83,8 +83,18 @@ function upkeep.read_workers(call)
   return states
 end
 
+-- Return {waiting jobs, their work, the work that the cell claims in a second, 0 where nothing tells, tenants with a
+-- queue, the number of the last arrival}, from which a router chooses a cell.
+function upkeep.load(call)
+  local keys = call.keys
+  tenants.read(call)
+  return {redis.call('ZCARD', keys.waiting), string.format('%.17g', call.cell.work),
+    string.format('%.17g', 1000 * tenants.claim_rate(call)), redis.call('ZCARD', keys.tenants),
+    number_of(redis.pcall('GET', keys.arrivals))}
+end
+
 -- Answers {the server's run and the name of its data, the states of all live workers, keys that were set aside and
--- their types, adapters with several homes and how many}. A router that asks is recorded as alive.
+-- their types, adapters with several homes and how many, the cell's load}. A router that asks is recorded as alive.
 register('census', function(_, arguments)
   local call, router, new_data_name, busy = new_call(arguments), arguments[2], arguments[3], arguments[4]
   set_aside_unless(call, 'hash', 'aside')
@@ -103,7 +113,7 @@ register('census', function(_, arguments)
   local run = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
   local aside = redis.call('HGETALL', call.keys.aside)
   redis.call('DEL', call.keys.aside)
-  return {run .. ' ' .. redis.call('GET', call.keys.born), states, aside, demand.homes(call, busy)}
+  return {run .. ' ' .. redis.call('GET', call.keys.born), states, aside, demand.homes(call, busy), upkeep.load(call)}
 end)
 
 -- Answers for each job, given by id and attempt, 1 if that attempt or a newer one waits, 2 if it was displaced, else 0.
@@ -250,6 +260,23 @@ register('withdraw_resume_keys', function(keys)
   redis.call('LTRIM', keys[1], 0, 0)
   return math.max(0, stored - 1)
 end)
+
+-- Note that a cell, the first argument, is drained; its other cells follow. Answers 0 where all of these are drained:
+-- then it stays open, so that two calls at once cannot drain them all.
+register('drain_cell', function(keys, arguments)
+  for i = 2, #arguments do
+    if redis.call('HEXISTS', keys[1], arguments[i]) == 0 then
+      if redis.call('HEXISTS', keys[1], arguments[1]) == 0 then
+        redis.call('HSET', keys[1], arguments[1], read_clock())
+      end
+      return 1
+    end
+  end
+  return 0
+end)
+
+-- Note that a cell is open again.
+register('open_cell', function(keys, arguments) return redis.call('HDEL', keys[1], arguments[1]) end)
 
 -- Rename a key that has another type than the first argument, so that it is begun anew; the renamed key, the second
 -- one, expires. Answers the type that was found, '' where nothing is to be done: another router was first.

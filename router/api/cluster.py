@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from dataclasses import asdict
 
 from loraplex.cluster.v1 import cluster_pb2 as pb
@@ -13,11 +13,12 @@ from prometheus_client import Counter as Total
 from prometheus_client import Histogram
 from redis.exceptions import OutOfMemoryError
 
-from broker.commands import COMMAND_TTL_MS, DRAIN, Command, Verb
+from broker.commands import COMMAND_TTL_MS, DRAIN, Command, PinnedAdapters, Verb
 from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRequest, DeadJob, WorkerPhase, WorkerState
+from router.api.cells import CellCommands
 from router.catalog.adapters import check_fitness, check_rank
-from router.catalog.models import Models, ServedModel, asking_redis
+from router.catalog.models import Living, ModelCell, Models, ServedModel, asking_redis, redis_is_silent
 from router.catalog.store_client import ResolvedAdapter, StoreClient
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.routed_job import RoutedJob
@@ -63,12 +64,11 @@ class AdapterCommands:
                 await self._check(verb, resolved, request, worker_id)
             if not worker_id and verb is not Verb.WARM:
                 # Before the look at live workers: a worker that starts meanwhile is seen, or reads the pin itself.
-                for model in self._queues_of(resolved):
-                    pins = model.queue.pins
+                for pins in self._pins_of(resolved):
                     await (pins.pin(request) if verb is Verb.PIN else pins.unpin(request.adapter))
-            for model, state in await self._workers(resolved, worker_id):
+            for _, cell, state in await self._workers(resolved, worker_id):
                 if verb is Verb.UNPIN or resolved.ref.rank <= state.max_rank:
-                    await model.queue.commands.send(state.incarnation, Command(verb, request))
+                    await cell.queue.commands.send(state.incarnation, Command(verb, request))
         except OutOfMemoryError as error:
             message = "Redis is out of memory: it cannot keep the pin; raise its maxmemory, or try again"
             raise Exhausted("redis", message, retry_after_s=FULL_RETRY_S, reason="REDIS_FULL") from error
@@ -77,16 +77,16 @@ class AdapterCommands:
 
     async def _check(self, verb: Verb, resolved: ResolvedAdapter, request: AdapterRequest, worker_id: str) -> None:
         workers = await self._workers(resolved, worker_id)
-        for model, _ in workers:
+        for model, _, _ in workers:
             check_fitness(resolved, model.manifest)
-        states = [state for _, state in workers]
+        states = [state for _, _, state in workers]
         if verb is Verb.WARM and not states:
             raise Unavailable("no worker of the adapter's base model lives", reason="NO_WORKER")
         check_rank(resolved.ref, max((state.max_rank for state in states), default=None))
         if verb is Verb.PIN and states:
             most = max(state.slots_total for state in states) - 1
-            for model in self._queues_of(resolved):
-                _check_slots(request, await model.queue.pins.list(), most)
+            for pins in self._pins_of(resolved):
+                _check_slots(request, await pins.list(), most)
 
     def _models_of(self, resolved: ResolvedAdapter) -> list[ServedModel]:
         known = (model for live in self._models.served for model in self._models.revisions(live.manifest.name))
@@ -95,25 +95,34 @@ class AdapterCommands:
             raise Mismatch(resolved.ref.revision, "made for a base model that is not served here", reason="WRONG_BASE")
         return models
 
-    def _queues_of(self, resolved: ResolvedAdapter) -> list[ServedModel]:
-        """Return one revision of each model: its revisions have the same queue and pins."""
-        return list({model.manifest.name: model for model in self._models_of(resolved)}.values())
+    def _pins_of(self, resolved: ResolvedAdapter) -> list[PinnedAdapters]:
+        """Return the pins of each cell of each model, which its revisions share."""
+        models = {model.manifest.name: model for model in self._models_of(resolved)}.values()
+        return [cell.queue.pins for model in models for cell in model.cells.values()]
 
-    async def _workers(self, resolved: ResolvedAdapter, worker_id: str) -> list[tuple[ServedModel, WorkerState]]:
+    async def _workers(
+        self, resolved: ResolvedAdapter, worker_id: str
+    ) -> list[tuple[ServedModel, ModelCell, WorkerState]]:
         """Return the live workers with the adapter's base; only the named one, if a name is given."""
         of = {(model.manifest.name, model.manifest.digest): model for model in self._models_of(resolved)}
-        living = await self._models.living()
-        if worker_id:
-            living = [(model, state) for model, state in living if state.worker_id == worker_id]
-            if not living:
-                raise NotFound("worker", worker_id)
-        keys = (((model.manifest.name, state.base_digest), state) for model, state in living)
-        workers = [(of[key], state) for key, state in keys if key in of]
+        found = await self._models.living()
+        living = named_worker(found, worker_id) if worker_id else found.workers
+        keys = (((model.manifest.name, state.base_digest), cell, state) for model, cell, state in living)
+        workers = [(of[key], cell, state) for key, cell, state in keys if key in of]
         if worker_id and not workers:
             raise Mismatch(
                 resolved.ref.revision, f"made for another base model than worker {worker_id}'s", reason="WRONG_BASE"
             )
         return workers
+
+
+def named_worker(living: Living, worker_id: str) -> list[tuple[ServedModel, ModelCell, WorkerState]]:
+    """Return the incarnations of a worker. Raises NotFound, or Unavailable where it may be in a silent cell."""
+    if named := [place for place in living.workers if place[2].worker_id == worker_id]:
+        return named
+    if living.silent:
+        raise redis_is_silent(living.silent)
+    raise NotFound("worker", worker_id)
 
 
 class _WarmRate:
@@ -251,8 +260,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         commands: AdapterCommands,
         purge: CellPurge,
         resume_keys: GivenKeys,
+        cells: CellCommands,
     ) -> None:
         self._models = models
+        self._cells = cells
         self._purge = purge
         self._resume_keys = resume_keys
         self._commands = commands
@@ -261,28 +272,12 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersResponse:
         """List the live workers of all models, as they last reported."""
-        return pb.ListWorkersResponse(workers=[worker_message(state) for _, state in await self._models.living()])
+        living = (await self._models.living()).workers
+        return pb.ListWorkersResponse(workers=[worker_message(state, cell.name) for _, cell, state in living])
 
     async def ListQueues(self, request: pb.ListQueuesRequest, context: Context) -> pb.ListQueuesResponse:
-        """List what waits, for how long, and how many jobs run, by model."""
-        running = Counter[str]()
-        for model, state in await self._models.living():
-            running[model.manifest.name] += state.rows_running
-        with asking_redis():
-            loads = {model.manifest.name: await model.queue.load() for model in self._models.served}
-        queues = [
-            pb.Queue(
-                model=name,
-                waiting=load.waiting,
-                running=running[name],
-                waiting_work=int(load.waiting_work),
-                arrived_work=int(load.arrived_work),
-                claimed_work=int(load.claimed_work),
-                oldest_wait=load.oldest_wait_s,
-            )
-            for name, load in loads.items()
-        ]
-        return pb.ListQueuesResponse(queues=queues)
+        """List what waits, for how long, and how many jobs run, by model and cell."""
+        return pb.ListQueuesResponse(queues=await self._cells.queues())
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsResponse:
         """List the jobs that this router owns, of those tenants whose jobs the caller may see."""
@@ -296,7 +291,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         dead: list[DeadJob] = []
         with asking_redis():
             for model in self._models.served:
-                dead += await model.queue.dead.list()
+                for cell in self._models.reached(model):
+                    dead += await cell.queue.dead.list()
         dead.sort(key=lambda job: job.died_at_ms, reverse=True)
         who = caller()
         return pb.ListDeadJobsResponse(jobs=[dead_job_message(job) for job in dead if who.sees_tenant(job.tenant)])
@@ -306,18 +302,23 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         who, subjects = caller(), list[pb.QuarantinedSubject]()
         with asking_redis():
             for model in self._models.served:
-                name = model.manifest.name
-                for (tenant, digest), left_ms in (await model.queue.quarantined()).items():
-                    if who.sees_tenant(tenant):
-                        left_s = left_ms / 1e3
-                        subjects.append(pb.QuarantinedSubject(model=name, tenant=tenant, adapter=digest, left=left_s))
+                name, longest = model.manifest.name, dict[Whose, int]()
+                for cell in self._models.reached(model):
+                    for whose, left_ms in (await cell.queue.quarantined()).items():
+                        longest[whose] = max(left_ms, longest.get(whose, 0))
+                subjects += [
+                    pb.QuarantinedSubject(model=name, tenant=tenant, adapter=digest, left=left_ms / 1e3)
+                    for (tenant, digest), left_ms in longest.items()
+                    if who.sees_tenant(tenant)
+                ]
         return pb.ListQuarantineResponse(subjects=subjects)
 
     async def LiftQuarantine(self, request: pb.LiftQuarantineRequest, context: Context) -> pb.LiftQuarantineResponse:
         """Take a tenant's jobs again, for all models."""
         tenant = purged_tenant(request.tenant)
         with asking_redis():
-            removed = [await model.queue.lift_quarantine(tenant) for model in self._models.served]
+            cells = [cell for model in self._models.served for cell in model.cells.values()]
+            removed = [await cell.queue.lift_quarantine(tenant) for cell in cells]
         return pb.LiftQuarantineResponse(removed_count=sum(removed))
 
     async def RotateResumeKeys(
@@ -342,13 +343,20 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         """Make a worker drain and stop, as SIGTERM does."""
         if not request.worker_id:
             raise InvalidField("worker_id", "name a worker")
-        named = [(model, one) for model, one in await self._models.living() if one.worker_id == request.worker_id]
-        if not named:
-            raise NotFound("worker", request.worker_id)
+        named = named_worker(await self._models.living(), request.worker_id)
         with asking_redis():
-            for model, state in named:
-                await model.queue.commands.send(state.incarnation, DRAIN)
+            for _, cell, state in named:
+                await cell.queue.commands.send(state.incarnation, DRAIN)
         return pb.DrainWorkerResponse()
+
+    async def DrainCell(self, request: pb.DrainCellRequest, context: Context) -> pb.DrainCellResponse:
+        """Send no more jobs to a cell; what waits there goes to others."""
+        await self._cells.drain(request.cell)
+        return pb.DrainCellResponse()
+
+    async def OpenCell(self, request: pb.OpenCellRequest, context: Context) -> pb.OpenCellResponse:
+        """Send jobs to a cell again."""
+        return pb.OpenCellResponse(pins=await self._cells.open(request.cell))
 
     async def WarmAdapter(self, request: pb.WarmAdapterRequest, context: Context) -> pb.WarmAdapterResponse:
         """Load an adapter on every worker of its base, or on the named one."""
@@ -361,10 +369,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         return pb.PinAdapterResponse()
 
     async def PurgeTenant(self, request: pb.PurgeTenantRequest, context: Context) -> pb.PurgeTenantResponse:
-        """Remove what this router's cell has of a tenant."""
+        """Remove what this router's cells have of a tenant."""
         tenant = purged_tenant(request.tenant)
         places = await self._purge.run(tenant)
-        log.info("%s: purged tenant %s from this cell", caller().name, tenant)
+        log.info("%s: purged tenant %s from the cells", caller().name, tenant)
         return pb.PurgeTenantResponse(
             places=places,
             removed_count=sum(place.removed for place in places),
@@ -378,8 +386,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServiceServicer):
         return pb.UnpinAdapterResponse()
 
 
-def worker_message(state: WorkerState) -> pb.Worker:
+def worker_message(state: WorkerState, cell: str) -> pb.Worker:
+    """Convert the state of a worker in a cell."""
     return pb.Worker(
+        cell=cell,
         worker_id=state.worker_id,
         incarnation=state.incarnation,
         phase=_PHASES[state.phase],
@@ -425,6 +435,7 @@ def _job(routed: RoutedJob) -> pb.Job:
         model=job.model,
         strikes=job.strikes,
         age=time.monotonic() - routed.admitted_at,
+        cell=routed.placement.cell,
     )
 
 

@@ -14,6 +14,7 @@ import time
 import zipfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -46,8 +47,9 @@ from router.catalog.store_client import Manifest
 from router.dispatch.block_feed import BlockFeed
 from router.dispatch.dispatcher import Dispatcher
 from rpc.errors import InvalidField, Mismatch, NotBuilt, PositionGone
-from rpc.interceptors import Context
-from rpc.principal import caller, calling_tenant
+from rpc.interceptors import Context, Handler, Interceptor, Method, wrapped
+from rpc.principal import CredentialKind, caller, calling_tenant, set_caller
+from tenancy.permissions import SGLANG_SERVICE
 
 TOKENIZER_FILE = "tokenizer.json"
 # Bytes of a message's part of the zip, as other engines of this protocol send.
@@ -263,7 +265,9 @@ class SglangScheduler:
             raise InvalidField("dp_rank", f"{request.dp_rank}; there is rank 0 alone")
         model = self._models.get("")
         with asking_redis():
-            states, waiting = await model.liveness.live_workers(), await model.queue.count_waiting()
+            cells = self._models.reached(model)
+            states = [state for cell in cells for state in await cell.liveness.live_workers()]
+            waiting = sum([await cell.queue.count_waiting() for cell in cells])
         load = _load(states, waiting, frozenset(request.include) or {"all"})
         return engine.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
@@ -305,7 +309,8 @@ class SglangScheduler:
     async def _pinned(self) -> list[Any]:
         who, visible = caller(), {}
         with asking_redis():
-            pins = [pin for model in self._models.served for pin in await model.queue.pins.list()]
+            cells = [cell for model in self._models.served for cell in self._models.reached(model)]
+            pins = [pin for cell in cells for pin in await cell.queue.pins.list()]
         for pin in pins:
             # tenants/{tenant}/adapters/{adapter}/revisions/{digest}
             adapter, _, digest = pin.adapter.revision.rpartition("/revisions/")
@@ -341,6 +346,26 @@ class SglangScheduler:
     async def StopProfile(self, request: Any, context: Context) -> Any:
         """Refuse: workers have no profiler."""
         raise NotBuilt("StopProfile")
+
+
+class UnnamedCallers(Interceptor):
+    """Gives callers without a credential and a name to a tenant. Put it behind the guard, which sets the caller."""
+
+    def __init__(self, tenant: str) -> None:
+        self._tenant = tenant
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """Wrap the methods of the engine protocol."""
+        return wrapped(handler, self._named) if method.startswith(f"/{SGLANG_SERVICE}/") else handler
+
+    def _named(self, inner: Method) -> Method:
+        def named(request: Any, context: Context) -> Any:
+            who = caller()
+            if who.kind is CredentialKind.HEADER and not who.tenant:
+                set_caller(replace(who, name=self._tenant, tenant=self._tenant))
+            return inner(request, context)
+
+        return named
 
 
 def register(service: SglangScheduler, server: grpc.aio.Server) -> None:

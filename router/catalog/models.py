@@ -1,25 +1,24 @@
-"""The base models that a router serves and the live workers of each, which its health depends on."""
+"""The base models that a router serves, and their queues in its cells."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from redis.asyncio import Redis
 
 from artifacts.generation_config import UNSAID, GenerationConfig
 from artifacts.names import sha256_bytes, sha256_json
 from broker.connection import REDIS_DOWN
 from broker.keys import Keys
-from broker.liveness import Census, Liveness
+from broker.liveness import Liveness
 from broker.messages import Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
-from broker.terms import ADAPTER_DIGITS, WORKER_TTL_MS, QueueLimits
+from broker.terms import QueueLimits
+from router.catalog.cells import ANSWER_S, CellKey, CellServer, LiveWorkers
 from router.catalog.store_client import Manifest, RegisteredModel, StoreClient
 from router.text.tokenizer import ModelTokenizer, panics_as_errors, tokenizer_of
 from rpc.children.pool import ChildDiedError, ChildPool
@@ -30,115 +29,6 @@ if TYPE_CHECKING:
     from broker.seals import Seals
 
 log = logging.getLogger(__name__)
-
-# Interval in seconds between looks at the workers, and at the store.
-LOOK_S = 0.5
-# Time in seconds without an answer after which the router's health says that Redis is away: a worker's time to live.
-AWAY_S = WORKER_TTL_MS / 1e3
-# Timeout in seconds for a model's census: one that hangs ends AWAY_S after the last answer. A census over a new
-# connection takes several round trips, and one that is given up closes its connection: a short timeout would go on for
-# as long as Redis is slow.
-ANSWER_S = AWAY_S - LOOK_S
-# Time in seconds after an outage or a loss of data during which no worker counts as dead: all must beat again first.
-NO_LAPSE_S = WORKER_TTL_MS / 1e3
-
-
-class LiveWorkers:
-    """The live workers, at most one look's interval stale."""
-
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        answer_s: float = ANSWER_S,
-        set_aside: Callable[[str], None] = lambda key: None,
-    ) -> None:
-        self._clock = clock
-        self._answer_s = answer_s
-        # Called with the name of each key that a census has set aside.
-        self._set_aside = set_aside
-        self._workers: dict[str, list[WorkerState]] = {}
-        # Number of homes of the adapters with several, by model (broker.liveness.Census).
-        self._homes: dict[str, Mapping[str, int]] = {}
-        # Sizes of the workers that take new jobs: maximum tokens and rank, by model and base digest.
-        self._sizes: dict[str, dict[str, set[tuple[int, int]]]] = {}
-        # Server and data that each model's last census came from.
-        self._servers: dict[str, str] = {}
-        # True after a failed look; and the time of the last one that succeeded.
-        self._failed, self._answered_at = False, clock()
-        # Time until which no worker counts as dead.
-        self._no_lapse_before = 0.0
-
-    def of(self, model: str) -> list[WorkerState] | None:
-        """Return a model's live workers; None before its first census."""
-        return self._workers.get(model)
-
-    def homes_of(self, model: str, digest: str) -> int:
-        """Return how many homes an adapter has: workers that its jobs prefer."""
-        return self._homes.get(model, {}).get(digest[-ADAPTER_DIGITS:], 1)
-
-    def sizes(self, model: str, base_digest: str) -> set[tuple[int, int]] | None:
-        """Return the sizes of the workers that take new jobs of a base model; None: there is no such worker."""
-        return self._sizes.get(model, {}).get(base_digest)
-
-    @property
-    def redis_is_away(self) -> bool:
-        """Tell whether Redis has answered no census for AWAY_S."""
-        return self._clock() - self._answered_at >= AWAY_S
-
-    async def look(self, models: Mapping[str, Liveness], reply_to: str) -> set[str] | None:
-        """Take a census of each model; return the live incarnations, or None while no worker may count as dead.
-
-        `reply_to`: the address of this router's relay, which is registered as live.
-        """
-        failures = await asyncio.gather(*(self._ask(name, liveness, reply_to) for name, liveness in models.items()))
-        if "" in failures or not models:
-            self._answered_at = self._clock()
-        if failure := next(filter(None, failures), ""):
-            self._no_lapse_before = self._clock() + NO_LAPSE_S
-            if not self._failed:
-                log.warning("Redis does not answer: %s", failure)
-        elif self._failed:
-            log.info("Redis answers again")
-        self._failed = bool(failure)
-        if self._clock() < self._no_lapse_before:
-            return None
-        return {state.incarnation for states in self._workers.values() for state in states}
-
-    async def _ask(self, model: str, liveness: Liveness, reply_to: str) -> str:
-        """Take the census of a model; return why that failed, or nothing."""
-        try:
-            async with asyncio.timeout(self._answer_s):
-                self._count(model, await liveness.take_census(reply_to, self._busy(model)))
-        except REDIS_DOWN as error:  # a timeout is one of them
-            return str(error) or type(error).__name__
-        return ""
-
-    def _busy(self, model: str) -> float | None:
-        """Return to how many workers' rows the used rows of all add up; None before the first census."""
-        states = self._workers.get(model)
-        if states is None:
-            return None
-        return sum((state.rows_running + state.rows_waiting) / max(1, state.rows_limit) for state in states)
-
-    def _count(self, model: str, census: Census) -> None:
-        """Take a census. Another server, or one that has lost its data, knows no worker yet: none counts as dead."""
-        if self._servers.get(model, census.server) != census.server:
-            log.warning("Redis restarted, failed over or lost its data: no worker counts as dead for %g s", NO_LAPSE_S)
-            self._no_lapse_before = self._clock() + NO_LAPSE_S
-        self._servers[model] = census.server
-        for key in census.set_aside:
-            self._set_aside(key)
-        self._homes[model] = census.homes
-        workers = census.workers
-        if self._clock() < self._no_lapse_before:
-            seen = {state.incarnation for state in workers}
-            workers = [*workers, *(state for state in self._workers.get(model, ()) if state.incarnation not in seen)]
-        self._workers[model] = workers
-        sizes = self._sizes[model] = dict[str, set[tuple[int, int]]]()
-        for state in workers:
-            if state.phase is WorkerPhase.SERVING:
-                sizes.setdefault(state.base_digest, set()).add((state.max_tokens, state.max_rank))
-
 
 # Timeout in seconds for a child, which may take 20 s of processor time.
 WALL_S = 120.0
@@ -225,20 +115,42 @@ def asking_redis() -> Iterator[None]:
     try:
         yield
     except REDIS_DOWN as error:
-        raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
+        raise redis_is_silent() from error
+
+
+def redis_is_silent(cells: Sequence[str] = ()) -> Unavailable:
+    """Return the error of a call that needs an answer of Redis, or of that of these cells."""
+    of_cells = f" of cell {', '.join(cells)}" if cells else ""
+    return Unavailable(f"Redis{of_cells} does not answer", reason="QUEUE_DOWN")
+
+
+@dataclass(frozen=True, slots=True)
+class Living:
+    """The live workers, with their models and cells, and the names of the cells whose Redis does not answer."""
+
+    workers: Sequence[tuple[ServedModel, ModelCell, WorkerState]]
+    silent: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class ModelCell:
+    """The queue of a model in one cell, and the workers there."""
+
+    name: str
+    queue: JobQueue
+    liveness: Liveness
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A base model with its tokenizer and its queue.
+    """A base model with its tokenizer, and its cells by name.
 
     `generation_config` has what requests get that leave it unset; it is empty where the router does not use it.
     """
 
     manifest: Manifest
     tokenizer: ModelTokenizer
-    queue: JobQueue
-    liveness: Liveness
+    cells: Mapping[str, ModelCell]
     generation_config: GenerationConfig = UNSAID
 
     @property
@@ -253,8 +165,7 @@ class Models:
     def __init__(
         self,
         store: StoreClient,
-        redis: Redis,
-        cell: str,
+        cells: Sequence[CellServer],
         limits: QueueLimits,
         *,
         answer_s: float = ANSWER_S,
@@ -263,8 +174,7 @@ class Models:
         set_aside: Callable[[str], None] = lambda key: None,
     ) -> None:
         self._store = store
-        self._redis = redis
-        self._cell = cell
+        self._cells = cells
         self._limits, self._seals = limits, seals
         clock = clock or time.monotonic
         self._served: dict[str, ServedModel] = {}
@@ -274,7 +184,7 @@ class Models:
         # Revisions that are not live, by name and digest: while the store has them, or workers serve them.
         self._others: dict[tuple[str, str], ServedModel] = {}
         self._registered: set[tuple[str, str]] = set()
-        self._live = LiveWorkers(clock, answer_s, set_aside)
+        self.live = LiveWorkers(clock, answer_s, set_aside)
         # Address of this router's relay; empty until it listens.
         self._reply_to = ""
         self._log_once = LogOnce(log)
@@ -305,9 +215,9 @@ class Models:
             )
         return next(iter(self._served.values()))
 
-    def queue_of(self, name: str) -> JobQueue:
-        """Return the queue of a model that is served, or was."""
-        return self._served[name].queue
+    def queue_of(self, name: str, cell: str) -> JobQueue:
+        """Return the queue of a model that is served, or was, in a cell."""
+        return self._served[name].cells[cell].queue
 
     @property
     def served(self) -> list[ServedModel]:
@@ -321,16 +231,16 @@ class Models:
 
     def workers(self, name: str) -> list[WorkerState]:
         """Return the model's live workers, at most LOOK_S stale."""
-        return self._live.of(name) or []
+        return self.live.of(name) or []
 
-    def homes_of(self, name: str, digest: str) -> int:
-        """Return how many homes an adapter has: workers that its jobs prefer."""
-        return self._live.homes_of(name, digest)
+    def serving(self, name: str, digest: str = "", cell: str = "") -> list[WorkerState]:
+        """Return the live workers that take new jobs of the base model of that digest; empty: the registered one.
 
-    def serving(self, name: str, digest: str = "") -> list[WorkerState]:
-        """Return the live workers that take new jobs of the base model of that digest; empty: the registered one."""
+        Without a cell's name, those of all cells that answer.
+        """
         digest = digest or self._served[name].manifest.digest
-        return [s for s in self.workers(name) if s.phase is WorkerPhase.SERVING and s.base_digest == digest]
+        workers = self.live.in_cell(name, cell) if cell else self.workers(name)
+        return [s for s in workers if s.phase is WorkerPhase.SERVING and s.base_digest == digest]
 
     def with_digest(self, name: str, digest: str) -> ServedModel:
         """Return the revision of a job, by the model's name and digest.
@@ -345,14 +255,14 @@ class Models:
             return model
         if (name, digest) in self._others:
             return self._others[name, digest]
-        live = self._live.of(name)
+        live = self.live.of(name)
         if live is None or any(state.base_digest == digest for state in live):
             raise Unavailable(f"{name} was replaced, and this router does not know what it was", reason=BASE_REPLACED)
         raise Mismatch("model", f"{name} has been replaced since", reason=BASE_REPLACED)
 
     def why_unservable(self, job: Job) -> CallError | None:
         """Return the error of a job that no live worker can take; None while one can, or while one may still come."""
-        of_base = self._live.sizes(job.model, job.base_digest)
+        of_base = self.live.sizes(job.model, job.base_digest)
         if of_base is None:
             if job.base_digest == self._served[job.model].manifest.digest:
                 return None
@@ -365,14 +275,28 @@ class Models:
         message = f"no live worker takes {job.tokens} tokens of prompt and answer with an adapter of rank {job.rank}"
         return Unavailable(message, reason=NO_WORKER_FITS)
 
-    async def living(self) -> list[tuple[ServedModel, WorkerState]]:
-        """Ask Redis for the live workers of all models. Raises Unavailable."""
-        with asking_redis():
-            return [(model, state) for model in self.served for state in await model.liveness.live_workers()]
+    async def living(self) -> Living:
+        """Ask Redis for the live workers of all models. Raises Unavailable where no cell answers."""
+        asked = [(model, cell) for model in self.served for cell in model.cells.values()]
+        answers = await asyncio.gather(*(self._workers_in(cell) for _, cell in asked))
+        pairs = list(zip(asked, answers, strict=True))
+        silent = {cell.name for (_, cell), workers in pairs if workers is None}
+        if asked and len(silent) == len(self._cells):
+            raise redis_is_silent()
+        return Living([(*place, state) for place, workers in pairs for state in workers or ()], sorted(silent))
+
+    async def _workers_in(self, cell: ModelCell) -> list[WorkerState] | None:
+        """Return the live workers of a cell, None where its Redis does not answer; the other cells go on."""
+        if len(self._cells) > 1 and self.live.is_away(cell.name):
+            return None
+        try:
+            return await cell.liveness.live_workers()
+        except REDIS_DOWN:
+            return None
 
     def waits_for(self) -> str:
         """Return what is missing before requests can be served; empty: nothing."""
-        if self._live.redis_is_away:
+        if self.live.redis_is_away:
             return "Redis to answer"
         if not self._served:
             refused = "; ".join(self._tokenizers.refusals)
@@ -381,21 +305,28 @@ class Models:
             return "a worker that serves " + " or ".join(sorted(self._served))
         return ""
 
+    def reached(self, model: ServedModel) -> list[ModelCell]:
+        """Return the cells of a model but those that are away, which would only keep a caller waiting."""
+        cells = list(model.cells.values())
+        return [cell for cell in cells if len(cells) == 1 or not self.live.is_away(cell.name)]
+
     def announce(self, reply_to: str) -> None:
         """Register the address of the router's relay as live from now on, so that the jobs for it stay in the queue."""
         self._reply_to = reply_to
 
     async def look_at_workers(self) -> set[str] | None:
         """Ask Redis for the live workers; return their incarnations, or None while no worker may count as dead."""
-        models = {model.manifest.name: model.liveness for model in self.served}
-        living = await self._live.look(models, self._reply_to)
+        cells: dict[CellKey, Liveness] = {
+            (model.manifest.name, name): cell.liveness for model in self.served for name, cell in model.cells.items()
+        }
+        living = await self.live.look(cells, self._reply_to)
         self._others = {
             key: other for key, other in self._others.items() if key in self._registered or self._may_live(other)
         }
         return living
 
     def _may_live(self, model: ServedModel) -> bool:
-        workers = self._live.of(model.manifest.name)
+        workers = self.live.of(model.manifest.name)
         return workers is None or any(state.base_digest == model.manifest.digest for state in workers)
 
     async def look_at_store(self) -> None:
@@ -444,7 +375,11 @@ class Models:
         tokenizer = await self._tokenizers.load(manifest)
         if tokenizer is None:
             return None
-        keys = Keys(manifest.name, self._cell)
-        queue = JobQueue(self._redis, keys, limits=self._limits, seals=self._seals)
+        cells = {server.name: self._open_cell(manifest.name, server) for server in self._cells}
         config = manifest.generation_config if self.use_generation_config else UNSAID
-        return ServedModel(manifest, tokenizer, queue, Liveness(self._redis, keys), config)
+        return ServedModel(manifest, tokenizer, cells, config)
+
+    def _open_cell(self, model: str, server: CellServer) -> ModelCell:
+        keys = Keys(model, server.name)
+        queue = JobQueue(server.redis, keys, limits=self._limits, seals=self._seals)
+        return ModelCell(server.name, queue, Liveness(server.redis, keys))

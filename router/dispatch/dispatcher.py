@@ -14,6 +14,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Self
 
+from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from broker.connection import REDIS_DOWN
@@ -21,10 +22,11 @@ from broker.ledger import ReserveCall
 from broker.messages import Job
 from broker.queue import JobQueue, QuarantinedError, UnreservedError
 from broker.terms import Entry, Placement, QueueState, is_short
+from router.dispatch.cells import Cells
 from router.dispatch.links import DispatchTiming, Frame, WorkerLink, WorkerLinks
 from router.dispatch.outbox import REFUSALS, Outbox, queue_full, refusal
 from router.dispatch.routed_job import JobState, ReaderRounds, RoutedJob
-from router.metrics import LOST, RETURNED, UNCLAIMED, RouterMetrics
+from router.metrics import LOST, MOVED, RETURNED, UNCLAIMED, RouterMetrics
 from rpc.errors import CallError, DeadlinePassed, Exhausted, Internal, Unavailable
 from telemetry.logging import fields
 
@@ -82,6 +84,10 @@ class PreparedEntry:
             self._placed = placement, self._queue.make_entry(self._job, placement) if is_short(self._job) else None
         return self._placed
 
+    def is_on(self, redis: Redis) -> bool:
+        """Tell whether the entry goes to this server."""
+        return self._queue.is_on(redis)
+
     async def enqueue(self, reserve: ReserveCall | None = None) -> None:
         """Put the entry into the queue, in one round trip with a reservation. Raises what JobQueue.enqueue does."""
         placement, entry = self.take()
@@ -92,7 +98,10 @@ class PreparedEntry:
 _RENEWALS_PER_LOOK = 32
 # Maximum number of times that the time for which a job may be missing is doubled.
 _GRACE_DOUBLINGS = 3
-_UNBOUND = frozenset({JobState.ENQUEUEING, JobState.QUEUED, JobState.MISSING})
+_IN_QUEUE = frozenset({JobState.QUEUED, JobState.MISSING})
+_UNBOUND = _IN_QUEUE | {JobState.ENQUEUEING}
+# Maximum number of waiting jobs that go to another cell at one look: each takes an enqueue and a removal.
+_MOVED_PER_LOOK = 512
 
 
 # Reason that the client gets of a request that kills engines.
@@ -102,16 +111,18 @@ POISON = "POISON_REQUEST"
 class Dispatcher:
     """The jobs that one router owns.
 
-    `why_unservable` returns the error that ends a job which no live worker can take, or None.
+    `queue_of` returns the queue of a model in a cell, `place` a job's placement there; `why_unservable` the error that
+    ends a job which no live worker can take, or None.
     """
 
     def __init__(
         self,
-        queue_of: Callable[[str], JobQueue],
-        place: Callable[[Job], Placement],
+        queue_of: Callable[[str, str], JobQueue],
+        place: Callable[[Job, str], Placement],
         metrics: RouterMetrics | None = None,
         timing: DispatchTiming | None = None,
         links: WorkerLinks | None = None,
+        cells: Cells | None = None,
         why_unservable: Callable[[Job], CallError | None] = lambda job: None,
     ) -> None:
         self._queue_of = queue_of
@@ -120,10 +131,14 @@ class Dispatcher:
         self._timing = timing or DispatchTiming()
         self._jobs: dict[str, RoutedJob] = {}
         self._links = links or WorkerLinks(self._timing)
-        self._outbox = Outbox(queue_of, place, self._timing, self._metrics)
+        self._cells = cells or Cells()
+        self._outbox = Outbox(queue_of, place, self._cells, self._timing, self._metrics)
         self._why_unservable = why_unservable
-        # Since when no live worker can take a job.
+        # Since when no live worker can take a job, and since when a waiting job should be in another cell.
         self._unservable: dict[str, float] = {}
+        self._stranded: dict[str, float] = {}
+        # Looks into the queues of models and cells that are under way.
+        self._looking: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._rounds = ReaderRounds()
         self._grace_periods: set[asyncio.Task[None]] = set()
 
@@ -134,7 +149,10 @@ class Dispatcher:
 
     def prepare_entry(self, job: Job) -> PreparedEntry:
         """Make a new job's entry in the queue while something else is waited for."""
-        return PreparedEntry(self._queue_of(job.model), job, self._place)
+        return self._prepare_entry(job, self._cells.choose(job))
+
+    def _prepare_entry(self, job: Job, cell: str) -> PreparedEntry:
+        return PreparedEntry(self._queue_of(job.model, cell), job, lambda job: self._place(job, cell))
 
     async def dispatch(
         self, job: Job, prepared: PreparedEntry | None = None, reserve: ReserveCall | None = None
@@ -144,23 +162,30 @@ class Dispatcher:
         routed = self._jobs[job.job_id] = RoutedJob(job, self._rounds)
         try:
             routed.placement, _ = (prepared := prepared or self.prepare_entry(job)).take()
-            await self._enqueue(job, prepared, reserve)
+            await self._enqueue(routed, prepared, reserve)
         except UnreservedError:  # Redis does not have it
             self._jobs.pop(job.job_id).release()
             raise
         except BaseException as error:
             self.release(routed)
             if isinstance(error, (asyncio.CancelledError, Unavailable)):  # Redis may get the job after its removal
-                asyncio.get_running_loop().call_later(self._timing.late_enqueue_s, self._outbox.finish, job)
+                self._finish_later(routed)
             raise
         routed.enqueued(job.attempt)
+        self._metrics.cell_jobs.labels(job.model, routed.placement.cell).inc()
         self._outbox.warm(job, routed.placement)
         return routed
 
-    async def _enqueue(self, job: Job, prepared: PreparedEntry, reserve: ReserveCall | None) -> None:
+    def _finish_later(self, routed: RoutedJob) -> None:
+        """Take a job out of its cell's queue once no enqueue can get there any more."""
+        cell = routed.placement.cell
+        asyncio.get_running_loop().call_later(self._timing.late_enqueue_s, self._outbox.finish, routed.job, cell)
+
+    async def _enqueue(self, routed: RoutedJob, prepared: PreparedEntry, reserve: ReserveCall | None) -> None:
+        job = routed.job
         try:
             with self._metrics.enqueue_time.time():
-                await self._enqueue_once_reached(prepared, reserve)
+                await self._enqueue_once_reached(routed, prepared, reserve)
         except REFUSALS as error:
             if isinstance(error, QuarantinedError):
                 self._metrics.quarantined.inc()
@@ -169,23 +194,40 @@ class Dispatcher:
             log.warning("the queue does not answer: %r", error, extra=fields(job_id=job.job_id))
             raise Unavailable("the queue does not answer", reason="QUEUE_DOWN") from error
 
-    async def _enqueue_once_reached(self, prepared: PreparedEntry, reserve: ReserveCall | None) -> None:
+    async def _enqueue_once_reached(
+        self, routed: RoutedJob, prepared: PreparedEntry, reserve: ReserveCall | None
+    ) -> None:
         loop = asyncio.get_running_loop()
         last = loop.time() + self._timing.enqueue_s - self._timing.pause_s
         while True:
             try:
                 return await prepared.enqueue(reserve)
-            except RedisConnectionError:
-                if loop.time() > last:
+            except REDIS_DOWN as error:
+                # The ledger is on the same server as the job of a `reserve`.
+                other = None if reserve else self._prepare_elsewhere(routed)
+                if other is None and (not isinstance(error, RedisConnectionError) or loop.time() > last):
                     raise
-            await asyncio.sleep(self._timing.pause_s)
+            prepared = other or prepared
+            if other is None:
+                await asyncio.sleep(self._timing.pause_s)
+
+    def _prepare_elsewhere(self, routed: RoutedJob) -> PreparedEntry | None:
+        """Make an entry in another cell for a job whose cell's Redis does not answer; None: there is no other."""
+        self._cells.failed(former := routed.placement.cell)
+        cell = self._cells.another(routed.job, former)
+        if cell is None:
+            return None
+        self._finish_later(routed)
+        prepared = self._prepare_entry(routed.job, cell)
+        routed.placement, _ = prepared.take()
+        return prepared
 
     def release(self, routed: RoutedJob) -> None:
         """Stop a job wherever it is: nothing of it stays queued or running."""
         del self._jobs[routed.job.job_id]
         routed.release()
         if routed.link is None:
-            self._outbox.finish(routed.job)
+            self._outbox.finish(routed.job, routed.placement.cell)
         elif not routed.finished_by_worker:
             routed.link.cancel(routed.job.job_id, routed.job.attempt)
 
@@ -270,6 +312,7 @@ class Dispatcher:
         bound = {routed.link.incarnation for routed in self._jobs.values() if routed.link is not None}
         self._redispatch_jobs_of(self._links.lost(bound, incarnations))
         self._end_unservable()
+        self._leave_cells()
 
     def fail_waiting(self, model: str, error_of: Callable[[str], CallError]) -> None:
         """End the jobs of a model that no worker has: no worker could claim them."""
@@ -316,20 +359,25 @@ class Dispatcher:
 
     async def redispatch_missing(self) -> None:
         """Look into the queue: dispatch missing jobs again, end displaced ones, renew seals; never returns."""
-        while True:
-            await asyncio.sleep(self._timing.look_s)
-            queued: dict[str, list[RoutedJob]] = {}
-            for routed in self.jobs:
-                if routed.state in {JobState.QUEUED, JobState.MISSING}:
-                    queued.setdefault(routed.job.model, []).append(routed)
-            await asyncio.gather(*(self._look_at(model, jobs) for model, jobs in queued.items()))
+        async with asyncio.TaskGroup() as looks:
+            while True:
+                await asyncio.sleep(self._timing.look_s)
+                queued: dict[tuple[str, str], list[RoutedJob]] = {}
+                for routed in self.jobs:
+                    if routed.state in _IN_QUEUE:
+                        queued.setdefault((routed.job.model, routed.placement.cell), []).append(routed)
+                for place, jobs in queued.items():
+                    # The look into a cell that does not answer takes long, and delays no other cell's.
+                    if place not in self._looking or self._looking[place].done():
+                        self._looking[place] = looks.create_task(self._look_at(*place, jobs))
 
-    async def _look_at(self, model: str, jobs: Sequence[RoutedJob]) -> None:
+    async def _look_at(self, model: str, cell: str, jobs: Sequence[RoutedJob]) -> None:
         try:
+            queue = self._queue_of(model, cell)
             attempts = [(routed.job.job_id, routed.job.attempt) for routed in jobs]
-            states = await self._queue_of(model).look_up(attempts)
+            states = await queue.look_up(attempts)
             self._take(jobs, attempts, states)
-            await self._renew_seals(self._queue_of(model), jobs)
+            await self._renew_seals(queue, jobs)
         except REDIS_DOWN:
             return
         except Exception:  # the next look may succeed, and other jobs need it
@@ -387,6 +435,30 @@ class Dispatcher:
                 self._metrics.unservable.labels(error.reason).inc()
                 routed.fail(error)
         self._unservable = unservable
+
+    def _leave_cells(self) -> None:
+        """Dispatch waiting jobs again whose cell is drained or away, or has no worker for them: another cell has."""
+        now, stranded, moved = time.monotonic(), dict[str, float](), 0
+        for routed in self.jobs:
+            if routed.state not in _IN_QUEUE:
+                continue
+            after_s = self._cells.leaves_after_s(routed.job, routed.placement.cell, self._timing.unservable_grace_s)
+            if after_s is None:
+                continue
+            since = stranded[routed.job.job_id] = self._stranded.get(routed.job.job_id, now)
+            if now - since >= after_s and moved < _MOVED_PER_LOOK:
+                moved += 1
+                routed.leave_cell()
+                self._redispatch(routed)
+        self._stranded = stranded
+        if moved:
+            self._metrics.redispatches.labels(MOVED).inc(moved)
+            log.warning("%d waiting jobs go to another cell", moved)
+
+    @property
+    def waiting(self) -> Iterable[tuple[Job, str]]:
+        """Return the jobs that no worker has, each with its cell."""
+        return ((routed.job, routed.placement.cell) for routed in self._jobs.values() if routed.state in _UNBOUND)
 
     async def drain_tasks(self) -> None:
         """Wait for what was begun in the background, up to a timeout: Redis may be gone for good."""

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -20,6 +21,7 @@ from broker.homes import Roster, WorkerLoad
 from broker.messages import AdapterRequest, DeadJob, Job, WorkerState
 from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError
 from broker.terms import NO_KEY, KeyTerms, Placement
+from router.dispatch.cells import Cells
 from router.dispatch.links import DispatchTiming
 from router.dispatch.routed_job import JobState, RoutedJob
 from router.metrics import RouterMetrics
@@ -37,16 +39,19 @@ _WARMS_LIMIT = 4_096
 
 
 class Placer:
-    """Places jobs among the workers that serve their model. `homes_of`: by model and adapter's digest."""
+    """Places jobs among the workers that serve their model in a cell.
+
+    `serving`: by model, base digest and cell. `homes_of`: by model, cell and adapter's digest.
+    """
 
     def __init__(
         self,
-        serving: Callable[[str, str], Sequence[WorkerState]],
+        serving: Callable[[str, str, str], Sequence[WorkerState]],
         weight_of: Callable[[str], float],
         adapter_mib_tokens: float,
         queue_share_of: Callable[[str], float] = lambda tenant: 1.0,
         calling_key_terms: Callable[[], KeyTerms] = lambda: NO_KEY,
-        homes_of: Callable[[str, str], int] = lambda model, digest: 1,
+        homes_of: Callable[[str, str, str], int] = lambda model, cell, digest: 1,
     ) -> None:
         self._serving = serving
         self._weight_of = weight_of
@@ -55,35 +60,35 @@ class Placer:
         self._calling_key_terms = calling_key_terms
         self._homes_of = homes_of
         self._turns = count()
-        # The workers that could have the last job of each model.
-        self._rosters: dict[str, tuple[tuple[WorkerState, ...], Roster]] = {}
+        # The workers that could have the last job of each model in each cell.
+        self._rosters: dict[tuple[str, str], tuple[tuple[WorkerState, ...], Roster]] = {}
         # Time until which an adapter is not warmed again, by incarnation and digest, the oldest first.
         self._warms: dict[tuple[str, str], float] = {}
 
-    def place(self, job: Job) -> Placement:
-        """Return the placement of a job."""
+    def place(self, job: Job, cell: str) -> Placement:
+        """Return the placement of a job in a cell."""
         weight, share = self._weight_of(job.tenant), self._queue_share_of(job.tenant)
         # Later attempts are made by no call; the outbox gives them the first one's terms.
         key = self._calling_key_terms() if job.attempt == 1 else NO_KEY
         if job.adapter is None:
-            return Placement(weight, queue_share=share, key=key)
+            return Placement(weight, queue_share=share, key=key, cell=cell)
         able = tuple(
             state
-            for state in self._serving(job.model, job.base_digest)
+            for state in self._serving(job.model, job.base_digest, cell)
             if state.max_rank >= job.rank and state.max_tokens >= job.tokens
         )
-        former = self._rosters.get(job.model)
+        former = self._rosters.get((job.model, cell))
         if former is None or former[0] != able:  # workers of another census, or of another size
-            former = self._rosters[job.model] = able, Roster(map(_load_of, able))
+            former = self._rosters[job.model, cell] = able, Roster(map(_load_of, able))
         digest = job.adapter.digest
-        preference = former[1].preferred(digest, self._homes_of(job.model, digest), next(self._turns))
+        preference = former[1].preferred(digest, self._homes_of(job.model, cell, digest), next(self._turns))
         warm = tuple(
             state.incarnation
             for state in (able if preference.to_warm else ())
             if state.worker_id in preference.to_warm and self._is_due(state.incarnation, digest)
         )
         load_tokens = job.adapter.weight_bytes / MIB * self._adapter_mib_tokens
-        return Placement(weight, preference.workers, load_tokens, share, key, warm=warm)
+        return Placement(weight, preference.workers, load_tokens, share, key, cell, warm=warm)
 
     def _is_due(self, incarnation: str, digest: str) -> bool:
         """Tell whether a worker is to be asked for an adapter now, and not again while a command may wait for it."""
@@ -142,18 +147,20 @@ class Outbox:
 
     def __init__(
         self,
-        queue_of: Callable[[str], JobQueue],
-        place: Callable[[Job], Placement],
+        queue_of: Callable[[str, str], JobQueue],
+        place: Callable[[Job, str], Placement],
+        cells: Cells,
         timing: DispatchTiming,
         metrics: RouterMetrics,
     ) -> None:
         self._queue_of = queue_of
         self._place = place
+        self._cells = cells
         self._timing = timing
         self._metrics = metrics
         self._enqueues = asyncio.Semaphore(AT_ONCE)
-        # Removals must not wait for enqueues: the memory of Redis may be full.
-        self._removals = asyncio.Semaphore(AT_ONCE)
+        # Removals must not wait for enqueues: the memory of Redis may be full. Nor for those of a cell that is away.
+        self._removals = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(AT_ONCE))
         self._tasks: set[asyncio.Task[None]] = set()
 
     def enqueue(self, routed: RoutedJob) -> None:
@@ -165,9 +172,17 @@ class Outbox:
         job = routed.job
 
         async def enqueue() -> None:
-            key, begun = routed.placement.key, routed.claimed_at is not None
-            routed.placement = replace(self._place(job), key=key, begun=begun)
-            await self._queue_of(job.model).enqueue(job, routed.placement)
+            key, begun, former = routed.placement.key, routed.claimed_at is not None, routed.placement.cell
+            cell = self._cells.choose(job, former)
+            routed.placement = replace(self._place(job, cell), key=key, begun=begun)
+            if former and former != cell:  # an earlier attempt, or a try of this one, may wait there
+                self.finish(job, former)
+            try:
+                await self._queue_of(job.model, cell).enqueue(job, routed.placement)
+            except REDIS_DOWN:
+                self._cells.failed(cell)
+                raise
+            self._metrics.cell_jobs.labels(job.model, cell).inc()
             self.warm(job, routed.placement)
 
         try:
@@ -181,15 +196,15 @@ class Outbox:
             error = Internal("the request could not be dispatched again", reason="DISPATCH_FAILED")
             routed.enqueue_failed(attempt, error)
         if routed.state is JobState.RELEASED and routed.link is None:  # while this was under way
-            self.finish(routed.job)
+            self.finish(routed.job, routed.placement.cell)
 
-    def finish(self, job: Job) -> None:
-        """Take a job out of the queue. Where that fails, the router cancels it at the worker that claims it."""
+    def finish(self, job: Job, cell: str) -> None:
+        """Take a job out of a cell's queue. Where that fails, the router cancels it at the worker that claims it."""
 
         async def finish() -> None:
-            await self._queue_of(job.model).finish(job.job_id, job.attempt)
+            await self._queue_of(job.model, cell).finish(job.job_id, job.attempt)
 
-        self._remove(f"removing job {job.job_id}", finish)
+        self._remove(cell, f"removing job {job.job_id}", finish)
 
     def warm(self, job: Job, placement: Placement) -> None:
         """Have homes of the job's adapter load it that lack it."""
@@ -199,33 +214,37 @@ class Outbox:
 
         async def warm() -> None:
             for incarnation in placement.warm:
-                await self._queue_of(job.model).commands.send(incarnation, command)
+                await self._queue_of(job.model, placement.cell).commands.send(incarnation, command)
 
-        self._remove(f"warming {job.adapter.revision}", warm)
+        self._remove(placement.cell, f"warming {job.adapter.revision}", warm)
 
     def add_dead_letter(self, routed: RoutedJob, reason: str) -> None:
         """Keep a dead letter of a job, with the reason that its client gets."""
         dead = _dead_job(routed, reason)
 
         async def add() -> None:
-            await self._queue_of(dead.model).dead.push(dead)
+            await self._queue_of(dead.model, routed.placement.cell).dead.push(dead)
 
-        self._remove(f"adding the dead letter of job {dead.job_id}", add)
+        self._remove(routed.placement.cell, f"adding the dead letter of job {dead.job_id}", add)
 
     def record_death(self, job: Job) -> None:
-        """Record that engines died of a job, for the quarantine of its tenant and adapter."""
+        """Record in all cells that engines died of a job, for the quarantine of its tenant and adapter."""
+        for cell in self._cells.names:
+            self._record_death(job, cell)
+
+    def _record_death(self, job: Job, cell: str) -> None:
         adapter = job.adapter.digest if job.adapter else ""
 
         async def record() -> None:
-            refused_ms = await self._queue_of(job.model).record_death(job.tenant, adapter, job.job_id)
+            refused_ms = await self._queue_of(job.model, cell).record_death(job.tenant, adapter, job.job_id)
             message = "jobs of tenant %s with adapter %s are refused for %.0f s: they kill engines"
             log.error(message, job.tenant, adapter or "(none)", refused_ms / 1e3, extra=fields(tenant=job.tenant))
 
-        self._remove(f"recording the death of job {job.job_id}", record)
+        self._remove(cell, f"recording the death of job {job.job_id}", record)
 
-    def _remove(self, what: str, operation: Operation) -> None:
+    def _remove(self, cell: str, what: str, operation: Operation) -> None:
         until = time.monotonic() + self._timing.finish_s
-        self._start(self._removals, lambda: self._persist(what, operation, due=lambda: time.monotonic() < until))
+        self._start(self._removals[cell], lambda: self._persist(what, operation, due=lambda: time.monotonic() < until))
 
     def _start(self, slots: asyncio.Semaphore, operation: Operation) -> None:
         """Run an operation once a slot is free, after those before it."""

@@ -32,7 +32,7 @@ class JobState(Enum):
     ENQUEUEING = "enqueueing"
     # The queue has the attempt, or a worker that has claimed it and has not told the router yet.
     QUEUED = "queued"
-    # The last look found the attempt neither in the queue nor at a worker.
+    # The last look found the attempt neither in the queue nor at a worker; or it waits in a cell that it is to leave.
     MISSING = "missing"
     # A worker incarnation has the attempt.
     BOUND = "bound"
@@ -253,6 +253,11 @@ class RoutedJob:
         elif self.state is JobState.MISSING and waiting:
             self._go(JobState.QUEUED)
         return now - self._missing_since if self.state is JobState.MISSING else 0.0
+
+    def leave_cell(self) -> None:
+        """Take the waiting attempt for lost, since its cell is: another cell gets the next one."""
+        if self.state is JobState.QUEUED:
+            self._go(JobState.MISSING)
 
     def bind(self, link: WorkerLink, attempt: int) -> bool:
         """Give the attempt to this link's incarnation; False when it is over, or another incarnation has it."""

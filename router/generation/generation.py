@@ -495,8 +495,9 @@ class Generation:
     ) -> tuple[CallBudget | None, RoutedJob]:
         """Reserve a job's tokens and put it into the queue. Raises Exhausted or Unavailable; then its reservation ends.
 
-        Redis gets a new request's reservation and its job in one round trip: the script that enqueues looks for the
-        first. A part of a larger call is in that call's reservation already.
+        Redis gets a new request's reservation and its job in one round trip, where the job's cell is on the ledger's
+        server: the script that enqueues looks for the first. A part of a larger call is in that call's reservation
+        already.
         """
         routed: RoutedJob | None = None
         if part_of is not None:
@@ -511,6 +512,7 @@ class Generation:
 
         with self._dispatcher.prepare_entry(job) as entry:
             joined = resumption is None and len(job.prompt_ids) <= JOINED_TOKENS
+            joined = joined and entry.is_on(self._quotas.ledger.redis)
             budget = await self._reserve(job, resumption, send if joined else None)
             try:
                 routed = routed or await self._dispatcher.dispatch(job, entry)

@@ -68,7 +68,7 @@ class Ask:
 
 def ask(cluster: Cluster, number: int, salt: str) -> Ask:
     sampling, n = SAMPLINGS[number % len(SAMPLINGS)], 1 + number % 2
-    prompt, adapter, stopping = f"{salt} {number}", ("a", "b", None)[number // 4], StoppingParams(max_tokens=TOKENS)
+    prompt, adapter, stopping = f"{salt} {number}", ("a", "b", None)[number // 4 % 3], StoppingParams(max_tokens=TOKENS)
     digest = cluster.digests[adapter] if adapter else ""
     of_prompt = partial(expected_ids, MODEL, list(prompt.encode()), adapter_digest=digest)
     truth = [of_prompt(sampling=sampling, stopping=stopping, choice=choice) for choice in range(n)]

@@ -90,7 +90,7 @@ def read_payload(data: bytes) -> None:
     """Read a command, a worker's state, a dead letter and an adapter request, and show them as routers do."""
     for read in (
         lambda: decode_command(data),
-        lambda: worker_message(decode_record(WorkerState, data)),
+        lambda: worker_message(decode_record(WorkerState, data), "main"),
         lambda: dead_job_message(decode_record(DeadJob, data)),
         lambda: hash(decode_record(AdapterRequest, data)),
     ):

@@ -20,7 +20,7 @@ def queue(redis: Redis) -> JobQueue:
 
 @pytest.fixture
 def dispatcher(queue: JobQueue) -> Dispatcher:
-    return Dispatcher(lambda model: queue, lambda job: Placement())
+    return Dispatcher(lambda *_: queue, lambda *_: Placement())
 
 
 @pytest.fixture

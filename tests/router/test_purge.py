@@ -17,6 +17,7 @@ from broker.queue import JobQueue
 from broker.terms import Placement
 from router.app import RelayAccess
 from router.catalog.adapters import AdapterConfigs
+from router.catalog.models import Living, ModelCell
 from router.catalog.store_client import StoreClient
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.relay import WorkerForgets
@@ -36,7 +37,7 @@ class Router:
     """A router, as far as tenants' data go: its dispatcher, and its relay's server at a port of its own."""
 
     def __init__(self, queue: JobQueue, quotas: Quotas) -> None:
-        self.dispatcher = Dispatcher(lambda model: queue, lambda job: Placement())
+        self.dispatcher = Dispatcher(lambda *_: queue, lambda *_: Placement())
         self.store, self.encoder, self.proofs = StoreClient("127.0.0.1:1"), PromptTokenizer(), GrammarProofs()
         configs = AdapterConfigs(self.store)
         self.data = RouterData(self.dispatcher, self.store, configs, self.encoder, self.proofs, quotas, Rollouts())
@@ -82,11 +83,12 @@ async def routers(queue: JobQueue, quotas: Quotas) -> AsyncIterator[list[Router]
 async def cell_purge(redis: Redis, queue: JobQueue, router: Router, *workers: Any) -> CellPurge:
     liveness = Liveness(redis, KEYS)
 
-    async def living() -> list[Any]:
-        return [(model, state) for state in workers]
+    async def living() -> Any:
+        return Living([(model, cell, state) for state in workers])
 
-    model = SimpleNamespace(queue=queue, liveness=liveness, manifest=SimpleNamespace(name="tiny"))
-    models: Any = SimpleNamespace(served=[model], living=living)
+    cell = ModelCell("main", queue, liveness)
+    model: Any = SimpleNamespace(cells={"main": cell}, manifest=SimpleNamespace(name="tiny"))
+    models: Any = SimpleNamespace(served=[model], living=living, reached=lambda model: [cell])
     forgets = WorkerForgets([], answer_s=0.01)
     return CellPurge(models, router.data, forgets, router.address, None, pass_s=0.01)
 

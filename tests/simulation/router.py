@@ -16,8 +16,10 @@ from broker.messages import AdapterRef
 from broker.terms import QueueLimits
 from router.app import HAND_OVER_S, look_at_workers
 from router.catalog.adapters import AdapterConfigs
-from router.catalog.models import LOOK_S, Models
+from router.catalog.cells import LOOK_S, CellServer
+from router.catalog.models import Models
 from router.catalog.store_client import Manifest, RegisteredModel, ResolvedAdapter
+from router.dispatch.cells import Cells
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import DispatchTiming, Frame, RelayReach, WorkerLink
 from router.dispatch.outbox import Placer
@@ -175,22 +177,24 @@ class SimulatedRouter:
         self.node = Node(self.name)
         # Of the clients whose streams are open; in their order, which a set would not keep.
         self.calls: dict[asyncio.Queue[Any], None] = {}
-        self.models = Models(self._store, self._redis.client, "main", QueueLimits())
+        self.models = Models(self._store, [CellServer("main", self._redis.client)], QueueLimits())
         self.models.announce(self.name)
         self.reach = RelayReach()
         self.reach.address = self.name
+        self.cells = Cells(["main"], self.reach.linked)
         placer = Placer(
-            lambda name, digest: self.reach.linked(self.models.serving(name, digest)),
+            lambda *place: self.reach.linked(self.models.serving(*place)),
             lambda _: 1.0,
             MIB_TOKENS,
             calling_key_terms=lambda: self.plans.key_terms(calling_key()),
-            homes_of=self.models.homes_of,
+            homes_of=self.models.live.homes_of,
         )
         self.dispatcher = WatchedDispatcher(
             self.models.queue_of,
             placer.place,
             timing=DispatchTiming(seal_s=self._redis.seal_s / 2),
             links=self.reach.links,
+            cells=self.cells,
             why_unservable=self.models.why_unservable,
         )
         self.dispatcher.accepted = self._accepted
@@ -224,7 +228,7 @@ class SimulatedRouter:
     async def _follow_workers(self) -> None:
         # router.app, but for its health.
         while True:
-            await look_at_workers(self.models, self.dispatcher, self.reach)
+            await look_at_workers(self.models, self.dispatcher, self.reach, self.cells)
             await asyncio.sleep(LOOK_S)
 
     async def messages(

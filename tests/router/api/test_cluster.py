@@ -9,6 +9,7 @@ import pytest
 from loraplex.cluster.v1 import cluster_pb2 as pb
 
 from broker.messages import DeadJob
+from broker.terms import Placement
 from router.api.cluster import ClusterService
 from router.metrics import RouterMetrics
 from rpc.principal import CredentialKind, Principal, Role, set_caller
@@ -26,7 +27,7 @@ def routed(tenant: str) -> Any:
         model="m",
         strikes=0,
     )
-    return SimpleNamespace(job=job, link=None, emitted_tokens=0, admitted_at=0.0)
+    return SimpleNamespace(job=job, link=None, emitted_tokens=0, admitted_at=0.0, placement=Placement(cell="main"))
 
 
 class DeadJobs:
@@ -54,10 +55,11 @@ class DeadJobs:
 @pytest.fixture
 def service() -> ClusterService:
     """The service of a router with two tenants' jobs."""
-    models: Any = SimpleNamespace(served=[SimpleNamespace(queue=SimpleNamespace(dead=DeadJobs()))])
+    cell = SimpleNamespace(queue=SimpleNamespace(dead=DeadJobs()))
+    models: Any = SimpleNamespace(served=[None], reached=lambda model: [cell])
     dispatcher: Any = SimpleNamespace(jobs=[routed("acme"), routed("globex")])
     unused: Any = None
-    return ClusterService(models, dispatcher, RouterMetrics(), unused, unused, unused)
+    return ClusterService(models, dispatcher, RouterMetrics(), *[unused] * 4)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from broker.commands import Verb
 from broker.messages import AdapterRef, AdapterRequest
 from router.api.cluster import PIN_TENANTS, WARMS, AdapterCommands
+from router.catalog.models import Living
 from router.catalog.store_client import Manifest, ResolvedAdapter
 from rpc.errors import Exhausted, Mismatch
 
@@ -45,11 +46,12 @@ def commands_of(slots: int) -> tuple[AdapterCommands, Pins]:
 
     pins = Pins()
     manifest = Manifest("m", BASE, "hash", 64, 256, {})
-    model = SimpleNamespace(manifest=manifest, queue=SimpleNamespace(pins=pins, commands=SimpleNamespace(send=ignore)))
-    state = SimpleNamespace(worker_id="w", incarnation="w1", base_digest=BASE, max_rank=64, slots_total=slots)
+    cell: Any = SimpleNamespace(queue=SimpleNamespace(pins=pins, commands=SimpleNamespace(send=ignore)))
+    model: Any = SimpleNamespace(manifest=manifest, cells={"main": cell})
+    state: Any = SimpleNamespace(worker_id="w", incarnation="w1", base_digest=BASE, max_rank=64, slots_total=slots)
 
-    async def living() -> list[Any]:
-        return [(model, state)]
+    async def living() -> Living:
+        return Living([(model, cell, state)])
 
     models: Any = SimpleNamespace(served=[model], living=living, revisions=lambda name: [model])
     store: Any = Store()

@@ -10,7 +10,8 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.terms import QueueLimits
-from router.catalog.models import LOOK_AGAIN_S, LOOK_S, Models, ModelTokenizers
+from router.catalog.cells import LOOK_S, CellServer
+from router.catalog.models import LOOK_AGAIN_S, Models, ModelTokenizers
 from router.catalog.store_client import Manifest, RegisteredModel
 from router.request import PromptOptions
 from router.text.file_tokenizer import FileTokenizer
@@ -81,7 +82,7 @@ class Registered:
 
 async def test_a_router_goes_on_beside_a_model_that_panics() -> None:
     store: Any = Registered()
-    models = Models(store, Redis(), "main", QueueLimits())  # Redis is not asked
+    models = Models(store, [CellServer("main", Redis())], QueueLimits())  # Redis is not asked
     following = asyncio.create_task(every(LOOK_S, models.look_at_store))
     while not models.listed:  # noqa: ASYNC110  # nothing reports it
         await asyncio.sleep(0.01)

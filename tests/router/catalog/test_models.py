@@ -19,7 +19,8 @@ from broker.liveness import Census, Liveness
 from broker.messages import AdapterRef, Job, WorkerPhase
 from broker.terms import ASIDE_MS, QueueLimits
 from options import StoppingParams
-from router.catalog.models import LOOK_S, LiveWorkers, Models
+from router.catalog.cells import LOOK_S, CellServer, LiveWorkers
+from router.catalog.models import Models
 from router.catalog.store_client import Manifest, RegisteredModel
 from rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
 from rpc.tasks import every
@@ -65,8 +66,9 @@ class Router:
         self.store = OneModel()
         store: Any = self.store
         self.set_aside: list[str] = []
+        servers = [CellServer("main", redis)]
         self.models = Models(
-            store, redis, "main", QueueLimits(), answer_s=answer_s, clock=self._now, set_aside=self.set_aside.append
+            *(store, servers, QueueLimits()), answer_s=answer_s, clock=self._now, set_aside=self.set_aside.append
         )
         self.live: list[set[str]] = []
 
@@ -142,14 +144,14 @@ async def test_a_call_without_a_model_means_the_default_one_or_the_only_one(redi
 async def test_a_key_of_another_type_is_set_aside_and_named(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
     router = await following(redis)
     await redis.rpush(KEYS.prefix + "queue:acme", "x")
-    await router.models.queue_of("tiny").enqueue(make_job("j", "acme"))
+    await router.models.queue_of("tiny", "main").enqueue(make_job("j", "acme"))
     await redis.set(KEYS.prefix + "tenants", "x")
     assert await router.look() == await router.look() == []
     assert sorted(router.set_aside) == ["queue", "tenants"]
     assert f"{KEYS.prefix}tenants was a string; it is {KEYS.prefix}aside:tenants now" in caplog.text
     assert await redis.get(KEYS.prefix + "aside:tenants") == b"x"
     assert 0 < await redis.pttl(KEYS.prefix + "aside:queue:acme") <= ASIDE_MS
-    assert await router.models.queue_of("tiny").count_waiting() == 1
+    assert await router.models.queue_of("tiny", "main").count_waiting() == 1
 
 
 @pytest.mark.parametrize("loss", ["loses its data", "restarts empty"])
@@ -335,14 +337,14 @@ class Censuses:
 
 async def test_the_models_of_a_slow_redis_are_looked_at_side_by_side() -> None:
     asked = asyncio.Barrier(3)
-    models: Any = {name: Censuses(asked) for name in ("a", "b", "c")}
+    models: Any = {(name, "main"): Censuses(asked) for name in ("a", "b", "c")}
     assert await LiveWorkers(time.monotonic, answer_s=2.0).look(models, "") == {"w1-inc"}
 
 
 async def test_a_model_whose_census_fails_ends_nobody_and_leaves_the_others_served() -> None:
     now = 0.0
     live = LiveWorkers(lambda: now, answer_s=0.01)
-    models: Any = {"fails": Censuses(None), "answers": Censuses(asyncio.Barrier(1))}
+    models: Any = {("fails", "main"): Censuses(None), ("answers", "main"): Censuses(asyncio.Barrier(1))}
     for _ in range(3):
         now += 2.0
         assert await live.look(models, "") is None

@@ -148,7 +148,7 @@ async def test_a_silent_worker_whose_key_lapsed_is_lost_though_its_link_is_open(
 
 async def test_a_worker_that_is_cut_off_from_redis_alone_keeps_its_jobs(redis: Redis, queue: JobQueue) -> None:
     timing = DispatchTiming(liveness_grace_s=0.0)
-    dispatcher = Dispatcher(lambda model: queue, lambda job: Placement(), timing=timing)
+    dispatcher = Dispatcher(lambda *_: queue, lambda *_: Placement(), timing=timing)
     link = RecordingLink("w")
     dispatcher.link_up(link, [])
     async with dispatched(dispatcher, job()) as routed:
@@ -326,7 +326,7 @@ def dispatcher_of(queue: JobQueue, errors: dict[str, CallError], grace_s: float)
         return errors.get(job.job_id)
 
     timing = DispatchTiming(unservable_grace_s=grace_s)
-    return Dispatcher(lambda _: queue, lambda _: Placement(), RouterMetrics(), timing, why_unservable=why_unservable)
+    return Dispatcher(lambda *_: queue, lambda *_: Placement(), RouterMetrics(), timing, why_unservable=why_unservable)
 
 
 async def test_what_nobody_can_take_ends_and_leaves_the_queue(redis: Redis) -> None:
@@ -353,7 +353,7 @@ async def test_a_job_that_waits_for_long_is_sealed_anew_again_and_again(redis: R
             renewed.put_nowait((job.job_id, placement))
 
     queue, timing = Recording(redis, KEYS), DispatchTiming(look_s=0.01, seal_s=0.03)
-    dispatcher = Dispatcher(lambda _: queue, lambda _: placement, timing=timing)
+    dispatcher = Dispatcher(lambda *_: queue, lambda *_: placement, timing=timing)
     watch = asyncio.create_task(dispatcher.redispatch_missing())
     async with dispatched(dispatcher, job()), asyncio.timeout(20):
         assert [await renewed.get() for _ in range(2)] == [("j", placement)] * 2

@@ -23,6 +23,7 @@ from broker.queue import JobQueue
 from broker.terms import Entry, KeyTerms, Placement, QueueState
 from options import FinishReason, StoppingParams
 from router.app import _dispatcher
+from router.dispatch.cells import Cells
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import DispatchTiming, RelayReach
 from router.dispatch.outbox import AT_ONCE, FAULTS_LIMIT, MIB, Placer
@@ -87,7 +88,7 @@ def queue(redis: Redis) -> ShakyQueue:
 
 def quick(queue: JobQueue, **times: float) -> Dispatcher:
     """Make a dispatcher that waits for less."""
-    return Dispatcher(lambda model: queue, lambda job: Placement(), timing=DispatchTiming(pause_s=0.01, **times))
+    return Dispatcher(lambda *_: queue, lambda *_: Placement(), timing=DispatchTiming(pause_s=0.01, **times))
 
 
 @pytest.fixture
@@ -259,31 +260,32 @@ def test_a_job_prefers_able_workers_and_pays_for_its_adapter() -> None:
     states = [worker("busy", used=8), worker("free", used=0), worker("small", used=0, max_rank=8)]
     placer = Placer(lambda *_: states, lambda tenant: 2.0 if tenant == "acme" else 1.0, 10.0)
     adapter = AdapterRef("r", "sha256:a", 16, 3 * MIB)
-    assert placer.place(replace(JOB, adapter=adapter)) == Placement(2.0, ("free",), 30.0)
-    assert placer.place(replace(JOB, tenant="other")) == Placement(1.0)
+    assert placer.place(replace(JOB, adapter=adapter), "c") == Placement(2.0, ("free",), 30.0, cell="c")
+    assert placer.place(replace(JOB, tenant="other"), "c") == Placement(1.0, cell="c")
     terms = KeyTerms("k1", 2.0, 0.5)
     keyed = Placer(lambda *_: states, lambda tenant: 1.0, 10.0, calling_key_terms=lambda: terms)
-    assert keyed.place(JOB) == Placement(key=terms)
-    assert keyed.place(replace(JOB, attempt=2)) == Placement(), "no call dispatches later attempts"
+    assert keyed.place(JOB, "") == Placement(key=terms)
+    assert keyed.place(replace(JOB, attempt=2), "") == Placement(), "no call dispatches later attempts"
     loads = [WorkerLoad(name, 0, 8) for name in ("free", "small", "busy")]
     states[0] = worker("busy", used=0)
     small = replace(JOB, adapter=replace(adapter, rank=8))
-    assert placer.place(small).prefer == Roster(loads).preferred("sha256:a").workers
+    assert placer.place(small, "c").prefer == Roster(loads).preferred("sha256:a").workers
 
 
 def test_the_router_places_jobs_by_the_plan_of_the_calling_key(tmp_path: Path) -> None:
     (tmp_path / "plans.toml").write_text("[keys.k1]\nweight = 3\nqueue_share = 0.5\n[keys.k2]\ntokens_per_day = 1\n")
     # They are asked for jobs with an adapter.
-    models: Any = SimpleNamespace(queue_of=None, serving=None, why_unservable=None, homes_of=None)
+    models: Any = SimpleNamespace(queue_of=None, serving=None, why_unservable=None, live=SimpleNamespace(homes_of=None))
     settings, metrics = Settings(store="s", redis_url="r"), RouterMetrics()
-    dispatcher = _dispatcher(settings, models, RelayReach(metrics), plans_in(tmp_path / "plans.toml"), metrics)
+    plans = plans_in(tmp_path / "plans.toml")
+    dispatcher = _dispatcher(settings, models, RelayReach(metrics), plans, metrics, Cells())
 
     def placed(key: str) -> Placement:
         roles = frozenset({Role.TENANT_USER})
         set_caller(Principal("someone", roles, CredentialKind.API_KEY, "acme", key_id=key))
-        return dispatcher._place(JOB)
+        return dispatcher._place(JOB, "")
 
     placement = Placement(queue_share=QUEUE_SHARE)
     assert copy_context().run(placed, "k1") == replace(placement, key=KeyTerms("k1", 3.0, 0.5))
     assert copy_context().run(placed, "k2") == placement
-    assert dispatcher._place(JOB) == placement
+    assert dispatcher._place(JOB, "") == placement

@@ -33,7 +33,7 @@ def dispatcher_of(
     redis: Redis, limits: QueueLimits | None = None, library: Library = LIBRARY
 ) -> tuple[Dispatcher, JobQueue]:
     queue = JobQueue(redis, KEYS, limits=limits, library=library)
-    return Dispatcher(lambda _: queue, lambda _: Placement()), queue
+    return Dispatcher(lambda *_: queue, lambda *_: Placement()), queue
 
 
 async def test_a_full_queue_names_whose_it_is_and_spreads_the_retries(redis: Redis) -> None:
@@ -55,7 +55,7 @@ async def test_a_full_queue_names_whose_it_is_and_spreads_the_retries(redis: Red
 async def test_a_call_beyond_its_key_s_share_of_the_queue_is_told_of_the_key(redis: Redis) -> None:
     queue, terms = JobQueue(redis, KEYS, limits=QueueLimits(jobs=8)), KeyTerms("0123456789abcdef", queue_share=0.125)
     placer = Placer(lambda *_: [], lambda _: 1.0, 0.0, calling_key_terms=lambda: terms)
-    dispatcher = Dispatcher(lambda _: queue, placer.place)
+    dispatcher = Dispatcher(lambda *_: queue, placer.place)
     async with dispatched(dispatcher, JOB):
         with pytest.raises(Exhausted) as refused:
             async with dispatched(dispatcher, replace(JOB, job_id="more")):
@@ -73,7 +73,7 @@ async def test_a_call_beyond_its_key_s_share_of_the_queue_is_told_of_the_key(red
 
 async def test_a_job_that_another_tenant_displaced_ends_as_if_it_had_been_refused(redis: Redis) -> None:
     queue, metrics = JobQueue(redis, KEYS, limits=QueueLimits(jobs=2)), RouterMetrics()
-    dispatcher = Dispatcher(lambda _: queue, lambda _: Placement(), metrics, DispatchTiming(look_s=0.01))
+    dispatcher = Dispatcher(lambda *_: queue, lambda *_: Placement(), metrics, DispatchTiming(look_s=0.01))
     watch = asyncio.create_task(dispatcher.redispatch_missing())
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(dispatched(dispatcher, JOB))

@@ -102,7 +102,7 @@ async def router_with_proxy(redis: Redis) -> AsyncIterator[tuple[Dispatcher, Pro
     queue = JobQueue(redis, Keys("tiny", "main"))
     # A slow machine must not make it another attempt.
     timing = DispatchTiming(link_grace_s=3.0)
-    dispatcher, server = Dispatcher(lambda _: queue, lambda _: Placement(), timing=timing), Server(open_guard())
+    dispatcher, server = Dispatcher(lambda *_: queue, lambda *_: Placement(), timing=timing), Server(open_guard())
     service = RelayService(dispatcher)
     relay_pb2_grpc.add_RelayServiceServicer_to_server(service, server.services)
     proxy = Proxy(server.bind("127.0.0.1", 0))
@@ -174,7 +174,7 @@ async def test_a_link_that_breaks_and_comes_back_loses_and_repeats_nothing(redis
 
 async def test_a_router_that_stops_ends_the_streams_of_its_workers(redis: Redis) -> None:
     relay, queue = RelayAccess(None, lambda *_: None), JobQueue(redis, Keys("tiny", "main"))
-    relay.service(Dispatcher(lambda _: queue, lambda _: Placement()), RouterMetrics())
+    relay.service(Dispatcher(lambda *_: queue, lambda *_: Placement()), RouterMetrics())
     port = relay.bind("127.0.0.1", 0)
     await relay.server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel, asyncio.timeout(20):

@@ -59,7 +59,7 @@ class Relay:
 @asynccontextmanager
 async def relaying(redis: Redis, tls: TlsFiles) -> AsyncIterator[Relay]:
     queue = JobQueue(redis, KEYS)
-    dispatcher = Dispatcher(lambda _: queue, lambda _: Placement())
+    dispatcher = Dispatcher(lambda *_: queue, lambda *_: Placement())
     relay = Relay(dispatcher, tls)
     await relay.server.start()
     try:

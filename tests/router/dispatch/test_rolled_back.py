@@ -18,7 +18,7 @@ from tests.router.recording_link import KEYS, ROOMY, RecordingLink, claim, dispa
 async def test_the_older_attempt_that_a_replica_still_has(redis: Redis) -> None:
     queue = JobQueue(redis, KEYS)
     timing = DispatchTiming(claim_grace_s=0.05, look_s=0.01)
-    dispatcher = Dispatcher(lambda model: queue, lambda job: Placement(), timing=timing)
+    dispatcher = Dispatcher(lambda *_: queue, lambda *_: Placement(), timing=timing)
     first, second, last = RecordingLink("w1"), RecordingLink("w2"), RecordingLink("w3")
     async with dispatched(dispatcher, job()) as routed:
         older = await claim(queue)
@@ -55,12 +55,12 @@ async def test_the_older_attempt_that_a_replica_still_has(redis: Redis) -> None:
 async def test_a_job_that_only_waited_is_a_newcomer_of_its_key_again(redis: Redis) -> None:
     """Else what waited when Redis lost its data would go before the newcomers of all tenants."""
 
-    def place(job: Job) -> Placement:
+    def place(job: Job, cell: str) -> Placement:
         return Placement(key=KeyTerms("k", 2.0)) if job.attempt == 1 else Placement()
 
     queue, link = JobQueue(redis, KEYS), RecordingLink("w")
     timing = DispatchTiming(claim_grace_s=0.05, look_s=0.01)
-    dispatcher = Dispatcher(lambda model: queue, place, timing=timing)
+    dispatcher = Dispatcher(lambda *_: queue, place, timing=timing)
     async with dispatched(dispatcher, job("ran")), dispatched(dispatcher, job("waits")):
         await queue.claim("sha256:0", replace(ROOMY, rows=1))
         dispatcher.receive_claims(link, [("ran", 1)])

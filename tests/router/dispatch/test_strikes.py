@@ -95,7 +95,7 @@ async def test_a_token_takes_a_strike_back_but_for_a_job_on_trial(dispatcher: Di
 
 async def test_a_tenant_whose_job_killed_engines_is_refused_and_so_are_its_jobs_that_wait(queue: JobQueue) -> None:
     timing = DispatchTiming(look_s=0.01, claim_grace_s=0.02)
-    dispatcher = Dispatcher(lambda model: queue, lambda job: Placement(), timing=timing)
+    dispatcher = Dispatcher(lambda *_: queue, lambda *_: Placement(), timing=timing)
     looking = asyncio.create_task(dispatcher.redispatch_missing())
     async with dispatched(dispatcher, job("poison")) as poison:
         for _ in range(2):

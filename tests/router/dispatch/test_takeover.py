@@ -13,7 +13,7 @@ from broker.homes import Roster, WorkerLoad
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, AdapterRequest, WorkerState
 from broker.queue import JobQueue
-from router.catalog.models import LiveWorkers
+from router.catalog.cells import LiveWorkers
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.outbox import Placer
 from tests.broker.test_liveness import worker
@@ -48,14 +48,14 @@ class Router:
         self.redis, self.queue, self.liveness = redis, JobQueue(redis, KEYS), Liveness(redis, KEYS)
         self.live = LiveWorkers(time.monotonic)
         placer = Placer(lambda *_: self.live.of("tiny") or [], lambda _: 1.0, 0.0, homes_of=self.live.homes_of)
-        self.dispatcher = Dispatcher(lambda _: self.queue, placer.place)
+        self.dispatcher = Dispatcher(lambda *_: self.queue, placer.place)
 
     async def look(self, *states: WorkerState) -> None:
         """Look at the workers after their beats: twice, since a census is told of the load that the last one found."""
         for one in states:
             await self.liveness.beat(one)
         for _ in range(2):
-            await self.live.look({"tiny": self.liveness}, "here")
+            await self.live.look({("tiny", "main"): self.liveness}, "here")
 
     async def firsts(self, count: int = 4) -> list[str]:
         """Dispatch jobs; return the worker that each prefers to all others."""

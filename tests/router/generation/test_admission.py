@@ -40,7 +40,7 @@ class Cluster:
 
     def __init__(self) -> None:
         none: Any = None  # no test asks the queue or for the workers' liveness
-        self.served = {"tiny": ServedModel(MANIFEST, HashTokenizer(), none, none)}
+        self.served = {"tiny": ServedModel(MANIFEST, HashTokenizer(), none)}
         self.workers = [SimpleNamespace(max_rank=16, max_tokens=200)]
         self.unservable: CallError | None = None
         self.scales_from_zero = False

@@ -57,7 +57,7 @@ class Router:
         (directory / "plans.toml").write_text(f"[tenants.acme]\ntokens_per_day = {quota}\n")
         self.queue = JobQueue(redis, KEYS, seals=router_seals(directory, time.time))
         self.dispatcher = Dispatcher(
-            lambda model: self.queue, lambda job: Placement(), timing=DispatchTiming(enqueue_s=0.4, late_enqueue_s=0.4)
+            lambda *_: self.queue, lambda *_: Placement(), timing=DispatchTiming(enqueue_s=0.4, late_enqueue_s=0.4)
         )
         self.quotas = Quotas(Ledger(redis), plans_in(directory / "plans.toml"))
         admission: Any = Admission()

@@ -243,7 +243,7 @@ async def test_the_base_says_what_its_classifier_solves(cluster: Cluster) -> Non
 
 async def test_a_full_queue_ends_a_call_and_leaves_nothing(cluster: Cluster, redis: Redis) -> None:
     queue = JobQueue(redis, KEYS, limits=QueueLimits(tenant_jobs=2))
-    dispatcher = Dispatcher(lambda model: queue, lambda job: Placement())
+    dispatcher = Dispatcher(lambda *_: queue, lambda *_: Placement())
     calls = Calls(cluster, dispatcher, queue, Quotas(Ledger(redis), Plans()))
     with pytest.raises(Exhausted, match="2 jobs may wait of acme"):
         await calls.start(asking("a", "b", "c", "d"))
