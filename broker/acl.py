@@ -83,12 +83,12 @@ ROLES: Mapping[str, Role] = {
 }
 
 
-def rules(user: str, models: Sequence[str], cell: str, passwords: Sequence[str]) -> list[str]:
+def rules(user: str, models: Sequence[str], cells: Sequence[str], passwords: Sequence[str]) -> list[str]:
     """Return the rules of a user, as ACL SETUSER and ACL files take them; passwords only as hashes."""
     role = ROLES[user]
     hashes = [f"#{sha256(password.encode()).hexdigest()}" for password in passwords]
-    writes = [f"~{pattern}" for key in role.keys for pattern in _patterns(key, models, cell)]
-    reads = [f"%R~{pattern}" for key in role.read_keys for pattern in _patterns(key, models, cell)]
+    writes = [f"~{pattern}" for key in role.keys for pattern in _patterns(key, models, cells)]
+    reads = [f"%R~{pattern}" for key in role.read_keys for pattern in _patterns(key, models, cells)]
     commands = [f"+{command}" for command in commands_of(role)]
     return ["on", *hashes, "resetchannels", *writes, *reads, "-@all", *commands]
 
@@ -98,18 +98,18 @@ def commands_of(role: Role) -> list[str]:
     return sorted({*role.commands, *_CONNECTING})
 
 
-def acl_file(models: Sequence[str], cell: str, passwords: Passwords) -> list[str]:
+def acl_file(models: Sequence[str], cells: Sequence[str], passwords: Passwords) -> list[str]:
     """Return the lines of an ACL file with all users, but for the default one."""
-    return [f"user {user} {' '.join(rules(user, models, cell, passwords[user]))}" for user in ROLES]
+    return [f"user {user} {' '.join(rules(user, models, cells, passwords[user]))}" for user in ROLES]
 
 
-async def set_users(redis: Redis, models: Sequence[str], cell: str, passwords: Passwords) -> bool:
+async def set_users(redis: Redis, models: Sequence[str], cells: Sequence[str], passwords: Passwords) -> bool:
     """Set all users, turn the default one off, and load the functions; needs a user that may do so.
 
     Returns whether the server keeps its users over a restart. Raises an error of broker.connection.REDIS_DOWN.
     """
     for user in ROLES:
-        await _run(redis, "ACL SETUSER", user, "reset", *rules(user, models, cell, passwords[user]))
+        await _run(redis, "ACL SETUSER", user, "reset", *rules(user, models, cells, passwords[user]))
     await load(redis, LIBRARY)
     await _run(redis, "ACL SETUSER", "default", "off")
     try:
@@ -125,9 +125,9 @@ async def _run(redis: Redis, *command: str) -> None:
     await redis.execute_command(*command, **nodes)  # type: ignore[no-untyped-call]  # theirs
 
 
-def _patterns(key: str, models: Sequence[str], cell: str) -> list[str]:
+def _patterns(key: str, models: Sequence[str], cells: Sequence[str]) -> list[str]:
     named = [key.replace(_MODEL, model) for model in models] if _MODEL in key else [key]
-    return [pattern.replace(_CELL, cell) for pattern in named]
+    return [pattern.replace(_CELL, cell) for pattern in named for cell in (cells if _CELL in pattern else [""])]
 
 
 def password_path(directory: Path, user: str) -> Path:

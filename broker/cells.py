@@ -39,6 +39,8 @@ LONGER_S = 0.5
 LONGER = 1.5
 # Guess of the work that a row of a worker claims in a second, in charged tokens, where none was measured.
 ROW_RATE = 100.0
+# Jobs a second that 70% of the core of one cell's Redis serves (bench.scaling).
+CELL_JOBS = 3_013.0
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 

@@ -52,7 +52,7 @@ def make_users(directory: Path) -> Path:
     passwords = read_passwords(directory, list(ROLES))
     write_passwords(directory, passwords)
     users = directory / "users.acl"
-    users.write_text("\n".join([*acl_file(["*"], "*", passwords), ""]))
+    users.write_text("\n".join([*acl_file(["*"], ["*"], passwords), ""]))
     return users
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from artifacts.families import KV_CACHE_HELP
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
+from broker.cells import CELL_JOBS
 from rpc.settings import check_bounds, setting
 from worker.plan import (
     MAX_EXPERT_RANK_HELP,
@@ -39,8 +40,6 @@ SLOTS_AN_ADAPTER = 1.6
 ROUTER_BUSY = 0.7
 # Processor time in microseconds that a call takes of a router, and each token (bench.calls, bench.relay).
 ROUTER_CALL_US, ROUTER_TOKEN_US = 1_399.0, 17.0
-# Jobs a second that 70% of the core of one cell's Redis serves (bench.scaling).
-CELL_JOBS = 3_013.0
 _SOURCE = "docs/results/scaling.md"
 # Share of requests that keep the promised time to the first token.
 _PROMISED = 0.99

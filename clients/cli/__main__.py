@@ -13,7 +13,7 @@ import typer
 
 from clients.cli import adapters, audit, models, releases
 from clients.cli.chat import chat
-from clients.cli.cluster import drain, jobs, quarantine, queues, resume_keys, workers
+from clients.cli.cluster import cells, drain, jobs, quarantine, queues, resume_keys, workers
 from clients.cli.cluster_top import top
 from clients.cli.computations import plan, quantize
 from clients.cli.credentials import certs, keys, redis
@@ -117,6 +117,7 @@ app.command()(workers)
 app.command()(queues)
 app.command()(jobs)
 app.command()(drain)
+app.add_typer(cells, name="cells")
 app.add_typer(quarantine, name="quarantine")
 app.add_typer(resume_keys, name="resume-keys")
 _own_arguments(plan)

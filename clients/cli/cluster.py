@@ -54,7 +54,7 @@ class ClusterReader:
     def queues(self) -> list[dict[str, Any]]:
         """Return the models' queues as JSON values."""
         answer = self._cluster.ask("ListQueues")
-        return [message_values(queue) for queue in answer.queues]
+        return [queue_json(queue) for queue in answer.queues]
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,7 @@ def workers(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_jso
         "pinned": lambda worker: worker["adapter_slots"]["pinned"],
         "steps": "steps",
         "base": lambda worker: worker["base_digest"][:19],
+        "cell": "cell",
     }
     print_table(ClusterReader(router, tenant).workers(), columns, as_json=as_json)
 
@@ -161,9 +162,17 @@ def worker_json(worker: cluster_pb2.Worker) -> dict[str, Any]:
     return {**message_values(worker), "phase": phase}
 
 
+def queue_json(queue: cluster_pb2.Queue) -> dict[str, Any]:
+    """Convert a queue's message to JSON values, with the cell's state as a word."""
+    from loraplex.cluster.v1 import cluster_pb2
+
+    state = cluster_pb2.CellState.Name(queue.state).removeprefix("CELL_STATE_").lower()
+    return {**message_values(queue), "state": state}
+
+
 def queues(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
-    """List the models' queues: jobs that wait for a worker, and running answers."""
-    columns: Columns = {"model": "model", "waiting": "waiting", "running": "running"}
+    """List the models' queues in each cell: jobs that wait for a worker, and running answers."""
+    columns: Columns = {"model": "model", "waiting": "waiting", "running": "running", "cell": "cell"}
     print_table(ClusterReader(router, tenant).queues(), columns, as_json=as_json)
 
 
@@ -171,6 +180,45 @@ def drain(worker: WorkerArgument, router: RouterOption = ROUTER, tenant: TenantO
     """Drain a worker: it claims no more jobs, its running answers end or continue on other workers, and it exits."""
     cluster_service(router, tenant).ask("DrainWorker", worker_id=worker)
     typer.echo(f"{worker} is draining; it has ended when `loraplex workers` no longer shows it")
+
+
+cells = typer.Typer(no_args_is_help=True, help="The cells of the queues, each with a Redis and workers of its own.")
+
+CellArgument = Annotated[str, typer.Argument(metavar="CELL", help="The cell's name from `loraplex cells list`.")]
+
+
+@cells.command("list")
+def list_cells(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
+    """List the cells: workers, what waits, and how much of the jobs a second that one Redis is measured to serve."""
+    from broker.cells import CELL_JOBS
+
+    columns: Columns = {
+        "cell": "cell",
+        "model": "model",
+        "state": "state",
+        "workers": "workers",
+        "rows": lambda queue: f"{queue['running']}/{queue['rows']}",
+        "waiting": "waiting",
+        "oldest s": lambda queue: f"{queue['oldest_wait']:.1f}",
+        "jobs/s": lambda queue: f"{queue['jobs_per_second']:.1f}",
+        "of its most": lambda queue: f"{queue['jobs_per_second'] / CELL_JOBS:.0%}",
+    }
+    found = sorted(ClusterReader(router, tenant).queues(), key=lambda queue: (queue["cell"], queue["model"]))
+    print_table(found, columns, as_json=as_json)
+
+
+@cells.command("drain")
+def drain_cell(cell: CellArgument, router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:
+    """Send no more jobs to a cell: what waits there goes to the other cells, what runs there ends there."""
+    cluster_service(router, tenant).ask("DrainCell", cell=cell)
+    typer.echo(f"{cell} gets no more jobs; it is empty when `loraplex cells list` shows none that wait or run")
+
+
+@cells.command("open")
+def open_cell(cell: CellArgument, router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:
+    """Send jobs to a cell again, or to a new one, whose workers get the adapters that are pinned in the others."""
+    pins = cluster_service(router, tenant).ask("OpenCell", cell=cell).pins
+    typer.echo(f"{cell} is open" + (f"; {pins} pins were copied to it" if pins else ""))
 
 
 quarantine = typer.Typer(no_args_is_help=True, help="Tenants whose jobs are refused because they killed engines.")
@@ -242,6 +290,7 @@ def jobs(
         listed = service.ask("ListJobs").jobs
         columns |= {"worker": lambda job: job["worker_id"] or "(waits)", "attempt": "attempt", "strikes": "strikes"}
         columns |= {"prompt": "prompt_tokens", "answer": "completion_tokens", "age s": lambda job: f"{job['age']:.1f}"}
+        columns |= {"cell": "cell"}
     else:
         listed = service.ask("ListDeadJobs").jobs
         columns |= {"attempts": "attempts", "prompt": "prompt_tokens", "answer": "completion_tokens"}

@@ -25,7 +25,7 @@ ADAPTERS_SHOWN = 12
 _WIDE = 110
 
 _WORKERS = ("worker", "phase", "model", "rows", "waiting", "KV cache", "adapters", "loading", "steps/s")
-_QUEUES = ("model", "waiting", "running")
+_QUEUES = ("model", "cell", "waiting", "running")
 _LATENCIES = ("milliseconds", "p50", "p90", "p99")
 _ADAPTERS = ("tenant", "adapter", "requests/s", "tokens/s", "TTFT ms", "requests")
 _NARROW_WORKERS = ("worker", "phase", "model", "rows", "wait", "KV", "slots", "load", "steps/s")
@@ -127,7 +127,7 @@ def _print(interval: Interval, names: AdapterNames) -> None:
         (_LATENCIES, _latency_rows(interval)),
         (_WORKERS, [_worker(worker, interval, bars=False) for worker in interval.now.workers]),
         (("worker", "adapters on the device"), [(worker, ", ".join(named)) for worker, named in on_devices.items()]),
-        (_QUEUES, [_queue(queue) for queue in interval.now.queues]),
+        _queues(interval.now.queues),
         (_ADAPTERS, [_adapter(row, interval) for row in interval.adapters()]),
     ):
         out().print()
@@ -169,7 +169,7 @@ def _latencies_and_queues(interval: Interval) -> RenderableType:
     grid = Table.grid(padding=(0, 3))
     grid.add_row(
         table_of(_LATENCIES, _latency_rows(interval)),
-        table_of(_QUEUES, [_queue(queue) for queue in interval.now.queues]),
+        table_of(*_queues(interval.now.queues)),
     )
     return grid
 
@@ -209,8 +209,11 @@ def _worker(worker: Any, interval: Interval, *, bars: bool) -> tuple[object, ...
     )
 
 
-def _queue(queue: Any) -> tuple[object, ...]:
-    return (queue["model"], queue["waiting"], queue["running"])
+def _queues(queues: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+    """Return the heads and rows of the queues; with their cells where there are several."""
+    several = len({queue.get("cell") for queue in queues}) > 1
+    heads = [name for name in _QUEUES if several or name != "cell"]
+    return heads, [[queue[name] for name in heads] for queue in queues]
 
 
 def _adapter(row: dict[str, Any], interval: Interval) -> tuple[object, ...]:

@@ -49,7 +49,6 @@ DaysOption = Annotated[
 SERVING_PARTS = ("store", "router", "worker", "gateway")
 OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
 CERTIFICATE_KINDS = (*SERVING_PARTS, "valkey", "operator", "auditor", "tenant", "tenant-admin")
-_CELL = re.compile(r"[\w.-]+", re.ASCII)
 
 redis = typer.Typer(no_args_is_help=True, help="Make the users of Redis: router, worker, operator.")
 
@@ -307,7 +306,9 @@ def acl(  # one parameter a flag
     model: Annotated[
         list[str], typer.Option(metavar="NAME", help="Base model whose queue workers use; may be repeated.")
     ],
-    cell: Annotated[str, typer.Option(metavar="NAME", help="Cell of the queues.")] = "main",
+    cell: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Cell on this server, by default main; may be repeated.")
+    ] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Set the users on the server, and load the functions of this version.")
     ] = False,
@@ -330,13 +331,16 @@ def acl(  # one parameter a flag
     from artifacts import ArtifactError
     from artifacts.names import check_base_name
     from broker.acl import ROLES, acl_file, read_passwords, rotated, write_passwords
+    from broker.cells import is_cell_name
 
     try:
         models = [check_base_name(name) for name in model]
     except ArtifactError as error:
         raise CommandError(str(error)) from error
-    if not _CELL.fullmatch(cell):
-        raise CommandError(f"--cell {cell}: letters, digits, '-', '_' and '.'")
+    cells = cell or ["main"]
+    for name in cells:
+        if not is_cell_name(name):
+            raise CommandError(f"--cell {name}: letters, digits, '-', '_' and '.'")
     if rotate and not apply:
         raise CommandError("--rotate: needs --apply, because the server must know a password before processes use it")
     if apply and not url:
@@ -345,23 +349,23 @@ def acl(  # one parameter a flag
     if rotate:
         passwords = rotated(passwords)
     if apply:
-        saved = asyncio.run(_apply(url, models, cell, passwords))
+        saved = asyncio.run(_apply(url, models, cells, passwords))
     write_passwords(directory, passwords)
     if not apply:
-        print("\n".join([*acl_file(models, cell, passwords), "user default off"]))
+        print("\n".join([*acl_file(models, cells, passwords), "user default off"]))
         return
     say(f"set the users {', '.join(ROLES)} and turned the default user off")
     if not saved:
         say("the server has no ACL file: it forgets them when it restarts")
 
 
-async def _apply(url: str, models: list[str], cell: str, passwords: Passwords) -> bool:
+async def _apply(url: str, models: list[str], cells: list[str], passwords: Passwords) -> bool:
     """Set the users on all nodes; return whether the server keeps them over a restart. Raises CommandError."""
     from broker.acl import set_users
     from broker.connection import REDIS_DOWN, RedisUnreachableError, connect
 
     try:
         async with await connect(url) as client:
-            return await set_users(client, models, cell, passwords)
+            return await set_users(client, models, cells, passwords)
     except (RedisUnreachableError, *REDIS_DOWN) as error:
         raise CommandError(str(error)) from error

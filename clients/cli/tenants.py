@@ -414,7 +414,7 @@ def purge(
             "--router",
             metavar="HOST:PORT[,...]",
             envvar="LORAPLEX_ADDRESS",
-            help="Operators' address of one router of each cell; empty: only the store.",
+            help="Operators' address of a router, of each group with other cells; empty: only the store.",
         ),
     ] = ROUTER,
     as_json: JsonOption = False,

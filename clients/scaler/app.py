@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from loraplex.cluster.v1 import cluster_pb2
@@ -16,7 +16,7 @@ from loraplex_client import LoraplexError
 from loraplex_client.calls import Call, Script
 from loraplex_client.connection import AsyncConnection
 
-from clients.scaler.policy import Observation, Pool, PoolRules
+from clients.scaler.policy import CellSums, Observation, Pool, divide
 from clients.scaler.settings import LOOK_S, ScalerSettings
 from rpc.errors import InvalidField, Unavailable
 from rpc.interceptors import Context
@@ -35,6 +35,7 @@ _ASK_S = 4.0
 STALE_S = 30.0
 # The metric's name, which KEDA makes part of the name that Kubernetes' autoscaler knows.
 METRIC = "loraplex_desired_workers"
+_SERVING = cluster_pb2.WORKER_PHASE_SERVING
 
 
 class ScalerMetrics(Meters):
@@ -42,7 +43,7 @@ class ScalerMetrics(Meters):
 
     def __init__(self) -> None:
         super().__init__()
-        self.desired = self.gauge("desired_workers", "Workers that a model needs.", ("model",))
+        self.desired = self.gauge("desired_workers", "Workers that a model needs, in a cell.", ("model", "cell"))
         self.workers = self.gauge("scaler_workers", "Workers of a model that serve, at the last look.", ("model",))
         self.rate = self.gauge("scaler_worker_rate", "Measured work of a busy worker in a second.", ("model",))
         self.failed = self.counter("scaler_looks_failed", "Looks at the cluster that failed.")
@@ -52,17 +53,20 @@ class Scaler:
     """The pools, by model, and how many workers each wants since the last look."""
 
     def __init__(
-        self, rules: Mapping[str, PoolRules], metrics: ScalerMetrics, clock: Callable[[], float] = time.monotonic
+        self, settings: ScalerSettings, metrics: ScalerMetrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._pools = {model: Pool(rule) for model, rule in rules.items()}
+        self._pools = {model: Pool(rule) for model, rule in settings.rules().items()}
+        self._bounds = settings.bounds()
+        self._arrived, self._claimed = ({model: CellSums() for model in self._pools} for _ in range(2))
         self._metrics, self._clock = metrics, clock
-        self._wanted: dict[str, int] = {}
+        # By cell, whose name is empty for the pool of all cells.
+        self._wanted: dict[str, dict[str, int]] = {}
         self._looked_at = -float("inf")
         # Set at each look, and then replaced.
         self._looked = asyncio.Event()
 
-    def wanted(self, model: str) -> int:
-        """Return the workers that a model needs. Raises InvalidField for an unknown one, Unavailable where unknown."""
+    def wanted(self, model: str, cell: str = "") -> int:
+        """Return the workers that a model needs in a cell. Raises InvalidField for an unknown one, or Unavailable."""
         if model not in self._pools:
             named = f"{model!r} is not a model of this scaler" if model else "missing"
             raise InvalidField(
@@ -70,11 +74,15 @@ class Scaler:
                 f"{named}: name one of {', '.join(sorted(self._pools))} in the trigger's metadata, "
                 "or give the scaler the model with --pools",
             )
+        if cell not in self._bounds[model]:
+            named = f"{cell!r} is not a cell of {model}" if cell else "missing"
+            cells = ", ".join(sorted(self._bounds[model])) or "none: --pools names no cell of it"
+            raise InvalidField("scalerMetadata.cell", f"{named}: name one of {cells}")
         if self._clock() - self._looked_at > STALE_S:
             raise Unavailable("no router has told the state of the cluster yet, or for long")
         if model not in self._wanted:
             raise Unavailable(f"the routers do not serve {model}; register it: loraplex models push", reason="NO_MODEL")
-        return self._wanted[model]
+        return self._wanted[model][cell]
 
     @property
     def why_not(self) -> str:
@@ -88,34 +96,48 @@ class Scaler:
     def observe(self, workers: cluster_pb2.ListWorkersResponse, queues: cluster_pb2.ListQueuesResponse) -> None:
         """Take a look at the cluster into account."""
         now = self._clock()
-        for queue in queues.queues:
-            if (pool := self._pools.get(queue.model)) is None:
-                continue
-            serving = [
-                worker
-                for worker in workers.workers
-                if worker.model == queue.model and worker.phase == cluster_pb2.WORKER_PHASE_SERVING
-            ]
-            seen = Observation(
-                now,
-                len(serving),
-                sum(worker.rows_running for worker in serving),
-                sum(worker.rows_limit for worker in serving),
-                queue.waiting_work,
-                queue.oldest_wait,
-                queue.arrived_work,
-                queue.claimed_work,
-            )
-            wanted = pool.observe(seen)
-            if wanted != self._wanted.get(queue.model):
-                log.info("%s: %d workers wanted, %d serve", queue.model, wanted, seen.workers)
-            self._wanted[queue.model] = wanted
-            self._metrics.desired.labels(queue.model).set(wanted)
-            self._metrics.workers.labels(queue.model).set(seen.workers)
-            self._metrics.rate.labels(queue.model).set(pool.rate.value)
+        for model in self._pools:
+            if of_model := [queue for queue in queues.queues if queue.model == model]:
+                serving = [one for one in workers.workers if one.model == model and one.phase == _SERVING]
+                self._observe(model, serving, of_model, now)
         self._looked_at = now
         self._looked.set()
         self._looked = asyncio.Event()
+
+    def _observe(
+        self, model: str, serving: Sequence[cluster_pb2.Worker], queues: Sequence[cluster_pb2.Queue], now: float
+    ) -> None:
+        told = [queue for queue in queues if queue.state != cluster_pb2.CELL_STATE_AWAY]
+        seen = Observation(
+            now,
+            len(serving),
+            sum(worker.rows_running for worker in serving),
+            sum(worker.rows_limit for worker in serving),
+            sum(queue.waiting_work for queue in told),
+            max((queue.oldest_wait for queue in told), default=0.0),
+            self._arrived[model].add({queue.cell: queue.arrived_work for queue in told}),
+            self._claimed[model].add({queue.cell: queue.claimed_work for queue in told}),
+        )
+        pool = self._pools[model]
+        wanted = self._divide(model, pool.observe(seen), queues)
+        if wanted != self._wanted.get(model):
+            cells = "".join(f" in {cell}: {count};" for cell, count in wanted.items() if cell)
+            log.info("%s: %d workers wanted,%s %d serve", model, sum(wanted.values()), cells, seen.workers)
+        self._wanted[model] = wanted
+        for cell, count in wanted.items():
+            self._metrics.desired.labels(model, cell).set(count)
+        self._metrics.workers.labels(model).set(seen.workers)
+        self._metrics.rate.labels(model).set(pool.rate.value)
+
+    def _divide(self, model: str, wanted: int, queues: Sequence[cluster_pb2.Queue]) -> dict[str, int]:
+        """Divide a model's workers among its open cells; a drained one gets its least, one that is away what it had."""
+        bounds, states = self._bounds[model], {queue.cell: queue.state for queue in queues}
+        away = [cell for cell in bounds if states.get(cell) == cluster_pb2.CELL_STATE_AWAY]
+        drained = [cell for cell in bounds if states.get(cell) == cluster_pb2.CELL_STATE_DRAINED]
+        former = self._wanted.get(model, {})
+        closed = {cell: former.get(cell, bounds[cell].least) for cell in away}
+        closed |= {cell: bounds[cell].least for cell in drained}
+        return closed | divide(wanted, {cell: of for cell, of in bounds.items() if cell not in closed})
 
 
 class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
@@ -125,7 +147,7 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
         self._scaler = scaler
 
     def _wanted(self, of: pb.ScaledObjectRef) -> int:
-        return self._scaler.wanted(of.scalerMetadata.get("model", ""))
+        return self._scaler.wanted(of.scalerMetadata.get("model", ""), of.scalerMetadata.get("cell", ""))
 
     async def IsActive(self, request: pb.ScaledObjectRef, context: Context) -> pb.IsActiveResponse:
         """Tell whether a model needs a worker."""
@@ -186,7 +208,7 @@ def new_server(scaler: Scaler) -> Server:
 async def run(settings: ScalerSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises PortInUse, MetricsPortError or InvalidRequestError before it serves."""
     stop, metrics = stop_signal(), ScalerMetrics()
-    scaler, tls = Scaler(settings.rules(), metrics), settings.tls_files()
+    scaler, tls = Scaler(settings, metrics), settings.tls_files()
     connection = AsyncConnection(settings.router, ClusterServiceStub)
     metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
     server = new_server(scaler)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Share of a worker's full rate that arrivals should take. What is left serves jobs that come while more workers start.
@@ -44,6 +45,38 @@ class PoolRules:
     wait_s: float
     idle_s: float
     worker_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The bounds of a model's workers in one cell."""
+
+    least: int
+    most: int
+
+
+def divide(wanted: int, cells: Mapping[str, Bounds]) -> dict[str, int]:
+    """Divide a model's workers among its cells, by the most that each may have; each worker more goes to one cell."""
+    workers = {cell: bounds.least for cell, bounds in cells.items()}
+    while sum(workers.values()) < wanted and (room := [one for one in workers if workers[one] < cells[one].most]):
+        workers[min(room, key=lambda cell: ((workers[cell] + 1) / cells[cell].most, cell))] += 1
+    return workers
+
+
+class CellSums:
+    """A sum over cells that only grows, of numbers that only grow: but a cell may come or go, and lose its number."""
+
+    def __init__(self) -> None:
+        self._total = 0.0
+        self._last: dict[str, float] = {}
+
+    def add(self, numbers: Mapping[str, float]) -> float:
+        """Take the numbers of the cells that answered; return the sum of their growth since the first look."""
+        for cell, number in numbers.items():
+            last = self._last.get(cell, number)
+            self._total += number - last if number >= last else number
+            self._last[cell] = number
+        return self._total
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +121,9 @@ class WorkerRate:
         return self._work / self._time_s
 
     def observe(self, before: Observation, now: Observation) -> None:
-        """Take an interval into account, unless workers came or went in it, or Redis lost its counts."""
+        """Take an interval into account, unless workers came or went in it."""
         claimed, busy = now.claimed_work - before.claimed_work, min(before.busy, now.busy)
-        if now.workers != before.workers or not now.workers or claimed < 0:
+        if now.workers != before.workers or not now.workers:
             return
         time_s = now.at_s - before.at_s
         kept = math.exp(-time_s * busy**2 / RATE_S)
@@ -114,8 +147,6 @@ class Pool:
         if not self._recent:  # a scaler that starts again keeps what there is, until it knows better
             self._want(now.at_s, now.workers)
             self._worked_at_s = now.at_s if now.workers else -math.inf
-        elif now.arrived_work < self._recent[-1].arrived_work:  # Redis lost its data
-            self._recent.clear()
         else:
             self.rate.observe(self._recent[-1], now)
         if now.has_work or (self._recent and now.arrived_work > self._recent[-1].arrived_work):

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from clients.scaler.policy import PoolRules
+from clients.scaler.policy import Bounds, PoolRules
 from rpc.settings import check_bounds, setting
 from rpc.tls import CA_HELP, CERT_HELP, KEY_HELP, TlsFiles, tls_of
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
@@ -15,14 +15,17 @@ from telemetry.metrics import PORT_HELP
 
 # Interval in seconds between looks at the cluster: Kubernetes' autoscaler asks every 15 s.
 LOOK_S = 5.0
-_POOL = re.compile(r"([^=,\s]+)=(\d+)-(\d+)")
+_POOL = re.compile(r"([^=,@\s]+)(?:@([^=,@\s]+))?=(\d+)-(\d+)")
 
 
 @dataclass(frozen=True)
 class ScalerSettings:
     """Tells KEDA and Prometheus how many workers each model needs, as a client of routers."""
 
-    pools: str = setting("the models whose workers are scaled, MODEL=LEAST-MOST with commas between them")
+    pools: str = setting(
+        "the models whose workers are scaled, MODEL=LEAST-MOST with commas between them; "
+        "of a model in several cells MODEL@CELL=LEAST-MOST for each"
+    )
     router: str = setting(
         "the addresses of the routers, with credentials of their --operator-port, HOST:PORT with commas between them; "
         "also LORAPLEX_ADDRESS",
@@ -62,17 +65,30 @@ class ScalerSettings:
         """Return the files of the port for KEDA, which then asks for KEDA's certificate. Raises ValueError."""
         return tls_of(self.tls_cert, self.tls_key, self.tls_ca)
 
-    def rules(self) -> dict[str, PoolRules]:
-        """Return the rules of each model's workers. Raises ValueError."""
-        rules: dict[str, PoolRules] = {}
+    def bounds(self) -> dict[str, dict[str, Bounds]]:
+        """Return the bounds of each model's workers by cell, whose name is empty for all cells. Raises ValueError."""
+        bounds: dict[str, dict[str, Bounds]] = {}
         for text in self.pools.split(","):
             match = _POOL.fullmatch(text.strip())
             if match is None:
-                raise ValueError(f"--pools {text.strip()!r}: write MODEL=LEAST-MOST, such as base=1-8")
-            model, least, most = match[1], int(match[2]), int(match[3])
+                raise ValueError(
+                    f"--pools {text.strip()!r}: write MODEL=LEAST-MOST, such as base=1-8, or MODEL@CELL=LEAST-MOST"
+                )
+            model, cell, least, most = match[1], match[2] or "", int(match[3]), int(match[4])
             if most < max(1, least):
                 raise ValueError(f"--pools {text.strip()}: the most workers are at least 1, and at least LEAST")
-            if model in rules:
-                raise ValueError(f"--pools {text.strip()}: {model} is there twice")
-            rules[model] = PoolRules(least, most, self.wait_s, self.idle_s, self.worker_rate)
-        return rules
+            of_model = bounds.setdefault(model, {})
+            if cell in of_model:
+                raise ValueError(f"--pools {text.strip()}: {model}{'@' * bool(cell)}{cell} is there twice")
+            of_model[cell] = Bounds(least, most)
+            if len(of_model) > 1 and "" in of_model:
+                raise ValueError(f"--pools {text.strip()}: name the cell in each pool of {model}, or in none")
+        return bounds
+
+    def rules(self) -> dict[str, PoolRules]:
+        """Return the rules of each model's workers, in all cells together. Raises ValueError."""
+        pace = self.wait_s, self.idle_s, self.worker_rate
+        return {
+            model: PoolRules(sum(one.least for one in cells.values()), sum(one.most for one in cells.values()), *pace)
+            for model, cells in self.bounds().items()
+        }

@@ -18,7 +18,7 @@ PASSWORD = "of a test"
 async def make_users(redis: Redis, model: str, cell: str, *further: str) -> None:
     """Make the users of all roles, with `further` rules; what was refused before is forgotten."""
     for user in acl.ROLES:
-        await run(redis, "ACL", "SETUSER", user, "reset", *acl.rules(user, [model], cell, [PASSWORD]), *further)
+        await run(redis, "ACL", "SETUSER", user, "reset", *acl.rules(user, [model], [cell], [PASSWORD]), *further)
     await run(redis, "ACL", "LOG", "RESET")
 
 

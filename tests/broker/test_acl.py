@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
 from broker import acl, functions
+from broker.cells import DrainedCells
 from broker.commands import DRAIN
 from broker.connection import connect
 from broker.functions import LIBRARY, FunctionsMissingError
@@ -71,6 +72,10 @@ async def test_a_router_and_a_worker_do_all_their_work(redis: Redis, valkey_url:
         assert await withdraw_resume_keys(of_router) == 1
         assert await merge_resume_keys(of_router, "other", ["new"]) == ["new"]
         await use_ledger(of_router)
+        cells = DrainedCells(of_router)
+        assert await cells.drain("main", ["second"])
+        assert await cells.read() == {"main"}
+        await cells.open("main")
 
 
 async def use_ledger(redis: Redis) -> None:

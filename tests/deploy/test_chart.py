@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("has_helm")
 
 VERSIONS = ("1.34", "1.35", "1.36", "1.37")
 # Components without a second pod, and so without a budget of disruptions.
-ALONE = {"store", "valkey", "register", "scaler", "operator"}
+ALONE = {"store", "valkey", "valkey-second", "register", "scaler", "operator"}
 # Objects of other projects, which Kubernetes' own schemas do not have.
 FOREIGN = {"Certificate", "PodMonitor", "PrometheusRule", "HTTPRoute", "GRPCRoute", "ScaledObject"}
 
@@ -53,7 +53,7 @@ def rendered() -> dict[str, list[dict[str, Any]]]:
 def test_helm_finds_nothing_wrong_with_the_chart() -> None:
     examples = [flag for example in EXAMPLES for flag in ("-f", str(CHART / "examples" / f"{example}.yaml"))]
     assert "0 chart(s) failed" in helm("lint", "--strict", str(CHART), *examples[:2])
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -262,6 +262,45 @@ def test_keda_scales_each_pool_by_its_model_and_routers_keep_requests_of_one_wit
     assert {example for example, words in commands.items() if "--scale-from-zero" in words} == {"two-bases"}
 
 
+def test_the_parts_of_two_cells_reach_their_own_redis(rendered: dict[str, list[dict[str, Any]]]) -> None:
+    manifests = rendered["two-cells"]
+    containers = {one["metadata"]["name"]: pod["containers"][0] for one, pod in pods_of(manifests)}
+    sources = {
+        name: {one["name"]: one["valueFrom"]["secretKeyRef"] for one in of["env"] if "REDIS" in one["name"]}
+        for name, of in containers.items()
+        if "env" in of
+    }
+    main, second = ({"name": f"redis-{cell}", "key": "url"} for cell in ("main", "second"))
+    assert sources["lx-router"] == {"LORAPLEX_REDIS_URL": main, "REDIS_URL_SECOND": second}
+    assert sources["lx-worker-main"] == {"LORAPLEX_REDIS_URL": main}
+    assert sources["lx-worker-second"] == {"LORAPLEX_REDIS_URL": second}
+    variables = {one["name"]: one.get("value") for one in containers["lx-router"]["env"]}
+    assert variables["LORAPLEX_ROUTER_CELLS"] == "main second=$(REDIS_URL_SECOND)"
+    assert {"--cell=main", "--cell=second"} <= {
+        word for name in ("main", "second") for word in containers[f"lx-worker-{name}"]["command"]
+    }
+    assert "--pools=base@main=1-4,base@second=1-4" in containers["lx-scaler"]["command"]
+    triggers = [one["spec"]["triggers"][0]["metadata"] for one in manifests if one["kind"] == "ScaledObject"]
+    assert {(trigger["model"], trigger["cell"]) for trigger in triggers} == {("base", "main"), ("base", "second")}
+
+
+def test_an_embedded_server_of_a_cell_lets_its_own_workers_in() -> None:
+    settings = ("redis.cells.b.urlSecret=null", "workers.b.model=base", "workers.b.cell=b")
+    manifests = render("laptop", settings)
+    servers = {one["metadata"]["name"] for one in manifests if one["kind"] == "StatefulSet"}
+    assert {"lx-valkey", "lx-valkey-b"} <= servers
+    (policy,) = [one for one in manifests if (one["kind"], one["metadata"]["name"]) == ("NetworkPolicy", "lx-valkey-b")]
+    (rule,) = policy["spec"]["ingress"]
+    labels = [peer["podSelector"]["matchLabels"] for peer in rule["from"]]
+    assert [one.get("loraplex/cell", one.get("app.kubernetes.io/component")) for one in labels] == ["router", "b"]
+    urls = {
+        one["metadata"]["name"]: {env["name"]: env.get("value") for env in pod["containers"][0]["env"]}
+        for one, pod in pods_of(manifests)
+        if one["metadata"]["name"] in {"lx-router", "lx-worker-b"}
+    }
+    assert urls["lx-router"]["REDIS_URL_B"] == urls["lx-worker-b"]["LORAPLEX_REDIS_URL"] == "redis://lx-valkey-b:6379"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -295,6 +334,20 @@ def test_keda_scales_each_pool_by_its_model_and_routers_keep_requests_of_one_wit
         (
             ("scaler.enabled=true", "workers.cpu.scaled=true", "workers.cpu.minReplicas=9"),
             "9 is more than maxReplicas, 8",
+        ),
+        (("workers.cpu.cell=nosuch",), "workers.cpu.cell: nosuch is neither main nor one of redis.cells"),
+        (("redis.cells.b.urlSecret.name=s", "redis.cells.b.urlSecret.key=url"), "/redis/cells/b/urlSecret"),
+        (("redis.cells.main.urlSecret.name=s",), "/redis/cells"),
+        (
+            ("redis.cells.b.urlSecret=null",),
+            "redis.cells.b: no pool of workers has this cell, so it would get no jobs; give a pool `cell: b`",
+        ),
+        (
+            (
+                *("redis.cells.b.urlSecret=null", "workers.b.model=base", "workers.b.cell=b"),
+                *("scaler.enabled=true", "workers.cpu.scaled=true"),
+            ),
+            "the scaler divides the workers of base among its cells, so workers.b needs `scaled: true` too",
         ),
     ],
 )

@@ -176,8 +176,12 @@ def check_top(plain: str, whole: str, queues: str) -> None:
     assert value["traffic"]["requests"] == {"OK": 1, "NOT_FOUND": 1}
     assert [worker["phase"] for worker in value["workers"]] == ["serving"]
     (queue,) = json.loads(queues)
+    changing = queue.pop("jobs_per_second"), value["queues"][0].pop("jobs_per_second")
+    assert all(rate >= 0 for rate in changing)
     assert [queue] == value["queues"]
     assert queue["arrived_work"] == queue["claimed_work"] > 0
+    rows = queue.pop("rows")
+    assert (queue.pop("cell"), queue.pop("state"), queue.pop("workers"), rows > 0) == ("main", "open", 1, True)
     assert {**queue, "arrived_work": 0, "claimed_work": 0} == {
         **{"model": "hash", "waiting": 0, "running": 0, "waiting_work": 0, "arrived_work": 0, "claimed_work": 0},
         "oldest_wait": 0.0,

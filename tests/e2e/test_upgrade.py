@@ -97,6 +97,6 @@ async def _apply_users(redis: Redis, directory: Path) -> None:
     """Do what the new version's `loraplex redis acl --apply` does, but leave the launcher's default user on."""
     passwords = await asyncio.to_thread(read_passwords, directory, list(ROLES))
     for user in ROLES:
-        values = rules(user, ["*"], "*", passwords[user])
+        values = rules(user, ["*"], ["*"], passwords[user])
         await redis.execute_command("ACL SETUSER", user, "reset", *values)  # type: ignore[no-untyped-call]  # theirs
     await load(redis, LIBRARY)

@@ -66,21 +66,21 @@ class Ask:
         return answer
 
 
-def ask(cluster: Cluster, number: int, salt: str) -> Ask:
+def ask(cluster: Cluster, number: int, salt: str, tokens: int = TOKENS) -> Ask:
     sampling, n = SAMPLINGS[number % len(SAMPLINGS)], 1 + number % 2
-    prompt, adapter, stopping = f"{salt} {number}", ("a", "b", None)[number // 4 % 3], StoppingParams(max_tokens=TOKENS)
+    prompt, adapter, stopping = f"{salt} {number}", ("a", "b", None)[number // 4 % 3], StoppingParams(max_tokens=tokens)
     digest = cluster.digests[adapter] if adapter else ""
     of_prompt = partial(expected_ids, MODEL, list(prompt.encode()), adapter_digest=digest)
     truth = [of_prompt(sampling=sampling, stopping=stopping, choice=choice) for choice in range(n)]
     stop = None
     if number % 3 == 0:  # it ends the first choice alone, late
         # New there, and no byte, which reads as itself.
-        at = next(i for i in range(TOKENS - 20, TOKENS) if truth[0][i] >= 256 and truth[0][i] not in truth[0][:i])
+        at = next(i for i in range(tokens - 20, tokens) if truth[0][i] >= 256 and truth[0][i] not in truth[0][:i])
         stop, truth[0] = f"<{truth[0][at]}>", truth[0][:at]
     names = set(SamplingParams.__dataclass_fields__) - {"bad_word_ids"}  # which has no field of its own in a request
     plain: dict[str, Any] = {name: getattr(sampling, name) for name in names}
     options = plain | {"logit_bias": dict(sampling.logit_bias), "n": n, "stop": [stop] if stop else []}
-    stream = cluster.client.generate_stream(prompt, adapter_id=adapter, max_tokens=TOKENS, **options)
+    stream = cluster.client.generate_stream(prompt, adapter_id=adapter, max_tokens=tokens, **options)
     return Ask(stream, truth, stop)
 
 

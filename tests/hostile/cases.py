@@ -110,3 +110,8 @@ def bad_names() -> Iterator[Case]:
     yield Case("mask", f"{STORE}GetBaseModel", (masks.SerializeToString(),))
     drained = cluster_pb2.DrainWorkerRequest(worker_id="*")
     yield Case("every worker", f"{CLUSTER}DrainWorker", (drained.SerializeToString(),))
+    for name in ("", "main", "*", "../main", "main\x00", "m" * 100_000):
+        cell = cluster_pb2.DrainCellRequest(cell=name)
+        yield Case(f"cell {name[:8]!r}", f"{CLUSTER}DrainCell", (cell.SerializeToString(),))
+        served = name == "main"
+        yield Case(f"cell {name[:8]!r}", f"{CLUSTER}OpenCell", (cell.SerializeToString(),), served=served)

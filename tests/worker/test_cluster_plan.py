@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from broker.cells import CELL_JOBS
 from worker import cluster_plan
 from worker.__main__ import rank_parts
 from worker.cluster_plan import ClusterSettings, plan_cluster, routers_for
@@ -87,7 +88,7 @@ def test_the_default_figures_are_those_that_were_measured() -> None:
         (found,) = re.findall(pattern, FIGURES)
         return float(found.replace(",", ""))
 
-    assert figure(r"`jobs_per_s_of_one_cell` \| ([\d,.]+)") == cluster_plan.CELL_JOBS
+    assert figure(r"`jobs_per_s_of_one_cell` \| ([\d,.]+)") == CELL_JOBS
     assert round(figure(r"\| one process \|(?:[^|]*\|){3} ([\d,.]+)")) == cluster_plan.ROUTER_CALL_US
     assert figure(r"costs 11 to 25 us: (\d+) us with 256 streams") == cluster_plan.ROUTER_TOKEN_US
     slots, adapters = figure(r"cache of (\d+) adapters"), figure(r"has (\d+) adapters a worker, used alike")

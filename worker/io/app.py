@@ -15,7 +15,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -212,7 +212,11 @@ class EngineSession:
             now = worker_state(*identity, results.limits, stats, self._fetcher.stats)
             return replace(now, sets=self._fetcher.sets.among(stats.adapters))
 
-        return Presence(self._incarnation, self._liveness, self._health, state, results.links.follow)
+        def follow(routers: Sequence[str]) -> None:
+            results.links.follow(routers)
+            self._telemetry.metrics.readiness.note_routers(routers, self._base.name, self._settings.cell)
+
+        return Presence(self._incarnation, self._liveness, self._health, state, follow)
 
     async def _give_up(self, intake: Intake, results: Results, presence: Presence) -> None:
         """Give every job back at once: the engine is gone."""
@@ -372,7 +376,7 @@ async def run(settings: Settings) -> None:
         if metrics_server is not None:
             stack.callback(metrics_server.close)
         health = Server()
-        health.on_serving = lambda serving: metrics.health.set("" if serving else "no engine serves")
+        health.on_serving = metrics.readiness.set_serving
         address = f"{settings.health_host}:{health.bind(settings.health_host, settings.health_port)}"
         await health.start()
         stack.push_async_callback(health.stop, 0)

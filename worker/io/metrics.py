@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from broker.messages import AdapterTiers
-from telemetry.metrics import LONG_S, PREFIX, SHORT_S, TOKENS, BoundedNames, Meters
+from telemetry.logging import LogOnce
+from telemetry.metrics import LONG_S, PREFIX, SHORT_S, TOKENS, BoundedNames, Health, Meters
 from tenancy.audit_log import AuditCounts
 from worker.engine_api import EngineLimits, EngineStats
 
@@ -17,11 +19,41 @@ from worker.engine_api import EngineLimits, EngineStats
 Report = tuple[EngineStats, EngineLimits, AdapterTiers]
 
 
+class Readiness:
+    """Says at the metrics' port why a worker gets no jobs: no engine serves, or no router its cell."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+        self._serving, self._missing = False, ""
+        self._once = LogOnce(logging.getLogger(__name__))
+
+    def set_serving(self, serving: bool) -> None:
+        """Note whether an engine serves."""
+        self._serving = serving
+        if serving:
+            self._health.listens()
+        self._tell()
+
+    def note_routers(self, routers: Sequence[str], model: str, cell: str) -> None:
+        """Note the routers that send jobs of the model to the worker's cell."""
+        missing = f"waits for a router that serves {model} in cell {cell} of this Redis (--cells)"
+        self._missing = "" if routers else missing
+        if self._missing:
+            self._once(self._missing)
+        else:
+            self._once.reset()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._health.set(self._missing if self._serving else "no engine serves")
+
+
 class WorkerMetrics(Meters):
     """The metrics of a worker's I/O process, over all its engine sessions."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.readiness = Readiness(self.health)
         self.claims = self.counter("claims", "Claims that were sent to the queue.")
         self.claimed = self.counter("jobs_claimed", "Jobs that claims returned.")
         self.seals_refused = self.counter(

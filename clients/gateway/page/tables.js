@@ -142,7 +142,9 @@ function showTenants(interval) {
 }
 
 function showQueues(queues) {
-  const rows = queues.map(({ model, waiting, running }) => [model, whole(waiting), whole(running)]);
+  const several = new Set(queues.map(({ cell }) => cell)).size > 1;
+  const name = ({ model, cell }) => (several ? `${model} (cell ${cell})` : model);
+  const rows = queues.map((queue) => [name(queue), whole(queue.waiting), whole(queue.running)]);
   showTable("queues", "models-title", columns("model*", "waiting", "running"), rows, "No model is served.");
 }
 

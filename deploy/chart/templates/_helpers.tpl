@@ -98,13 +98,37 @@ livenessProbe:
 {{- end }}
 {{- end }}
 
-{{- define "loraplex.redisEnvironment" -}}
-- name: LORAPLEX_REDIS_URL
-  {{- if .Values.redis.embedded }}
-  value: redis://{{ .Release.Name }}-valkey:6379
+{{- /* The variable with the URL of a cell's Redis; call with (list $ "LORAPLEX_REDIS_URL" "main"). */}}
+{{- define "loraplex.redisVariable" -}}
+{{- $root := index . 0 -}}
+{{- $cell := index . 2 -}}
+{{- $secret := $root.Values.redis.urlSecret -}}
+{{- if ne $cell "main" }}{{ $secret = (index $root.Values.redis.cells $cell | default dict).urlSecret }}{{ end -}}
+- name: {{ index . 1 }}
+  {{- if $root.Values.redis.embedded }}
+  value: redis://{{ $root.Release.Name }}-{{ include "loraplex.valkey" $cell }}:6379
   {{- else }}
-  valueFrom: {secretKeyRef: {name: {{ .Values.redis.urlSecret.name }}, key: {{ .Values.redis.urlSecret.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ $secret.name }}, key: {{ $secret.key }}}}
   {{- end }}
+{{- end }}
+
+{{- /* The component of a cell's embedded Valkey server; call with the cell's name. */}}
+{{- define "loraplex.valkey" -}}
+valkey{{ if ne . "main" }}-{{ . }}{{ end }}
+{{- end }}
+
+{{- /* The variables of a router: the URLs of the cells' Redis, and its setting `cells`, which names them. */}}
+{{- define "loraplex.cells" -}}
+{{- include "loraplex.redisVariable" (list . "LORAPLEX_REDIS_URL" "main") }}
+{{- if .Values.redis.cells }}
+{{- $words := list "main" }}
+{{- range $cell, $_ := .Values.redis.cells }}
+{{- $variable := printf "REDIS_URL_%s" ($cell | upper | replace "-" "_") }}
+{{- include "loraplex.redisVariable" (list $ $variable $cell) | nindent 0 }}
+{{- $words = append $words (printf "%s=$(%s)" $cell $variable) }}
+{{- end }}
+- {name: LORAPLEX_ROUTER_CELLS, value: {{ join " " $words | quote }}}
+{{- end }}
 {{- end }}
 
 {{- /* Mounts and volumes of certificates and keys: (list $ "router"). */}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from loraplex.scaler.v1.externalscaler_pb2_grpc import ExternalScalerStub
 
 from clients.scaler.app import STALE_S, Scaler, ScalerMetrics, new_server
 from clients.scaler.settings import ScalerSettings
+from rpc.errors import InvalidField
 from tenancy.development_ca import DevelopmentCa
 
 
@@ -24,7 +26,7 @@ class Seen:
     def __init__(self, pools: str = "base=0-8,other=1-2") -> None:
         self.now_s = 1_000.0
         self.metrics = ScalerMetrics()
-        self.scaler = Scaler(ScalerSettings(pools=pools, idle_s=60.0).rules(), self.metrics, lambda: self.now_s)
+        self.scaler = Scaler(ScalerSettings(pools=pools, idle_s=60.0), self.metrics, lambda: self.now_s)
 
     def look(self, *, workers: int, waiting_work: int = 0) -> None:
         """Show the workers of the model `base`, and one of its workers that drains."""
@@ -82,7 +84,7 @@ async def test_keda_gets_the_wanted_workers_and_so_does_prometheus() -> None:
         assert (await active.read()).result
         assert (await stub.IsActive(of("base"))).result
         assert (await metric(stub, "base")).metricValue == 8
-        assert seen.metrics.registry.get_sample_value("loraplex_desired_workers", {"model": "base"}) == 8
+        assert seen.metrics.registry.get_sample_value("loraplex_desired_workers", {"model": "base", "cell": ""}) == 8
         assert seen.metrics.registry.get_sample_value("loraplex_scaler_workers", {"model": "base"}) == 0
         active.cancel()
 
@@ -153,3 +155,47 @@ async def test_with_tls_only_a_certificate_of_the_authority_gets_an_answer(tmp_p
 def test_settings_that_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ScalerSettings(**values)
+
+
+def looked_at_cells(seen: Seen, **cells: tuple[int, int, int]) -> dict[str, int]:
+    """Show cells, each with its workers, its work that waits and its state; return the workers that each wants."""
+    workers = [
+        cluster_pb2.Worker(model="base", phase=cluster_pb2.WorkerPhase.WORKER_PHASE_SERVING, rows_limit=8, cell=name)
+        for name, (count, _, _) in cells.items()
+        for _ in range(count)
+    ]
+    queues = [
+        cluster_pb2.Queue(model="base", cell=name, waiting_work=work, arrived_work=work, state=state)  # type: ignore[arg-type]  # its number
+        for name, (_, work, state) in cells.items()
+    ]
+    seen.scaler.observe(cluster_pb2.ListWorkersResponse(workers=workers), cluster_pb2.ListQueuesResponse(queues=queues))
+    return {name: seen.scaler.wanted("base", name) for name in cells}
+
+
+def test_pools_of_cells_share_the_workers_of_a_model() -> None:
+    opened, drained, away = cluster_pb2.CELL_STATE_OPEN, cluster_pb2.CELL_STATE_DRAINED, cluster_pb2.CELL_STATE_AWAY
+    seen = Seen(pools="base@main=1-4,base@second=1-12")
+    assert looked_at_cells(seen, main=(1, 0, opened), second=(3, 0, opened)) == {"main": 1, "second": 3}
+    wanted = looked_at_cells(seen, main=(1, 0, opened), second=(3, 1_000_000, opened))
+    assert wanted == {"main": 4, "second": 12}, "what waits in one cell is of both"
+    assert seen.metrics.registry.get_sample_value("loraplex_desired_workers", {"model": "base", "cell": "main"}) == 4
+    wanted = looked_at_cells(seen, main=(4, 0, opened), second=(0, 0, away))
+    assert wanted == {"main": 4, "second": 12}, "a Redis that restarts ends no workers"
+    assert looked_at_cells(seen, main=(4, 0, opened), second=(12, 0, drained)) == {"main": 4, "second": 1}
+    with pytest.raises(InvalidField, match="'third' is not a cell of base: name one of main, second"):
+        seen.scaler.wanted("base", "third")
+    with pytest.raises(InvalidField, match="missing: name one of main, second"):
+        seen.scaler.wanted("base")
+
+
+@pytest.mark.parametrize(
+    ("pools", "why"),
+    [
+        ("base@main=1-4,base@main=1-4", "base@main is there twice"),
+        ("base@main=1-4,base=1-4", "name the cell in each pool of base, or in none"),
+        ("base@=1-4", "write MODEL=LEAST-MOST, such as base=1-8, or MODEL@CELL=LEAST-MOST"),
+    ],
+)
+def test_pools_that_contradict_each_other_are_refused(pools: str, why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        ScalerSettings(pools=pools)

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from clients.scaler.policy import ARRIVALS_S, BUSY, FALL_S, Observation, Pool, PoolRules
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clients.scaler.policy import (
+    ARRIVALS_S,
+    BUSY,
+    FALL_S,
+    Bounds,
+    CellSums,
+    Observation,
+    Pool,
+    PoolRules,
+    divide,
+)
 
 RATE, ROWS, STEP_S = 100.0, 4, 5.0
 RULES = PoolRules(least=0, most=20, wait_s=10.0, idle_s=60.0, worker_rate=RATE)
@@ -100,10 +113,36 @@ def test_rows_that_run_keep_their_workers_though_nothing_arrives() -> None:
     assert wanted == 5
 
 
-def test_a_scaler_that_starts_again_keeps_what_there_is_and_survives_a_lost_count() -> None:
+def test_a_scaler_that_starts_again_keeps_what_there_is() -> None:
     model = Model(9)
     model.arrived = model.claimed = 1e9
-    assert model.look(100.0)[0] == 9
-    model.arrived = model.claimed = 0.0
-    assert model.look(100.0)[0] == 9, "not the work of all time, nor a negative one"
-    assert abs(model.pool.rate.value - RATE) < 1
+    assert model.look(100.0)[0] == 9, "not the work of all time"
+
+
+def test_sums_of_cells_grow_whatever_a_cell_loses() -> None:
+    sums = CellSums()
+    assert sums.add({"main": 1e9}) == 0
+    assert sums.add({"main": 1e9 + 5}) == 5
+    assert sums.add({"main": 3.0}) == 8, "its Redis has lost the number and counted three since"
+    assert sums.add({"main": 4.0, "second": 1e6}) == 9, "a new cell's number is of all time"
+    assert sums.add({"second": 1e6 + 2}) == 11, "one does not answer"
+    assert sums.add({"main": 10.0, "second": 1e6 + 2}) == 17
+
+
+@given(
+    st.dictionaries(st.text("abc", min_size=1), st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1),
+    st.integers(0, 60),
+)
+def test_cells_get_all_workers_within_their_bounds_and_one_more_goes_to_one_cell(
+    drawn: dict[str, tuple[int, int]], wanted: int
+) -> None:
+    cells = {cell: Bounds(min(bounds), max(bounds)) for cell, bounds in drawn.items()}
+    workers, more = divide(wanted, cells), divide(wanted + 1, cells)
+    assert all(cells[cell].least <= count <= cells[cell].most for cell, count in workers.items())
+    least, most = (sum(getattr(one, name) for one in cells.values()) for name in ("least", "most"))
+    assert sum(workers.values()) == min(max(wanted, least), most)
+    assert sum(more[cell] != workers[cell] for cell in cells) <= 1
+
+
+def test_cells_are_filled_by_their_sizes() -> None:
+    assert divide(8, {"main": Bounds(0, 4), "second": Bounds(0, 12)}) == {"main": 2, "second": 6}

@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from artifacts.base_model import read_base_model
 from artifacts.generation_config import UNSAID, GenerationConfig
+from broker.cells import parse_cells
+from broker.connection import RedisUnreachableError
 from broker.keys import Keys
-from broker.liveness import Census, Liveness
-from broker.messages import AdapterRef, Job, WorkerPhase
+from broker.liveness import CellLoad, Census, Liveness
+from broker.messages import AdapterRef, Job, WorkerPhase, WorkerState
 from broker.terms import ASIDE_MS, QueueLimits
 from options import StoppingParams
-from router.catalog.cells import LOOK_S, CellServer, LiveWorkers
+from router.catalog.cells import LOOK_S, CellServer, LiveWorkers, connect_cells
 from router.catalog.models import Models
 from router.catalog.store_client import Manifest, RegisteredModel
 from rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
@@ -351,3 +354,106 @@ async def test_a_model_whose_census_fails_ends_nobody_and_leaves_the_others_serv
     assert not live.redis_is_away
     assert live.of("answers") == [serves("w1")]
     assert live.of("fails") is None
+
+
+class Cell:
+    """A cell's Redis: the workers that its census tells, None where it hangs, or an error that it raises."""
+
+    def __init__(self, *workers: str) -> None:
+        self.workers: list[WorkerState] | None = [serves(name) for name in workers]
+        self.error: Exception | None = None
+        self.arrivals = 0
+
+    async def take_census(self, router: str, busy: float | None) -> Census:
+        if self.error is not None:
+            raise self.error
+        if self.workers is None:
+            await asyncio.get_running_loop().create_future()
+        return Census("server", [*(self.workers or ())], load=CellLoad(arrivals=self.arrivals))
+
+
+class TwoCells:
+    """The looks at a model in two cells, at a time that the test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.main, self.second = Cell("w1"), Cell("w2")
+        self.live = LiveWorkers(lambda: self.now_s, answer_s=0.05)
+
+    async def look(self, seconds: float = 0.0) -> set[str] | None:
+        """Let time pass, and look."""
+        self.now_s += seconds
+        cells: Any = {("tiny", "main"): self.main, ("tiny", "second"): self.second}
+        return await self.live.look(cells, "")
+
+    def known(self) -> list[str]:
+        return [state.worker_id for state in self.live.of("tiny") or ()]
+
+
+async def test_a_cell_that_fails_stops_no_look_at_the_others_and_its_workers_count_until_it_is_away() -> None:
+    cells = TwoCells()
+    assert await cells.look() == {"w1-inc", "w2-inc"}
+    cells.second.error = RedisConnectionError("away")
+    cells.main.workers = [serves("w3")]
+    assert await cells.look(1.0) == {"w3-inc", "w2-inc"}, "w1 is lost, w2 may live"
+    sights = cells.live.sights()
+    assert [sights["tiny", name].answers for name in ("main", "second")] == [True, False]
+    assert (await cells.look(1.0), cells.known()) == ({"w3-inc", "w2-inc"}, ["w3", "w2"])
+    assert (await cells.look(1.5), cells.known()) == ({"w3-inc"}, ["w3"])
+    assert (cells.live.is_away("second"), cells.live.redis_is_away) == (True, False)
+    cells.second.error, cells.second.workers = None, []
+    assert await cells.look(0.5) == {"w3-inc", "w2-inc"}, "it has not had the time to beat again"
+    cells.second.workers = [serves("w2")]
+    assert (await cells.look(0.5), cells.known()) == ({"w3-inc", "w2-inc"}, ["w3", "w2"])
+
+
+async def test_where_all_cells_are_away_no_worker_counts_as_dead() -> None:
+    cells = TwoCells()
+    await cells.look()
+    cells.main.error = cells.second.error = RedisConnectionError("away")
+    assert await cells.look(1.0) is None
+    assert await cells.look(5.0) is None
+    assert (cells.live.redis_is_away, cells.known()) == (True, ["w1", "w2"])
+
+
+async def test_a_cell_that_hangs_delays_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.catalog.cells.LOOK_S", 0.01)
+    cells = TwoCells()
+    cells.live = LiveWorkers(lambda: cells.now_s, answer_s=600.0)
+    await cells.look()
+    cells.second.workers, cells.main.workers = None, [serves("w3")]
+    assert await cells.look() == {"w3-inc", "w2-inc"}
+    assert cells.live.sights()["tiny", "second"].answers
+    assert await cells.look(1.0) == {"w3-inc", "w2-inc"}
+    assert not cells.live.sights()["tiny", "second"].answers, "it is late"
+    assert await cells.look(2.5) == {"w3-inc"}
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+
+
+async def test_the_jobs_of_a_cell_are_counted_over_some_seconds() -> None:
+    cells = TwoCells()
+    for arrivals in range(0, 3_000, 100):
+        cells.main.arrivals = arrivals
+        await cells.look(0.5)
+    assert cells.live.jobs_per_s("tiny", "main") == pytest.approx(200)
+    cells.main.arrivals = 5  # it lost its data
+    await cells.look(0.5)
+    assert cells.live.jobs_per_s("tiny", "main") == 0
+
+
+async def test_a_router_starts_while_a_cell_is_away_but_not_with_a_bad_url(
+    server: ValkeyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    addresses = parse_cells("main second=unix:///nowhere/valkey.sock")
+    servers = await connect_cells(server.url, addresses)
+    assert servers.names == ["main", "second"]
+    assert len(servers.clients) == 2
+    assert "--cells second unix:///nowhere/valkey.sock: no answer" in caplog.text
+    for client in servers.clients:
+        await client.aclose()
+    same = await connect_cells(server.url, parse_cells(f"main second={server.url}"))
+    assert same.clients == {same.home}, "one server, one client"
+    await same.home.aclose()
+    with pytest.raises(RedisUnreachableError, match=r"--cells second http://h: http:// is none of redis://"):
+        await connect_cells(server.url, parse_cells("main second=http://h"))

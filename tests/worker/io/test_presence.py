@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from rpc.server import Server
+from tenancy.guard import Guard
+from tenancy.permissions import Port
 from tests.broker.test_liveness import worker
 from tests.simulation.worker import SimulatedHealth
 from worker.io import membership
 from worker.io.membership import Presence
+from worker.io.metrics import WorkerMetrics
 
 
 class UnansweredBeats:
@@ -50,3 +54,33 @@ async def test_no_beat_waits_for_the_answer_to_another(monkeypatch: pytest.Monke
         await asyncio.gather(beating, return_exceptions=True)
         await presence.leave()
     assert followed == []
+
+
+class ToldRouters:
+    """Liveness in a Redis that knows these routers."""
+
+    def __init__(self) -> None:
+        self.routers: list[str] = []
+
+    async def beat(self, state: Any) -> list[str]:
+        return self.routers
+
+
+async def test_a_worker_whose_cell_no_router_serves_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    metrics, server, known = WorkerMetrics(), Server(Guard([Port.PUBLIC], [])), ToldRouters()
+    server.on_serving = metrics.readiness.set_serving
+    liveness: Any = known
+
+    def follow(routers: Sequence[str]) -> None:
+        metrics.readiness.note_routers(routers, "tiny", "second")
+
+    presence = Presence("w-1", liveness, server, lambda phase: worker("w"), follow)
+    why = "waits for a router that serves tiny in cell second of this Redis (--cells)"
+    for routers, expected in (((), why), ((), why), (("r",), ""), ((), why)):
+        known.routers = [*routers]
+        await presence.announce()
+        assert metrics.health.why_not("/readyz") == expected
+        assert not metrics.health.why_not("/startupz"), "its start is done"
+    assert caplog.messages.count(why) == 2
+    await server.set_serving(False)
+    assert metrics.health.why_not("/readyz") == "no engine serves"
