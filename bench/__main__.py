@@ -32,7 +32,7 @@ NAMES = (
     "timing",
 )
 # Benchmarks that write their tables themselves where they are asked to, and draw their plots.
-_OTHERS = ("lora_layer", "adapters", "scaling", "placement", "calls", "fan_in", "autoscaling")
+_OTHERS = ("lora_layer", "adapters", "scaling", "cells", "placement", "calls", "fan_in", "autoscaling")
 
 
 def main() -> int:

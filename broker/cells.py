@@ -147,21 +147,30 @@ def choose_cell(cells: Sequence[CellView], digest: str, job_id: str, tenant: str
     """Return the cell, of at least one, that gets a job; `digest` is its adapter's, empty without one."""
     if len(cells) == 1:
         return cells[0]
-    free = [] if digest else [cell.free_rows for cell in cells]
-    weights = free if any(free) else [cell.rows for cell in cells]
-    key = _hash(digest) if digest else hash_of(job_id)
     waits = [cell.wait_s(tenant, work) for cell in cells]
     bound = LONGER * min(waits) + LONGER_S
-    fit = [at for at, wait_s in enumerate(waits) if wait_s <= bound]
-    return cells[min(fit, key=lambda at: _place(key, cells[at].name, weights[at]))]
-
-
-def _place(key: int, name: str, weight: float) -> float:
-    """Return the place of a cell in the ranking of a key: the lowest comes first."""
-    return -log((mixed(key ^ _hash(name)) + 1) / 2**64) / weight if weight else inf
+    names = tuple([cell.name for cell in cells])
+    if digest:
+        ranking = _ranking(digest, names, tuple([cell.rows for cell in cells]))
+    else:
+        free = [cell.free_rows for cell in cells]
+        ranking = _ranked(hash_of(job_id), names, free if any(free) else [cell.rows for cell in cells])
+    return cells[next(place for place in ranking if waits[place] <= bound)]
 
 
 @lru_cache(maxsize=16_384)
+def _ranking(digest: str, names: tuple[str, ...], rows: tuple[int, ...]) -> tuple[int, ...]:
+    return _ranked(hash_of(digest), names, rows)
+
+
+def _ranked(key: int, names: Sequence[str], weights: Sequence[int]) -> tuple[int, ...]:
+    """Return the indices of the cells in the order of their ranking for a key."""
+    pairs = zip(names, weights, strict=True)
+    places = [-log((mixed(key ^ _hash(name)) + 1) / 2**64) / weight if weight else inf for name, weight in pairs]
+    return tuple(sorted(range(len(places)), key=places.__getitem__))
+
+
+@lru_cache(maxsize=64)
 def _hash(name: str) -> int:
     return hash_of(name)
 

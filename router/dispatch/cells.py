@@ -24,9 +24,9 @@ class _Cell:
     answers: bool
     away: bool
 
-    def takes(self, job: Job) -> bool:
-        """Tell whether a worker there can take a job."""
-        return any(job.tokens <= tokens and job.rank <= rank for tokens, rank in self.sizes)
+    def takes(self, tokens: int, rank: int) -> bool:
+        """Tell whether a worker there can take a job of so many tokens whose adapter has that rank."""
+        return any(tokens <= most_tokens and rank <= most_rank for most_tokens, most_rank in self.sizes)
 
 
 class Cells:
@@ -117,6 +117,7 @@ class Cells:
     def failed(self, cell: str) -> None:
         """Note that a cell's Redis did not answer: until the next look others get the jobs."""
         self._failed.add(cell)
+        self._of_base.clear()
 
     def another(self, job: Job, cell: str) -> str | None:
         """Return a cell that can take a job whose cell's Redis did not answer; None: there is no other."""
@@ -134,7 +135,7 @@ class Cells:
         here = next((one for one in self._all(job) if one.view.name == cell), None)
         if here is None or not here.is_open or here.away:
             return 0.0
-        return None if here.takes(job) else patience_s
+        return None if here.takes(job.tokens, job.rank) else patience_s
 
     def _candidates(self, job: Job) -> list[_Cell]:
         """Return the cells of which one is chosen; a drained one only where its workers alone can take the job."""
@@ -142,16 +143,14 @@ class Cells:
             return fit
         everywhere = self._all(job)
         return (
-            [cell for cell in everywhere if self._answers(cell) and cell.takes(job)]
-            or [cell for cell in everywhere if self._answers(cell) and cell.is_open]
+            [cell for cell in everywhere if cell.answers and cell.takes(job.tokens, job.rank)]
+            or [cell for cell in everywhere if cell.answers and cell.is_open]
             or [cell for cell in everywhere if cell.is_open]
         )
 
     def _fit(self, job: Job) -> list[_Cell]:
-        return [cell for cell in self._all(job) if cell.is_open and self._answers(cell) and cell.takes(job)]
-
-    def _answers(self, cell: _Cell) -> bool:
-        return cell.answers and cell.view.name not in self._failed
+        tokens, rank = job.tokens, job.rank
+        return [cell for cell in self._all(job) if cell.is_open and cell.answers and cell.takes(tokens, rank)]
 
     def _all(self, job: Job) -> list[_Cell]:
         key = job.model, job.base_digest
@@ -169,4 +168,6 @@ class Cells:
         workers = self._linked(serving)
         rows, used = sum(s.rows_limit for s in workers), sum(s.rows_running + s.rows_waiting for s in workers)
         sizes = frozenset((s.max_tokens, s.max_rank) for s in workers)
-        return _Cell(CellView(name, rows, used, backlog), sizes, is_open, sight.answers, sight.away)
+        return _Cell(
+            CellView(name, rows, used, backlog), sizes, is_open, sight.answers and name not in self._failed, sight.away
+        )

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from loraplex.cluster.v1 import cluster_pb2 as pb
 from loraplex.cluster.v1 import cluster_pb2_grpc
-from loraplex_client import Generation
+from loraplex_client import AsyncClient, Generation, ResourceExhaustedError
 
 from broker.keys import Keys
 from deploy.local import ClusterSettings, LocalCluster
@@ -26,6 +26,8 @@ Answers = asyncio.Future[list[Generation]]
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
 STREAMS, TOKENS = 44, 80
+# Calls of one prompt token that the quota of a tenant allows.
+QUOTA = 12
 # Rows of a worker: fewer in all than a fourth of the streams' answers, so that jobs wait in both cells.
 ROWS = 4
 
@@ -90,6 +92,7 @@ class Cells:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cells(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cells]:
     directory = tmp_path_factory.mktemp("cells")
+    (plans := directory / "plans.toml").write_text(f"[tenants.limited]\ntokens_per_day = {QUOTA * (1 + TOKENS)}\n")
     main, second = ValkeyServer(tmp_path_factory.mktemp("m")), ValkeyServer(tmp_path_factory.mktemp("s"))
     await asyncio.gather(main.start(), second.start())
     async with running_cluster(
@@ -98,6 +101,7 @@ async def cells(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cells
         write_hash_adapters(directory / "adapters"),
         workers=4,
         worker_flags=("--rows", str(ROWS)),
+        store_flags=("--plans", str(plans)),
         router_flags=("--cells", f"main second={second.url}"),
         redis_url=main.url,
         launch=lambda settings: TwoCells(settings, second),
@@ -111,6 +115,16 @@ async def test_streams_of_both_cells_get_their_ids(cells: Cells, eventually: Eve
     answers, places = await cells.begin("both")
     assert min(places["main"], places["second"]) >= STREAMS // 6, places
     assert not any(answer.continuations for answer in await answers)
+
+
+async def test_a_quota_is_of_both_cells(cells: Cells, eventually: Eventually) -> None:
+    """Tokens are reserved on the main cell's server, together with the jobs of that cell alone."""
+    await eventually(cells.both_serve)
+    async with AsyncClient(cells.cluster.local.router, "limited") as client:
+        calls = (client.generate("x", max_tokens=TOKENS, seed=number) for number in range(QUOTA + 4))
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(one) for one in ended if isinstance(one, Exception)] == [ResourceExhaustedError] * 4
+        assert Counter(len(one.choices[0].token_ids) for one in ended if isinstance(one, Generation)) == {TOKENS: QUOTA}
 
 
 @pytest.mark.parametrize("name", ["second", "main"])
