@@ -1,4 +1,4 @@
-"""One cell and two, each on a Valkey of its own: `python -m bench.cells [--quick] [--json FILE]`.
+"""Compares one cell with two, each on a Valkey of its own: `python -m bench.cells [--quick] [--json FILE]`.
 
 Jobs go to the cells that a router's rule chooses, are claimed there one by one, and charged at their end. The servers'
 own account of their processor time gives the jobs a second of one core each, however many cores the machine has. The

@@ -1,4 +1,4 @@
-"""The acts of operators in a run, each with its time: a purge, the end of an API key, a worker without the job key."""
+"""The acts of operators in a run, each with its time: a purge, a key's end, a worker without the job key, a drain."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from random import Random
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from broker.cells import DrainedCells
 from broker.queue import JobQueue
 from tests.simulation.faults import Cluster, Fault, Kind
 
@@ -34,16 +35,33 @@ def draw_acts(chance: Random, until_s: float, keys: int) -> list[Fault]:
     ]
 
 
+def draw_drain(chance: Random, until_s: float) -> list[Fault]:
+    """Draw the drain of a cell, whose number `worker` is."""
+    return [Fault(Kind.CELL_DRAINED, chance.uniform(0.5, until_s), chance.uniform(0.5, 3.0), chance.randrange(2), 0)]
+
+
+async def _drain_cell(fault: Fault, cluster: Cluster) -> None:
+    """Drain a cell, and open it again; while Redis is away that has no effect."""
+    names = [redis.cell.cell for redis in cluster.redis]
+    drained, name = DrainedCells(cluster.redis[0].client), names[fault.worker]
+    with contextlib.suppress(RedisConnectionError):
+        await drained.drain(name, [other for other in names if other != name])
+    await asyncio.sleep(fault.length_s)
+    with contextlib.suppress(RedisConnectionError):
+        await drained.open(name)
+
+
 async def _purge(fault: Fault, cluster: Cluster) -> None:
     """Remove a tenant's data from routers, workers and Redis; the tenant goes on to call."""
-    tenant, redis = _PURGED[fault.worker % len(_PURGED)], cluster.redis
-    queue = JobQueue(redis.client, redis.cell)
+    tenant = _PURGED[fault.worker % len(_PURGED)]
+    queues = [JobQueue(redis.client, redis.cell) for redis in cluster.redis]
     for _ in range(_PASSES):
         purges = {one.node.start(one.forget_tenant(tenant)) for one in cluster.routers if not one.node.dead}
         if purges:
             await asyncio.wait(purges, timeout=_PURGE_S)
-        with contextlib.suppress(RedisConnectionError):
-            await queue.forget_tenant(tenant)
+        for queue in queues:
+            with contextlib.suppress(RedisConnectionError):
+                await queue.forget_tenant(tenant)
         await asyncio.sleep(_PASS_S)
 
 
@@ -60,12 +78,19 @@ async def _revoke(fault: Fault, cluster: Cluster) -> None:
 async def _refuse_seals(fault: Fault, cluster: Cluster) -> None:
     """Let a worker take no job that it claims, as one without the newest job key; its routers miss them."""
     worker = cluster.workers[fault.worker % len(cluster.workers)].name
-    cluster.redis.refusing.add(worker)
+    for redis in cluster.redis:
+        redis.refusing.add(worker)
     await asyncio.sleep(fault.length_s)
-    cluster.redis.refusing.discard(worker)
+    for redis in cluster.redis:
+        redis.refusing.discard(worker)
 
 
-_ACT_OF = {Kind.TENANT_PURGED: _purge, Kind.KEY_REVOKED: _revoke, Kind.SEALS_REFUSED: _refuse_seals}
+_ACT_OF = {
+    Kind.TENANT_PURGED: _purge,
+    Kind.KEY_REVOKED: _revoke,
+    Kind.SEALS_REFUSED: _refuse_seals,
+    Kind.CELL_DRAINED: _drain_cell,
+}
 
 
 async def act(fault: Fault, cluster: Cluster) -> bool:

@@ -41,12 +41,13 @@ class Kind(StrEnum):
     TENANT_PURGED = "tenant purged"
     KEY_REVOKED = "API key revoked"
     SEALS_REFUSED = "worker refuses jobs' seals"
+    CELL_DRAINED = "cell drained and opened"
 
 
 # Faults that take away what the queue remembers of service.
 FORGETTING = frozenset({Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK})
 # Acts of operators, which are drawn by a chance of their own: older seeds draw what they drew before.
-ACTS = frozenset({Kind.TENANT_PURGED, Kind.KEY_REVOKED, Kind.SEALS_REFUSED})
+ACTS = frozenset({Kind.TENANT_PURGED, Kind.KEY_REVOKED, Kind.SEALS_REFUSED, Kind.CELL_DRAINED})
 _RARE = {Kind.ROUTER_DRAIN, Kind.REDIS_SLOW, Kind.REDIS_CLOCK, Kind.STORE_AWAY}
 _FAULTS = [kind for kind in Kind if kind not in {*ACTS, *_RARE}]
 _LOOK_S = 0.05
@@ -139,7 +140,8 @@ class Cluster:
 
     workers: Sequence[SimulatedWorker]
     routers: Sequence[SimulatedRouter]
-    redis: SimulatedRedis
+    # Of each cell; the first is the home of all that is no queue's.
+    redis: Sequence[SimulatedRedis]
     network: Network
     store: SimulatedStore
 
@@ -163,11 +165,11 @@ async def happen(fault: Fault, cluster: Cluster) -> bool:
             cluster.store.away = False
         case Kind.REDIS_CUT:
             node = worker.node
-            cluster.redis.cut_off.add(node)
+            worker.redis.cut_off.add(node)
             await asyncio.sleep(fault.length_s)
-            cluster.redis.cut_off.discard(node)
+            worker.redis.cut_off.discard(node)
         case _:
-            await _redis(fault, cluster.redis)
+            await _redis(fault, cluster.redis[fault.worker % len(cluster.redis)])
     return True
 
 

@@ -12,6 +12,8 @@ from loraplex.admin.v1 import accounts_pb2
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from artifacts.base_model import BaseModel
+from broker.cells import DrainedCells
+from broker.connection import REDIS_DOWN
 from broker.messages import AdapterRef
 from broker.terms import QueueLimits
 from router.app import HAND_OVER_S, look_at_workers
@@ -159,14 +161,16 @@ class SimulatedRouter:
         self,
         name: str,
         store: SimulatedStore,
-        redis: SimulatedRedis,
+        cells: Sequence[SimulatedRedis],
         network: Network,
         accepted: Accepted,
         quotas: Path,
     ) -> None:
         self.name = name
         self._store: Any = store
-        self._redis = redis
+        # The first is the home of all that is no queue's.
+        self._servers = cells
+        self._redis = cells[0]
         self._network = network
         self._accepted = accepted
         self._quotas = quotas
@@ -177,11 +181,13 @@ class SimulatedRouter:
         self.node = Node(self.name)
         # Of the clients whose streams are open; in their order, which a set would not keep.
         self.calls: dict[asyncio.Queue[Any], None] = {}
-        self.models = Models(self._store, [CellServer("main", self._redis.client)], QueueLimits())
+        servers = [CellServer(one.cell.cell, one.client) for one in self._servers]
+        self.models = Models(self._store, servers, QueueLimits())
         self.models.announce(self.name)
         self.reach = RelayReach()
         self.reach.address = self.name
-        self.cells = Cells(["main"], self.reach.linked)
+        names = [server.name for server in servers]
+        self.cells = Cells(names, self.reach.linked, DrainedCells(self._redis.client))
         placer = Placer(
             lambda *place: self.reach.linked(self.models.serving(*place)),
             lambda _: 1.0,
@@ -220,6 +226,7 @@ class SimulatedRouter:
             every(LOOK_S, self.models.look_at_store),
             self._follow_workers(),
             self.dispatcher.redispatch_missing(),
+            *([every(LOOK_S, self.cells.look_at_drained, passing=REDIS_DOWN)] if len(names) > 1 else []),
             every(STALLED_LOOK_S, self.generation.slow_clients.drop_stalled),
             quotas.follow(),
         )
@@ -272,6 +279,7 @@ class SimulatedRouter:
         """Kill the process, as SIGKILL does."""
         self.node.kill()
         self._network.lost(self.node)
-        self._redis.lost(self.node)
+        for redis in self._servers:
+            redis.lost(self.node)
         for inbox in self.calls:
             inbox.put_nowait((asyncio.get_running_loop().time(), BrokenError()))

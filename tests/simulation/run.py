@@ -159,18 +159,23 @@ class _Run:
         self._network = network
         self._outcome = Outcome(scenario)
         base = read_base_model(MODEL)
-        self._redis = SimulatedRedis(chance, network, Keys(base.name, "main"), scenario.limits)
-        self._redis.seal_s = scenario.seal_s
+        self._cells = [
+            SimulatedRedis(chance, network, Keys(base.name, name), scenario.limits)
+            for name in ("main", "second")[: scenario.cells]
+        ]
+        self._redis = self._cells[0]
+        for redis in self._cells:
+            redis.seal_s = scenario.seal_s
+            redis.enqueued, redis.claimed = self._enqueued, self._claimed
         self._attempts = Attempts()
         self._shares = Shares(self._redis, {"one": 1.0, "two": 1.0, "three": 1.0})
         self._key_shares = KeyShares(self._redis)
-        self._redis.enqueued, self._redis.claimed = self._enqueued, self._claimed
         self._redis.scanned = self._key_shares.look
         quotas = directory / "plans.toml"
         quotas.write_text(scenario.quotas)
         self._store = SimulatedStore(base, scenario.adapters, {plan.key for plan in scenario.plans if plan.key})
         self._routers = [
-            SimulatedRouter(f"router-{number}", self._store, self._redis, network, self._accepted, quotas)
+            SimulatedRouter(f"router-{number}", self._store, self._cells, network, self._accepted, quotas)
             for number in range(scenario.routers)
         ]
         self._workers = [
@@ -181,13 +186,14 @@ class _Run:
                     store="",
                     redis_url="",
                     worker_id=f"worker-{number}",
+                    cell=self._cells[number % scenario.cells].cell.cell,
                     rows=scenario.rows,
                     kv_blocks=scenario.kv_blocks,
                     adapter_slots=2,
                     step_tokens=64,
                     drain_s=1.0,
                 ),
-                self._redis,
+                self._cells[number % scenario.cells],
                 network,
                 SimulatedFetcher(chance, base, directory),
             )
@@ -198,7 +204,7 @@ class _Run:
         """Run the cluster, its clients and its faults to the end."""
         loop, outcome, scenario = asyncio.get_running_loop(), self._outcome, self._scenario
         stories = [Story(plan) for plan in scenario.plans]
-        cluster = Cluster(self._workers, self._routers, self._redis, self._network, self._store)
+        cluster = Cluster(self._workers, self._routers, self._cells, self._network, self._store)
         faults = [asyncio.create_task(self._fault(fault, cluster)) for fault in scenario.faults]
         watching = [asyncio.create_task(self._network.watch()), asyncio.create_task(self._watch_processes())]
         asking = [asyncio.create_task(ask(story, self._routers, self._network)) for story in stories]
@@ -220,8 +226,8 @@ class _Run:
         outcome.attempts, outcome.difference = self._attempts.attempts, self._shares.difference
         outcome.keys_compared = self._key_shares.compared
         outcome.wrong += self._attempts.faults + self._key_shares.faults + self._unfair() + self._left()
-        if self._redis.seals_expired and not scenario.faults:
-            outcome.wrong.append(f"{self._redis.seals_expired} seals expired of jobs that waited for their turn")
+        if (expired := sum(redis.seals_expired for redis in self._cells)) and not scenario.faults:
+            outcome.wrong.append(f"{expired} seals expired of jobs that waited for their turn")
         if scenario.quotas:
             outcome.wrong += Charges(self._redis, self._routers[0].plans, scenario.faults).check(stories)
         return outcome
@@ -273,7 +279,7 @@ class _Run:
     def _left(self) -> list[str]:
         """Return what is still held though nobody asks for anything."""
         left = []
-        waiting = self._redis.waiting
+        waiting = sum(redis.waiting for redis in self._cells)
         if waiting:
             left.append(f"{waiting} jobs wait in the queue")
         for router in self._routers:

@@ -13,7 +13,7 @@ from broker.terms import SEALED_JOB_S, QueueLimits
 from options import SamplingParams
 from router.request import Request, Stopping
 from tests.hash_answers import expected_answers, expected_scores
-from tests.simulation.acts import draw_acts
+from tests.simulation.acts import draw_acts, draw_drain
 from tests.simulation.charges import draw_keys, draw_quotas
 from tests.simulation.faults import (
     Fault,
@@ -55,6 +55,8 @@ class Scenario:
     seal_s: float = SEALED_JOB_S
     # Plans of tenants and API keys, as the text of a plans file; empty: nobody has one.
     quotas: str = ""
+    # Cells, each with a Redis; the workers are in them in turns.
+    cells: int = 1
 
 
 def draw(seed: int) -> Scenario:
@@ -88,6 +90,9 @@ def draw(seed: int) -> Scenario:
     own = Random(f"a restart {seed}")
     restart = draw_restart(own, 2.0, routers) if own.random() < 0.15 else []
     count = chance.choice((0, 0, 1)) if backlog else chance.choice((0, 1, 1, 2, 2, 3, 4, 6))
+    own = Random(f"cells {seed}")
+    cells = 2 if not backlog and workers > 1 and own.random() < 0.4 else 1
+    drain = draw_drain(own, 3.0) if cells > 1 and own.random() < 0.5 else []
     wipe = draw_wipe(Random(f"wipe {seed}")) if backlog and not count else []
     return Scenario(
         seed=seed,
@@ -97,12 +102,22 @@ def draw(seed: int) -> Scenario:
         kv_blocks=chance.choice((20, 40, 100)),
         adapters=adapters,
         plans=tuple(plans),
-        faults=(*draw_faults(chance, count, 3.0, workers, routers), *restart, *outage, *slow, *clock, *acts, *wipe),
+        faults=(
+            *draw_faults(chance, count, 3.0, workers, routers),
+            *restart,
+            *outage,
+            *slow,
+            *clock,
+            *acts,
+            *wipe,
+            *drain,
+        ),
         backlog=backlog,
         # In every fifth the queue is soon full: newcomers are refused, or displaced, and what has begun is not.
         limits=QueueLimits(jobs=3, tenant_jobs=2) if seed % 5 == 2 and not backlog else QueueLimits(),
         seal_s=Random(f"seals {seed}").choice((SEALED_JOB_S, 1.0)),
         quotas=quotas,
+        cells=cells,
     )
 
 

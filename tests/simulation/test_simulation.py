@@ -58,6 +58,7 @@ def test_the_runs_are_no_idle_ones(outcomes: list[Outcome]) -> None:
     assert any(outcome.resumes for outcome in outcomes)
     assert any("ROUTER_DRAINING" in outcome.reasons for outcome in outcomes)
     assert any(outcome.difference for outcome in outcomes if outcome.scenario.backlog)
+    assert sum(outcome.attempts for outcome in outcomes if outcome.scenario.cells > 1) > 50
 
 
 def test_every_option_that_is_served_is_drawn(outcomes: list[Outcome]) -> None:

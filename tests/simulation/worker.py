@@ -128,7 +128,7 @@ class SimulatedWorker:
         self.name = name
         self._settings = settings
         self._base = read_base_model(settings.model)
-        self._redis = redis
+        self.redis = redis
         self._network = network
         self.fetcher = fetcher
         self.health = SimulatedHealth()
@@ -145,7 +145,7 @@ class SimulatedWorker:
 
     async def _run(self) -> None:
         # worker.io.app.run, without what reads files and binds ports.
-        redis, fetcher, health = cast(Any, (self._redis.client, self.fetcher, self.health))
+        redis, fetcher, health = cast(Any, (self.redis.client, self.fetcher, self.health))
         breaker = EngineBreaker()
         await run_sessions(
             lambda: EngineSession(self._settings, self._base, redis, fetcher, health, self._telemetry, breaker),
@@ -160,7 +160,7 @@ class SimulatedWorker:
             self.engine.node.kill()
         if not silently:
             self._network.lost(self.node)
-            self._redis.lost(self.node)
+            self.redis.lost(self.node)
 
     def freeze(self) -> None:
         """Stop both processes by SIGSTOP."""
