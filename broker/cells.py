@@ -57,6 +57,8 @@ def parse_cells(text: str, flag: str = "--cells") -> tuple[CellAddress, ...]:
     cells: list[CellAddress] = []
     for word in text.split():
         name, given, url = word.partition("=")
+        if "://" in name:  # it may have a password
+            raise ValueError(f"{flag}: write NAME=URL for a cell with a Redis of its own")
         if not is_cell_name(name):
             raise ValueError(f"{flag} {name!r}: a cell's name has letters, digits, '-', '_' and '.'")
         if given and not url:

@@ -127,7 +127,7 @@ class Service:
 class ClusterPlan:
     """A cluster for a load: processes of each kind, one more than the load takes, the memory of each, and its cost.
 
-    `workers` is the number of all cells together; each cell has a pool of workers for each model.
+    `workers` is the number of all cells together; each cell has as many. Every router serves all cells.
     """
 
     settings: ClusterSettings
@@ -154,10 +154,10 @@ def plan_cluster(settings: ClusterSettings, divide: Divide = lambda columns: ())
         raise ValueError(f"--prompt and --answer have {total:,} tokens; the model's context is {bare.context:,}")
     cells = math.ceil(settings.requests / settings.cell_jobs)
     needed, service = _fewest_workers(settings)
-    # Cells share nothing: each can lose a worker, and a router.
-    workers = cells * (math.ceil(needed / cells) + 1)
-    # Every cell has a home for each adapter.
-    home = settings.adapters * cells / needed
+    # One to spare in all: jobs go to another cell where they would wait longer in their own.
+    workers = cells * math.ceil((needed + 1) / cells)
+    # An adapter belongs to one cell.
+    home = settings.adapters / needed
     slots = min(settings.adapters, max(settings.rows, math.ceil(SLOTS_AN_ADAPTER * home)))
     most = bare.adapters_fit if bare.adapter_bytes else slots
     if bare.needed_bytes > bare.memory_bytes or most < min(slots, settings.rows):
@@ -169,7 +169,7 @@ def plan_cluster(settings: ClusterSettings, divide: Divide = lambda columns: ())
     device = plan(settings.device(min(slots, most)), divide)
     ranks = settings.tensor_parallel
     router_cores = settings.requests * (settings.router_call_us + settings.answer * settings.router_token_us) / 1e6
-    routers = cells * (routers_for(router_cores / cells) + 1)
+    routers = routers_for(router_cores) + 1
     return ClusterPlan(
         settings=settings,
         device=device,
@@ -255,10 +255,10 @@ def as_lines(cluster: ClusterPlan) -> str:
         "device memory": f"{shown(device.needed_bytes)} of {shown(device.memory_bytes)}: weights "
         f"{shown(device.weight_bytes)}, KV {shown(device.kv_bytes)}, slots {shown(device.adapter_slots_bytes)}",
         "host memory": f"{shown(cluster.worker_host_bytes)} a worker: weights while they load, and adapters",
-        "busy": f"{service.busy:.0%} without the spare workers, {BUSY:.0%} at most",
+        "busy": f"{service.busy:.0%} without the spare worker, {BUSY:.0%} at most",
         "first token": f"{service.ttft_ms:,.0f} ms for {_PROMISED:.0%}, promised {load.ttft_ms:,g} ms",
         "next tokens": f"{service.itl_ms:,.1f} ms each, promised {load.itl_ms:,g} ms",
-        "routers": f"{cluster.routers // cells}{each}, one to spare; {cluster.router_cores:.1f} cores of work: "
+        "routers": f"{cluster.routers}, one to spare; {cluster.router_cores:.1f} cores of work: "
         f"{load.router_call_us:,g} us a call, {load.router_token_us:g} us a token",
         "Redis cells": f"{cells}, a core each: {load.cell_jobs:,g} jobs/s",
         "cost": f"{cluster.cost_an_hour:,.2f} an hour",

@@ -64,6 +64,7 @@ class AdapterCommands:
                 await self._check(verb, resolved, request, worker_id)
             if not worker_id and verb is not Verb.WARM:
                 # Before the look at live workers: a worker that starts meanwhile is seen, or reads the pin itself.
+                self._check_cells_answer()
                 for pins in self._pins_of(resolved):
                     await (pins.pin(request) if verb is Verb.PIN else pins.unpin(request.adapter))
             for _, cell, state in await self._workers(resolved, worker_id):
@@ -94,6 +95,13 @@ class AdapterCommands:
         if not models:
             raise Mismatch(resolved.ref.revision, "made for a base model that is not served here", reason="WRONG_BASE")
         return models
+
+    def _check_cells_answer(self) -> None:
+        """Raise Unavailable where a cell is away: its pins would differ from the others'."""
+        for model in self._models.served:
+            reached = {cell.name for cell in self._models.reached(model)}
+            if silent := sorted(model.cells.keys() - reached):
+                raise redis_is_silent(silent)
 
     def _pins_of(self, resolved: ResolvedAdapter) -> list[PinnedAdapters]:
         """Return the pins of each cell of each model, which its revisions share."""

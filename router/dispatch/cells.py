@@ -165,9 +165,9 @@ class Cells:
         if sight is None:
             return _Cell(CellView(name, 0, 0, backlog), frozenset(), is_open, answers=False, away=False)
         serving = [s for s in sight.workers if s.phase is WorkerPhase.SERVING and s.base_digest == base_digest]
-        workers = self._linked(serving)
-        rows, used = sum(s.rows_limit for s in workers), sum(s.rows_running + s.rows_waiting for s in workers)
-        sizes = frozenset((s.max_tokens, s.max_rank) for s in workers)
+        # By all of them, so that every router has the same ranking, whatever links it has just now.
+        rows, used = sum(s.rows_limit for s in serving), sum(s.rows_running + s.rows_waiting for s in serving)
+        sizes = frozenset((s.max_tokens, s.max_rank) for s in self._linked(serving))
         return _Cell(
             CellView(name, rows, used, backlog), sizes, is_open, sight.answers and name not in self._failed, sight.away
         )

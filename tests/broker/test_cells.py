@@ -193,6 +193,7 @@ def test_cells_are_read_with_their_urls(text: str, cells: list[CellAddress]) -> 
     [
         ("", "--cells '': name at least one cell, such as main"),
         ("main main=redis://h", "--cells main: two cells have this name"),
+        ("redis://:secret@h", "--cells: write NAME=URL for a cell with a Redis of its own"),
         ("main b=", "--cells b=: give the URL of its Redis, or leave out the ="),
         ("main,b", "--cells 'main,b': a cell's name has letters, digits, '-', '_' and '.'"),
         ("a*", "--cells 'a*': a cell's name has letters, digits, '-', '_' and '.'"),

@@ -46,14 +46,16 @@ def commands_of(slots: int) -> tuple[AdapterCommands, Pins]:
 
     pins = Pins()
     manifest = Manifest("m", BASE, "hash", 64, 256, {})
-    cell: Any = SimpleNamespace(queue=SimpleNamespace(pins=pins, commands=SimpleNamespace(send=ignore)))
+    cell: Any = SimpleNamespace(name="main", queue=SimpleNamespace(pins=pins, commands=SimpleNamespace(send=ignore)))
     model: Any = SimpleNamespace(manifest=manifest, cells={"main": cell})
     state: Any = SimpleNamespace(worker_id="w", incarnation="w1", base_digest=BASE, max_rank=64, slots_total=slots)
 
     async def living() -> Living:
         return Living([(model, cell, state)])
 
-    models: Any = SimpleNamespace(served=[model], living=living, revisions=lambda name: [model])
+    models: Any = SimpleNamespace(
+        served=[model], living=living, revisions=lambda name: [model], reached=lambda model: [cell]
+    )
     store: Any = Store()
     return AdapterCommands(models, store), pins
 
