@@ -127,21 +127,31 @@ async def test_a_quota_is_of_both_cells(cells: Cells, eventually: Eventually) ->
         assert Counter(len(one.choices[0].token_ids) for one in ended if isinstance(one, Generation)) == {TOKENS: QUOTA}
 
 
-@pytest.mark.parametrize("name", ["second", "main"])
-async def test_a_cell_whose_redis_is_killed_loses_nothing(cells: Cells, eventually: Eventually, name: str) -> None:
+@pytest.mark.parametrize(("name", "what"), [("second", "dies"), ("second", "hangs"), ("main", "dies")])
+async def test_a_cell_whose_redis_is_lost_loses_nothing(
+    cells: Cells, eventually: Eventually, name: str, what: str
+) -> None:
     """The main cell's server has the ledger and the drained cells as well."""
     await eventually(cells.both_serve)
     lost: ValkeyServer = getattr(cells, name)
-    answers, _ = await cells.begin(f"lost {name}")
+    answers, _ = await cells.begin(f"{name} {what}")
     assert (await cells.queues())[name].waiting
-    await lost.kill()
+    if what == "hangs":
+        lost.hang()
+    else:
+        await lost.kill()
     try:
+        meanwhile, _ = await cells.begin(f"just after {name} {what}", 8)
         assert sum(answer.continuations for answer in await answers), "no job waited in the lost cell"
-        later, places = await cells.begin(f"without {name}", 12)
+        await meanwhile
+        later, places = await cells.begin(f"without {name} which {what}", 12)
         assert set(places) == {"main", "second"} - {name}
         await later
     finally:
-        await lost.start()
+        if what == "hangs":
+            lost.wake()
+        else:
+            await lost.start()
     await eventually(cells.both_serve)
 
 
