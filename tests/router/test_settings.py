@@ -57,3 +57,10 @@ def test_the_use_of_generation_configs_is_auto_or_none() -> None:
     assert Settings(store="s", redis_url="r").generation_config == "auto"
     with pytest.raises(ValueError, match="--generation-config vllm: give auto or none"):
         Settings(store="s", redis_url="r", generation_config="vllm")
+
+
+def test_cells_are_checked_before_anything_is_asked() -> None:
+    with pytest.raises(ValueError, match="--cells main: two cells have this name"):
+        Settings(store="s", redis_url="r", cells="main main")
+    named = Settings(store="s", redis_url="r", cells="main second=redis://h").cell_addresses
+    assert [(cell.name, cell.url) for cell in named] == [("main", ""), ("second", "redis://h")]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from artifacts.families import KV_CACHE_HELP, check_kv_cache_dtype
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from artifacts.quantization import check_device, parse_quantization
+from broker.cells import is_cell_name
 from broker.job_keys import JOB_KEY_HELP
 from rpc.principal import Role
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, check_bounds, setting
@@ -78,7 +79,7 @@ class Settings:
     )
     fetch_s: float = setting("seconds that the store gets to send an adapter", 300.0, above=0)
     fetch_silent_s: float = setting("seconds without a piece (1 MiB) from the store that end the fetch", 10.0, above=0)
-    cell: str = setting("the cell of the queue", "main")
+    cell: str = setting("the cell whose jobs this worker takes, on the Redis of --redis-url", "main")
     tls_cert: str = setting("PEM file with this worker's certificate", "")
     tls_key: str = setting(KEY_HELP, "")
     tls_ca: str = setting("PEM file with the authorities that sign the certificates of the other processes", "")
@@ -107,6 +108,8 @@ class Settings:
 
             own_name(tls, Role.WORKER)
             check_job_key(self.job_key)
+        if not is_cell_name(self.cell):
+            raise ValueError(f"--cell {self.cell!r}: a cell's name has letters, digits, '-', '_' and '.'")
         if self.device.split(":", maxsplit=1)[0] not in DEVICES:
             raise ValueError(f"--device {self.device}: not one of {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:

@@ -12,7 +12,7 @@ from broker.messages import AdapterRef, AdapterRequest
 from router.api.cluster import PIN_TENANTS, WARMS, AdapterCommands
 from router.catalog.models import Living
 from router.catalog.store_client import Manifest, ResolvedAdapter
-from rpc.errors import Exhausted, Mismatch
+from rpc.errors import Exhausted, Mismatch, Unavailable
 
 BASE = "sha256:base"
 
@@ -105,3 +105,13 @@ async def test_a_tenants_warms_are_bounded_and_others_go_on() -> None:
     assert caught.value.reason == "WARMS_FULL"
     assert 0 < (caught.value.retry_after_s or 0) <= 30
     await commands.send(Verb.WARM, "b", "first", "")
+
+
+async def test_a_pin_is_refused_while_a_cell_is_away_which_would_not_have_it() -> None:
+    commands, pins = commands_of(slots=4)
+    models: Any = commands._models
+    models.reached = lambda model: []
+    for verb in (Verb.PIN, Verb.UNPIN):
+        with pytest.raises(Unavailable, match="Redis of cell main does not answer"):
+            await commands.send(verb, "a", "a0", "")
+    assert not pins.all

@@ -18,3 +18,8 @@ def test_a_device_has_defaults_of_its_own(device: str, rows: int, step_tokens: i
     assert (config.device, config.rows, config.step_tokens) == (device, rows, step_tokens)
     chosen = Settings(*REQUIRED, device=device, rows=5, step_tokens=64, max_rank=8).engine_config()
     assert chosen == EngineConfig("hash:?", device, rows=5, step_tokens=64, max_rank=8)
+
+
+def test_a_cell_has_a_name_that_keys_may_have() -> None:
+    with pytest.raises(ValueError, match="--cell 'a b': a cell's name has letters, digits"):
+        Settings(*REQUIRED, cell="a b")
