@@ -146,6 +146,7 @@ async def test_a_cell_whose_redis_is_lost_loses_nothing(
         await meanwhile
         later, places = await cells.begin(f"without {name} which {what}", 12)
         assert set(places) == {"main", "second"} - {name}
+        assert (await cells.queues())[name].state == pb.CELL_STATE_AWAY
         await later
     finally:
         if what == "hangs":

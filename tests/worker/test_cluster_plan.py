@@ -89,6 +89,8 @@ def test_the_default_figures_are_those_that_were_measured() -> None:
         return float(found.replace(",", ""))
 
     assert figure(r"`jobs_per_s_of_one_cell` \| ([\d,.]+)") == CELL_JOBS
+    rules = (Path(__file__).parents[2] / "deploy" / "monitoring" / "rules.yml").read_text()
+    assert f"rate(loraplex_cell_jobs_total[5m])) > {CELL_JOBS:.0f}\n" in rules
     assert round(figure(r"\| one process \|(?:[^|]*\|){3} ([\d,.]+)")) == cluster_plan.ROUTER_CALL_US
     assert figure(r"costs 11 to 25 us: (\d+) us with 256 streams") == cluster_plan.ROUTER_TOKEN_US
     slots, adapters = figure(r"cache of (\d+) adapters"), figure(r"has (\d+) adapters a worker, used alike")
