@@ -170,16 +170,22 @@ async def test_a_cell_is_drained_under_load_and_opened_again(cells: Cells, event
     await eventually(cells.both_serve)
     answers, _ = await cells.begin("drained")
     assert (await cells.queues())["second"].waiting
-    assert "second gets no more jobs" in await loraplex(cells, "drain", "second")
+    async with grpc.aio.insecure_channel(cells.cluster.local.router) as channel:  # a command takes a second to start
+        await cluster_pb2_grpc.ClusterServiceStub(channel).DrainCell(pb.DrainCellRequest(cell="second"))
+    again = asyncio.create_task(loraplex(cells, "drain", "second"))
     assert sum(answer.continuations for answer in await answers), "no job waited in the drained cell"
+    assert "second gets no more jobs" in await again
     later, places = await cells.begin("while drained", 12)
     assert set(places) == {"main"}
     await later
     assert await cells.are(main=pb.CELL_STATE_OPEN, second=pb.CELL_STATE_DRAINED)
-    listed = [line.split("\t") for line in (await loraplex(cells, "list")).splitlines()]
-    assert [line[:4] for line in listed[1:]] == [["main", "hash", "open", "2"], ["second", "hash", "drained", "2"]]
-    assert "it is the last open cell; open another one first" in await loraplex(cells, "drain", "main")
-    assert "'third' is not a cell of --cells: this router serves main, second" in await loraplex(cells, "open", "third")
+    table, last, unknown = await asyncio.gather(
+        loraplex(cells, "list"), loraplex(cells, "drain", "main"), loraplex(cells, "open", "third")
+    )
+    listed = [line.split("\t")[:4] for line in table.splitlines()]
+    assert listed[1:] == [["main", "hash", "open", "2"], ["second", "hash", "drained", "2"]]
+    assert "it is the last open cell; open another one first" in last
+    assert "'third' is not a cell of --cells: this router serves main, second" in unknown
     pins = Keys("hash", "second").pins
     async with grpc.aio.insecure_channel(cells.cluster.local.router) as channel, await cells.second.client() as redis:
         stub = cluster_pb2_grpc.ClusterServiceStub(channel)
