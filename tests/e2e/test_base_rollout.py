@@ -22,7 +22,7 @@ from tests.hash_oracle import expected_ids
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Any]]
 OLD, NEW = (f"hash:?vocab=32000&seed={seed}&step_ms=20" for seed in (1, 2))
-STREAMS, TOKENS = 100, 12
+STREAMS, TOKENS = 24, 12
 
 
 class Load:

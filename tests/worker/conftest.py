@@ -25,6 +25,13 @@ def ahead() -> bool:
 
 
 @pytest.fixture
+def kept_compilations(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what Triton compiles for a GPU until the next run: its key has the kernel's source and the compiler's."""
+    assert pytestconfig.cache is not None
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(pytestconfig.cache.mkdir("triton")))
+
+
+@pytest.fixture
 def two_threads() -> Iterator[None]:
     """Kernels that share out their work."""
     import torch

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from artifacts.families import KvShape
 from tests.worker.engine.attention_batches import Case, Numbers, cases, quantized
-from tests.worker.engine.interpreted import replace_language_once
+from tests.worker.engine.interpreted import interpret_quickly
 from worker.engine.attention import kernels
 from worker.engine.attention.cuda import TritonPlan, triton_plan
 from worker.engine.attention.paged import KvCache, LayerCall, row_blocks
@@ -89,7 +89,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     place = torch.device(sys.argv[1])
     if place.type == "cpu":
-        replace_language_once()
+        interpret_quickly()
     # Of so many cases one, because compiling and interpreting take time; bfloat16 is what models are in.
     chosen = {"float32": 2, "float16": 3, "bfloat16": 1} if place.type == "cuda" else {"float32": 3, "float16": 9}
     results = {}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from options import StoppingParams
-from tests.worker.engine.interpreted import replace_language_once
+from tests.worker.engine.interpreted import interpret_quickly
 from worker.engine import torch_engine
 from worker.engine.decoder.cuda import use_kernels
 from worker.engine.lora.base_layers import AdapterLayers
@@ -99,6 +99,6 @@ def by_kernel(layer: weight.QuantizedLinear, x: Tensor) -> Tensor:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    replace_language_once()
+    interpret_quickly()
     weight.QuantizedLinear.forward = by_kernel  # type: ignore[assignment, method-assign]
     print(json.dumps([answers(case) for case in json.load(sys.stdin)]))

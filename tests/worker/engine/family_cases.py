@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tests.worker.engine.interpreted import replace_language_once
+from tests.worker.engine.interpreted import interpret_quickly
 from tests.worker.engine.model.tiny_families import make_config, make_model
 from worker.engine.attention.paged import KvCache
 from worker.engine.decoder.cuda import use_kernels
@@ -64,5 +64,5 @@ def compare(family: str) -> tuple[float, dict[str, int]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    replace_language_once()
+    interpret_quickly()
     print(json.dumps({family: compare(family) for family in FAMILIES}))

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tests.worker.engine.interpreted import replace_language_once
+from tests.worker.engine.interpreted import interpret_quickly
 from tests.worker.engine.model.tiny_families import make_config, make_model
 from worker.engine.attention import kernels
 from worker.engine.attention.cuda import TritonPlan, triton_plan
@@ -120,7 +120,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     place = sys.argv[1]
     if place == "cpu":
-        replace_language_once()
+        interpret_quickly()
     sizes: dict[str, Any] = {"CHUNK_SPLIT": POSITIONS, "position_tile": lambda *_: POSITIONS}
 
     def plan(layout: StepLayout, cache: KvCache, device: torch.device) -> TritonPlan:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tests.worker.engine.interpreted import replace_language_once
+from tests.worker.engine.interpreted import interpret_quickly
 from worker.engine.lora.cuda import LOW_TILE, CudaLora
 from worker.engine.lora.cuda_experts import CudaExperts
 from worker.engine.lora.weights import AdapterWeights, LoraPair, Rescale
@@ -251,7 +251,7 @@ if __name__ == "__main__":
     place = torch.device(sys.argv[1])
     cuda = place.type == "cuda"
     if not cuda:
-        replace_language_once()
+        interpret_quickly()
     # Of so many cases one: float32 says most, and interpreting takes its time.
     chosen = {"float32": 1, "float16": 1, "bfloat16": 1} if cuda else {"float32": 3, "float16": 9}
     # Where products are numpy's, "alone" says nothing that "alone, exact" does not say better.

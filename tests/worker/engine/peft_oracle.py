@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 # Where the two best logits are closer, either is right; no case here may be so.
 MARGIN = 1e-5
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip

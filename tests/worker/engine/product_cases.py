@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from artifacts.quantization import parse_quantization
-from tests.worker.engine.interpreted import replace_language_once
+from tests.worker.engine.interpreted import interpret_quickly
 from worker.engine.quantized.cuda import can_multiply, multiply
 from worker.engine.quantized.weight import QuantizedWeight, quantize, quantize_weight
 
@@ -67,7 +67,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     place = torch.device(sys.argv[1])
     if place.type == "cpu":
-        replace_language_once()
+        interpret_quickly()
     assert not can_multiply(quantize(torch.ones(4, 48), 8, 24))
     results = {}
     # bfloat16 is wrong in the interpreter.

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from artifacts.families import KvShape
-from tests.worker.engine.interpreted import replace_language_once
+from tests.worker.engine.interpreted import interpret_quickly
 from worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
 from worker.engine.decoder.cuda import AttentionForm, QueryKeyNorms, gate_call
 from worker.engine.decoder.residuals import FORMS, Norm, NormForm, norm_call
@@ -101,5 +101,5 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 if __name__ == "__main__":
     device = sys.argv[1]
     if device == "cpu":
-        replace_language_once()
+        interpret_quickly()
     print(json.dumps({str(dtype).removeprefix("torch."): differences(dtype, device) for dtype in DTYPES[device]}))

@@ -11,7 +11,7 @@ import sys
 import torch
 
 from options import SamplingParams
-from tests.worker.engine.interpreted import replace_language_once
+from tests.worker.engine.interpreted import interpret_quickly
 from worker.engine.sampling.cuda import sample_with_triton
 from worker.engine.sampling.sampler import Adjustments, Draw, sample
 
@@ -66,7 +66,7 @@ def different(name: str, sampling: SamplingParams, dtype: torch.dtype, device: s
 if __name__ == "__main__":
     device = sys.argv[1]
     if device == "cpu":
-        replace_language_once()
+        interpret_quickly()
     print(
         json.dumps(
             {

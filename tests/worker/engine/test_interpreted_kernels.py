@@ -19,7 +19,7 @@ from tests.worker.engine.triton_runs import results_of
 from worker.engine_api import NewSequence
 
 pytest.importorskip("triton", reason="Triton is for Linux")
-# Interpreting takes 46 s of a core.
+# Interpreting takes 30 s of a core.
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 LORA_TOLERANCES = {"float32": 3e-6, "float16": 3e-3}

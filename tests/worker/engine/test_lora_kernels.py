@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 CPU = torch.device("cpu")
 
 
+@pytest.mark.usefixtures("kept_compilations")
 @pytest.mark.parametrize(
     ("in_features", "widths", "max_rank", "dtype"),
     [
@@ -27,10 +27,8 @@ CPU = torch.device("cpu")
     ],
 )
 def test_kernels_compile_for_sm_90(
-    in_features: int, widths: tuple[int, ...], max_rank: int, dtype: torch.dtype,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    in_features: int, widths: tuple[int, ...], max_rank: int, dtype: torch.dtype
+) -> None:
     for call in launches(in_features, widths, max_rank, dtype):
         compiled = compiled_for_sm_90(call)
         if in_features % 16 == 0:
@@ -57,11 +55,11 @@ def launches(in_features: int, widths: tuple[int, ...], max_rank: int, dtype: to
     return [*decode, *lora.launches(x, y, "group")]
 
 
+@pytest.mark.usefixtures("kept_compilations")
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_kernel_of_experts_tiles_compiles(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_of_experts_tiles_compiles(capability: int) -> None:
     from worker.engine.lora.cuda_experts import CudaExperts
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     experts = CudaExperts(lora_of({"m": (32, 48)}), {}, 2, 16, 8, torch.bfloat16, CPU)
     compiled_for(capability, experts.tiles_call(torch.zeros(64, dtype=torch.int64), 8))
 

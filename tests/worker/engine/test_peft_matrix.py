@@ -373,7 +373,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "biases of the base": ({"bias": "all"}, "bias"),
     "biases of B": ({"lora_bias": True}, "lora_bias"),
     "a trained layer": ({"modules_to_save": ["norm"]}, "modules_to_save"),
-    "replicated layers": ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
+    "replicated layers": ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
     "parameters": ({"target_parameters": ["mlp.down_proj.weight"]}, "target_parameters"),
     "rank 257": ({"r": 257}, "257"),
 }

@@ -16,6 +16,7 @@ from worker.engine.device import before_compilations
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 
+@pytest.mark.usefixtures("kept_compilations")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "dtype", "score", "capability"),
     [
@@ -25,10 +26,8 @@ pytest.importorskip("triton", reason="Triton is for Linux")
     ],
 )
 def test_kernels_compile(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, score: dict[str, Any], capability: int,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, score: dict[str, Any], capability: int
 ) -> None:  # fmt: skip
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     names = [call.kernel.__name__ for call in launches(heads, kv_heads, dim, dtype, score)]
     decodes = ["attend_chunks"] if score.get("batch_invariant") else ["attend_splits", "combine_splits"]
     writes = ["write_heads"] if score.get("int8") else []

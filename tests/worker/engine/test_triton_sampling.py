@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,14 +12,12 @@ from worker.engine.sampling.sampler import Draw
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 
+@pytest.mark.usefixtures("kept_compilations")
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_kernel_compiles(
-    dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_compiles(dtype: torch.dtype, capability: int) -> None:
     from worker.engine.sampling.cuda import choose_call, totals_call
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     draws = [Draw(SamplingParams(temperature=1.0, top_k=5, top_p=0.9), 0, 1)] * 2
     call = choose_call(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 32_000, dtype=dtype), draws)
     assert call.grid == (2,), "one launch for all rows, whatever they ask for"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,12 +92,12 @@ def test_an_attention_that_rotates_all_features_is_known_by_its_numbers(tiny_lla
         assert attention_form(attention, widths, torch.float32) is None
 
 
+@pytest.mark.usefixtures("kept_compilations")
 @pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernels_compile(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_compile(capability: int) -> None:
     from worker.engine.decoder.cuda import AttentionForm, QueryKeyNorms, gate_call
     from worker.engine.decoder.residuals import Norm, NormForm, norm_call
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     x, out = torch.zeros(8, 8192, dtype=torch.bfloat16), torch.zeros(8, 4096, dtype=torch.bfloat16)
     form = NormForm(1e-5, 0.0, late=False)
     norm = Norm(form, out[0])
@@ -120,13 +119,11 @@ def test_the_kernels_compile(capability: int, tmp_path: Path, monkeypatch: pytes
             compiled_for(capability, attention.rotate_call(x, rows, angles, angles, step))
 
 
+@pytest.mark.usefixtures("kept_compilations")
 @pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16), (100, torch.bfloat16)])
-def test_the_product_of_batch_invariance_compiles(
-    capability: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_product_of_batch_invariance_compiles(capability: int, dtype: torch.dtype) -> None:
     from worker.engine.decoder.invariant import multiply_call
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     x, y = torch.zeros(100, 256, dtype=dtype), torch.zeros(100, 6144, dtype=dtype)
     call = multiply_call(y, x, torch.zeros(6144, 256, dtype=dtype), torch.zeros(6144, dtype=dtype))
     assert call.grid == (2, 6144 // 32), "tiles depend on the layer, not on the rows"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -50,15 +49,13 @@ def test_the_layer_computes_with_the_dequantized_weight_and_moves_without_a_cast
     assert layer.to("meta").weight.codes.device.type == "meta"
 
 
+@pytest.mark.usefixtures("kept_compilations")
 @pytest.mark.parametrize(("capability", "name", "rows"), [(80, "fp8", 40), (90, "int4", 1), (100, "int8", 200)])
-def test_the_product_with_codes_compiles(
-    capability: int, name: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_product_with_codes_compiles(capability: int, name: str, rows: int) -> None:
     """In tiles of every height; int4 has groups with zero points, fp8's numbers no device must know."""
     pytest.importorskip("triton", reason="Triton is for Linux")
     from worker.engine.quantized.cuda import product_call
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     scheme = parse_quantization(name)
     assert scheme is not None
     weight, x = quantize_weight(torch.ones(512, 512), scheme), torch.zeros(rows, 512, dtype=torch.bfloat16)
