@@ -40,6 +40,8 @@ WAITING = (
     "tests/deploy/test_cluster.py",
     "tests/clients/",
     "tests/deploy/",
+    "tests/worker/io/test_stall.py",
+    "tests/worker/io/test_worker_process.py",
 )
 
 

@@ -66,7 +66,7 @@ def render(example: str, settings: Sequence[str] = (), release: str = "lx", name
     flags = [flag for setting in settings for flag in ("--set", setting)]
     values = str(CHART / "examples" / f"{example}.yaml")
     text = helm("template", release, str(CHART), "--namespace", namespace, "-f", values, *flags)
-    return [document for document in yaml.safe_load_all(text) if document]
+    return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
 def pods_of(manifests: Sequence[Manifest]) -> Iterator[tuple[Manifest, Manifest]]:
@@ -94,9 +94,14 @@ def _definitions(version: str) -> Registry[Any]:
 
 @cache
 def _schema(version: str, file: str) -> Mapping[str, Any]:
+    return cast(Mapping[str, Any], json.loads(_wheel().read(f"{_SCHEMAS}/v{version}.0-local-strict/{file}")))
+
+
+@cache
+def _wheel() -> zipfile.ZipFile:
+    # Its directory has 17,000 files, which are read once.
     (wheel,) = _FOLDER.glob("kubernetes_validate-*.whl")
-    with zipfile.ZipFile(wheel) as files:
-        return cast(Mapping[str, Any], json.loads(files.read(f"{_SCHEMAS}/v{version}.0-local-strict/{file}")))
+    return zipfile.ZipFile(wheel)
 
 
 if __name__ == "__main__":

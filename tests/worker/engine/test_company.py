@@ -23,7 +23,7 @@ from worker.engine_api import AdapterSource, NewSequence, Output
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(7200)]
 
-PROMPTS, COMPOSITIONS = (int(os.environ.get(name, few)) for name, few in (("PROMPTS", 5), ("COMPOSITIONS", 3)))
+PROMPTS, COMPOSITIONS = (int(os.environ.get(name, few)) for name, few in (("PROMPTS", 4), ("COMPOSITIONS", 3)))
 SEED = int(os.environ.get("SEED", "1"))
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
