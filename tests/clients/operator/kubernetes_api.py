@@ -1,7 +1,8 @@
 """An API server of Kubernetes, as far as an operator can tell: objects of the chart's definitions, and events.
 
-Like the real one it checks objects against their definition's schema, counts versions and generations, keeps status and
-the rest apart, waits for finalizers, refuses stale patches, and tells every change after a version to those who watch.
+Like the real one it checks objects against their definition's schema and its rules, counts versions and generations,
+keeps status and the rest apart, waits for finalizers, refuses stale patches, and tells every change after a version to
+those who watch.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import asyncio
 import json
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from copy import deepcopy
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import cel
 import jsonpatch
 import jsonschema  # type: ignore[import-untyped]
 import yaml
@@ -210,7 +212,7 @@ class KubernetesApi:
         created.pop("status", None)
         if (plural, namespace, name) in self.objects:
             raise Refusal(409, f"{name} exists")
-        self._check(plural, created)
+        self._check(plural, created, None)
         return self._put((plural, namespace, name), created, "ADDED")
 
     def _update(self, key: Key, patched: Object, subresource: str) -> Object:
@@ -229,14 +231,16 @@ class KubernetesApi:
             changed["metadata"]["generation"] += 1
         if changed == former:
             return former
-        self._check(key[0], changed)
+        self._check(key[0], changed, former)
         gone = "deletionTimestamp" in changed["metadata"] and not changed["metadata"].get("finalizers")
         return self._put(key, changed, "DELETED" if gone else "MODIFIED")
 
-    def _check(self, plural: str, manifest: Object) -> None:
+    def _check(self, plural: str, manifest: Object, former: Object | None) -> None:
         if plural in self._schemas:
             for error in jsonschema.Draft202012Validator(self._schemas[plural]).iter_errors(manifest):
                 raise Refusal(422, f"{error.json_path}: {error.message}")
+            for message in broken_rules(self._schemas[plural], manifest, former):
+                raise Refusal(422, message)
 
     def _put(self, key: Key, changed: Object, kind: str) -> Object:
         version = len(self._log) + 1
@@ -281,6 +285,27 @@ def _merged(former: Object, patch: Mapping[str, Any]) -> Object:
         else:
             merged[name] = value
     return merged
+
+
+def rules_of(schema: Mapping[str, Any]) -> Iterator[Mapping[str, str]]:
+    """Return the rules of a schema and of what it consists of: `rule`, in CEL, and `message`."""
+    yield from schema.get("x-kubernetes-validations", ())
+    for each in schema.get("properties", {}).values():
+        yield from rules_of(each)
+    if items := schema.get("items"):
+        yield from rules_of(items)
+
+
+def broken_rules(schema: Mapping[str, Any], value: Any, former: Any) -> Iterator[str]:
+    """Return the messages of the rules that a value breaks. Those of changes hold where there was a value before."""
+    for each in schema.get("x-kubernetes-validations", ()):
+        known = {"self": value} if former is None else {"self": value, "oldSelf": former}
+        if ("oldSelf" not in each["rule"] or former is not None) and cel.evaluate(each["rule"], known) is not True:
+            yield each["message"]
+    for name, of in schema.get("properties", {}).items():
+        if name in value:
+            yield from broken_rules(of, value[name], (former or {}).get(name))
+    assert not list(rules_of(schema.get("items", {}))), "items of lists have no rules yet"
 
 
 def _strict(schema: Mapping[str, Any]) -> Object:

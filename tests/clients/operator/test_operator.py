@@ -18,11 +18,12 @@ from clients.operator.app import run
 from clients.operator.settings import OperatorSettings
 from rpc.settings import SettingsError
 from tests.adapter_store.conftest import files_of
-from tests.clients.operator.kubernetes_api import CRDS, KubernetesApi, Refusal
+from tests.clients.operator.kubernetes_api import CRDS, KubernetesApi, Refusal, rules_of
 from tests.clients.operator.running import World
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SUPPORT = "tenants/acme/adapters/support"
+SPEC = {"tenant": "acme", "base": "base", "source": "s3://acme/1"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -283,6 +284,35 @@ async def test_the_definitions_take_the_guide_s_objects() -> None:
         assert one["apiVersion"] == "/".join(next(iter(kube.groups.values())))
         kube.apply(one["kind"], one["metadata"]["name"], one["metadata"]["namespace"], **one["spec"])
     assert sorted(kind for kind, _, _ in kube.objects) == ["basemodels", "loraadapters"]
+
+
+@pytest.mark.parametrize(
+    ("former", "edited", "field"),
+    [
+        (SPEC, {**SPEC, "tenant": "beta"}, "tenant"),
+        (SPEC, {**SPEC, "base": "other"}, "base"),
+        (SPEC, {**SPEC, "adapter": "support"}, "adapter"),
+        ({**SPEC, "adapter": "support"}, SPEC, "adapter"),
+        ({**SPEC, "adapter": "support"}, {**SPEC, "adapter": "tone"}, "adapter"),
+    ],
+)
+async def test_what_an_adapter_is_cannot_change(former: dict[str, Any], edited: dict[str, Any], field: str) -> None:
+    """The definition's rules are evaluated: each is broken by an edit here, and by no other."""
+    kube = KubernetesApi()
+    kube.apply("LoraAdapter", "one", **former)
+    with pytest.raises(Refusal) as refused:
+        kube.apply("LoraAdapter", "one", **edited)
+    assert str(refused.value) == f"spec.{field} cannot change; make another LoraAdapter"
+    kube.apply("LoraAdapter", "one", **{**former, "source": "s3://acme/2", "run": "7"})
+    assert (kube.get("one") or {})["metadata"]["generation"] == 2
+    kube.apply("LoraAdapter", "another", **edited)
+
+
+async def test_every_rule_of_the_definitions_is_broken_above() -> None:
+    definitions = [yaml.safe_load(path.read_text())["spec"]["versions"] for path in sorted(CRDS.glob("*.yaml"))]
+    rules = [rule for (version,) in definitions for rule in rules_of(version["schema"]["openAPIV3Schema"])]
+    fields = sorted(rule["message"].split()[0] for rule in rules)
+    assert fields == ["spec.adapter", "spec.base", "spec.tenant"]
 
 
 async def test_an_operator_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
