@@ -145,7 +145,7 @@ async def _measure(setup: Setup) -> Figures:
     async with AsyncExitStack() as stack:
         sides = {processes: await stack.enter_async_context(_cluster(setup, processes)) for processes in (1, 2)}
         address, pids = sides[1]
-        calls = Calls([await stack.enter_async_context(_channel(address))], setup.prompt)
+        calls = Calls([await stack.enter_async_context(own_channel(address))], setup.prompt)
         progress(f"{setup.side_by_side} calls side by side")
         flow = await calls.flow(setup.side_by_side, setup.warm_s, setup.seconds, pids)
         progress(f"{setup.burst} calls at once")
@@ -161,7 +161,7 @@ async def _rounds(
     """Let the clusters of one and two processes take turns; return the sums of their rounds."""
     callers = {}
     for processes, (address, _) in sides.items():
-        channels = [await stack.enter_async_context(_channel(address)) for _ in range(setup.connections)]
+        channels = [await stack.enter_async_context(own_channel(address)) for _ in range(setup.connections)]
         await asyncio.gather(*(channel.channel_ready() for channel in channels))
         callers[processes] = Calls(channels, setup.prompt)
     rounds: dict[int, Flow] = {}
@@ -174,7 +174,7 @@ async def _rounds(
     return rounds
 
 
-def _channel(address: str) -> grpc.aio.Channel:
+def own_channel(address: str) -> grpc.aio.Channel:
     """Return a channel with a connection of its own."""
     return grpc.aio.insecure_channel(address, options=[*channel_options(), ("grpc.use_local_subchannel_pool", 1)])
 
@@ -182,10 +182,11 @@ def _channel(address: str) -> grpc.aio.Channel:
 class Calls:
     """A client that sends the same request on its channels in turn, with as little work as possible."""
 
-    def __init__(self, channels: Sequence[grpc.aio.Channel], prompt: int) -> None:
+    def __init__(self, channels: Sequence[grpc.aio.Channel], prompt: int, answer: int = 1) -> None:
+        """Take the tokens of a prompt and of its answer."""
         self._calls: Iterator[Any] = cycle([channel.unary_stream(METHOD) for channel in channels])
         token_ids = pb.TokenIds(ids=range(prompt))
-        spec = pb.GenerateSpec(token_ids=token_ids, stopping=pb.Stopping(max_tokens=1))
+        spec = pb.GenerateSpec(token_ids=token_ids, stopping=pb.Stopping(max_tokens=answer, ignore_eos=True))
         self._request = pb.GenerateRequest(spec=spec).SerializeToString()
         self.ended = 0
 
