@@ -39,7 +39,7 @@ LONGER_S = 0.5
 LONGER = 1.5
 # Guess of the work that a row of a worker claims in a second, in charged tokens, where none was measured.
 ROW_RATE = 100.0
-# Jobs a second that 70% of the core of one cell's Redis serves (bench.scaling).
+# Jobs a second that 70% of the core of one cell's Redis serves, on the slower of two processors (bench.scaling).
 CELL_JOBS = 3_013.0
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 
