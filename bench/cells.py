@@ -21,7 +21,7 @@ from bench.command import run_command
 from bench.report import Aim, Report, progress
 from bench.scaling import PAGE
 from bench.scaling_cluster import BASE
-from bench.scaling_redis import used_s
+from bench.scaling_redis import sized_job, used_s
 from bench.valkey import running_valkey
 from broker.cells import CellSight
 from broker.connection import connect
@@ -30,7 +30,6 @@ from broker.liveness import Liveness
 from broker.messages import AdapterRef, Capacity, Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
 from broker.terms import QueueLimits, UsageReport
-from options import SamplingParams, StoppingParams
 from router.dispatch.cells import Cells
 
 AIMS = {
@@ -218,17 +217,7 @@ def _workers(setup: Setup) -> list[WorkerState]:
 def _job(setup: Setup, number: int) -> Job:
     which = number * 7919 % setup.adapters
     adapter = AdapterRef(f"tenants/t/adapters/a{which}", f"sha256:{which:064x}", 16, 1 << 20) if number % 4 else None
-    return Job(
-        job_id=f"j{number}",
-        tenant=f"t{number % setup.tenants}",
-        model="model",
-        base_digest=BASE,
-        reply_to="router",
-        prompt_ids=tuple(range(256)),
-        stopping=StoppingParams(128),
-        sampling=SamplingParams(seed=number),
-        adapter=adapter,
-    )
+    return sized_job(number, setup.tenants, adapter)
 
 
 if __name__ == "__main__":

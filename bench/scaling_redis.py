@@ -111,11 +111,11 @@ async def used_s(redis: Redis) -> float:
     return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
 
-def _job(number: int) -> Job:
-    adapter = AdapterRef(f"tenants/t/adapters/a{number}", f"sha256:{number % 64:064x}", 16, 1 << 20)
+def sized_job(number: int, tenants: int, adapter: AdapterRef | None) -> Job:
+    """Return a job of 256 prompt tokens and an answer of 128, of one of the tenants."""
     return Job(
         job_id=f"j{number}",
-        tenant=f"t{number % _TENANTS}",
+        tenant=f"t{number % tenants}",
         model="model",
         base_digest=BASE,
         reply_to="127.0.0.1:50000",
@@ -124,3 +124,8 @@ def _job(number: int) -> Job:
         sampling=SamplingParams(seed=number),
         adapter=adapter,
     )
+
+
+def _job(number: int) -> Job:
+    adapter = AdapterRef(f"tenants/t/adapters/a{number}", f"sha256:{number % 64:064x}", 16, 1 << 20)
+    return sized_job(number, _TENANTS, adapter)

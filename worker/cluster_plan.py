@@ -154,7 +154,7 @@ def plan_cluster(settings: ClusterSettings, divide: Divide = lambda columns: ())
         raise ValueError(f"--prompt and --answer have {total:,} tokens; the model's context is {bare.context:,}")
     cells = math.ceil(settings.requests / settings.cell_jobs)
     needed, service = _fewest_workers(settings)
-    # One to spare in all: jobs go to another cell where they would wait longer in their own.
+    # Add one spare worker for all cells together: routers send a lost worker's jobs to any of them.
     workers = cells * math.ceil((needed + 1) / cells)
     # An adapter belongs to one cell.
     home = settings.adapters / needed

@@ -157,7 +157,7 @@ def test_tiles_give_few_rows_and_many_the_same_bits(products: int, dora: bool, m
     monkeypatch.setattr("worker.engine.lora.cpu.fastest_products", lambda *_: products)
     group = Group(torch.bfloat16, RANKS, dora=dora, sizes=TILE_SIZES)
     for slots in MIXES.values():
-        # What A gives is rounded too.
+        # Maximum error of two roundings: products with A are rounded before those with B, sums at the end.
         group.check(slots, roundings=2)
     x, y = group.inputs(147)
     slots = [0] * 5 + [1] * 9 + [3] * 3 + [4] * 130

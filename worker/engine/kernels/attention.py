@@ -154,7 +154,7 @@ def span_of(positions: int) -> int:
     return -(-positions // PANEL) * PANEL + _BESIDE
 
 
-# What a score is that a row does not see: its exponential changes no sum.
+# Score of a position that a row does not see: its exponential changes no sum.
 _UNSEEN = np.float32(-3e38)
 # Number of vectors of scores that are computed together.
 _UNROLLED = 4

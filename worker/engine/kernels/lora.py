@@ -144,9 +144,12 @@ def _shrink_by_tiles(p, at, pair, layer, segment, part, memory):
         low, high = rank * part // at.parts, rank * (part + 1) // at.parts
         of_rows = x + first * at.x_bytes
         _shrink_few(p, at, a, rank, low, high, of_rows, stop - first, out + first * at.shrunk_bytes, memory)
-    else:
-        rows = stop - first
-        low, high = first + rows * part // at.parts, first + rows * (part + 1) // at.parts
+        return
+    # Each part packs A, which pays for _MANY_ROWS; with many threads some have no part.
+    rows = stop - first
+    parts = min(at.parts, rows // _MANY_ROWS)
+    if part < parts:
+        low, high = first + rows * part // parts, first + rows * (part + 1) // parts
         _shrink_many(p, at, a, rank, x + low * at.x_bytes, high - low, out + low * at.shrunk_bytes, memory)
 
 
