@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -98,12 +99,19 @@ class Charges:
         return wrong
 
     def _untold(self, story: Story, account: str) -> int:
-        """Return the tokens that the request's last router, which died, may have sent after its last report."""
-        held = story.held.get(account)
-        if held is None or held.router.died_at is None:
-            return 0
-        since_s = max(self._redis.told_s.get((held.router, held.id), 0.0), self._reported_until(held.router))
-        return sum(tokens for sent_at, tokens in story.sent if sent_at >= since_s)
+        """Return the tokens that routers of the request, which died, may have sent after their last report.
+
+        A resume tells of them, unless the reservation has ended before it.
+        """
+        untold, next_s = 0, math.inf
+        for held in reversed(story.held.get(account, [])):
+            died_s = held.router.died_at
+            if died_s is not None and next_s >= died_s - _REPORT_S + HELD_MS / 1e3:
+                told_s = self._redis.told_s.get((held.router, held.id), 0.0)
+                since_s = max(told_s, self._reported_until(held.router))
+                untold += sum(tokens for sent_s, tokens in story.sent if since_s <= sent_s < next_s)
+            next_s = held.granted_s
+        return untold
 
     def _stopped(self, account: str) -> int:
         """Return what routers had reserved that stood still until others ended their reservations."""

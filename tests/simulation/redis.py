@@ -33,14 +33,15 @@ _RETRY_S = 0.05
 
 @dataclass(frozen=True)
 class Held:
-    """A reservation of a call, and the router that has it."""
+    """A reservation of a call, the router that has it, and the time in seconds at which it was granted."""
 
     id: str
     router: Node
+    granted_s: float
 
 
-# The reservations of the story whose call runs, by account.
-HELD: ContextVar[dict[str, Held] | None] = ContextVar("HELD", default=None)
+# The reservations of the story whose call runs, by account, in the order of its calls.
+HELD: ContextVar[dict[str, list[Held]] | None] = ContextVar("HELD", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class SimulatedRedis:
         self.jobs: dict[bytes, Job] = {}
         self._sealed_ms: dict[bytes, int] = {}
         # The calls of the ledger: by their messages the callers' processes, reservations and times.
-        self.callers: dict[bytes, tuple[Node | None, dict[str, Held] | None, float]] = {}
+        self.callers: dict[bytes, tuple[Node | None, dict[str, list[Held]] | None, float]] = {}
         self.cell, self.limits = cell, limits
         self._chance = chance
         self._network = network
@@ -257,7 +258,7 @@ class SimulatedRedis:
             for account in granted["accounts"].split():
                 self.granted.append((account, self.now_ms, granted["input"] + granted["output"], router.name))
                 if held is not None:
-                    held[account] = Held(granted["id"], router)
+                    held.setdefault(account, []).append(Held(granted["id"], router, counted_at))
         told = [message["reservation"]] if granted else message["reservations"]
         for one in told:
             key = router, one["id"]

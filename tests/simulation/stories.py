@@ -74,8 +74,8 @@ class Story:
         self.ttft_s: float | None = None
         # Reasons of the refusals after which the client asked again.
         self.reasons: list[str] = []
-        # Reservations of the request's last call that had any, by account.
-        self.held: dict[str, Held] = {}
+        # Reservations of the request's calls, by account, in their order.
+        self.held: dict[str, list[Held]] = {}
         # Times at which routers sent what the client got, and the tokens of each, with those of the prompt.
         self.sent: list[tuple[float, int]] = []
         self._scored: Scored | None = None
