@@ -316,6 +316,16 @@ async def test_a_reservation_that_comes_after_its_end_holds_nothing(cluster: Clu
     await cluster.reserve(2, 900)
 
 
+async def test_the_prompt_of_a_whole_answer_without_tokens_is_charged_though_its_router_died_before_it_told(
+    cluster: Cluster,
+) -> None:
+    await cluster.reserve(output=0)
+    resumed = await cluster.reserve(1, 0, 0, prompt=0, router="b")
+    await cluster.settle(resumed, 0, 0, "b")
+    assert (await cluster.account())["input_tokens"] == 10
+    assert await cluster.events() == [("r1:0", 10, 0)]
+
+
 async def test_a_request_resumed_late_needs_room_and_is_charged_for_its_rest_alone(cluster: Cluster) -> None:
     first = await cluster.reserve(output=600)
     await cluster.settle(first, 10, 100)

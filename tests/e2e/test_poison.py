@@ -130,3 +130,18 @@ async def test_poison_ends_alone_and_everybody_else_is_served_exactly(
             assert (running["tenant"], running["model"], running["strikes"]) == ("acme", "hash", 0)
             header, row = (await command(cluster.local.router, "jobs")).splitlines()
             assert dict(zip(header.split("\t"), row.split("\t"), strict=True))["worker"] == running["worker_id"]
+
+
+async def test_two_tenants_poison_in_turn_does_not_put_the_only_worker_out_of_service(
+    start_cluster: StartCluster,
+) -> None:
+    async with start_cluster(f"{PLAIN}&die_on={DEADLY}", {}, workers=1) as cluster:
+        # Both wait for the worker's next engine, after the death of the first one.
+        got = await asyncio.gather(
+            poisoned(cluster, "mallory", token_ids=[1, 2, DEADLY]),
+            poisoned(cluster, "trudy", token_ids=[1, 3, DEADLY]),
+        )
+        assert not any(got)
+        assert (await cluster.client.generate("harmless", max_tokens=2)).token_ids
+        log = (cluster.local.data_dir / "logs" / "worker-1.log").read_text()
+        assert "claims nothing" not in log

@@ -152,8 +152,8 @@ def _describe_exit(code: int) -> str:
     return f"signal {-code}, {name}"
 
 
-# Number of deaths in a row, without a step between them and without a tenant and adapter in all of them, that open the
-# breaker.
+# Number of deaths in a row that open the breaker, without a step between them and without a tenant and adapter in all
+# of them. Deaths of suspects do not count.
 DEATHS_LIMIT = 3
 # Seconds before the next engine's own step: after an engine that gave no job a token, so that jobs that may have killed
 # it begin elsewhere; and with an open breaker, at first and at most.
@@ -173,14 +173,18 @@ class EngineBreaker:
           └──────────────────────── a step gives a job a token ───────────────────────┘
 
     After a death the worker claims nothing until its next engine has made a step of its own. With an open breaker it
-    also waits before this step, longer with each death, and blames no job for its deaths.
+    also waits before this step, longer with each death: so a broken worker leaves its jobs to others, and costs few.
+
+    The death of a suspect tells of the suspect, which has killed an engine before. If it counted, two tenants' suspects
+    in turn would open the breaker and hold up everybody.
     """
 
     def __init__(self, *, suspicious_s: float = SUSPICIOUS_S, open_s: float = OPEN_S) -> None:
         self._suspicious_s = suspicious_s
         self._open_s = open_s
         self.deaths = 0
-        # Pairs that may be the cause of each of the deaths; None before the first.
+        # Number of the deaths that count, and the pairs that may be the cause of each of them; None before the first.
+        self._counted = 0
         self._common: AbstractSet[Pair] | None = None
         # Whether the present engine has given a job a token, and whether the last one died before it did.
         self._has_stepped, self._died_stepless = False, False
@@ -198,17 +202,16 @@ class EngineBreaker:
         """Note that a step gave a job a token: the engine works."""
         self._has_stepped = True
         if self.deaths:
-            self.deaths, self._common, self.is_open, self._deaths_while_open = 0, None, False, 0
+            self.deaths, self._counted, self._common = 0, 0, None
+            self.is_open, self._deaths_while_open = False, 0
 
-    def opens_with(self, pairs: AbstractSet[Pair]) -> bool:
-        """Return whether the breaker is open after one more death, for which jobs of these pairs may be the cause."""
-        common = pairs if self._common is None else self._common & pairs
-        return self.is_open or (self.deaths + 1 >= DEATHS_LIMIT and not common)
-
-    def died(self, pairs: AbstractSet[Pair], *, in_own_step: bool = False) -> None:
-        """Count a death, for which jobs of these pairs may be the cause; `in_own_step`: no job is."""
+    def died(self, pairs: AbstractSet[Pair], *, in_own_step: bool = False, of_suspect: bool = False) -> None:
+        """Count a death, for which jobs of these pairs may be the cause, or a suspect; `in_own_step`: no job is."""
         self._deaths_while_open += self.is_open
-        self.is_open = self.opens_with(pairs) or in_own_step
         self.deaths += 1
         self._died_stepless, self._has_stepped = not self._has_stepped, False
-        self._common = pairs if self._common is None else self._common & pairs
+        if not of_suspect:
+            self._counted += 1
+            self._common = pairs if self._common is None else self._common & pairs
+        is_of_many = self._counted >= DEATHS_LIMIT and not self._common
+        self.is_open = self.is_open or in_own_step or is_of_many

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from broker.messages import Job
 from broker.queue import JobQueue
 from broker.terms import UsageReport
 from options import Encode, StoppingParams
 from telemetry.tracing import Attributes, Spans
 from worker.engine_api import EngineStats, Failure, NewSequence, Output
-from worker.io.engine_client import EngineBreaker, EngineProcess, Pair
+from worker.io.engine_client import EngineBreaker, EngineProcess
 from worker.io.local_jobs import Ending, LocalChoice, LocalChoiceState, LocalJob, LocalJobs, LocalJobState
 from worker.io.metrics import WorkerMetrics
 from worker.io.relay.frames import encode_prompt
@@ -207,8 +208,8 @@ class Results:
         self._telemetry = telemetry
         self._refused = 0
         self._breaker = breaker or EngineBreaker()
-        # Tenants and adapters of the jobs of which the engine may have died or stalled.
-        self._may_have_killed: set[Pair] = set()
+        # The jobs of which the engine may have died or stalled.
+        self._may_have_killed: list[Job] = []
         # Set by the engine's own step, once `warm_up` has asked for it; None before.
         self._warm: asyncio.Event | None = None
 
@@ -345,16 +346,16 @@ class Results:
         self.accepting = False
         self.give_all_back()
         in_own_step = self._warm is not None and not self._warm.is_set()
-        self._breaker.died(frozenset(self._may_have_killed), in_own_step=in_own_step)
+        others = [job for job in self._may_have_killed if not job.suspect]
+        pairs = {(job.tenant, job.adapter.digest if job.adapter else "") for job in others}
+        of_suspect = bool(self._may_have_killed) and not others
+        self._breaker.died(pairs, in_own_step=in_own_step, of_suspect=of_suspect)
 
     def give_all_back(self) -> None:
         """Give every job back, those of whose step the engine may have died or stalled with a blame."""
         taken, resident = self.stats.sequences_taken + self._refused, frozenset(self.stats.adapters)
         blamed = {local for local in self.jobs.all() if local.running and local.may_have_killed(taken, resident)}
-        for job in (local.job for local in blamed):
-            self._may_have_killed.add((job.tenant, job.adapter.digest if job.adapter else ""))
-        if self._breaker.opens_with(self._may_have_killed):  # the fault is this worker's own
-            blamed.clear()
+        self._may_have_killed += (local.job for local in blamed)
         for local in self.jobs.all():
             self.give_back(local, blamed=local in blamed)
 

@@ -1,4 +1,4 @@
-"""A worker whose engines die one after the other claims nothing for a while, and blames no job."""
+"""A worker whose engines die one after the other claims nothing for a while."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ ACME, GLOBEX, INITECH = (frozenset({(tenant, "")}) for tenant in ("acme", "globe
 def test_deaths_of_different_jobs_in_a_row_open_the_breaker() -> None:
     breaker = EngineBreaker()
     for pairs in (ACME, GLOBEX):
-        assert not breaker.opens_with(pairs)
         breaker.died(pairs)
+        assert not breaker.is_open
+    breaker.died(INITECH)
+    assert breaker.is_open
+
+
+def test_deaths_of_suspects_open_no_breaker() -> None:
+    breaker = EngineBreaker()
+    for pairs in (ACME, GLOBEX):
+        breaker.died(pairs)
+        for _ in range(DEATHS_LIMIT):
+            breaker.died(frozenset(), of_suspect=True)
     assert not breaker.is_open
-    assert breaker.opens_with(INITECH)
     breaker.died(INITECH)
     assert breaker.is_open
 
