@@ -114,13 +114,16 @@ class Charges:
         return untold
 
     def _stopped(self, account: str) -> int:
-        """Return what routers had reserved that stood still until others ended their reservations."""
+        """Return what routers had reserved that stood still until others ended their reservations.
+
+        A call that a router sent before may reserve while it stands still, if Redis hangs.
+        """
         stops = {f"router-{fault.router}": fault for fault in self._faults if fault.kind is Kind.ROUTER_HANG}
         return sum(
             amount
             for of, ms, amount, router in self._redis.granted
             if of == account and router in stops and stops[router].length_s > HELD_MS / 1e3 - _REPORT_S
-            if ms <= self._redis.ms_of(stops[router].at_s)
+            if ms <= self._redis.ms_of(stops[router].at_s + stops[router].length_s)
         )
 
     def _reported_until(self, router: Node) -> float:
