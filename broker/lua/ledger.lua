@@ -237,7 +237,7 @@ register_admission('ledger_reserve', function(_, arguments)
 
   if is_known then
     r.used_output = math.max(r.used_output, received)
-    -- Its prompt was computed; that of one without new tokens where nothing is left to do.
+    -- Charge for the prompt: an answer that has tokens, or asks for nothing more, began with it.
     if r.used_output > 0 or asked.input == 0 then r.used_input = r.paid_input + r.input end
     if r.open and r.accounts == asked.accounts then r.facts = asked.facts end
   elseif received >= 0 then -- forgotten; its events have ids that no earlier ones have

@@ -213,5 +213,4 @@ class EngineBreaker:
         if not of_suspect:
             self._counted += 1
             self._common = pairs if self._common is None else self._common & pairs
-        is_of_many = self._counted >= DEATHS_LIMIT and not self._common
-        self.is_open = self.is_open or in_own_step or is_of_many
+        self.is_open |= in_own_step or (self._counted >= DEATHS_LIMIT and not self._common)

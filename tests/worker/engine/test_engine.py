@@ -107,7 +107,7 @@ def test_cached_blocks_change_no_token(
         for name, adapter in (("base", None), ("tuned", "plain"))
     ]
     engine = make_engine(tiny_llama.directory, **ROOMY)
-    # One after the other: how many steps the adapter takes to load depends on the clock.
+    # Wait until the adapter is loaded and both prompts are cached: steps do not measure how long that takes.
     outputs = run_until_idle(engine, {0: requests[:2]}) | run_until_idle(engine, {0: requests[2:]})
     assert {name: ids(some) for name, some in outputs.items()} == {
         request.sequence_id: tiny_llama.expected(request) for request in requests
