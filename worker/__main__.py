@@ -1,6 +1,6 @@
 """Runs a worker: `python -m worker` (the I/O process, which starts the engine process). `plan`, `quantize`,
-`report` and `certify` after it compute and end; the last two compare a quantized model with the original, and print
-one JSON object:
+`import-gguf`, `report` and `certify` after it compute and end; the last two compare a quantized model with the
+original, and print one JSON object:
 
 python -m worker report --model DIR --quantized int4 --text FILE        its size, errors and effect on a text
 python -m worker report --model DIR --kv-cache-dtype int8 --text FILE   the same of its KV cache
@@ -12,9 +12,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,8 @@ def main() -> int:
             return _plan(sys.argv[2:])
         if sys.argv[1:2] == ["quantize"]:
             return quantize(sys.argv[2:])
+        if sys.argv[1:2] == ["import-gguf"]:
+            return import_gguf(sys.argv[2:])
         if sys.argv[1:2] in (["report"], ["certify"]):
             print(json.dumps(measure(sys.argv[1], sys.argv[2:])))
             return 0
@@ -137,15 +141,45 @@ def quantize(argv: Sequence[str]) -> int:
         raise ArtifactError(
             "quantize", f"{error.name} is not installed, which computing with a model needs: install loraplex[worker]"
         ) from error
-    base = write_copy(settings.model, settings.out, settings.to, _show)
+    base = write_copy(settings.model, settings.out, settings.to, partial(_show, "quantized"))
     print(f"wrote {settings.out}: {base.quantization} of {base.original_digest}")
     return 0
 
 
-def _show(done: int, of: int) -> None:
+def _show(verb: str, done: int, of: int) -> None:
     if done == of or done % max(1, of // _LINES) == 0:
         end = "\r" if sys.stderr.isatty() and done < of else "\n"
-        print(f"quantized {done} of {of} tensors", end=end, file=sys.stderr, flush=True)
+        print(f"{verb} {done} of {of} tensors", end=end, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class ImportSettings:
+    """Writes a GGUF file's model as a transformers directory."""
+
+    file: Path = setting("the GGUF file; of a split one any part")
+    out: Path = setting("the new directory")
+    dtype: str = setting("dtype of the weights: bfloat16 or float32", "bfloat16")
+    quiet: bool = setting("print nothing but progress and errors", False)
+
+
+def import_gguf(argv: Sequence[str]) -> int:
+    """Write the directory that the flags describe; 130 after Ctrl-C. Raises ArtifactError, SettingsError."""
+    settings = read_settings(ImportSettings, "worker-import-gguf", argv, {})
+    # Ended by its parent's signal too, it removes what it has written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        from worker.engine.gguf import import_gguf as write
+
+        base = write(settings.file, settings.out, settings.dtype, partial(_show, "imported"))
+    except KeyboardInterrupt:
+        return 130
+    except ModuleNotFoundError as error:
+        raise ArtifactError(
+            "models import", f"{error.name} is not installed, which reading GGUF needs: install loraplex[worker]"
+        ) from error
+    if not settings.quiet:
+        print(f"wrote {settings.out}: {base.architecture} {base.digest}")
+    return 0
 
 
 _QUANTIZED = "how it is quantized, such as int8, or the directory of a quantized copy"

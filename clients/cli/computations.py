@@ -36,19 +36,21 @@ ModelDirOption = Annotated[
 ]
 
 
-def _run_worker(command: str, flags: Mapping[str, object], *words: str, capture: bool = False) -> CompletedProcess[str]:
-    """Run `python -m worker COMMAND --flag=value ...`."""
+def run_worker(
+    command: str, flags: Mapping[str, object], *words: str, capture: bool = False, **options: Any
+) -> CompletedProcess[str]:
+    """Run `python -m worker COMMAND --flag=value ...`, with more options of subprocess.run."""
     arguments = [f"--{name}={value}" for name, value in flags.items()]
     # -P: a folder of the working directory called worker would be run instead.
     return subprocess.run(
         [sys.executable, "-P", "-m", "worker", command, *arguments, *words],
-        capture_output=capture, text=True, check=False,
+        capture_output=capture, text=True, check=False, **options,
     )  # fmt: skip
 
 
 def ask_worker(command: str, **flags: str) -> Any:
     """Run a worker's command and return the JSON that it prints. Raises CommandError."""
-    done = _run_worker(command, flags, capture=True)
+    done = run_worker(command, flags, capture=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it printed nothing"]
         reported = next((line for line in reversed(lines) if line.startswith(_PREFIX)), "")
@@ -61,7 +63,7 @@ def ask_worker(command: str, **flags: str) -> Any:
 
 def plan(context: typer.Context) -> None:
     """Compute what a model takes of a device or, with --cluster, the workers, routers and cost of a load."""
-    raise typer.Exit(_run_worker("plan", {}, *context.args).returncode)
+    raise typer.Exit(run_worker("plan", {}, *context.args).returncode)
 
 
 def quantize(  # one parameter a flag
@@ -93,7 +95,7 @@ def quantize(  # one parameter a flag
     if kv_cache_dtype and report is None:
         raise CommandError("--kv-cache-dtype is for --report FILE: a copy has no KV cache, its workers take the flag")
     if out:
-        done = _run_worker("quantize", {"model": model, "out": out, "to": to})
+        done = run_worker("quantize", {"model": model, "out": out, "to": to})
         if done.returncode:
             raise typer.Exit(done.returncode)
     if report is not None:

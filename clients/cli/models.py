@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from clients.cli.cluster import ClusterReader
+from clients.cli.gguf_models import import_, local_model
 from clients.cli.options import (
     ROUTER,
     STORE,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import artifacts.base_model
 
 app = typer.Typer(no_args_is_help=True, help="Register and list base models, and promote their revisions.")
+app.command("import")(import_)
 
 # Interval in seconds between looks at the workers that are waited for.
 LOOK_S = 0.5
@@ -46,7 +48,8 @@ WaitOption = Annotated[
 @app.command()
 def push(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A transformers directory, or hash:?... for the hash model.")
+        str,
+        typer.Argument(metavar="PATH", help="A transformers directory, a GGUF file, or hash:?... for the hash model."),
     ],
     name: Annotated[str, typer.Option(metavar="NAME", help="Name to register; the directory's by default.")] = "",
     quantize: QuantizeOption = "",
@@ -66,7 +69,8 @@ def push(
     """
     if stage and replace:
         raise CommandError("--stage keeps the live revision and --replace does not; give one of them")
-    model = read_model(path, name, quantize, kv_cache_dtype)
+    directory, name = local_model(path, name)
+    model = read_model(directory, name, quantize, kv_cache_dtype)
     with store_client(store, tenant) as client:
         kept = client.register_model(registered(model), model.files, replace=replace, stage=stage)
     if kept.state in {"live", ""}:
@@ -75,6 +79,8 @@ def push(
         say(f"{kept.state} {model.name} {model.digest}; start its workers, then: loraplex models promote {model.name}")
     if defaults := model.generation_config.text:
         say(f"requests that leave them unset get the values of its generation_config.json: {defaults}")
+    if directory != path:
+        say(f"its workers need: --model {directory}")
 
 
 @app.command()

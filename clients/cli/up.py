@@ -14,7 +14,7 @@ from clients.cli.terminal import CommandError
 
 
 def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
-    model: Annotated[str, typer.Option(metavar="PATH", help="A transformers directory, or hash:?... .")],
+    model: Annotated[str, typer.Option(metavar="PATH", help="A transformers directory, a GGUF file, or hash:?... .")],
     adapters: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="peft adapters in DIR/TENANT/NAME/; shared adapters in DIR/NAME/."),
@@ -110,6 +110,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
 
     [bold]loraplex up --model ./Qwen2-0.5B --adapters ./adapters --workers 2[/]
     """
+    from clients.cli.gguf_models import local_model
     from clients.cli.launch import LaunchPlan, check_engine_protocol, launch
     from clients.cli.models import check_quantization, read_model
     from clients.cli.tenants import check_plans, read_tenants
@@ -120,6 +121,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     for variable in CREDENTIAL_VARIABLES:  # of another cluster: this one has none
         os.environ.pop(variable, None)
     # Refuse bad arguments before any process starts.
+    model, name = local_model(model, name, dtype)
     base = read_model(model, name, quantize, kv_cache_dtype)
     check_quantization(quantize, device)
     tree = AdapterTree() if adapters is None else find_adapters(adapters)

@@ -1,0 +1,107 @@
+"""Models that are given as GGUF files: a worker process imports each once into a cache, by the digest of its bytes."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clients.cli.computations import run_worker
+from clients.cli.terminal import CommandError, err
+
+# The variable that names the cache's folder, which is otherwise in the user's own cache (XDG_CACHE_HOME).
+CACHE_VARIABLE = "LORAPLEX_CACHE_DIR"
+# Raised when an import writes something else for the same file, so that the cache's directories are made again.
+_VERSION = 1
+
+
+def import_(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.gguf", help="A model; of a split one any part, with the others beside it.")
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="New directory for the model.")],
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="Dtype of the weights: bfloat16 or float32.")] = "bfloat16",
+) -> None:
+    """Write a GGUF file's model as a transformers directory: weights, configuration, tokenizer and chat template.
+
+    [bold]loraplex models import ./SmolLM2-135M-Instruct.Q4_1.gguf ./SmolLM2-135M-Instruct[/]
+    """
+    raise typer.Exit(run_worker("import-gguf", {"file": file, "out": directory, "dtype": dtype}).returncode)
+
+
+def local_model(path: str, name: str = "", dtype: str = "") -> tuple[str, str]:
+    """Return a model's directory and name; a GGUF file is imported at its first use. Raises CommandError, OSError.
+
+    `dtype` is what the model computes in. The weights are written in bfloat16, or in float32 if it has more digits.
+    """
+    from artifacts import ArtifactError
+    from artifacts.gguf_files import is_gguf, model_name, parts_of
+
+    if not is_gguf(path):
+        return path, name
+    try:
+        parts = parts_of(Path(path))
+    except ArtifactError as error:
+        raise CommandError(str(error)) from error
+    written = "float32" if dtype in ("float32", "float16") else "bfloat16"
+    cache = _cache()
+    directory = cache / f"{_digest(parts, cache)}-{written}-{_VERSION}"
+    if not directory.is_dir():
+        with _lock(directory) as lock:
+            if not directory.is_dir():  # another process may have imported it meanwhile
+                err().print(f"importing {path} into {directory}", markup=False, soft_wrap=True)
+                _import(parts[0], directory, written, lock)
+    return str(directory), name or model_name(Path(path))
+
+
+def _import(file: Path, directory: Path, dtype: str, lock: int) -> None:
+    # The worker has the lock too: it ends its import before another one begins, even if this process is killed.
+    flags = {"file": file, "out": directory, "dtype": dtype}
+    code = run_worker("import-gguf", flags, "--quiet", pass_fds=(lock,)).returncode
+    if code:
+        raise typer.Exit(code)
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    default = (Path(home) if home else Path.home() / ".cache") / "loraplex"
+    directory = Path(os.environ.get(CACHE_VARIABLE) or default) / "models"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _digest(parts: tuple[Path, ...], cache: Path) -> str:
+    """Return the first digits of the digest of all parts, which is computed again when one has changed."""
+    from artifacts.names import DIGEST_PREFIX, sha256_file
+
+    key = json.dumps([_file_key(part) for part in parts])
+    memory = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.digest"
+    with suppress(OSError):
+        return memory.read_text(encoding="ascii")
+    digests = [sha256_file(part).removeprefix(DIGEST_PREFIX) for part in parts]
+    digest = (digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest())[:32]
+    unfinished = memory.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(digest, encoding="ascii")
+    unfinished.rename(memory)
+    return digest
+
+
+def _file_key(path: Path) -> tuple[str, int, int, int]:
+    """Return what changes when a file does: its path, inode, size, and the time of its last change in nanoseconds."""
+    status = path.stat()
+    return str(path.resolve()), status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@contextmanager
+def _lock(directory: Path) -> Iterator[int]:
+    """Let one process at a time import into a directory; yields the lock's descriptor."""
+    with open(directory.with_suffix(".lock"), "w", encoding="ascii") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()

@@ -1,0 +1,196 @@
+"""Imports a GGUF file as a transformers directory, by transformers' own reading of GGUF.
+
+transformers gives the configuration, the tokenizer, the tensors' names and how llama.cpp's converter has changed them.
+Its from_pretrained holds all tensors in float32; here each is dequantized in pieces into the dtype and written before
+the next is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+from artifacts import ArtifactError
+from artifacts.base_model import BaseModel, read_base_model
+from worker.engine.gguf.config import read_config
+from worker.engine.gguf.file import GgufFile, TensorEntry, check_types, read_gguf
+from worker.engine.gguf.shards import TensorPlan, write_shards
+
+# Tensors of files that the model has no parameter for.
+UNREAD = ("rope_freqs.weight",)
+# Names of dtypes that weights are written in.
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# Says how many of the tensors are done.
+Progress = Callable[[int, int], None]
+
+
+def import_gguf(
+    path: Path, directory: Path, dtype: str = "bfloat16", progress: Progress = lambda done, of: None
+) -> BaseModel:
+    """Write the model of a GGUF file, with all its parts, to a new directory in the layout of transformers.
+
+    Returns its manifest. Raises ArtifactError, also where `directory` exists or cannot be written; it leaves nothing.
+    """
+    if dtype not in DTYPES:
+        raise ArtifactError("--dtype", f"{dtype!r} is not one of {', '.join(DTYPES)}")
+    file = read_gguf(path)
+    if directory.exists():
+        raise ArtifactError(str(directory), "exists; give a new directory")
+    unfinished = directory.with_name(directory.name + ".unfinished")
+    try:
+        with _quiet():
+            config = read_config(file)
+            check_types(file)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            _write_small_files(file, config, DTYPES[dtype], unfinished)
+            _write_weights(file, config, DTYPES[dtype], unfinished, progress)
+        manifest = read_base_model(str(unfinished), "model")
+        os.rename(unfinished, directory)
+    except OSError as error:
+        raise ArtifactError(str(directory), f"cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return manifest
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' bars and warnings from the terminal: what matters is checked here, and raised."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def _write_small_files(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype, out: Path) -> None:
+    _read_tokenizer(file, config).save_pretrained(out)
+    config.architectures = [_model(config, dtype).__class__.__name__]
+    config.dtype = dtype
+    config.save_pretrained(out)
+    ends = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    known = list(dict.fromkeys(end for end in ends if end is not None))
+    generation = GenerationConfig(  # type: ignore[no-untyped-call]
+        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=known[0] if len(known) == 1 else known or None,
+        pad_token_id=file.get("tokenizer.ggml.padding_token_id"),
+    )
+    generation.save_pretrained(out)
+
+
+def _read_tokenizer(file: GgufFile, config: PreTrainedConfig) -> Any:
+    """Read the tokenizer as AutoTokenizer does, which would read the configuration again. Raises ArtifactError."""
+    if not file.get("tokenizer.ggml.tokens"):
+        raise ArtifactError(
+            file.name, "has no tokenizer (tokenizer.ggml.tokens); convert the model with its vocabulary"
+        )
+    kind: Any = TOKENIZER_MAPPING.get(type(config), TokenizersBackend)
+    try:
+        # A link in a folder of its own: files beside the GGUF are not this model's.
+        with tempfile.TemporaryDirectory(prefix="loraplex-gguf-") as folder:
+            os.symlink(file.paths[0].resolve(), Path(folder) / "model.gguf")
+            return kind.from_pretrained(folder, gguf_file="model.gguf")
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        model = file.get("tokenizer.ggml.model")
+        raise ArtifactError(file.name, f"transformers cannot read its tokenizer ({model}): {error}") from error
+
+
+def _model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+
+
+def _write_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype, out: Path, progress: Progress) -> None:
+    model = _model(config, dtype)
+    reading = _Reading(file, config, model, dtype)
+    plans = [
+        TensorPlan(name, tuple(tensor.shape), dtype)
+        for name, tensor in model.state_dict().items()
+        if name not in reading.tied
+    ]
+    reading.check(plans)
+    write_shards(out, plans, reading.read, progress)
+
+
+class _Reading:
+    """Reads tensors by the names that transformers gives them."""
+
+    def __init__(self, file: GgufFile, config: PreTrainedConfig, model: Any, dtype: torch.dtype) -> None:
+        self._file = file
+        self._dtype = dtype
+        kind: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+        self._processor: TensorProcessor = kind(config.to_dict())
+        # Without children: transformers looks at each module's names as well, 10 s that find nothing more.
+        flat: Any = SimpleNamespace(config=config, state_dict=model.state_dict, named_children=tuple)
+        self._names: dict[str, str] = get_gguf_hf_weights_map(flat, self._processor, model_type=file.architecture)
+        self._sources: dict[str, list[TensorEntry]] = {}
+        for name, tensor in file.tensors.items():
+            target = self._names.get(name) or self._names.get(name.removesuffix(".weight"))
+            if target is not None:
+                self._sources.setdefault(target, []).append(tensor)
+        self.tied = set(model.all_tied_weights_keys) - set(self._sources) if config.tie_word_embeddings else set()
+
+    def check(self, plans: list[TensorPlan]) -> None:
+        """Raise ArtifactError for a tensor that is missing, and for one that the model has no place for."""
+        if missing := [plan.name for plan in plans if plan.name not in self._sources]:
+            raise ArtifactError(self._file.name, f"lacks the tensor of {missing[0]}, which {self._what} has")
+        placed = {tensor.name for name in (plan.name for plan in plans) for tensor in self._sources[name]}
+        if unplaced := sorted(set(self._file.tensors) - placed - set(UNREAD)):
+            raise ArtifactError(
+                self._file.name, f"has tensor {unplaced[0]}, which {self._what} as transformers reads it has not"
+            )
+
+    @property
+    def _what(self) -> str:
+        return f"a model of architecture {self._file.architecture}"
+
+    def read(self, plan: TensorPlan) -> Tensor:
+        """Read a tensor of the model, of one or several of the file. Raises ArtifactError, OSError."""
+        placed: dict[str, Tensor] = {}
+        for source in self._sources[plan.name]:
+            result = self._processor.process(  # type: ignore[no-untyped-call]
+                weights=self._numbers(source).numpy(),
+                name=source.name,
+                tensor_key_mapping=self._names,
+                parsed_parameters={"tensors": placed},
+            )
+            if result.name is not None:
+                placed[plan.name] = torch.from_numpy(result.weights)
+        tensor = placed[plan.name]
+        tensor = tensor.view(self._dtype) if tensor.dtype == torch.int16 else tensor.to(self._dtype)
+        if tensor.shape != plan.shape:
+            raise ArtifactError(
+                self._file.name,
+                f"the tensor of {plan.name} is {list(tensor.shape)}, and its keys say {list(plan.shape)}",
+            )
+        return tensor
+
+    def _numbers(self, source: TensorEntry) -> Tensor:
+        """Dequantize a tensor: vectors in float32, since processors add to norms; others, which they only rearrange,
+        in the dtype, of which numpy sees the bits.
+        """
+        if len(source.shape) == 1:
+            return torch.from_numpy(source.read())
+        values = torch.empty((math.prod(source.shape[:-1]), source.shape[-1]), dtype=self._dtype)
+        for place, rows in source.pieces():
+            values[place] = torch.from_numpy(rows)
+        values = values.view(source.shape)
+        return values.view(torch.int16) if self._dtype == torch.bfloat16 else values
