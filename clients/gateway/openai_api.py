@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Required
 
 import numpy as np
@@ -14,6 +15,7 @@ from openai.types.chat import (
     ChatCompletionAllowedToolChoiceParam,
     ChatCompletionAssistantMessageParam,
     ChatCompletionNamedToolChoiceCustomParam,
+    ChatCompletionStreamOptionsParam,
 )
 from openai.types.chat.chat_completion_named_tool_choice_param import Function
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
@@ -109,6 +111,12 @@ class Extensions(TypedDict, total=False):
     priority: int | None
 
 
+class StreamOptions(ChatCompletionStreamOptionsParam, total=False):
+    """Options of a stream; `continuous_usage_stats` is vLLM's."""
+
+    continuous_usage_stats: bool | None
+
+
 class NamedTool(TypedDict, total=False):
     """The choice of a function; TGI's clients leave out the type."""
 
@@ -127,6 +135,7 @@ class ChatRequest(ChatParams, Extensions, total=False):
     """Body of a request to /v1/chat/completions."""
 
     stream: bool | None
+    stream_options: StreamOptions | None  # type: ignore[misc]
     tool_choice: (  # type: ignore[misc]
         Literal["none", "auto", "required"]
         | ChatCompletionAllowedToolChoiceParam
@@ -143,6 +152,7 @@ class CompletionRequest(CompletionParams, Extensions, total=False):
     """Body of a request to /v1/completions."""
 
     stream: bool | None
+    stream_options: StreamOptions | None  # type: ignore[misc]
 
 
 # The reasoning in answers has two names.
@@ -245,12 +255,21 @@ def check_tools(request: Mapping[str, Any]) -> None:
         raise not_served("tool_choice.type", f"{choice['type']} is not served, only function")
 
 
-def wants_usage(request: Mapping[str, Any]) -> bool:
-    """Return whether a stream ends with its token counts."""
+@dataclass(frozen=True)
+class StreamUsage:
+    """The chunks of a stream that have token counts: one after the last choice's end, or `every` chunk, as vLLM's."""
+
+    last: bool
+    every: bool
+
+
+def stream_usage(request: Mapping[str, Any]) -> StreamUsage:
+    """Return which chunks of a stream have token counts. Raises HttpError."""
     options = request.get("stream_options") or {}
     if options and not request.get("stream"):
         raise invalid("stream_options", "needs stream")
-    return bool(options.get("include_usage"))
+    last = bool(options.get("include_usage"))
+    return StreamUsage(last, every=last and bool(options.get("continuous_usage_stats")))
 
 
 async def list_models(call: HttpCall) -> None:

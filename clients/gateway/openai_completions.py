@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from loraplex_client import AsyncGenerationStream, Choice, Generation, Piece, TokenLogprobs, ToolCallPart, Usage
@@ -17,12 +18,13 @@ from clients.gateway.openai_api import (
     COMPLETION,
     DONE,
     REASONS,
+    StreamUsage,
     chat_options,
     completion_options,
     event,
     head_of,
+    stream_usage,
     usage_of,
-    wants_usage,
 )
 
 # Maximum number of prompts of a request; each becomes a request of its own.
@@ -83,7 +85,7 @@ def _entry(token: bytes, logprob: float) -> dict[str, Any]:
 async def chat_completions(call: HttpCall) -> None:
     """Answer a chat, whole or as a stream. Raises HttpError, LoraplexError."""
     request = CHAT.read(call.body)
-    options, with_usage = chat_options(request), wants_usage(request)
+    options, usage = chat_options(request), stream_usage(request)
     named = await call.cluster.named(call.caller, request["model"])
     request_id = call.exchange.request_id
     texts = LogprobTexts(call, named.get("model", "")) if "logprobs" in options else None
@@ -93,7 +95,8 @@ async def chat_completions(call: HttpCall) -> None:
     async with stream:
         if request.get("stream"):
             head = head_of("chat.completion.chunk", "chatcmpl", request_id, request["model"])
-            await _ChatChunks(call, head, texts, options.get("n", 1), with_usage=with_usage).send(stream)
+            count = partial(_prompt_tokens, call, [{"messages": request["messages"]}], {**named, **options})
+            await _ChatChunks(call, head, texts, options.get("n", 1), usage, count).send(stream)
         else:
             head = head_of("chat.completion", "chatcmpl", request_id, request["model"])
             await call.exchange.answer(head | await _completion(call.finished(await stream.result()), texts))
@@ -129,18 +132,34 @@ def _message(choice: Choice) -> dict[str, Any]:
     return message
 
 
+async def _prompt_tokens(call: HttpCall, prompts: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> int:
+    """Return the number of tokens of all prompts. Raises LoraplexError."""
+    plain = {name: value for name, value in options.items() if name != "response_format"}
+    return sum(await asyncio.gather(*(call.caller.count_tokens(**prompt, **plain) for prompt in prompts)))
+
+
 class _Chunks:
-    """A stream of chunks, made of pieces; `n` is the number of a prompt's choices."""
+    """A stream of chunks, made of pieces; `n` is the number of a prompt's choices, `count` counts prompts' tokens."""
 
     def __init__(
-        self, call: HttpCall, head: dict[str, Any], texts: LogprobTexts | None, n: int, *, with_usage: bool
+        self,
+        call: HttpCall,
+        head: dict[str, Any],
+        texts: LogprobTexts | None,
+        n: int,
+        usage: StreamUsage,
+        count: Callable[[], Awaitable[int]],
     ) -> None:
         self._call = call
         # Chunks without token counts say so, where the last one has them.
-        self._head = head | {"usage": None} if with_usage else head
+        self._head = head | {"usage": None} if usage.last else head
         self._texts = texts
         self._n = n
-        self._with_usage = with_usage
+        self._usage = usage
+        self._count = count
+        self._prompt_tokens = 0
+        # Tokens of all choices so far.
+        self._tokens = 0
         # Everything of a chat's chunk before the index of its choice.
         self._before = b"data: " + encode(self._head)[:-1] + b',"choices":[{"index":'
         # Choices whose beginning was sent, and those whose end was.
@@ -150,6 +169,19 @@ class _Chunks:
         self._wholes: list[Generation] = []
         self._lengths: dict[int, int] = {}
 
+    async def _begin(self, streams: Sequence[AsyncGenerationStream]) -> None:
+        """Begin once the requests are admitted. Raises LoraplexError."""
+        await self._call.begin_when_admitted(streams)
+        if self._usage.every:  # counted while the workers compute the first token
+            self._prompt_tokens = await self._count()
+
+    def _head_now(self) -> dict[str, Any]:
+        """Return the head of the next chunk, with the token counts so far where every chunk has them."""
+        if not self._usage.every:
+            return self._head
+        counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._tokens}
+        return self._head | {"usage": counts | {"total_tokens": self._prompt_tokens + self._tokens}}
+
 
 class _ChatChunks(_Chunks):
     """The chunks of a chat."""
@@ -157,26 +189,27 @@ class _ChatChunks(_Chunks):
     async def send(self, stream: AsyncGenerationStream) -> None:
         """Send the whole stream. Raises LoraplexError."""
         exchange = self._call.exchange
-        await self._call.begin_when_admitted([stream])
+        await self._begin([stream])
         async for piece in stream:
             if not exchange.status:
                 await self._call.begin()
+            self._tokens += len(piece.token_ids)
             if piece.finished is not None:
                 await exchange.end(self._last(self._call.finished(piece.finished)))
             elif piece.ended is not None:
                 # The last end waits for the summary: that follows at once and has the fingerprint.
                 if len(self._ended) < self._n - 1:
                     self._ended.add(piece.choice)
-                    await exchange.write(_end(self._head, piece.choice, piece.ended))
+                    await exchange.write(_end(self._head_now(), piece.choice, piece.ended))
             elif chunk := await self._chunk(piece):
                 await exchange.write(chunk)
 
     async def _chunk(self, piece: Piece) -> bytes:
         """Return the chunk of a piece; empty for one that shows nothing, such as an end token."""
-        if self._texts is None and piece.choice in self._begun and not (piece.reasoning or piece.tool_calls):
-            if not piece.text:
-                return b""
-            # The usual case, made without a dictionary.
+        is_text = self._texts is None and piece.choice in self._begun and not (piece.reasoning or piece.tool_calls)
+        if is_text and not piece.text:
+            return b""
+        if is_text and not self._usage.every:  # the usual case, made without a dictionary
             return b"%s%d,%s%s%s" % (self._before, piece.choice, _TEXT, encode(piece.text), _AFTER_TEXT)
         delta: dict[str, Any] = {}
         if piece.choice not in self._begun:
@@ -192,12 +225,12 @@ class _ChatChunks(_Chunks):
         if self._texts is not None:
             logprobs = await self._texts.of_chat(piece.token_ids, piece.logprobs)
         choice = {"index": piece.choice, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        return event({**self._head, "choices": [choice]})
+        return event({**self._head_now(), "choices": [choice]})
 
     def _last(self, whole: Generation) -> bytes:
-        head = self._head | {"system_fingerprint": whole.adapter_revision or None}
+        head = self._head_now() | {"system_fingerprint": whole.adapter_revision or None}
         events = [_end(head, index, choice) for index, choice in enumerate(whole.choices) if index not in self._ended]
-        if self._with_usage:
+        if self._usage.last:
             events.append(event({**head, "choices": [], "usage": usage_of(whole.usage)}))
         return b"".join((*events, DONE))
 
@@ -223,7 +256,7 @@ def _calls(parts: Sequence[ToolCallPart]) -> list[dict[str, Any]]:
 async def completions(call: HttpCall) -> None:
     """Answer prompts, whole or as a stream. Raises HttpError, LoraplexError."""
     request = COMPLETION.read(call.body)
-    options, with_usage = completion_options(request), wants_usage(request)
+    options, usage = completion_options(request), stream_usage(request)
     prompts = _prompts(request["prompt"])
     named = await call.cluster.named(call.caller, request["model"])
     request_id = call.exchange.request_id
@@ -239,7 +272,8 @@ async def completions(call: HttpCall) -> None:
             for number, prompt in enumerate(prompts)
         ]
         if request.get("stream"):
-            await _CompletionChunks(call, head, texts, options.get("n", 1), with_usage=with_usage).send(streams)
+            count = partial(_prompt_tokens, call, prompts, {**named, **options})
+            await _CompletionChunks(call, head, texts, options.get("n", 1), usage, count).send(streams)
         else:
             wholes = [call.finished(whole) for whole in await _results(streams)]
             echoed = await _echoed(call, prompts, named, options)
@@ -320,10 +354,11 @@ class _CompletionChunks(_Chunks):
     async def send(self, streams: Sequence[AsyncGenerationStream]) -> None:
         """Send the streams, merged. Raises LoraplexError."""
         exchange = self._call.exchange
-        await self._call.begin_when_admitted(streams)
+        await self._begin(streams)
         async for number, piece in _merged(streams):
             if not exchange.status:
                 await self._call.begin()
+            self._tokens += len(piece.token_ids)
             if piece.finished is not None:
                 self._wholes.append(self._call.finished(piece.finished))
             elif piece.ended is not None:
@@ -333,11 +368,11 @@ class _CompletionChunks(_Chunks):
                 index = number * self._n + piece.choice
                 await exchange.write(self._event(index, piece.text, None, await self._logprobs(index, piece)))
         usage = {**self._head, "choices": [], "usage": usage_of(_sum(self._wholes))}
-        await exchange.end((event(usage) if self._with_usage else b"") + DONE)
+        await exchange.end((event(usage) if self._usage.last else b"") + DONE)
 
     def _event(self, index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return event({**self._head, "choices": [choice]})
+        return event({**self._head_now(), "choices": [choice]})
 
     async def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
         if self._texts is None:

@@ -119,6 +119,29 @@ async def test_streams_and_logprobs(client: Client, cluster: Cluster) -> None:
     assert text == [expected("x", cluster.digests["a"], 20), expected("y", cluster.digests["a"], 20)]
 
 
+async def test_every_chunk_has_the_token_counts_so_far(client: Client) -> None:
+    """The load tester guidellm asks for them, by vLLM's name."""
+    create: Any
+    asked: dict[str, Any] = {"model": "a", "temperature": 0, "max_tokens": 9, "stream": True}
+    every = {"include_usage": True, "continuous_usage_stats": True}
+    for prompts, tokens, create in (
+        ({"prompt": ["x", "yz"]}, 3, client.completions.create),
+        ({"messages": MESSAGES, "n": 2}, len(PROMPT), client.chat.completions.create),
+    ):
+        chunks = [chunk async for chunk in await create(**asked, **prompts, stream_options=every)]
+        counts = [chunk.usage.completion_tokens for chunk in chunks]
+        ends = [not chunk.choices or chunk.choices[0].finish_reason is not None for chunk in chunks]
+        assert counts[-1] == 18
+        # Each chunk with text counts its tokens; a choice's end adds none.
+        grown = [count - before for count, before in zip(counts, [0, *counts], strict=False)]
+        assert [count == 0 for count in grown] == ends
+        assert [chunk.usage.total_tokens for chunk in chunks] == [tokens + count for count in counts]
+    # As in vLLM it has no effect alone.
+    options: Any = {"continuous_usage_stats": True}
+    alone = await client.completions.create(**asked, prompt="x", stream_options=options)
+    assert {chunk.usage async for chunk in alone} == {None}
+
+
 async def test_tools_and_schemas(client: Client, cluster: Cluster) -> None:
     forced: Any = {"type": "function", "function": {"name": "weather"}}
     asked: Any = {**CHAT, "tools": [WEATHER], "tool_choice": forced, "max_tokens": 200, "seed": 3}
