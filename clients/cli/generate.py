@@ -49,6 +49,7 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
         str | None,
         typer.Option(metavar="TEXT", help="Send a chat: TEXT is its system prompt, PROMPT the user's message."),
     ] = None,
+    as_chat: Annotated[bool, typer.Option("--chat", help="Send a chat: PROMPT is the user's message.")] = False,
     answers: Annotated[
         int | None, typer.Option("-n", min=1, metavar="N", help="Number of answers, printed one after the other.")
     ] = None,
@@ -87,8 +88,9 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     single, weighted = read_adapters(adapter or [])
     if prompt == "-":
         prompt = read_stdin()
-    roles = {"system": system, "user": prompt}
-    chat = None if system is None else [{"role": role, "content": text} for role, text in roles.items()]
+    roles = {"user": prompt} if system is None else {"system": system, "user": prompt}
+    messages = [{"role": role, "content": text} for role, text in roles.items()]
+    chat = messages if as_chat or system is not None else None
     several = (answers or 1) > 1
     schema = None if json_schema is None else read_text(json_schema, "--json-schema")
     timer = AnswerTimer()

@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
-from loraplex_client import AlreadyExistsError, AsyncClient, AsyncStoreClient, LoraplexError
+from loraplex_client import AlreadyExistsError, AsyncStoreClient, LoraplexError
 from loraplex_client.endpoint import DEFAULT_TENANT
 
 from artifacts.base_model import BaseModel
-from clients.cli.generate import AnswerTimer, format_figure
+from clients.cli.demo import DEMO_PROMPT, Question, Scene, adapter_scenes, run_demo, tenant_scenes
 from clients.cli.models import registered
 from clients.cli.options import ROUTER, STORE
 from clients.cli.service import explain
-from clients.cli.tenants import TenantSpec, key_file, set_up
-from clients.cli.terminal import Activity, CommandError, out, print_error, print_rows, printable
-from clients.cli.upload_tree import AdapterDirectory, AdapterTree, upload_tree
+from clients.cli.tenants import TenantSpec, set_up
+from clients.cli.terminal import Activity, CommandError, out, print_error
+from clients.cli.upload_tree import AdapterTree, upload_tree
 from deploy.local import FIRST_KEY, ClusterSettings, LocalCluster
 from rpc.children.process import LaunchError
 from rpc.settings import check_installed
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-T = TypeVar("T")
 
 # Timeout in seconds for loading a model: large models on slow disks take minutes, and Ctrl-C ends it sooner.
 LOADING_S = 3600.0
 # Interval in seconds between looks at the workers' logs, and the end of the line there that reports a dead engine.
 LOOK_S = 1.0
 ENGINE_DEATH = "; starting another"
-DEMO_PROMPT = "Return a list of"
-DEMO_TOKENS = 48
-DEMO_ADAPTERS = 3
-_COLOURS = ("cyan", "magenta", "yellow", "green")
 
 
 @dataclass(frozen=True)
@@ -56,6 +46,7 @@ class LaunchPlan:
     demo: bool
     once: bool
     tenants: tuple[TenantSpec, ...] = ()
+    questions: tuple[Question, ...] = ()
 
     @property
     def credentials(self) -> Path:
@@ -128,7 +119,7 @@ async def _make_ready(plan: LaunchPlan, cluster: LocalCluster, activity: Activit
 async def _run_until_failure(plan: LaunchPlan, cluster: LocalCluster) -> None:
     """Run the demo if requested; then, unless `once`, wait until a process fails. Raises CommandError, LaunchError."""
     if plan.demo:
-        await cluster.unless_failed(run_demo(cluster.router, _demo_answers(plan)))
+        await cluster.unless_failed(run_demo(cluster.router, _scenes(plan)))
     if not plan.once:
         _print_next_command(plan, cluster)
         await cluster.unless_failed(_report_engine_deaths(cluster))
@@ -204,17 +195,25 @@ def _print_next_command(plan: LaunchPlan, cluster: LocalCluster) -> None:
 
 def _next_command(plan: LaunchPlan, cluster: LocalCluster) -> str:
     """Return the words after `loraplex` of a command that works with this cluster."""
+    scenes = _scenes(plan)
     if plan.settings.credentials is None:
-        adapters = plan.tree.adapters[:1]
-        flags = "".join(f" --tenant {adapter.tenant} --adapter {adapter.name}" for adapter in adapters)
-        return f'generate "{DEMO_PROMPT}"{flags}'
+        first = scenes[0].answers[0]
+        flags = f" --tenant {first.tenant} --adapter {first.adapter}" if first.adapter else ""
+        chat = " --chat" if scenes[0].is_chat else ""
+        return f"generate {_quoted(scenes[0].prompt)}{chat}{flags}"
     ca = f"--ca {plan.credentials / 'ca.pem'}"
-    answers = _demo_answers(plan)
-    if not answers:
+    if not scenes:
         key = plan.credentials / FIRST_KEY
         return f"{ca} --api-key-file {key} tenants create acme --keys-dir {plan.keys_dir} --store {cluster.operators}"
-    adapter = f" --adapter {answers[0].adapter}" if answers[0].adapter else ""
-    return f'{ca} --api-key-file {answers[0].key_file} generate "{DEMO_PROMPT}"{adapter}'
+    first = scenes[0].answers[0]
+    adapter = f" --adapter {first.adapter}" if first.adapter else ""
+    return f'{ca} --api-key-file {first.key_file} generate "{DEMO_PROMPT}"{adapter}'
+
+
+def _quoted(prompt: str) -> str:
+    """Return a prompt as one line of a shell, its line breaks as spaces."""
+    words = " ".join(prompt.split())
+    return f'"{words}"' if not set(words) & set('"$`\\!') else shlex.quote(words)
 
 
 def _program() -> str:
@@ -225,128 +224,8 @@ def _program() -> str:
     return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else str(here)
 
 
-class _Answer:
-    """A streaming answer. `adapter` is empty for the plain base model; the API key's file says who asks, if any."""
-
-    def __init__(self, tenant: str, adapter: str, colour: str, key_file: Path | None = None) -> None:
-        self.tenant = tenant
-        self.adapter = adapter
-        self.colour = colour
-        self.key_file = key_file
-        self.text = ""
-        self.timer = AnswerTimer()
-
-    @property
-    def label(self) -> str:
-        if self.adapter:
-            return f"{self.tenant}/{self.adapter}"
-        return "base model" if self.key_file is None else self.tenant
-
-    async def follow(self, router: str, changed: Callable[[], None]) -> None:
-        """Stream the answer, calling `changed` after each message. Raises CommandError."""
-        try:
-            key = None if self.key_file is None else self.key_file.read_text(encoding="utf-8").strip()
-            async with AsyncClient(router, self.tenant if key is None else "", api_key=key) as client:
-                self.timer = AnswerTimer()
-                stream = client.generate_stream(
-                    DEMO_PROMPT, adapter_id=self.adapter or None, max_tokens=DEMO_TOKENS, temperature=0.0
-                )
-                async for piece in stream:
-                    self.timer.record(len(piece.token_ids))
-                    self.text += printable(piece.text)
-                    changed()
-        except LoraplexError as error:
-            raise CommandError(f"{self.label}: {explain(error, 'router', router)}", 1) from error
-        except OSError as error:
-            raise CommandError(f"{self.label}: {error.filename}: {error.strerror}", 1) from error
-
-    def panel(self) -> RenderableType:
-        """Render the partial answer."""
-        from rich.panel import Panel
-        from rich.text import Text
-
-        text = Text.assemble((DEMO_PROMPT, "dim"), (self.text, self.colour))
-        return Panel(text, title=Text(self.label), title_align="left", border_style=self.colour)
-
-
-def _demo_answers(plan: LaunchPlan) -> list[_Answer]:
-    """Return the demo's answers: of three adapters and of the base model, or of the tenants that have an API key."""
+def _scenes(plan: LaunchPlan) -> list[Scene]:
+    """Return the demo's prompts and who answers them."""
     if plan.settings.credentials is None:
-        return adapter_answers(plan.tree.adapters)
-    asking = [spec for spec in plan.tenants if spec.keys]
-    return [
-        _Answer(
-            spec.name,
-            next((adapter.name for adapter in spec.adapters), ""),
-            colour,
-            key_file(plan.keys_dir, spec.name, spec.keys[0].label),
-        )
-        for spec, colour in zip(asking, _COLOURS, strict=False)
-    ]
-
-
-def adapter_answers(adapters: Sequence[AdapterDirectory]) -> list[_Answer]:
-    """Return the answers of up to three adapters and of the base model."""
-    chosen = [(adapter.tenant, adapter.name) for adapter in choose(adapters)] + [(DEFAULT_TENANT, "")]
-    return [_Answer(tenant, name, colour) for (tenant, name), colour in zip(chosen, _COLOURS, strict=False)]
-
-
-async def run_demo(router: str, answers: Sequence[_Answer]) -> None:
-    """Stream the answers at once, then their figures. Raises CommandError."""
-    try:
-        await (_stream_live if out().is_terminal else _stream_plain)(router, answers)
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
-    print_rows(
-        ("adapter", "tenant", "TTFT ms", "tokens", "tokens/s"),
-        (
-            (
-                answer.adapter or "(base model)",
-                answer.tenant,
-                format_figure(answer.timer.ttft_ms, 0),
-                answer.timer.tokens,
-                format_figure(answer.timer.tokens_per_s),
-            )
-            for answer in answers
-        ),
-    )
-    sys.stdout.flush()
-
-
-def choose(adapters: Sequence[AdapterDirectory]) -> list[AdapterDirectory]:
-    """Choose at most DEMO_ADAPTERS: one of each tenant first, then second ones."""
-    seen: dict[str, int] = {}
-    ranked = []
-    for adapter in adapters:
-        seen[adapter.tenant] = seen.get(adapter.tenant, 0) + 1
-        ranked.append((seen[adapter.tenant], adapter))
-    ranked.sort(key=lambda pair: pair[0])
-    return [adapter for _, adapter in ranked[:DEMO_ADAPTERS]]
-
-
-async def _stream_live(router: str, answers: Sequence[_Answer]) -> None:
-    from rich.console import Group
-    from rich.live import Live
-
-    def render() -> RenderableType:
-        return Group(*(answer.panel() for answer in answers))
-
-    with Live(render(), console=out(), refresh_per_second=15) as live:
-        async with asyncio.TaskGroup() as group:
-            for answer in answers:
-                group.create_task(answer.follow(router, lambda: live.update(render())))
-
-
-async def _stream_plain(router: str, answers: Sequence[_Answer]) -> None:
-    """Print each answer when it is complete, its lines prefixed with tenant and adapter."""
-    sys.stdout.write(f"{DEMO_PROMPT} ...\n")
-
-    async def follow(answer: _Answer) -> None:
-        await answer.follow(router, lambda: None)
-        lines = answer.text.splitlines() or [""]
-        sys.stdout.write("".join(f"[{answer.label}] {line}\n" for line in lines))
-        sys.stdout.flush()
-
-    async with asyncio.TaskGroup() as group:
-        for answer in answers:
-            group.create_task(follow(answer))
+        return adapter_scenes(plan.tree.adapters, plan.questions)
+    return tenant_scenes(plan.tenants, plan.keys_dir)

@@ -98,7 +98,10 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         typer.Option(metavar="FILE", help="Tenants to set up, as `loraplex tenants apply` does; with --secured."),
     ] = None,
     demo: Annotated[
-        bool, typer.Option("--demo", help="Stream answers of three tenants' adapters and of the base model.")
+        bool,
+        typer.Option(
+            "--demo", help="Stream answers of adapters and of the base model, to DIR/questions.jsonl if there."
+        ),
     ] = False,
     once: Annotated[bool, typer.Option("--once", help="Run the demo, then stop.")] = False,
 ) -> None:
@@ -110,6 +113,7 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
 
     [bold]loraplex up --model ./Qwen2-0.5B --adapters ./adapters --workers 2[/]
     """
+    from clients.cli.demo import read_questions
     from clients.cli.gguf_models import local_model
     from clients.cli.launch import LaunchPlan, check_engine_protocol, launch
     from clients.cli.models import check_quantization, read_model
@@ -164,7 +168,9 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         store_flags=() if plans is None else ("--plans", str(plans)),
     )
     shown = demo or once
-    asyncio.run(launch(LaunchPlan(settings, base, tree, update=update, demo=shown, once=once, tenants=specs)))
+    asked = read_questions(adapters) if shown else ()
+    plan = LaunchPlan(settings, base, tree, update=update, demo=shown, once=once, tenants=specs, questions=asked)
+    asyncio.run(launch(plan))
 
 
 def use_credentials(directory: Path) -> None:

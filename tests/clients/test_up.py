@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from artifacts.base_model import read_base_model
+from clients.cli.demo import DEMO_PROMPT, Question, adapter_scenes, choose, read_questions, run_demo
 from clients.cli.generate import AnswerTimer, format_figure
-from clients.cli.launch import DEMO_PROMPT, LaunchPlan, _next_command, adapter_answers, choose, run_demo
+from clients.cli.launch import LaunchPlan, _next_command
 from clients.cli.terminal import CommandError, print_fields, print_json, print_rows, printable
 from clients.cli.upload_tree import AdapterDirectory, AdapterTree, find_adapters
 from deploy.local import ClusterSettings, LocalCluster
@@ -103,7 +104,7 @@ async def test_the_demo_streams_every_answer(
     server.service.script = answer
     await run_demo(
         server.address,
-        adapter_answers([AdapterDirectory("acme", "shout", Path()), AdapterDirectory("b", "json", Path())]),
+        adapter_scenes([AdapterDirectory("acme", "shout", Path()), AdapterDirectory("b", "json", Path())]),
     )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{DEMO_PROMPT} ..."
@@ -120,10 +121,36 @@ async def test_the_demo_streams_every_answer(
     assert sorted(asked) == [("acme", "shout"), ("b", "json"), ("default", "")]
 
 
+async def test_the_demo_asks_the_base_model_what_it_asks_an_adapter(
+    server: Any, answer: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.service.script = answer
+    adapters = [AdapterDirectory("acme", "triage", Path()), AdapterDirectory("b", "json", Path())]
+    questions = [Question("acme", "triage", "Which team?\n\nHelp!"), Question("acme", "unknown", "What?")]
+    await run_demo(server.address, adapter_scenes(adapters, questions))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:6] == ["Which team?", "", "Help!", "[acme/triage]  Ahoy", "[base model]  Ahoy", ""]
+    sent = [request.spec.chat.messages for request in server.service.requests]
+    assert [[(message.role, message.content) for message in chat] for chat in sent] == [
+        [("user", "Which team?\n\nHelp!")],
+        [("user", "Which team?\n\nHelp!")],
+    ]
+
+
+def test_questions_are_read_from_beside_the_adapters(tmp_path: Path) -> None:
+    assert read_questions(None) == read_questions(tmp_path) == ()
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"tenant": "acme", "adapter": "triage", "text": "Which team?"}\n')
+    assert read_questions(tmp_path) == (Question("acme", "triage", "Which team?"),)
+    file.write_text('{"tenant": "acme", "text": "Which team?"}\n')
+    with pytest.raises(CommandError, match=r"questions\.jsonl: .*adapter.*; a line is an object of tenant, adapter"):
+        read_questions(tmp_path)
+
+
 async def test_one_failed_answer_fails_the_demo(server: Any, answer: list[Any]) -> None:
     server.service.script = [answer[0], errors.Internal("broken")]
     with pytest.raises(CommandError, match="base model: broken") as caught:
-        await run_demo(server.address, adapter_answers([]))
+        await run_demo(server.address, adapter_scenes([]))
     assert caught.value.exit_code == 1
 
 
@@ -180,3 +207,13 @@ def test_the_next_command_is_one_that_works(credentials: Path | None, command: s
     tree = AdapterTree((AdapterDirectory("acme", "shout", Path()),))
     plan = LaunchPlan(settings, read_base_model("hash:", "tiny"), tree, update=False, demo=False, once=False)
     assert _next_command(plan, LocalCluster(settings)).startswith(command)
+
+
+def test_the_next_command_asks_the_first_question() -> None:
+    settings = ClusterSettings(model="hash:")
+    tree = AdapterTree((AdapterDirectory("acme", "triage", Path()),))
+    asked = (Question("acme", "triage", "Which team?\n\nHelp!"),)
+    base = read_base_model("hash:", "tiny")
+    plan = LaunchPlan(settings, base, tree, update=False, demo=True, once=False, questions=asked)
+    command = "generate 'Which team? Help!' --chat --tenant acme --adapter triage"
+    assert _next_command(plan, LocalCluster(settings)) == command
