@@ -28,12 +28,12 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from artifacts import ArtifactError
 from artifacts.base_model import BaseModel, read_base_model
-from worker.engine.gguf.config import read_config
+from worker.engine.gguf.config import ROPE_FACTORS, read_config
 from worker.engine.gguf.file import GgufFile, TensorEntry, check_types, read_gguf
 from worker.engine.gguf.shards import TensorPlan, write_shards
 
 # Tensors of files that the model has no parameter for.
-UNREAD = ("rope_freqs.weight",)
+UNREAD = (ROPE_FACTORS,)
 # Names of dtypes that weights are written in.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Says how many of the tensors are done.
@@ -59,12 +59,18 @@ def import_gguf(
             check_types(file)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-            _write_small_files(file, config, DTYPES[dtype], unfinished)
-            _write_weights(file, config, DTYPES[dtype], unfinished, progress)
+            reading = _Reading(file, config, DTYPES[dtype])
+            _write_small_files(file, config, unfinished)
+            write_shards(unfinished, reading.plans, reading.read, progress)
         manifest = read_base_model(str(unfinished), "model")
         os.rename(unfinished, directory)
+    except (ArtifactError, MemoryError):
+        raise
     except OSError as error:
         raise ArtifactError(str(directory), f"cannot be written: {error.strerror or error}") from error
+    except Exception as error:  # whatever transformers raises, which reads what anybody may have written
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ArtifactError(file.name, f"cannot be imported by transformers: {reason}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return manifest
@@ -81,10 +87,9 @@ def _quiet() -> Iterator[None]:
         transformers.logging.set_verbosity(verbosity)
 
 
-def _write_small_files(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype, out: Path) -> None:
+def _write_small_files(file: GgufFile, config: PreTrainedConfig, out: Path) -> None:
+    """Write tokenizer and chat template, configuration, and the tokens that end an answer as llama.cpp has them."""
     _read_tokenizer(file, config).save_pretrained(out)
-    config.architectures = [_model(config, dtype).__class__.__name__]
-    config.dtype = dtype
     config.save_pretrained(out)
     ends = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     known = list(dict.fromkeys(end for end in ends if end is not None))
@@ -103,60 +108,55 @@ def _read_tokenizer(file: GgufFile, config: PreTrainedConfig) -> Any:
             file.name, "has no tokenizer (tokenizer.ggml.tokens); convert the model with its vocabulary"
         )
     kind: Any = TOKENIZER_MAPPING.get(type(config), TokenizersBackend)
-    try:
-        # A link in a folder of its own: files beside the GGUF are not this model's.
-        with tempfile.TemporaryDirectory(prefix="loraplex-gguf-") as folder:
-            os.symlink(file.paths[0].resolve(), Path(folder) / "model.gguf")
-            return kind.from_pretrained(folder, gguf_file="model.gguf")
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        model = file.get("tokenizer.ggml.model")
-        raise ArtifactError(file.name, f"transformers cannot read its tokenizer ({model}): {error}") from error
-
-
-def _model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-
-
-def _write_weights(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype, out: Path, progress: Progress) -> None:
-    model = _model(config, dtype)
-    reading = _Reading(file, config, model, dtype)
-    plans = [
-        TensorPlan(name, tuple(tensor.shape), dtype)
-        for name, tensor in model.state_dict().items()
-        if name not in reading.tied
-    ]
-    reading.check(plans)
-    write_shards(out, plans, reading.read, progress)
+    # A link in a folder of its own: files beside the GGUF are not this model's.
+    with tempfile.TemporaryDirectory(prefix="loraplex-gguf-") as folder:
+        os.symlink(file.paths[0].resolve(), Path(folder) / "model.gguf")
+        return kind.from_pretrained(folder, gguf_file="model.gguf")
 
 
 class _Reading:
-    """Reads tensors by the names that transformers gives them."""
+    """Reads tensors by the names that transformers gives them; `plans` are those of the model."""
 
-    def __init__(self, file: GgufFile, config: PreTrainedConfig, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        config.architectures, config.dtype = [type(model).__name__], dtype
         self._file = file
         self._dtype = dtype
-        kind: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
-        self._processor: TensorProcessor = kind(config.to_dict())
+        processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+        self._processor = processor(config.to_dict())
         # Without children: transformers looks at each module's names as well, 10 s that find nothing more.
         flat: Any = SimpleNamespace(config=config, state_dict=model.state_dict, named_children=tuple)
         self._names: dict[str, str] = get_gguf_hf_weights_map(flat, self._processor, model_type=file.architecture)
-        self._sources: dict[str, list[TensorEntry]] = {}
-        for name, tensor in file.tensors.items():
-            target = self._names.get(name) or self._names.get(name.removesuffix(".weight"))
-            if target is not None:
-                self._sources.setdefault(target, []).append(tensor)
-        self.tied = set(model.all_tied_weights_keys) - set(self._sources) if config.tie_word_embeddings else set()
+        tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
+        self.plans = [
+            TensorPlan(name, tuple(tensor.shape), dtype)
+            for name, tensor in model.state_dict().items()
+            if name not in tied
+        ]
+        self._sources = self._find_sources()
 
-    def check(self, plans: list[TensorPlan]) -> None:
-        """Raise ArtifactError for a tensor that is missing, and for one that the model has no place for."""
-        if missing := [plan.name for plan in plans if plan.name not in self._sources]:
-            raise ArtifactError(self._file.name, f"lacks the tensor of {missing[0]}, which {self._what} has")
-        placed = {tensor.name for name in (plan.name for plan in plans) for tensor in self._sources[name]}
-        if unplaced := sorted(set(self._file.tensors) - placed - set(UNREAD)):
+    def _find_sources(self) -> dict[str, list[TensorEntry]]:
+        """Return the file's tensors for each of the model's.
+
+        Raises ArtifactError for one that is missing, and for one that the model has no place for.
+        """
+        tensors, sources = self._file.tensors, dict[str, list[TensorEntry]]()
+        names = {
+            plan.name: [source for source, name in self._names.items() if name == plan.name] for plan in self.plans
+        }
+        for name, wanted in names.items():
+            # Of experts' tensors transformers' table has the names without the last part.
+            stored = [source if source in tensors else f"{source}.weight" for source in wanted]
+            if missing := [source for source in stored if source not in tensors] or ([] if stored else [name]):
+                raise ArtifactError(self._file.name, f"lacks tensor {missing[0]}, which {self._what} has")
+            sources[name] = [tensors[source] for source in stored]
+        placed = {tensor.name for of_one in sources.values() for tensor in of_one}
+        if unplaced := sorted(set(tensors) - placed - set(UNREAD)):
             raise ArtifactError(
-                self._file.name, f"has tensor {unplaced[0]}, which {self._what} as transformers reads it has not"
+                self._file.name, f"has tensor {unplaced[0]}, which {self._what} has not in transformers"
             )
+        return sources
 
     @property
     def _what(self) -> str:
@@ -166,7 +166,7 @@ class _Reading:
         """Read a tensor of the model, of one or several of the file. Raises ArtifactError, OSError."""
         placed: dict[str, Tensor] = {}
         for source in self._sources[plan.name]:
-            result = self._processor.process(  # type: ignore[no-untyped-call]
+            result = self._processor.process(
                 weights=self._numbers(source).numpy(),
                 name=source.name,
                 tensor_key_mapping=self._names,
@@ -176,12 +176,12 @@ class _Reading:
                 placed[plan.name] = torch.from_numpy(result.weights)
         tensor = placed[plan.name]
         tensor = tensor.view(self._dtype) if tensor.dtype == torch.int16 else tensor.to(self._dtype)
-        if tensor.shape != plan.shape:
+        if [size for size in tensor.shape if size > 1] != [size for size in plan.shape if size > 1]:
             raise ArtifactError(
                 self._file.name,
                 f"the tensor of {plan.name} is {list(tensor.shape)}, and its keys say {list(plan.shape)}",
             )
-        return tensor
+        return tensor.view(plan.shape)
 
     def _numbers(self, source: TensorEntry) -> Tensor:
         """Dequantize a tensor: vectors in float32, since processors add to norms; others, which they only rearrange,
