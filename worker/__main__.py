@@ -1,6 +1,6 @@
 """Runs a worker: `python -m worker` (the I/O process, which starts the engine process). `plan`, `quantize`,
-`import-gguf`, `report` and `certify` after it compute and end; the last two compare a quantized model with the
-original, and print one JSON object:
+`import-gguf`, `convert-adapter`, `report` and `certify` after it compute and end; the last two compare a quantized
+model with the original, and print one JSON object:
 
 python -m worker report --model DIR --quantized int4 --text FILE        its size, errors and effect on a text
 python -m worker report --model DIR --kv-cache-dtype int8 --text FILE   the same of its KV cache
@@ -38,12 +38,14 @@ def main() -> int:
     """Run until told to stop; 2 when it can't start."""
     os.umask(0o077)  # what it writes is for its own user
     try:
-        if sys.argv[1:2] == ["plan"]:
-            return _plan(sys.argv[2:])
-        if sys.argv[1:2] == ["quantize"]:
-            return quantize(sys.argv[2:])
-        if sys.argv[1:2] == ["import-gguf"]:
-            return import_gguf(sys.argv[2:])
+        commands = {
+            "plan": _plan,
+            "quantize": quantize,
+            "import-gguf": import_gguf,
+            "convert-adapter": convert_adapter,
+        }
+        if command := commands.get("".join(sys.argv[1:2])):
+            return command(sys.argv[2:])
         if sys.argv[1:2] in (["report"], ["certify"]):
             print(json.dumps(measure(sys.argv[1], sys.argv[2:])))
             return 0
@@ -179,6 +181,34 @@ def import_gguf(argv: Sequence[str]) -> int:
         ) from error
     if not settings.quiet:
         print(f"wrote {settings.out}: {base.architecture} {base.digest}")
+    return 0
+
+
+@dataclass(frozen=True)
+class ConvertSettings:
+    """Writes a LoRA adapter in GGUF as peft's two files."""
+
+    file: Path = setting("the adapter's GGUF file")
+    base: Path = setting("its base model's transformers directory")
+    out: Path = setting("a directory that is there")
+
+
+def convert_adapter(argv: Sequence[str]) -> int:
+    """Write the files that the flags describe. Raises ArtifactError, SettingsError."""
+    settings = read_settings(ConvertSettings, "worker-convert-adapter", argv, {})
+    _check_models(str(settings.base), "", as_given=True)
+    try:
+        from worker.engine.gguf import convert_adapter as write
+
+        write(settings.file, settings.base, settings.out)
+    except ModuleNotFoundError as error:
+        raise ArtifactError(
+            "adapters push", f"{error.name} is not installed, which reading GGUF needs: install loraplex[worker]"
+        ) from error
+    except ModelUnusableError as error:
+        raise ArtifactError("model", str(error)) from error
+    except OSError as error:
+        raise ArtifactError(str(settings.out), f"cannot be written: {error.strerror or error}") from error
     return 0
 
 

@@ -13,6 +13,7 @@ import typer
 
 from clients.cli.adapters_top import adapters_top
 from clients.cli.computations import ModelDirOption, certify, certify_revision, print_certificates
+from clients.cli.gguf_models import adapter_name, peft_directory
 from clients.cli.options import (
     ROUTER,
     STORE,
@@ -68,7 +69,8 @@ ToOption = Annotated[str, typer.Option("--to", metavar="TENANT", help="The other
 @app.command()
 def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A peft adapter: its configuration and safetensors.")
+        Path,
+        typer.Argument(metavar="DIR", help="A peft adapter: its configuration and safetensors; or one in GGUF."),
     ],
     name: Annotated[str, typer.Option(metavar="NAME", help="Name that requests use; default: the directory's.")] = "",
     tenant: TenantOption = TENANT,
@@ -97,13 +99,13 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     """
     if certify_for and model_dir is None:
         raise CommandError("--certify: give the directory of the base model with --model-dir")
-    name, ttl_s = name or directory.resolve().name, read_seconds("--ttl", ttl) if ttl else None
-    with store_client(store, tenant) as client:
+    name, ttl_s = name or adapter_name(directory), read_seconds("--ttl", ttl) if ttl else None
+    with peft_directory(directory, model_dir) as files, store_client(store, tenant) as client:
         with _progress_bar(f"{directory}") as progress:
             first = "-" if certify_for else alias
             former = _digest_of(client, name, alias or "live")
             with _named_by_flags():
-                pushed = client.push(directory, name, base_model=model, alias=first, ttl_s=ttl_s, progress=progress)
+                pushed = client.push(files, name, base_model=model, alias=first, ttl_s=ttl_s, progress=progress)
         if certify_for and model_dir is not None:
             certificate = certify_revision(client, pushed.revision, certify_for, model_dir)
             if certificate.verdict == "refused":

@@ -1,4 +1,7 @@
-"""Models that are given as GGUF files: a worker process imports each once into a cache, by the digest of its bytes."""
+"""Models and adapters that are given as GGUF files: a worker process converts them.
+
+A model is imported once, into a cache, by the digest of its bytes; an adapter each time, since it is small.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,6 +63,45 @@ def local_model(path: str, name: str = "", dtype: str = "") -> tuple[str, str]:
                 err().print(f"importing {path} into {directory}", markup=False, soft_wrap=True)
                 _import(parts[0], directory, written, lock)
     return str(directory), name or model_name(Path(path))
+
+
+@contextmanager
+def peft_directory(path: Path, base: Path | None) -> Iterator[Path]:
+    """Yield the directory of a peft adapter: the one given or, of an adapter in GGUF, a temporary one.
+
+    The latter needs the directory or the GGUF file of its base model. Raises CommandError, OSError.
+    """
+    file = _adapter_file(path)
+    if file is None:
+        yield path
+        return
+    if base is None:
+        raise CommandError(
+            f"{file} is a GGUF file; give the adapter's base model with --model-dir, a transformers directory or GGUF"
+        )
+    with tempfile.TemporaryDirectory(prefix="loraplex-adapter-") as directory:
+        flags = {"file": file, "base": local_model(str(base))[0], "out": directory}
+        if code := run_worker("convert-adapter", flags).returncode:
+            raise typer.Exit(code)
+        yield Path(directory)
+
+
+def adapter_name(path: Path) -> str:
+    """Return the name that an adapter gets without --name: its directory's, or its GGUF file's."""
+    from artifacts.gguf_files import is_gguf, model_name
+
+    return model_name(path) if is_gguf(str(path)) else path.resolve().name
+
+
+def _adapter_file(path: Path) -> Path | None:
+    """Return the GGUF file that is given, or the only one in a directory without a peft adapter."""
+    from artifacts.gguf_files import is_gguf
+    from artifacts.peft_config import CONFIG_FILE
+
+    if is_gguf(str(path)):
+        return path
+    files = list(path.glob("*.gguf"))
+    return files[0] if len(files) == 1 and not (path / CONFIG_FILE).exists() else None
 
 
 def _import(file: Path, directory: Path, dtype: str, lock: int) -> None:

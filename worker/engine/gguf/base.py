@@ -15,14 +15,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
@@ -30,6 +29,7 @@ from artifacts import ArtifactError
 from artifacts.base_model import BaseModel, read_base_model
 from worker.engine.gguf.config import ROPE_FACTORS, read_config
 from worker.engine.gguf.file import GgufFile, TensorEntry, check_types, read_gguf
+from worker.engine.gguf.names import tensor_names
 from worker.engine.gguf.shards import TensorPlan, write_shards
 
 # Tensors of files that the model has no parameter for.
@@ -125,9 +125,7 @@ class _Reading:
         self._dtype = dtype
         processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
         self._processor = processor(config.to_dict())
-        # Without children: transformers looks at each module's names as well, 10 s that find nothing more.
-        flat: Any = SimpleNamespace(config=config, state_dict=model.state_dict, named_children=tuple)
-        self._names: dict[str, str] = get_gguf_hf_weights_map(flat, self._processor, model_type=file.architecture)
+        self._names = tensor_names(model, self._processor, file.architecture)
         tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
         self.plans = [
             TensorPlan(name, tuple(tensor.shape), dtype)

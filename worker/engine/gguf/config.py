@@ -48,7 +48,7 @@ _FIELDS: dict[str, dict[str, str]] = {
 }
 ARCHITECTURES = tuple(_FIELDS)
 # transformers' names of architectures, where they are others than GGUF's.
-_TRANSFORMERS_NAMES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+TRANSFORMERS_NAMES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 _NEEDED = ("block_count", "embedding_length", "attention.head_count")
 # Keys that are compared with the configuration, or read with others of their kind.
 _COMPARED = {"attention.value_length", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor"}
@@ -114,7 +114,7 @@ def _own_keys(file: GgufFile) -> dict[str, Any]:
 
 
 def _mapping(file: GgufFile) -> dict[str, str | None]:
-    name = _TRANSFORMERS_NAMES.get(file.architecture, file.architecture)
+    name = TRANSFORMERS_NAMES.get(file.architecture, file.architecture)
     mapping: Any = GGUF_CONFIG_MAPPING[name]
     return dict(mapping)
 
