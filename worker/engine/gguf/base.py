@@ -145,7 +145,7 @@ class _Reading:
         }
         for name, wanted in names.items():
             # Of experts' tensors transformers' table has the names without the last part.
-            stored = [source if source in tensors else f"{source}.weight" for source in wanted]
+            stored = [source if source.endswith((".weight", ".bias")) else f"{source}.weight" for source in wanted]
             if missing := [source for source in stored if source not in tensors] or ([] if stored else [name]):
                 raise ArtifactError(self._file.name, f"lacks tensor {missing[0]}, which {self._what} has")
             sources[name] = [tensors[source] for source in stored]
