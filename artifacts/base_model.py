@@ -14,7 +14,7 @@ from artifacts.encoders import ENCODERS, EncoderFamily, check_encoder, encoder_w
 from artifacts.experts import expert_sizes
 from artifacts.families import FAMILIES, HEAD, check_kv_cache_dtype, config_count, is_embedding, is_head, is_inner
 from artifacts.generation_config import GENERATION_CONFIG, UNSAID, GenerationConfig, read_generation_config
-from artifacts.gguf_files import is_gguf
+from artifacts.gguf_files import refuse_gguf
 from artifacts.hash_model import is_hash_spec, parse_hash_model
 from artifacts.json_object import parse_object
 from artifacts.names import check_base_name, sha256_json
@@ -145,8 +145,7 @@ def read_base_model(path_or_spec: str, name: str = "", quantize: str = "", kv_ca
             pooling="last",
         )
     directory = Path(path_or_spec)
-    if is_gguf(path_or_spec):
-        raise ArtifactError("model", f"{path_or_spec} is a GGUF file; first: loraplex models import {path_or_spec} DIR")
+    refuse_gguf("model", path_or_spec)
     if not directory.is_dir():
         raise ArtifactError("model", f"{path_or_spec} is not a directory")
     name = check_base_name(name or directory.resolve().name)

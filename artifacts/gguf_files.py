@@ -25,6 +25,12 @@ def is_gguf(path: str) -> bool:
         return False
 
 
+def refuse_gguf(subject: str, path: str) -> None:
+    """Raise ArtifactError for a GGUF file where a directory is needed, with the command that makes one of it."""
+    if is_gguf(path):
+        raise ArtifactError(subject, f"{path} is a GGUF file; first: loraplex models import {path} DIR")
+
+
 def parts_of(path: Path) -> tuple[Path, ...]:
     """Return all parts of a split file, whichever is given, or the file alone.
 

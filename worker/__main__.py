@@ -23,6 +23,7 @@ from typing import Any
 from artifacts import ArtifactError
 from artifacts.base_model import read_base_model
 from artifacts.families import KV_CACHE_HELP, check_kv_cache_dtype
+from artifacts.gguf_files import refuse_gguf
 from artifacts.quantization import FLAG_HELP, parse_quantization
 from rpc.settings import SettingsError, read_settings, setting
 from worker import cluster_plan, plan
@@ -133,6 +134,7 @@ class QuantizeSettings:
 def quantize(argv: Sequence[str]) -> int:
     """Write the copy that the flags describe. Raises ArtifactError, SettingsError."""
     settings = read_settings(QuantizeSettings, "worker-quantize", argv, {})
+    refuse_gguf("model", settings.model)
     if not Path(settings.model).is_dir():
         raise ArtifactError("model", f"{settings.model} is not a directory; a model is a transformers directory")
     if parse_quantization(settings.to, "--to") is None:
@@ -275,6 +277,7 @@ def _check_models(model: str, quantized: str, *, as_given: bool = False) -> None
 
     Raises ArtifactError.
     """
+    refuse_gguf("model", model)
     if not Path(model).is_dir():
         raise ArtifactError("model", f"{model} is not a directory; a model is a transformers directory")
     accepted = Path(quantized).is_dir() if quantized else as_given

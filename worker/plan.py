@@ -19,6 +19,7 @@ from artifacts.base_modules import LinearWeight, model_bytes, read_weights
 from artifacts.checkpoint import read_checkpoint
 from artifacts.encoders import ENCODERS, inner_weights
 from artifacts.families import KV_CACHE_HELP, KvShape, check_kv_cache_dtype, is_inner, kv_shape
+from artifacts.gguf_files import refuse_gguf
 from artifacts.quantization import FLAG_HELP as QUANTIZE_HELP
 from artifacts.quantization import parse_quantization, stored_scheme
 from rpc.settings import check_bounds, setting
@@ -125,6 +126,7 @@ def plan(settings: PlanSettings, divide: Divide = lambda columns: ()) -> Plan:
 
     Raises ArtifactError for a model that can't be read, ValueError for a bad memory size, and what `divide` raises.
     """
+    refuse_gguf("--model", settings.model)
     if not Path(settings.model).is_dir():
         raise ArtifactError("--model", f"{settings.model!r} is not a directory; a model is a transformers directory")
     base = read_base_model(settings.model, quantize=settings.quantize, kv_cache_dtype=settings.kv_cache_dtype)

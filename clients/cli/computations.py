@@ -67,7 +67,7 @@ def plan(context: typer.Context) -> None:
 
 
 def quantize(  # one parameter a flag
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A transformers directory.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A transformers directory or a GGUF file.")],
     out: Annotated[str, typer.Argument(metavar="[OUT]", help="New directory for the copy.")] = "",
     to: Annotated[
         str,
@@ -90,10 +90,13 @@ def quantize(  # one parameter a flag
 
     [bold]loraplex quantize ./Qwen2-0.5B ./Qwen2-0.5B-int4 --to int4 --report article.txt[/]
     """
+    from clients.cli.gguf_models import local_model
+
     if not out and report is None:
         raise CommandError("give OUT, the new directory, or --report FILE")
     if kv_cache_dtype and report is None:
         raise CommandError("--kv-cache-dtype is for --report FILE: a copy has no KV cache, its workers take the flag")
+    model, _ = local_model(model)
     if out:
         done = run_worker("quantize", {"model": model, "out": out, "to": to})
         if done.returncode:

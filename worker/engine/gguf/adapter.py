@@ -66,8 +66,9 @@ def convert_adapter(path: Path, base: Path, out: Path) -> None:
         for end, values in zip(ends, (first, second), strict=True):
             tensors[f"{TENSOR_PREFIX}{module}.lora_{end}"] = np.ascontiguousarray(values)
         ranks[module] = len(first)
+    config_text = json.dumps(_peft_config(file, ranks), indent=2) + "\n"
+    (out / CONFIG_FILE).write_text(config_text, encoding="utf-8")
     save_file(tensors, out / WEIGHTS_FILE, metadata={"format": "pt"})
-    (out / CONFIG_FILE).write_text(json.dumps(_peft_config(file, ranks), indent=2) + "\n", encoding="utf-8")
 
 
 def _check_kind(file: GgufFile) -> str:

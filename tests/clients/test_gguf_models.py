@@ -1,0 +1,148 @@
+"""GGUF files on the command line: imported once into a cache, and adapters converted on their way to the store."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loraplex_client import StoreClient
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+from clients.cli.__main__ import app
+from clients.cli.computations import run_worker
+from clients.cli.gguf_models import CACHE_VARIABLE, adapter_name, local_model
+from clients.cli.models import read_model
+from clients.cli.terminal import CommandError
+from tests.worker.engine.gguf.test_gguf_adapters import make_adapter
+from tests.worker.engine.gguf.written import make_source, write_adapter, write_model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny model."""
+    directory = tmp_path_factory.mktemp("tiny") / "source"
+    make_source("llama", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def file(base: Path) -> Path:
+    """The model as a GGUF file."""
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    return write_model(auto.from_pretrained(base), base.with_name("Tiny Model.Q8_0.gguf"), "llama")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The cache of this module's tests."""
+    directory = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(directory))
+        yield directory / "models"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def imports(cache: Path) -> set[str]:
+    """The directories of the cache."""
+    return {path.name for path in cache.iterdir() if path.is_dir()}
+
+
+def test_two_processes_import_a_file_once(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands, found = [], []
+
+    def count(command: str, *arguments: Any, **options: Any) -> Any:
+        commands.append(command)
+        return run_worker(command, *arguments, **options)
+
+    monkeypatch.setattr("clients.cli.gguf_models.run_worker", count)
+    # The lock is a file's, of which each thread has its own descriptor, as processes have.
+    threads = [threading.Thread(target=lambda: found.append(local_model(str(file)))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert commands == ["import-gguf"]
+    (directory, name), again = found
+    assert again == (directory, name) == local_model(str(file))
+    assert name == "Tiny-Model.Q8_0"
+    assert imports(cache) == {Path(directory).name}
+    assert read_model(directory, name, "int8").quantization == "int8"
+
+
+def test_what_is_no_gguf_file_stays_as_it_is(base: Path) -> None:
+    assert local_model(str(base), "name") == (str(base), "name")
+    assert local_model("hash:?") == ("hash:?", "")
+
+
+def test_a_changed_file_is_imported_anew(
+    file: Path, tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(file.read_bytes())
+    first, name = local_model(str(copy))
+    assert (first, name) == (local_model(str(file))[0], "copy")
+    before = imports(cache)
+    copy.write_bytes(file.read_bytes()[:-2000])
+    assert run("models", "push", copy).exit_code == 2
+    errors = capfd.readouterr().err.splitlines()
+    assert errors[-1].startswith(f"error: {copy}: is truncated: it ends before the end of tensor ")
+    assert imports(cache) == before
+
+
+def test_import_writes_a_directory_and_overwrites_none(
+    file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "imported"
+    assert run("models", "import", file, directory, "--dtype", "float32").exit_code == 0
+    assert capfd.readouterr().out.startswith(f"wrote {directory}: llama sha256:")
+    assert (
+        read_model(str(directory), "tiny").digest == read_model(local_model(str(file), dtype="float32")[0], "").digest
+    )
+    assert run("models", "import", file, directory).exit_code == 2
+    assert capfd.readouterr().err.endswith(f"error: {directory}: exists; give a new directory\n")
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    part = tmp_path / "big-00001-of-00002.gguf"
+    part.touch()
+    with pytest.raises(CommandError, match=r"is one of 2 parts, and big-00002-of-00002\.gguf is missing beside it$"):
+        local_model(str(part))
+
+
+async def test_models_and_adapters_are_pushed_as_gguf(
+    base: Path, file: Path, cache: Path, tmp_path: Path, store: str
+) -> None:
+    directory, _ = local_model(str(file))
+    pushed = await asyncio.to_thread(run, "models", "push", file, "--name", "tiny", "--store", store)
+    assert pushed.output.splitlines()[-1] == f"its workers need: --model {directory}"
+    adapter = make_adapter(tmp_path / "adapter", base, target_modules=["q_proj", "k_proj", "down_proj"])
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    (tmp_path / "folder").mkdir()
+    given = write_adapter(adapter, tmp_path / "folder" / "Support.gguf", auto.from_pretrained(base), "llama")
+    assert adapter_name(given) == "Support"
+    push = ["adapters", "push", tmp_path / "folder", "--name", "support", "--tenant", "acme", "--store", store]
+    refused = await asyncio.to_thread(run, *push)
+    assert isinstance(refused.exception, CommandError)
+    assert str(refused.exception).endswith(
+        "give the adapter's base model with --model-dir, a transformers directory or GGUF"
+    )
+    done = await asyncio.to_thread(run, *push, "--model-dir", file)
+    assert done.exit_code == 0, done.output
+    with StoreClient(store, "acme") as client:
+        await asyncio.to_thread(client.download, "support", tmp_path / "downloaded")
+    before, after = (load_file(where / "adapter_model.safetensors") for where in (adapter, tmp_path / "downloaded"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
