@@ -166,11 +166,18 @@ class ImportSettings:
     quiet: bool = setting("print nothing but progress and errors", False)
 
 
+def _interrupt(*_: object) -> None:
+    """Raise KeyboardInterrupt at the first signal: what is written is removed, which a second one must not stop."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def import_gguf(argv: Sequence[str]) -> int:
     """Write the directory that the flags describe; 130 after Ctrl-C. Raises ArtifactError, SettingsError."""
     settings = read_settings(ImportSettings, "worker-import-gguf", argv, {})
-    # Ended by its parent's signal too, it removes what it has written.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         from worker.engine.gguf import import_gguf as write
 

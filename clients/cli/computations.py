@@ -36,21 +36,20 @@ ModelDirOption = Annotated[
 ]
 
 
-def run_worker(
-    command: str, flags: Mapping[str, object], *words: str, capture: bool = False, **options: Any
-) -> CompletedProcess[str]:
-    """Run `python -m worker COMMAND --flag=value ...`, with more options of subprocess.run."""
-    arguments = [f"--{name}={value}" for name, value in flags.items()]
+def worker_command(command: str, flags: Mapping[str, object], *words: str) -> list[str]:
+    """Return `python -m worker COMMAND --flag=value ...`."""
     # -P: a folder of the working directory called worker would be run instead.
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "worker", command, *arguments, *words],
-        capture_output=capture, text=True, check=False, **options,
-    )  # fmt: skip
+    return [sys.executable, "-P", "-m", "worker", command, *(f"--{name}={flags[name]}" for name in flags), *words]
+
+
+def _run_worker(command: str, flags: Mapping[str, object], *words: str, capture: bool = False) -> CompletedProcess[str]:
+    """Run a worker's command."""
+    return subprocess.run(worker_command(command, flags, *words), capture_output=capture, text=True, check=False)
 
 
 def ask_worker(command: str, **flags: str) -> Any:
     """Run a worker's command and return the JSON that it prints. Raises CommandError."""
-    done = run_worker(command, flags, capture=True)
+    done = _run_worker(command, flags, capture=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it printed nothing"]
         reported = next((line for line in reversed(lines) if line.startswith(_PREFIX)), "")
@@ -63,7 +62,7 @@ def ask_worker(command: str, **flags: str) -> Any:
 
 def plan(context: typer.Context) -> None:
     """Compute what a model takes of a device or, with --cluster, the workers, routers and cost of a load."""
-    raise typer.Exit(run_worker("plan", {}, *context.args).returncode)
+    raise typer.Exit(_run_worker("plan", {}, *context.args).returncode)
 
 
 def quantize(  # one parameter a flag
@@ -98,7 +97,7 @@ def quantize(  # one parameter a flag
         raise CommandError("--kv-cache-dtype is for --report FILE: a copy has no KV cache, its workers take the flag")
     model, _ = local_model(model)
     if out:
-        done = run_worker("quantize", {"model": model, "out": out, "to": to})
+        done = _run_worker("quantize", {"model": model, "out": out, "to": to})
         if done.returncode:
             raise typer.Exit(done.returncode)
     if report is not None:

@@ -9,15 +9,16 @@ import fcntl
 import hashlib
 import json
 import os
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from clients.cli.computations import run_worker
+from clients.cli.computations import worker_command
 from clients.cli.terminal import CommandError, err
 
 # The variable that names the cache's folder, which is otherwise in the user's own cache (XDG_CACHE_HOME).
@@ -37,7 +38,7 @@ def import_(
 
     [bold]loraplex models import ./SmolLM2-135M-Instruct.Q4_1.gguf ./SmolLM2-135M-Instruct[/]
     """
-    raise typer.Exit(run_worker("import-gguf", {"file": file, "out": directory, "dtype": dtype}).returncode)
+    run_to_its_end("import-gguf", {"file": file, "out": directory, "dtype": dtype})
 
 
 def local_model(path: str, name: str = "", dtype: str = "") -> tuple[str, str]:
@@ -81,8 +82,7 @@ def peft_directory(path: Path, base: Path | None) -> Iterator[Path]:
         )
     with tempfile.TemporaryDirectory(prefix="loraplex-adapter-") as directory:
         flags = {"file": file, "base": local_model(str(base))[0], "out": directory}
-        if code := run_worker("convert-adapter", flags).returncode:
-            raise typer.Exit(code)
+        run_to_its_end("convert-adapter", flags)
         yield Path(directory)
 
 
@@ -107,7 +107,21 @@ def _adapter_file(path: Path) -> Path | None:
 def _import(file: Path, directory: Path, dtype: str, lock: int) -> None:
     # The worker has the lock too: it ends its import before another one begins, even if this process is killed.
     flags = {"file": file, "out": directory, "dtype": dtype}
-    code = run_worker("import-gguf", flags, "--quiet", pass_fds=(lock,)).returncode
+    run_to_its_end("import-gguf", flags, "--quiet", descriptors=(lock,))
+
+
+def run_to_its_end(command: str, flags: Mapping[str, object], *words: str, descriptors: tuple[int, ...] = ()) -> None:
+    """Run a worker's command, which prints its own errors. Raises typer.Exit with its exit code.
+
+    After Ctrl-C it has time to remove what it has written; subprocess.run would kill it.
+    """
+    with subprocess.Popen(worker_command(command, flags, *words), pass_fds=descriptors) as process:
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
     if code:
         raise typer.Exit(code)
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +20,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from clients.cli.__main__ import app
-from clients.cli.computations import run_worker
-from clients.cli.gguf_models import CACHE_VARIABLE, adapter_name, local_model
+from clients.cli.gguf_models import CACHE_VARIABLE, adapter_name, local_model, run_to_its_end
 from clients.cli.models import read_model
 from clients.cli.terminal import CommandError
 from tests.worker.engine.gguf.test_gguf_adapters import make_adapter
@@ -63,9 +67,9 @@ def test_two_processes_import_a_file_once(file: Path, cache: Path, monkeypatch: 
 
     def count(command: str, *arguments: Any, **options: Any) -> Any:
         commands.append(command)
-        return run_worker(command, *arguments, **options)
+        run_to_its_end(command, *arguments, **options)
 
-    monkeypatch.setattr("clients.cli.gguf_models.run_worker", count)
+    monkeypatch.setattr("clients.cli.gguf_models.run_to_its_end", count)
     # The lock is a file's, of which each thread has its own descriptor, as processes have.
     threads = [threading.Thread(target=lambda: found.append(local_model(str(file)))) for _ in range(2)]
     for thread in threads:
@@ -106,11 +110,23 @@ def test_import_writes_a_directory_and_overwrites_none(
     directory = tmp_path / "imported"
     assert run("models", "import", file, directory, "--dtype", "float32").exit_code == 0
     assert capfd.readouterr().out.startswith(f"wrote {directory}: llama sha256:")
-    assert (
-        read_model(str(directory), "tiny").digest == read_model(local_model(str(file), dtype="float32")[0], "").digest
-    )
+    assert json.loads((directory / "config.json").read_text())["dtype"] == "float32"
     assert run("models", "import", file, directory).exit_code == 2
     assert capfd.readouterr().err.endswith(f"error: {directory}: exists; give a new directory\n")
+
+
+def test_ctrl_c_leaves_nothing(file: Path, tmp_path: Path) -> None:
+    """The signal goes to the command and its worker, as at a terminal."""
+    command = [sys.executable, "-m", "clients.cli", "models", "import", str(file), str(tmp_path / "out")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("imported 1 of ")
+        os.killpg(process.pid, signal.SIGINT)
+        rest = process.stderr.read()
+    assert "Traceback" not in rest
+    # The import may have been faster than the signal.
+    assert process.returncode in (130, 0)
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["out"])
 
 
 def test_a_missing_part_is_named(tmp_path: Path) -> None:

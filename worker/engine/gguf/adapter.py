@@ -29,7 +29,7 @@ from artifacts.families import is_embedding
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE
 from worker.engine.gguf.config import ARCHITECTURES, TRANSFORMERS_NAMES
-from worker.engine.gguf.file import GgufFile, TensorEntry, check_types, read_gguf
+from worker.engine.gguf.file import GgufFile, TensorEntry
 from worker.engine.gguf.names import tensor_names
 from worker.engine.quantized.stored import transformers_config
 
@@ -38,11 +38,9 @@ _PAIR = (".lora_a", ".lora_b")
 _REFUSED = ("gpt2",)
 
 
-def convert_adapter(path: Path, base: Path, out: Path) -> None:
-    """Write a GGUF adapter's peft files to a directory; `base` is its base model's. Raises ArtifactError, OSError."""
-    file = read_gguf(path)
+def write_adapter(file: GgufFile, base: Path, out: Path) -> None:
+    """Write an adapter's peft files to a directory; `base` is its base model's. Raises ArtifactError, OSError."""
     architecture = _check_kind(file)
-    check_types(file)
     config: Any = transformers_config(base)
     if TRANSFORMERS_NAMES.get(architecture, architecture) != _base_architecture(config.model_type):
         raise ArtifactError(

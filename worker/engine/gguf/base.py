@@ -28,38 +28,23 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from artifacts import ArtifactError
 from artifacts.base_model import BaseModel, read_base_model
 from worker.engine.gguf.config import ROPE_FACTORS, read_config
-from worker.engine.gguf.file import GgufFile, TensorEntry, check_types, read_gguf
+from worker.engine.gguf.file import GgufFile, TensorEntry
 from worker.engine.gguf.names import tensor_names
 from worker.engine.gguf.shards import TensorPlan, write_shards
 
 # Tensors of files that the model has no parameter for.
 UNREAD = (ROPE_FACTORS,)
-# Names of dtypes that weights are written in.
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Says how many of the tensors are done.
-Progress = Callable[[int, int], None]
 
 
-def import_gguf(
-    path: Path, directory: Path, dtype: str = "bfloat16", progress: Progress = lambda done, of: None
-) -> BaseModel:
-    """Write the model of a GGUF file, with all its parts, to a new directory in the layout of transformers.
-
-    Returns its manifest. Raises ArtifactError, also where `directory` exists or cannot be written; it leaves nothing.
-    """
-    if dtype not in DTYPES:
-        raise ArtifactError("--dtype", f"{dtype!r} is not one of {', '.join(DTYPES)}")
-    file = read_gguf(path)
-    if directory.exists():
-        raise ArtifactError(str(directory), "exists; give a new directory")
+def write_model(file: GgufFile, directory: Path, dtype: str, progress: Callable[[int, int], None]) -> BaseModel:
+    """Write a file's model to a new directory and return its manifest. Raises ArtifactError; then it leaves nothing."""
     unfinished = directory.with_name(directory.name + ".unfinished")
     try:
         with _quiet():
             config = read_config(file)
-            check_types(file)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-            reading = _Reading(file, config, DTYPES[dtype])
+            reading = _Reading(file, config, getattr(torch, dtype))
             _write_small_files(file, config, unfinished)
             write_shards(unfinished, reading.plans, reading.read, progress)
         manifest = read_base_model(str(unfinished), "model")

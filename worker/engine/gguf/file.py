@@ -29,6 +29,8 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 # Maximum number of dimensions of a tensor in ggml.
 _DIMENSIONS = 4
+# Maximum bytes of a text or an array of numbers in a header; vocabularies have 2 MB.
+_VALUE_BYTES = 64 << 20
 # Maximum bytes of a tensor in float32 that are read at once.
 PIECE_BYTES = 64 << 20
 
@@ -188,6 +190,10 @@ class _Header:
     def _take(self, count: int) -> bytes:
         if count > self._size - self._file.tell():
             raise _truncated(self._path, "in its header")
+        if count > _VALUE_BYTES:
+            raise ArtifactError(
+                str(self._path), f"is not a readable GGUF file: a value of its header has {count} bytes"
+            )
         data = self._file.read(count)
         self._kept += data
         return data
@@ -208,9 +214,8 @@ class _Header:
         if kind == _ARRAY:
             of, count = self._unpack("IQ")
             if of in _SCALARS:
-                if count > self._size:  # before a format of this length is compiled
-                    raise _truncated(self._path, "in its header")
-                return self._unpack(f"{count}{_SCALARS[of]}")
+                size = struct.calcsize("<" + _SCALARS[of])
+                return struct.unpack(f"<{count}{_SCALARS[of]}", self._take(count * size))
             if of == _STRING:
                 for _ in range(count):
                     (length,) = self._unpack("Q")

@@ -96,3 +96,13 @@ def test_other_versions_and_machines_are_named(tmp_path: Path) -> None:
         path.write_bytes(b"GGUF" + struct.pack("<IQQ", version, 0, 0))
         with pytest.raises(ArtifactError, match=sentence):
             read_gguf(path)
+
+
+def test_a_value_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "large.gguf"
+    key = struct.pack("<Q", 1) + b"k" + struct.pack("<IIQ", 9, 0, 1 << 27)  # an array of 2^27 bytes
+    with open(path, "wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key)
+        file.truncate(1 << 28)
+    with pytest.raises(ArtifactError, match=r"is not a readable GGUF file: a value of its header has 134217728 bytes$"):
+        read_gguf(path)
