@@ -95,6 +95,7 @@ def test_a_folder_that_is_pushed_again_moves_no_alias_unasked(run: Run, store_ad
             "but the root of a hub's cache: give one of the 1 below it, such as",
         ),
         ({"config.json": "{}"}, "is not an adapter, but a whole model: `loraplex models push`"),
+        ({"support.gguf": "GGUF"}, "/support.gguf --model-dir BASE` converts and uploads it"),
         ({"adapter_config.json": "{}", "adapter_model.bin": "x"}, "has its weights in adapter_model.bin, a pickle,"),
         (
             {"adapter_config.json": "{}", "adapter_model.safetensors": "version https://git-lfs.github.com/spec/v1\n"},

@@ -315,6 +315,8 @@ def _why_no_config(directory: Path) -> str:
         newest = max(below, key=lambda path: path.stat().st_mtime).parent
         kind = "the root of a hub's cache" if newest.parent.name == "snapshots" else "the parent of checkpoints"
         return f"is not an adapter, but {kind}: give one of the {len(below)} below it, such as {newest}"
+    if files := [*directory.glob("*.gguf")]:
+        return f"has a GGUF file: `loraplex adapters push {files[0]} --model-dir BASE` converts and uploads it"
     if (directory / "config.json").is_file():
         return "is not an adapter, but a whole model: `loraplex models push` registers one"
     return f"is not an adapter: it has no {CONFIG_FILE}"
