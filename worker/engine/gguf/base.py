@@ -125,12 +125,13 @@ class _Reading:
         Raises ArtifactError for one that is missing, and for one that the model has no place for.
         """
         tensors, sources = self._file.tensors, dict[str, list[TensorEntry]]()
-        names = {
-            plan.name: [source for source, name in self._names.items() if name == plan.name] for plan in self.plans
-        }
-        for name, wanted in names.items():
+        stored_names: dict[str, list[str]] = {plan.name: [] for plan in self.plans}
+        for source, name in self._names.items():
             # Of experts' tensors transformers' table has the names without the last part.
-            stored = [source if source.endswith((".weight", ".bias")) else f"{source}.weight" for source in wanted]
+            full = source if source.endswith((".weight", ".bias")) else f"{source}.weight"
+            stored_names.setdefault(name, []).append(full)
+        for name in [plan.name for plan in self.plans]:
+            stored = stored_names[name]
             if missing := [source for source in stored if source not in tensors] or ([] if stored else [name]):
                 raise ArtifactError(self._file.name, f"lacks tensor {missing[0]}, which {self._what} has")
             sources[name] = [tensors[source] for source in stored]
