@@ -25,7 +25,7 @@ _STOP_S = 20.0
 async def serving_cluster(settings: ClusterSettings) -> AsyncIterator[LocalCluster]:
     """Run a cluster whose base model is registered; yields it once it serves."""
     async with LocalCluster(settings) as cluster:
-        base = await asyncio.to_thread(read_base_model, settings.model)
+        base = await asyncio.to_thread(read_base_model, settings.model, quantize=settings.quantize)
         async with AsyncStoreClient(cluster.store) as store:
             await store.register_model(registered(base), base.files)
         await cluster.wait_serving()
