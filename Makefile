@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients operator chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets
+.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients evaluate operator chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts real company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -46,6 +46,8 @@ OPERATOR_KILLS ?= 20
 PROMPTS ?= 100
 COMPOSITIONS ?= 12
 FUZZ_SECONDS ?= 600
+# Questions of each task of `make evaluate`.
+QUESTIONS ?= 40
 
 help: ## Print this list
 	@awk -F ': .*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -57,7 +59,7 @@ help: ## Print this list
 	@echo "  make cancels takes CANCELS=$(CANCELS), make swaps SWAPS=$(SWAPS), make releases RELEASES=$(RELEASES), make texts TEXTS=$(TEXTS),"
 	@echo "  make operator OPERATOR_KILLS=$(OPERATOR_KILLS),"
 	@echo "  make company PROMPTS=$(PROMPTS) COMPOSITIONS=$(COMPOSITIONS),"
-	@echo "  make clients CLIENTS=openai,litellm for these libraries alone"
+	@echo "  make clients CLIENTS=openai,litellm for these libraries alone, make evaluate EVALUATE=guidellm"
 
 setup: $(STAMP) ## Install into .venv and generate the stubs; does nothing if both are up to date
 
@@ -126,6 +128,11 @@ lorax: $(STAMP) ## Install LoRAX's own client and test the HTTP gateway with it
 CLIENTS ?=
 clients: $(STAMP) ## Install client libraries of others and try each of them with a cluster's HTTP gateway
 	$(BIN)/python -m tests.libraries $(if $(CLIENTS),--only "$(CLIENTS)")
+
+# Each tool in an environment of its own. EVALUATE=lm_eval,guidellm,locust picks some.
+EVALUATE ?=
+evaluate: $(STAMP) ## Compare lm-evaluation-harness, guidellm and locust with their own backend and `loraplex loadtest`
+	$(BIN)/python -m tests.evaluate --questions $(QUESTIONS) $(if $(EVALUATE),--only "$(EVALUATE)")
 
 operator: $(STAMP) ## Kill the operator of Kubernetes at OPERATOR_KILLS moments of an adapter's life
 	OPERATOR_KILLS=$(OPERATOR_KILLS) $(BIN)/pytest -s --timeout 900 tests/clients/operator
