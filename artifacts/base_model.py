@@ -189,7 +189,7 @@ def _read_directory(directory: Path, name: str, quantize: Quantization | None, k
         modules=(),
         files=files,
         pooling=pooling,
-        quantization=str((scheme.quantization if scheme else quantize) or ""),
+        quantization=str(scheme or quantize or ""),
         original_digest=original,
         kv_cache_dtype=kv_cache_dtype,
     )
@@ -204,8 +204,8 @@ def _check_scheme(scheme: StoredScheme | None, quantize: Quantization | None, mo
         raise ArtifactError(_CONFIG, "quantization_config: encoders are read unquantized; use the original model")
     if quantize is not None and model_type in ENCODERS and (quantize.bits != 8 or quantize.floating):
         raise ArtifactError("--quantize", f"{quantize}: encoders are quantized to int8 or int8-zero-point alone")
-    if scheme is not None and quantize is not None and scheme.quantization != quantize:
-        raise ArtifactError("--quantize", f"{quantize}: the model is quantized already, in {scheme.quantization}")
+    if scheme is not None and quantize is not None and str(scheme) != str(quantize):
+        raise ArtifactError("--quantize", f"{quantize}: the model is quantized already, in {scheme}")
     return scheme
 
 

@@ -16,6 +16,7 @@ Other layouts are refused by the name of the field or tensor. worker/engine/quan
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -31,13 +32,18 @@ FLAG_HELP = (
 _EMBEDDINGS = "+embeddings"
 # Columns of a group of `int4`: with more the shipped model loses over 3% of perplexity: docs/results/quantization.md.
 _INT4_GROUP = 32
-# Bytes of a scale, and of a zero point.
-_SCALE_BYTES = 4
+# Bytes of a scale and of a zero point: bfloat16 and a byte for 4 bits with zero points, else float32.
+_SCALE_BYTES, _ZERO_BYTES = 4, 4
+_GROUP_BYTES = 3
 _FIELD = "quantization_config"
 _CONFIG = "config.json"
 _FLOATS = ("F32", "BF16", "F16")
 # The formats of compressed-tensors that are read; without a word on its activations a layer computes in floats.
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
+# Targets of compressed-tensors that stand for all layers of a class.
+_CLASSES = frozenset({"Linear", "Embedding"})
+# A copy's own name for its scheme; empty: it has none.
+_COPY_NAME = re.compile(r"[a-z0-9.+-]{0,60}")
 # Fields of compressed-tensors that change what the weights mean, or the model.
 _UNREAD_FIELDS = ("kv_cache_scheme", "sparsity_config", "transform_config")
 # The last parts of the names of tensors that only quantized layers have: each is read, or the model is refused.
@@ -85,8 +91,8 @@ class Quantization:
 
     def weight_bytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes that a weight takes in memory."""
-        scales = out_features * self.groups(in_features) * _SCALE_BYTES
-        return out_features * in_features * self.bits // 8 + scales * (1 if self.symmetric else 2)
+        of_group = _SCALE_BYTES if self.symmetric else _GROUP_BYTES if self.bits == 4 else _SCALE_BYTES + _ZERO_BYTES
+        return out_features * (in_features * self.bits // 8 + self.groups(in_features) * of_group)
 
 
 _SCHEMES = {
@@ -118,6 +124,11 @@ def check_device(scheme: Quantization | None, device: str) -> None:
         raise ArtifactError("--quantize", f"{scheme} needs a CUDA device (--device cuda); on the CPU use int8")
 
 
+def calibrated_name(scheme: Quantization, bits: float) -> str:
+    """Return the name of a calibrated scheme that takes at most so many bits for a weight: int4-64-calibrated-4.75."""
+    return f"{replace(scheme, embeddings=False)}-calibrated-{bits:g}{_EMBEDDINGS if scheme.embeddings else ''}"
+
+
 def quantized_digest(original: str, scheme: Quantization | None, kv_cache_dtype: str = "") -> str:
     """Return the digest of the base model that quantizing the original's weights makes, its KV cache, or both."""
     weights = {"quantization": scheme.canonical()} if scheme else {}
@@ -134,13 +145,38 @@ class Method(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoredScheme:
-    """The content of a `quantization_config`. `original` is the digest of the model that it was made of, if known."""
+    """The content of a `quantization_config`. `original` is the digest of the model that it was made of, if known.
+
+    `others` are the schemes of layers that do not have `quantization`, each with its targets: names of layers, or
+    patterns behind `re:`; the first that matches counts. `name` is the scheme's on command lines, where it has its own.
+    """
 
     method: Method
     quantization: Quantization
     original: str = ""
     # GPTQ's first version stores zero points minus one.
     zeros_less_one: bool = False
+    others: tuple[tuple[tuple[str, ...], Quantization], ...] = ()
+    name: str = ""
+
+    def __str__(self) -> str:
+        """Return the name of the scheme."""
+        return self.name or " and ".join(dict.fromkeys(map(str, (self.quantization, *(one for _, one in self.others)))))
+
+    def of(self, layer: str) -> StoredScheme:
+        """Return the scheme of a layer alone."""
+        found = (scheme for targets, scheme in self.others if any(_names(target, layer) for target in targets))
+        return replace(self, quantization=next(found, self.quantization), others=())
+
+    @property
+    def schemes(self) -> tuple[Quantization, ...]:
+        """Return the schemes of all layers."""
+        return self.quantization, *(scheme for _, scheme in self.others)
+
+
+def _names(target: str, layer: str) -> bool:
+    pattern = target.removeprefix("re:")
+    return target == layer if pattern == target else re.match(pattern, layer) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +220,7 @@ def stored_weights(scheme: StoredScheme | None, checkpoint: Checkpoint) -> dict[
     if not layers:
         raise ArtifactError("model", f"its config says {scheme.method.value}, and no tensor ends with {mark}")
     read = _compressed_weight if compressed else _transposed_weight
-    stored = {f"{layer}.weight": read(scheme, checkpoint, layer) for layer in layers}
+    stored = {f"{layer}.weight": read(scheme.of(layer), checkpoint, layer) for layer in layers}
     read_names = {name for weight in stored.values() for name in weight.names}
     for name in checkpoint.tensors:
         if name.rpartition(".")[2] in _PARTS and name not in read_names:
@@ -205,17 +241,52 @@ def _compressed_tensors(fields: Mapping[str, Any]) -> StoredScheme:
         inputs = group.get("input_activations") or {"dynamic": True}
         if group.get("output_activations") or inputs.get("dynamic") is not True:
             raise _refused("config_groups", "activations that are quantized by fixed scales are not served")
-    first, *others = [_weights_of(group) for group in groups.values()]
-    if any(other != first for other in others):
-        raise _refused("config_groups", "layers of different schemes are not served together")
+    named, original = _copy_of(fields)
+    main, others = _schemes_of(groups)
+    if named and not named.startswith(str(main)):
+        raise _refused("loraplex.quantization", f"{named} is not the scheme of config_groups")
+    embeddings = named.endswith(_EMBEDDINGS)
+    return StoredScheme(
+        Method.COMPRESSED_TENSORS, replace(main, embeddings=embeddings), original, others=others, name=named
+    )
+
+
+def _copy_of(fields: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a copy's name for its scheme, and the digest of its original; both are empty in other programs' copies."""
     copy = fields.get("loraplex") or {}
     if not isinstance(copy, dict) or (copy and not is_digest(str(copy.get("original")))):
         raise _refused("loraplex", "does not name the original's digest")
-    named = parse_quantization(str(copy.get("quantization", "")), f"{_FIELD}.loraplex.quantization")
-    if named is not None and replace(named, embeddings=False) != first:
-        raise _refused("loraplex.quantization", f"{named} is not the scheme of config_groups")
-    scheme = replace(first, embeddings=named is not None and named.embeddings)
-    return StoredScheme(Method.COMPRESSED_TENSORS, scheme, str(copy.get("original", "")))
+    name = copy.get("quantization") or ""
+    if not isinstance(name, str) or not _COPY_NAME.fullmatch(name):
+        raise _refused("loraplex.quantization", f"{name!r} is not the name of a scheme")
+    return name, str(copy.get("original", ""))
+
+
+def _schemes_of(groups: Mapping[str, Any]) -> tuple[Quantization, tuple[tuple[tuple[str, ...], Quantization], ...]]:
+    """Return the scheme of the layers that no group names, and those of the named ones, with their targets."""
+    main: Quantization | None = None
+    others = []
+    for group in groups.values():
+        targets, scheme = group.get("targets", ["Linear"]), _weights_of(group)
+        if not isinstance(targets, list) or not targets or not all(map(_is_target, targets)):
+            raise _refused("config_groups", f"targets {targets!r} are not names of layers or patterns behind re:")
+        if not _CLASSES.isdisjoint(targets):
+            if main not in (None, scheme):
+                raise _refused("config_groups", "two schemes are both for all linear layers")
+            main = scheme
+        else:
+            others.append((tuple(targets), scheme))
+    if main is None:
+        # Each quantized layer is then named.
+        main = others[-1][1]
+    return main, tuple((targets, scheme) for targets, scheme in others if scheme != main)
+
+
+def _is_target(target: object) -> bool:
+    try:
+        return isinstance(target, str) and bool(re.compile(target.removeprefix("re:")) or target)
+    except re.error:
+        return False
 
 
 def _weights_of(group: Mapping[str, Any]) -> Quantization:

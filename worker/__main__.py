@@ -129,6 +129,10 @@ class QuantizeSettings:
     model: str = setting("a transformers directory")
     out: str = setting("the new directory")
     to: str = setting(FLAG_HELP)
+    calibrate: bool = setting("choose 4-bit codes by what the layers compute for texts", default=False)
+    bits: float = setting("with --calibrate: maximum bits of a weight; sensitive layers get 8 within it", 4.75)
+    texts: str = setting("with --calibrate: a UTF-8 text of at least 256 tokens; empty: drawn from the model", "")
+    seed: int = setting("with --calibrate: seed of the texts that are drawn", 0)
 
 
 def quantize(argv: Sequence[str]) -> int:
@@ -140,20 +144,23 @@ def quantize(argv: Sequence[str]) -> int:
     if parse_quantization(settings.to, "--to") is None:
         raise ArtifactError("--to", "name a scheme, such as int8")
     try:
+        from worker.engine.quantized.calibration import Calibration
         from worker.engine.quantized.copy import write_copy
     except ModuleNotFoundError as error:
         raise ArtifactError(
             "quantize", f"{error.name} is not installed, which computing with a model needs: install loraplex[worker]"
         ) from error
-    base = write_copy(settings.model, settings.out, settings.to, partial(_show, "quantized"))
+    calibration = Calibration(settings.bits, settings.texts, settings.seed) if settings.calibrate else None
+    show = partial(_show, "calibrated", noun="layers") if calibration else partial(_show, "quantized")
+    base = write_copy(settings.model, settings.out, settings.to, show, calibration)
     print(f"wrote {settings.out}: {base.quantization} of {base.original_digest}")
     return 0
 
 
-def _show(verb: str, done: int, of: int) -> None:
+def _show(verb: str, done: int, of: int, *, noun: str = "tensors") -> None:
     if done == of or done % max(1, of // _LINES) == 0:
         end = "\r" if sys.stderr.isatty() and done < of else "\n"
-        print(f"{verb} {done} of {of} tensors", end=end, file=sys.stderr, flush=True)
+        print(f"{verb} {done} of {of} {noun}", end=end, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

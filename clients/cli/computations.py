@@ -65,7 +65,7 @@ def plan(context: typer.Context) -> None:
     raise typer.Exit(_run_worker("plan", {}, *context.args).returncode)
 
 
-def quantize(  # one parameter a flag
+def quantize(  # noqa: PLR0913, PLR0917  # one parameter a flag
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A transformers directory or a GGUF file.")],
     out: Annotated[str, typer.Argument(metavar="[OUT]", help="New directory for the copy.")] = "",
     to: Annotated[
@@ -76,6 +76,17 @@ def quantize(  # one parameter a flag
             "with --report, '' leaves the weights as they are.",
         ),
     ] = "int8",
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Choose the codes of 4 bits by what the layers compute for texts.")
+    ] = False,
+    bits: Annotated[
+        float,
+        typer.Option(metavar="N", help="With --calibrate: maximum bits of a weight; sensitive layers get 8 within it."),
+    ] = 4.75,
+    texts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --calibrate: a text; by default the model writes its own.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="With --calibrate: seed of the choice of texts.")] = 0,
     report: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Compare with the original over this text; OUT may be left out."),
@@ -93,11 +104,14 @@ def quantize(  # one parameter a flag
 
     if not out and report is None:
         raise CommandError("give OUT, the new directory, or --report FILE")
+    if calibrate and not out:
+        raise CommandError("--calibrate writes a copy: give OUT, the new directory")
     if kv_cache_dtype and report is None:
         raise CommandError("--kv-cache-dtype is for --report FILE: a copy has no KV cache, its workers take the flag")
     model, _ = local_model(model)
     if out:
-        done = _run_worker("quantize", {"model": model, "out": out, "to": to})
+        chosen = {"calibrate": "true", "bits": bits, "seed": seed, "texts": texts or ""} if calibrate else {}
+        done = _run_worker("quantize", {"model": model, "out": out, "to": to, **chosen})
         if done.returncode:
             raise typer.Exit(done.returncode)
     if report is not None:

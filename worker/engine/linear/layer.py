@@ -95,7 +95,8 @@ def make_panels(linear: AnyLinear, *, fixed: bool = False) -> Panels:
         memory = _in_panels(weight.detach(), name, panels)
         return Panels(name, outputs, _padded(linear.in_features), memory, None, None, linear.in_features, bias)
     name = f"int{weight.bits}"
-    scales, zeros, group = weight.scales, weight.zeros, weight.group
+    scales, group = weight.scales.float(), weight.group
+    zeros = None if weight.zeros is None else weight.zeros.float()
     if zeros is None and weight.bits == 4:
         zeros = torch.full_like(scales, SYMMETRIC_ZERO)
     if fixed and scales.shape[1] > 1:

@@ -64,7 +64,7 @@ def _kind(linear: AnyLinear) -> object:
     if not isinstance(linear, QuantizedLinear):
         return linear.weight.dtype
     weight = linear.weight
-    return weight.bits, weight.group, weight.codes.dtype, weight.zeros is None
+    return weight.bits, weight.group, weight.codes.dtype, weight.scales.dtype, weight.zeros is None
 
 
 def fuse(linears: Sequence[AnyLinear]) -> AnyLinear:

@@ -1,7 +1,7 @@
 """Writes a quantized copy of a model's directory, in the layout of compressed-tensors.
 
-Its weights are, bit by bit, those that an engine has which quantizes the original while it loads. config.json names the
-original's digest, so adapters of the original are valid for the copy.
+Its weights are, bit by bit, those that an engine has which quantizes the original while it loads, or calibrated ones.
+config.json names the original's digest, so adapters of the original are valid for the copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from artifacts.base_modules import LinearWeight, read_weights
 from artifacts.checkpoint import Checkpoint, read_checkpoint
 from artifacts.families import FAMILIES
 from artifacts.json_object import parse_object
-from artifacts.quantization import Quantization, parse_quantization
+from artifacts.quantization import Quantization, calibrated_name, parse_quantization
+from worker.engine.quantized.calibration import EIGHT_BITS, Calibration, calibrated_weights
 from worker.engine.quantized.stored import open_tensors
 from worker.engine.quantized.weight import QuantizedWeight, quantize_tensor
 
@@ -46,7 +47,13 @@ _WEIGHTS = (
 Progress = Callable[[int, int], None]
 
 
-def write_copy(model: str, out: str, scheme: str, progress: Progress = lambda done, of: None) -> BaseModel:
+def write_copy(
+    model: str,
+    out: str,
+    scheme: str,
+    progress: Progress = lambda done, of: None,
+    calibration: Calibration | None = None,
+) -> BaseModel:
     """Write a copy of directory `model`, quantized by a scheme's name, to the new directory `out`; its manifest.
 
     Raises ArtifactError, also where `out` exists or can't be written.
@@ -57,6 +64,8 @@ def write_copy(model: str, out: str, scheme: str, progress: Progress = lambda do
     if target is None or "quantization_config" in config:
         raise ArtifactError("model", f"{model} is quantized already; give the original")
     directory = Path(out)
+    if calibration is not None and (target.bits != 4 or not target.group):
+        raise ArtifactError("--calibrate", f"is for int4, int4-64 and int4-128, not {target}")
     if directory.exists():
         raise ArtifactError("out", f"{out} exists; give a new directory")
     unfinished = directory.with_name(directory.name + ".unfinished")
@@ -65,9 +74,13 @@ def write_copy(model: str, out: str, scheme: str, progress: Progress = lambda do
         unfinished.mkdir(parents=True)
         checkpoint = read_checkpoint(Path(model))
         weights = {weight.tensor: weight for weight in read_weights(config, checkpoint).values()}
-        _write_tensors(unfinished, checkpoint, weights, target, progress)
+        done: dict[str, QuantizedWeight] = {}
+        if calibration is not None:
+            done = _calibrated(Path(model), config, checkpoint, target, calibration, progress)
+            progress = _silent
+        _write_tensors(unfinished, checkpoint, weights, target, done, progress)
         _copy_small_files(Path(model), unfinished)
-        config |= {"quantization_config": _quantization_config(base, weights, target)}
+        config |= {"quantization_config": _quantization_config(base, weights, target, done, calibration)}
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         os.rename(unfinished, directory)
     except OSError as error:
@@ -77,8 +90,31 @@ def write_copy(model: str, out: str, scheme: str, progress: Progress = lambda do
     return read_base_model(out)
 
 
+def _silent(done: int, of: int) -> None:
+    """Show nothing: writing takes no time beside calibrating."""
+
+
+def _calibrated(
+    model: Path,
+    config: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    scheme: Quantization,
+    calibration: Calibration,
+    progress: Progress,
+) -> dict[str, QuantizedWeight]:
+    """Return the calibrated weights by the names of their tensors."""
+    weights = read_weights(config, checkpoint)
+    rounded = calibrated_weights(model, weights, scheme, calibration, progress)
+    return {weights[name].tensor: weight for name, weight in rounded.items()}
+
+
 def _write_tensors(
-    out: Path, checkpoint: Checkpoint, weights: Mapping[str, LinearWeight], scheme: Quantization, progress: Progress
+    out: Path,
+    checkpoint: Checkpoint,
+    weights: Mapping[str, LinearWeight],
+    scheme: Quantization,
+    done: Mapping[str, QuantizedWeight],
+    progress: Progress,
 ) -> None:
     shard: dict[str, Tensor] = {}
     placed: dict[str, str] = {}
@@ -92,10 +128,10 @@ def _write_tensors(
         shard.clear()
 
     with open_tensors(checkpoint) as read:
-        for done, name in enumerate(checkpoint.tensors, 1):
+        for number, name in enumerate(checkpoint.tensors, 1):
             new, weight = {name: read(name)}, weights.get(name)
             if weight is not None and weight.scheme(scheme) is not None:
-                parts = stored_tensors(quantize_tensor(new[name], weight, scheme))
+                parts = stored_tensors(done.get(name) or quantize_tensor(new[name], weight, scheme))
                 layer = name.removesuffix(".weight")
                 new = {f"{layer}.{part}": values.contiguous() for part, values in parts.items()}
             size = sum(values.nbytes for values in new.values())
@@ -103,7 +139,7 @@ def _write_tensors(
                 write(last=False)
             shard |= new
             total += size
-            progress(done, len(checkpoint.tensors))
+            progress(number, len(checkpoint.tensors))
     write(last=True)
     if len(set(placed.values())) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": placed}
@@ -134,10 +170,35 @@ def _words(rows: Tensor) -> Tensor:
     return filled.flatten().view(torch.int32).view(len(rows), -1)
 
 
-def _quantization_config(base: BaseModel, weights: Mapping[str, LinearWeight], scheme: Quantization) -> dict[str, Any]:
+def _quantization_config(
+    base: BaseModel,
+    weights: Mapping[str, LinearWeight],
+    scheme: Quantization,
+    done: Mapping[str, QuantizedWeight],
+    calibration: Calibration | None,
+) -> dict[str, Any]:
     ignored = [weight.tensor.removesuffix(".weight") for weight in weights.values() if weight.scheme(scheme) is None]
     if FAMILIES[base.architecture].experts:
         ignored += [r"re:.*\.experts\..*", r"re:.*\.(gate|router)$"]
+    groups = {"group_0": _config_group(["Linear", "Embedding"] if scheme.embeddings else ["Linear"], scheme)}
+    wide = [tensor.removesuffix(".weight") for tensor, weight in done.items() if weight.bits != scheme.bits]
+    if wide:
+        groups["group_1"] = _config_group(wide, EIGHT_BITS)
+    name = str(scheme)
+    if calibration is not None:
+        name = calibrated_name(scheme, calibration.bits)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if scheme.floating else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "loraplex": {"original": base.original_digest, "quantization": name},
+    }
+
+
+def _config_group(targets: list[str], scheme: Quantization) -> dict[str, Any]:
     arguments = {
         "num_bits": scheme.bits,
         "type": "float" if scheme.floating else "int",
@@ -146,18 +207,7 @@ def _quantization_config(base: BaseModel, weights: Mapping[str, LinearWeight], s
         "group_size": scheme.group or None,
         "dynamic": False,
     }
-    targets = ["Linear", "Embedding"] if scheme.embeddings else ["Linear"]
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized" if scheme.floating else "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {"targets": targets, "weights": arguments, "input_activations": None, "output_activations": None}
-        },
-        "ignore": ignored,
-        "kv_cache_scheme": None,
-        "loraplex": {"original": base.original_digest, "quantization": str(scheme)},
-    }
+    return {"targets": targets, "weights": arguments, "input_activations": None, "output_activations": None}
 
 
 def _copy_small_files(model: Path, out: Path) -> None:

@@ -93,7 +93,7 @@ def multiply_codes(  # type: ignore[no-untyped-def]
             known = inside[:, None] & (group < groups)[None, :]
             parts = part.reshape(WIDTH, PARTS, COLUMNS // PARTS)
             if zeros is not None:
-                parts -= tl.load(zeros + of_group, mask=known, other=0.0).to(dtype)[:, :, None]
+                parts -= tl.load(zeros + of_group, mask=known, other=0).to(dtype)[:, :, None]
             else:
                 parts -= ZERO
             inputs_of = numbers.reshape(HEIGHT, PARTS, COLUMNS // PARTS).permute(1, 0, 2)
@@ -103,7 +103,7 @@ def multiply_codes(  # type: ignore[no-untyped-def]
         else:
             of_group = of_groups + (at // GROUP if GROUP else 0)
             if zeros is not None:
-                part -= tl.load(zeros + of_group, mask=inside, other=0.0).to(dtype)[:, None]
+                part -= tl.load(zeros + of_group, mask=inside, other=0).to(dtype)[:, None]
             elif ZERO:
                 part -= ZERO
             if GROUP:

@@ -95,7 +95,7 @@ def _compressed(stored: StoredWeight, read: ReadTensor) -> QuantizedWeight:
         if zeros is not None:
             zeros = _fields(zeros.t(), scheme.bits)[:, :out_features].t()
             zeros = zeros if scheme.bits == 4 else zeros - 128
-    scales = read(stored.scales).float()
+    scales = read(stored.scales)
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(out_features, 1)
     return _weight(stored, codes, scales, zeros)
@@ -118,10 +118,13 @@ def _transposed(stored: StoredWeight, read: ReadTensor) -> QuantizedWeight:
 
 def _weight(stored: StoredWeight, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QuantizedWeight:
     scheme = stored.scheme.quantization
+    # Only the smallest form of 4 bits is kept as it is stored; kernels are made for it, and for float32.
+    small = scheme.bits == 4 and zeros is not None and scales.dtype == torch.bfloat16
+    dtypes = (torch.bfloat16, torch.uint8) if small else (torch.float32, torch.float32)
     return QuantizedWeight(
         codes.contiguous(),
-        scales.float().contiguous(),
-        None if zeros is None else zeros.float().contiguous(),
+        scales.to(dtypes[0]).contiguous(),
+        None if zeros is None else zeros.to(dtypes[1]).contiguous(),
         scheme.bits,
         scheme.group or stored.in_features,
     )

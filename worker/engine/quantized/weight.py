@@ -33,9 +33,9 @@ class QuantizedWeight:
     """A weight [out, in] as codes.
 
     `codes` are int8 [out, in] for 8 bits (float8_e4m3fn for fp8) and uint8 [out, in // 2] for 4 bits: 0 to 15, an even
-    column in the low nibble. `scales` are float32 [out, groups], where a group is `group` consecutive columns, the last
-    one may be shorter; one group is per output channel. `zeros` are float32 [out, groups] in code units; None is
-    symmetric: 0 for 8 bits, SYMMETRIC_ZERO for 4 bits.
+    column in the low nibble. `scales` are float32 or bfloat16 [out, groups], where a group is `group` consecutive
+    columns, the last one may be shorter; one group is per output channel. `zeros` are float32 or uint8 [out, groups] in
+    code units; None is symmetric: 0 for 8 bits, SYMMETRIC_ZERO for 4 bits.
     """
 
     codes: Tensor
@@ -277,7 +277,11 @@ def quantize_weight(weight: Tensor, scheme: Quantization) -> QuantizedWeight:
 
 def _quantize(weight: Tensor, scheme: Quantization) -> QuantizedWeight:
     if not scheme.floating:
-        return quantize(weight, scheme.bits, scheme.group or None, symmetric=scheme.symmetric)
+        rounded = quantize(weight, scheme.bits, scheme.group or None, symmetric=scheme.symmetric)
+        if rounded.bits == 8 or rounded.zeros is None:
+            return rounded
+        # There are many of them. A scale of 8 bits shifts the largest code by a thirtieth of a step.
+        return replace(rounded, scales=rounded.scales.bfloat16(), zeros=rounded.zeros.to(torch.uint8))
     wide = weight.detach().float()
     scales = (wide.abs().amax(1, keepdim=True) / torch.finfo(_FLOAT8).max).clamp(min=torch.finfo(torch.float32).tiny)
     return QuantizedWeight((wide / scales).to(_FLOAT8), scales, None, scheme.bits, weight.shape[1])

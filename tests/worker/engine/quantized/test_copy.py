@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from tests.worker.engine.quantized import published_layouts as layouts
 from tests.worker.engine.quantized.dequantized import dequantize_into
 from worker.__main__ import quantize as run
 from worker.engine.model.loader import LoadedModel, load_model
-from worker.engine.quantized import copy
+from worker.engine.quantized import calibration, copy
+from worker.engine.quantized.calibration import Calibration
 from worker.engine.quantized.copy import stored_tensors, write_copy
+from worker.engine.quantized.rounding import round_weight
 from worker.engine.quantized.weight import QuantizedWeight, equal, quantize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,3 +122,74 @@ def test_the_command_writes_a_copy_with_progress(tmp_path: Path, capsys: pytest.
             run([*flags, scheme])
     with pytest.raises(ArtifactError, match="model: nowhere is not a directory"):
         run(["--model", "nowhere", "--out", "x", "--to", "int8"])
+
+
+CALIBRATED = Calibration(bits=5.5, seed=3)
+
+
+@pytest.fixture
+def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "TEXTS", 8)
+    monkeypatch.setattr(calibration, "TOKENS", 32)
+
+
+def calibrated(model: Path, out: Path, **fields: Any) -> dict[str, QuantizedWeight]:
+    write_copy(str(model), str(out), "int4-64", calibration=replace(CALIBRATED, **fields))
+    return quantized(load_model(str(out)))
+
+
+@pytest.mark.usefixtures("few_texts")
+def test_a_calibrated_copy_keeps_sensitive_layers_in_8_bits_within_its_bound(tiny_llama: Any, tmp_path: Path) -> None:
+    original = read_base_model(str(tiny_llama.directory))
+    weights = calibrated(tiny_llama.directory, tmp_path / "copy")
+    base = read_base_model(str(tmp_path / "copy"))
+    assert (base.quantization, base.modules) == ("int4-64-calibrated-5.5", original.modules)
+    assert base.adapted_digest == original.digest
+    assert {weight.bits for weight in weights.values()} == {4, 8}
+    parts = [(weight.codes.nbytes, weight.scales.nbytes, weight.zeros) for weight in weights.values()]
+    numbers = sum(weight.out_features * weight.in_features for weight in weights.values())
+    # The copy has two zero points in a byte.
+    size = sum(codes + scales + (0 if zeros is None else zeros.nbytes / 2) for codes, scales, zeros in parts)
+    assert 8 * size <= 5.5 * numbers
+    # Layers that are computed as one product have one scheme.
+    parents = {name.rpartition(".")[0] for name in weights if name.endswith("q_proj")}
+    assert all(len({weights[f"{one}.{kind}_proj"].bits for kind in "qkv"}) == 1 for one in parents)
+
+
+@pytest.mark.usefixtures("few_texts")
+def test_a_calibrated_copy_is_the_same_for_the_same_seed(tiny_llama: Any, tmp_path: Path) -> None:
+    one, same, other = (
+        calibrated(tiny_llama.directory, tmp_path / f"copy{number}", seed=seed) for number, seed in enumerate((1, 1, 2))
+    )
+    assert all(equal(weight, same[name]) for name, weight in one.items())
+    assert not all(name in other and equal(weight, other[name]) for name, weight in one.items())
+
+
+def test_calibrated_codes_compute_what_the_layer_did_better_than_the_nearest_ones() -> None:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(400, 96, generator=generator) @ torch.randn(96, 96, generator=generator)
+    weight = torch.randn(48, 96, generator=generator)
+    nearest = quantize(weight, 4, 32, symmetric=False)
+    rounded = round_weight(weight, inputs.t() @ inputs, 32)
+    errors = [((one.dequantize() - weight) @ inputs.t()).square().mean() for one in (rounded, nearest)]
+    assert errors[0] < 0.6 * errors[1]
+    assert (rounded.scales.dtype, rounded.group, rounded.bits) == (torch.bfloat16, 32, 4)
+
+
+def test_what_cannot_be_calibrated_is_one_line_and_leaves_nothing(tiny_llama: Any, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a few words")
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("int8", {}, "--calibrate: is for int4, int4-64 and int4-128, not int8"),
+        ("int4-64", {"bits": 4.0}, "--bits: 4 is below the 4[.].* that int4-64 takes"),
+        ("int4-64", {"texts": "nowhere.txt"}, "--texts: nowhere.txt cannot be read"),
+    ]
+    for scheme, fields, message in cases:
+        with pytest.raises(ArtifactError, match=message):
+            write_copy(
+                str(tiny_llama.directory), str(tmp_path / "copy"), scheme, calibration=replace(CALIBRATED, **fields)
+            )
+    with pytest.raises(ArtifactError, match=r"--texts: .*short.txt has \d+ tokens; give a text of at least 256"):
+        write_copy(
+            "examples/model", str(tmp_path / "copy"), "int4", calibration=Calibration(6, str(tmp_path / "short.txt"))
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
