@@ -194,7 +194,9 @@ def found_to_pb(found: FoundRevision) -> pb.FoundRevision:
 def certificate_to_pb(certificate: FitnessCertificate, policy: FitnessPolicy) -> pb.FitnessCertificate:
     """Return a certificate's message, with what the policy makes of its figures."""
     breach = policy.limits.breach(certificate.figures)
-    beyond = pb.VERDICT_REFUSED if policy.refuses else pb.VERDICT_WARNED
+    # Drawn prompts are not the adapter's use: by them answers that are all right were refused, so they only warn.
+    refuses = policy.refuses and not certificate.figures.drawn
+    beyond = pb.VERDICT_REFUSED if refuses else pb.VERDICT_WARNED
     return pb.FitnessCertificate(
         quantization=certificate.quantization,
         base_digest=certificate.base_digest,

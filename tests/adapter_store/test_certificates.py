@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Files = Callable[..., dict[str, bytes]]
 Refusal = Callable[[grpc.aio.AioRpcError], tuple[str, str, bytes]]
-FIGURES = {"prompts": 16, "drawn": True, "tokens": 200, "agreement": 0.96875, "mean_kl": 0.02, "max_kl": 0.5}
+FIGURES = {"prompts": 16, "drawn": False, "tokens": 200, "agreement": 0.96875, "mean_kl": 0.02, "max_kl": 0.5}
 
 
 def certificate(base: BaseModel, quantization: str = "int4", **figures: Any) -> pb.FitnessCertificate:
@@ -100,6 +100,21 @@ async def test_limits_are_the_store_s(
         (pb.VERDICT_WARNED, too_few),
         (pb.VERDICT_FIT, ""),
     ]
+
+
+async def test_drawn_prompts_only_warn(
+    store_settings: StoreSettings, connect: Callable[[str], Client], tiny_base: BaseModel, adapter_files: Files
+) -> None:
+    store = Store(store_settings)
+    await store.start()
+    client = connect(f"127.0.0.1:{store.port}")
+    await client.register(tiny_base)
+    name = (await client.upload("support", adapter_files())).revision.name
+    await certify(client, name, certificate(tiny_base, agreement=0.5, drawn=True))
+    (kept,) = (await client.get("support")).revision.certificates
+    assert (kept.verdict, kept.breach) == (pb.VERDICT_WARNED, "greedy agreement 0.5 is below 0.8")
+    await client.close()
+    await store.stop(drain_s=0)
 
 
 async def test_routers_refuse_an_unfit_adapter_on_such_a_base_alone(
