@@ -174,13 +174,13 @@ def train(name: str, voice: Voice, steps: int, arguments: argparse.Namespace) ->
         smooth = loss.item() if step == 0 else 0.95 * smooth + 0.05 * loss.item()
         if (step + 1) % 50 == 0 or step + 1 == steps:
             print(f"{name} step {step + 1} loss {smooth:.3f} {time.monotonic() - started:.0f} s", flush=True)
-    save(model, arguments.out / name)
+    save(model, arguments.out / name, BASE_NAME)
 
 
-def save(model: PeftModel, folder: Path) -> None:
+def save(model: PeftModel, folder: Path, base_name: str) -> None:
     """Write a peft directory in bfloat16 that names its base by a name, never by this machine's path."""
     shutil.rmtree(folder, ignore_errors=True)
-    model.peft_config["default"].base_model_name_or_path = BASE_NAME
+    model.peft_config["default"].base_model_name_or_path = base_name
     model.bfloat16()
     model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)

@@ -85,7 +85,7 @@ async def test_requests_with_three_adapters_are_exact(
 async def test_persons_and_entities_have_their_shape(cluster: Cluster, eventually: Eventually) -> None:
     def run() -> dict[str, list[object]]:
         with Client(cluster.local.router, TENANT) as client:
-            return structured.run(client)
+            return structured.run(client, "json")
 
     answers = await asyncio.to_thread(run)
     raw = await asyncio.to_thread(lambda: "".join(raw_stub.generate(cluster.local.router, "The for statement", 8)))

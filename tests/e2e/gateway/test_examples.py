@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from loraplex_client.generation import FinishReason
 
-from tests.e2e.conftest import Cluster
+from tests.e2e.conftest import TENANT, Cluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
@@ -22,7 +22,8 @@ def example(title: str, language: str, cluster: Cluster) -> str:
     """Return the only example of a language in the README's section of this title."""
     section = README.split(f"\n## {title}\n")[1].split("\n## ")[0]
     (code,) = re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
-    here = {"127.0.0.1:8000": cluster.local.http, "127.0.0.1:50051": cluster.local.router, "shout": "a"}
+    here = {"127.0.0.1:8000": cluster.local.http, "127.0.0.1:50051": cluster.local.router}
+    here |= {'"extract"': '"a"', '"sentiment"': '"a"', "initech": TENANT}
     for documented, own in here.items():
         code = code.replace(documented, own)
     return str(code)
