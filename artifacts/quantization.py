@@ -77,13 +77,15 @@ class Quantization:
 
     def canonical(self) -> dict[str, Any]:
         """Return the scheme as JSON for digests."""
-        return {
+        fields = {
             "bits": self.bits,
             "symmetric": self.symmetric,
             "group": self.group,
             "floating": self.floating,
             "embeddings": self.embeddings,
         }
+        # Scales were float32 before: other weights of the same scheme.
+        return fields | {"scales": "bfloat16"} if self.bits == 4 else fields
 
     def groups(self, in_features: int) -> int:
         """Return the number of scales of an output; the last group may be shorter."""

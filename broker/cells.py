@@ -169,7 +169,8 @@ def _ranked(key: int, names: Sequence[str], weights: Sequence[int]) -> tuple[int
     """Return the indices of the cells in the order of their ranking for a key."""
     pairs = zip(names, weights, strict=True)
     places = [-log((mixed(key ^ _hash(name)) + 1) / 2**64) / weight if weight else inf for name, weight in pairs]
-    return tuple(sorted(range(len(places)), key=places.__getitem__))
+    # By name where places are equal, as without rows anywhere: every router then chooses the same.
+    return tuple(sorted(range(len(places)), key=lambda at: (places[at], names[at])))
 
 
 @lru_cache(maxsize=64)

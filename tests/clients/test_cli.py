@@ -508,11 +508,12 @@ def test_certificates(run: Run, store_address: str, tiny_llama: TinyModel, tmp_p
 
     broken = write_cancelling_adapter(tiny_llama.directory, tmp_path / "broken")
     done = run(*push, str(broken), "--name", "broken", "--certify", "int4", **here)
-    refused = Done(done.returncode, done.stdout, done.stderr.splitlines(keepends=True)[-1])  # after a line of progress
-    assert_refused(refused, "was kept, but no alias was moved", "on int4 its greedy agreement 0.", "is below 0.8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].split("\t")[-1].startswith("warned")  # drawn prompts refuse nothing
     shown = json.loads(run("adapters", "show", "broken", "--json", **here).stdout)
-    assert "live" not in shown["aliases"]
-    assert shown["revisions"][0]["certificates"][0]["verdict"] != "fit"
+    assert shown["aliases"]["live"] == shown["revision"]
+    certificate = shown["revisions"][0]["certificates"][0]
+    assert (certificate["verdict"], certificate["breach"].partition("0.")[0]) == ("warned", "greedy agreement ")
     for flags, words in (
         (("--base", "int8"), "--model-dir"),
         (("--base", "int5", "--model-dir", model), "'int5' is not one of int8"),

@@ -93,7 +93,7 @@ def test_prompts_beside_an_adapter_are_a_part_of_it(ask: Ask, adapter_directory:
 
 def test_a_certificate_goes_up_with_a_verdict(ask: Ask, adapter_directory: Path) -> None:
     pushed = ask("push", adapter_directory, "support", base_model=MODEL.name).revision
-    given = lx.FitnessCertificate("int8", MODEL.digest, 16, True, 300, 0.5, 0.25, 1.5)
+    given = lx.FitnessCertificate("int8", MODEL.digest, 16, False, 300, 0.5, 0.25, 1.5)
     kept = ask("certify", pushed.name, given)
     assert replace(kept, verdict="", breach="", create_time=None) == given
     assert (kept.verdict, kept.breach) == (
