@@ -52,7 +52,7 @@ _MAX_MANIFEST_BYTES = 2 * 1024 * 1024
 _MAX_QUANTIZATION = 1024
 # Patterns of a manifest's texts, and what they name.
 _WORDS = {
-    "quantization": (r"[a-z0-9+-]{0,64}", "scheme such as int8"),
+    "quantization": (r"[a-z0-9+.-]{0,64}", "scheme such as int8"),
     "kv_cache_dtype": (r"[a-z0-9]{0,64}", "dtype such as int8"),
     "architecture": (r"[a-z0-9_-]{1,64}", "model_type such as llama"),
 }
