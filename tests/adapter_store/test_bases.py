@@ -300,7 +300,8 @@ async def test_adapters_stay_valid_where_a_quantized_model_replaces_its_original
         kv_cache_dtype="int8",
     )
     model = await client.register(quantized, replace=True)
-    assert (model.quantization, model.original_digest, model.kv_cache_dtype) == ("int4-calibrated-4.75", tiny_base.digest, "int8")
+    found = (model.quantization, model.original_digest, model.kv_cache_dtype)
+    assert found == ("int4-calibrated-4.75", tiny_base.digest, "int8")
     after = (await client.upload("after", adapter_files(), alias="live")).revision
     assert before.base_digest == after.base_digest == tiny_base.digest
 
