@@ -10,7 +10,7 @@ from artifacts import ArtifactError
 MAGIC = b"GGUF"
 _SUFFIX = ".gguf"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-# What a name of a base model may not contain, and not begin with.
+# Characters that a base model's name cannot contain, or cannot begin with.
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+")
 
 

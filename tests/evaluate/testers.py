@@ -41,7 +41,7 @@ class Workload:
     answer_tokens: int = 8
 
 
-# One at a time, and a batch.
+# Numbers of requests at once that the testers are compared with.
 _WORKLOADS = (Workload(1, 10), Workload(8, 80))
 
 

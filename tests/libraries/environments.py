@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.libraries.library import ROOT
 
-# What pip and npm say once their last try to reach a registry has failed.
+# Messages of pip and npm that mean: the registry cannot be reached.
 _UNREACHABLE = re.compile(r"Retry\(total=0|ECONNREFUSED|ENOTFOUND|EAI_AGAIN|ETIMEDOUT|ENETUNREACH")
 
 

@@ -133,7 +133,7 @@ async def test_a_stop_string_cuts_the_answer_before_it(cluster: Cluster) -> None
     chat = [{"role": "user", "content": "Write two sentences about the sea."}]
     whole = await cluster.client.chat(chat, max_tokens=TOKENS * 2, temperature=0.0)
     words = whole.text.split(" ")
-    # It begins and ends within tokens: a stop string is looked for in the text.
+    # Cut in the middle of tokens, because a stop string is searched in the text.
     stop = " ".join(words[2:5])[1:-1]
     cut = await cluster.client.chat(chat, max_tokens=TOKENS * 2, temperature=0.0, stop=[stop])
     assert cut.text == whole.text[: whole.text.index(stop)]

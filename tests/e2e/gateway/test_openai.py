@@ -136,7 +136,7 @@ async def test_every_chunk_has_the_token_counts_so_far(client: Client) -> None:
         grown = [count - before for count, before in zip(counts, [0, *counts], strict=False)]
         assert [count == 0 for count in grown] == ends
         assert [chunk.usage.total_tokens for chunk in chunks] == [tokens + count for count in counts]
-    # As in vLLM it has no effect alone.
+    # Without include_usage it has no effect, as in vLLM.
     options: Any = {"continuous_usage_stats": True}
     alone = await client.completions.create(**asked, prompt="x", stream_options=options)
     assert {chunk.usage async for chunk in alone} == {None}

@@ -28,9 +28,8 @@ from artifacts import ArtifactError
 from artifacts.families import is_embedding
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE
-from worker.engine.gguf.config import ARCHITECTURES, TRANSFORMERS_NAMES
+from worker.engine.gguf.config import ARCHITECTURES, TRANSFORMERS_NAMES, tensor_names
 from worker.engine.gguf.file import GgufFile, TensorEntry
-from worker.engine.gguf.names import tensor_names
 from worker.engine.quantized.stored import transformers_config
 
 _PAIR = (".lora_a", ".lora_b")

@@ -8,12 +8,15 @@ the next is read.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
 import shutil
+import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +30,30 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from artifacts import ArtifactError
 from artifacts.base_model import BaseModel, read_base_model
-from worker.engine.gguf.config import ROPE_FACTORS, read_config
+from worker.engine.gguf.config import ROPE_FACTORS, read_config, tensor_names
 from worker.engine.gguf.file import GgufFile, TensorEntry
-from worker.engine.gguf.names import tensor_names
-from worker.engine.gguf.shards import TensorPlan, write_shards
 
 # Tensors of files that the model has no parameter for.
 UNREAD = (ROPE_FACTORS,)
+# Maximum bytes of a file with more than one tensor.
+SHARD_BYTES = 2 << 30
+_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+# safetensors wants the header's length to be a multiple of it.
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """A tensor that will be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Return its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_model(file: GgufFile, directory: Path, dtype: str, progress: Callable[[int, int], None]) -> BaseModel:
@@ -178,3 +198,53 @@ class _Reading:
             values[place] = torch.from_numpy(rows)
         values = values.view(source.shape)
         return values.view(torch.int16) if self._dtype == torch.bfloat16 else values
+
+
+def write_shards(
+    out: Path, plans: Sequence[TensorPlan], read: Callable[[TensorPlan], Tensor], progress: Callable[[int, int], None]
+) -> None:
+    """Write the tensors that `read` gives to files of at most SHARD_BYTES, and an index of several. Raises OSError.
+
+    One tensor is in memory at a time; safetensors' own save_file takes all tensors of a file at once. A file is the
+    length of its header in 8 bytes, the header in JSON, and the tensors' bytes, one after the other.
+    """
+    shards = _divide(plans)
+    # A model of a single file has its usual name, and no index.
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else ["model.safetensors"]
+    done = 0
+    for name, shard in zip(names, shards, strict=True):
+        with open(out / name, "wb") as file:
+            file.write(_header(shard))
+            for plan in shard:
+                file.write(read(plan).contiguous().view(-1).view(torch.uint8).numpy().data)
+                done += 1
+                progress(done, len(plans))
+    if len(shards) > 1:
+        placed = {plan.name: name for name, shard in zip(names, shards, strict=True) for plan in shard}
+        index = {"metadata": {"total_size": sum(plan.size for plan in plans)}, "weight_map": placed}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _divide(plans: Sequence[TensorPlan]) -> list[list[TensorPlan]]:
+    shards: list[list[TensorPlan]] = [[]]
+    size = 0
+    for plan in plans:
+        if shards[-1] and size + plan.size > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(plan)
+        size += plan.size
+    return shards
+
+
+def _header(shard: Sequence[TensorPlan]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for plan in shard:
+        end = start + plan.size
+        header[plan.name] = {"dtype": _NAMES[plan.dtype], "shape": plan.shape, "data_offsets": (start, end)}
+        start = end
+    data = json.dumps(header).encode()
+    data += b" " * (-len(data) % _ALIGNMENT)
+    return struct.pack("<Q", len(data)) + data

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
 from artifacts import ArtifactError
 from worker.engine.gguf.file import GgufFile
@@ -162,7 +164,7 @@ def _llama3_scaling(file: GgufFile) -> dict[str, Any]:
     theta, factor = float(file.get(f"{file.architecture}.rope.freq_base", 10_000.0)), float(divisors.max())
     wavelengths = 2 * math.pi * theta ** (np.arange(len(divisors)) / len(divisors))
     low, high, context = _LLAMA3.values()
-    # As transformers' _compute_llama3_parameters has it, which this is compared with.
+    # The formula of transformers' _compute_llama3_parameters.
     smooth = np.clip((context / wavelengths - low) / (high - low), 0, 1)
     if not np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-5):
         raise ArtifactError(file.name, f"{ROPE_FACTORS} is not the rope scaling of Llama 3, the only one that is known")
@@ -179,3 +181,11 @@ def _compare(file: GgufFile, keys: dict[str, Any], config: PreTrainedConfig) -> 
             raise ArtifactError(
                 file.name, f"{file.architecture}.{key} is {keys[key]}, and transformers' model has {value}"
             )
+
+
+def tensor_names(model: Any, processor: TensorProcessor, architecture: str) -> dict[str, str]:
+    """Return transformers' names by GGUF's, of a model's tensors; those of experts lack the last part, `.weight`."""
+    # Without children: transformers looks at each module's names as well, 10 s that find nothing more.
+    flat: Any = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=tuple)
+    names: dict[str, str] = get_gguf_hf_weights_map(flat, processor, model_type=architecture)
+    return names

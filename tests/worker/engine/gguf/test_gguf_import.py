@@ -21,8 +21,8 @@ from artifacts.base_model import read_base_model
 from options import StoppingParams
 from tests.worker.engine.gguf.written import END, add_tensor, finish, make_source, write_model
 from tests.worker.engine.model.tiny_families import CRAMPED, answer
+from worker.engine.gguf import base, import_gguf
 from worker.engine.gguf import file as gguf_file
-from worker.engine.gguf import import_gguf, shards
 from worker.engine_api import NewSequence
 
 TYPES = (GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1)
@@ -140,7 +140,7 @@ def test_parts_are_one_model(file: Path, tmp_path: Path) -> None:
 
 def test_many_shards_have_an_index(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = import_gguf(file, tmp_path / "one")
-    monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
+    monkeypatch.setattr(base, "SHARD_BYTES", 20_000)
     import_gguf(file, tmp_path / "several")
     names = [path.name for path in sorted((tmp_path / "several").glob("*.safetensors"))]
     assert names[0] == f"model-00001-of-{len(names):05}.safetensors"
