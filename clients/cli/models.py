@@ -193,7 +193,7 @@ def read_model(path: str, name: str, quantize: str = "", kv_cache_dtype: str = "
         if error.subject in ("--quantize", "--kv-cache-dtype"):
             raise CommandError(str(error)) from error
         lost = not is_hash_spec(path) and not Path(path).is_dir()
-        hint = "; give a transformers directory with safetensors weights, or hash:?..." if lost else ""
+        hint = "; give a transformers directory with safetensors weights, a GGUF file, or hash:?..." if lost else ""
         if error.subject.endswith(".json"):
             raise CommandError(f"{Path(path) / error.subject}: {error.message}") from error
         raise CommandError(f"{path}: {error.message}{hint}" if path not in str(error) else f"{error}{hint}") from error
