@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import httptools
 import uvicorn
 from prometheus_client import Counter, Gauge
 from starlette.types import ASGIApp
@@ -275,13 +276,32 @@ class HttpConnection(HttpToolsProtocol):
         if self._refused or self.transport.is_closing():
             return
         self._request_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         if self._refused or self.transport.is_closing():
             return
         if self._in_headers and self._request_bytes > _HEADER_BYTES:
             self._refuse(_headers_too_large())
         elif self._request_bytes > _REQUEST_BYTES and self._rest_timer is None and not self._streams_body:
             self._give_up("request_size")
+
+    def _parse(self, data: bytes) -> None:
+        """Parse requests; one that offers an upgrade is read as if it did not (RFC 9110, section 7.8).
+
+        The parser stops behind such a head and takes none of its body: it gets the head again, without the offer.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+                method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+                headers = b"".join(b"%s: %s\r\n" % header for header in self.headers)
+                self.parser.feed_data(b"%s %s HTTP/%s\r\n%s\r\n" % (method, self.url, version, headers))
 
     def on_message_begin(self) -> None:
         """See httptools."""
@@ -303,7 +323,8 @@ class HttpConnection(HttpToolsProtocol):
                 self._bad_headers = HttpError(400, "invalid_http", "the request has two Host headers")
                 raise self._bad_headers
             self._has_host = True
-        super().on_header(name, value)
+        if name.lower() != b"upgrade":  # see _parse
+            super().on_header(name, value)
 
     def on_url(self, url: bytes) -> None:
         """See httptools. Raises HttpError."""
@@ -318,7 +339,12 @@ class HttpConnection(HttpToolsProtocol):
             raise self._bad_headers
 
     def on_headers_complete(self) -> None:
-        """See httptools."""
+        """See httptools. Raises HttpError."""
+        if self.parser.get_method() == b"CONNECT":
+            self._bad_headers = HttpError(405, "method_not_allowed", "CONNECT: the gateway is not a proxy")
+            raise self._bad_headers
+        if self.parser.should_upgrade():  # see _parse
+            return
         self._in_headers = False
         if self._headers_timer is not None:
             self._headers_timer.cancel()
@@ -328,6 +354,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """See httptools."""
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._in_request = False
         if self._rest_timer is not None:

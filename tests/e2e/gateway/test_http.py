@@ -78,6 +78,7 @@ async def exchange(address: str, *parts: bytes) -> tuple[int, dict[str, str], di
         ((b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.test\r\n\r\n",), 400, "invalid_http"),
         ((POST, b"x-loraplex-tenant: b\r\nContent-Length: 2\r\n\r\n{}"), 400, "missing_required_parameter"),
         ((b"GET /v1/models HTTP/1.1\r\nx-loraplex-tenant: A B\r\n\r\n",), 401, "unauthenticated"),
+        ((b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", BEHIND), 405, "method_not_allowed"),
     ],
 )  # fmt: skip
 async def test_requests_that_are_none(cluster: Cluster, parts: tuple[bytes, ...], status: int, code: str) -> None:
@@ -100,6 +101,38 @@ async def test_a_client_that_sends_far_too_much_gets_its_answer(cluster: Cluster
     async with asyncio.timeout(10):
         assert (await reader.readline()).split()[1] == status
     writer.close()
+
+
+SHORT = b'{"model":"a","messages":[{"role":"user","content":"x"}],"max_tokens":1}'
+CHUNKED = b"5\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (SHORT[:5], len(SHORT) - 5, SHORT[5:])
+OFFERS = {
+    "java": b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n",
+    "curl": b"Connection: Upgrade\r\nUpgrade: h2c\r\nUpgrade: TLS/1.3\r\n",
+    "websocket": b"connection: keep-alive, upgrade\r\nupgrade: websocket\r\nSec-WebSocket-Key: AAAA\r\n",
+}
+
+
+@pytest.mark.parametrize("cut", [1, 150, 10_000], ids=str)
+@pytest.mark.parametrize(
+    "body",
+    [b"Content-Length: %d\r\n\r\n%s" % (len(SHORT), SHORT), b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKED],
+    ids=["length", "chunks"],
+)
+@pytest.mark.parametrize("offer", OFFERS)
+async def test_an_upgrade_that_is_offered_is_ignored(cluster: Cluster, offer: str, body: bytes, cut: int) -> None:
+    """The body was lost, and what of it came later was read as a request of its own."""
+    reader, writer = await connect(cluster.local.http)
+    try:
+        request = (POST + OFFERS[offer] + body) * 2 + BEHIND.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        for start in range(0, len(request), cut):
+            writer.write(request[start : start + cut])
+            await writer.drain()
+        async with asyncio.timeout(10):
+            answer = await reader.read(-1)
+        assert answer.count(b"HTTP/1.1 200 OK\r\n") == answer.count(b"HTTP/1.1") == 3
+        assert answer.count(b'"chat.completion"') == 2
+    finally:
+        writer.close()
 
 
 @pytest_asyncio.fixture(loop_scope="package")
