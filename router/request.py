@@ -11,7 +11,7 @@ from options import FinishReason, Pooling, SamplingParams, Task, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that an assistant's message made; `arguments` is a JSON object."""
+    """A call that an assistant's message made; `arguments` is a JSON object, or any text in place of one."""
 
     id: str
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
@@ -158,4 +159,17 @@ def _shielded(value: T, shield: Callable[[str], str]) -> T:
         return cast(T, tuple(_shielded(one, shield) for one in value))
     if isinstance(value, (ChatMessage, Tool, ToolCall)):
         return replace(value, **{one.name: _shielded(getattr(value, one.name), shield) for one in fields(value)})
-    return cast(T, shield(cast(str, value)))
+    text = cast(str, value)
+    plain = _ESCAPED.sub(_unescaped, text)
+    return cast(T, shield(text) if shield(plain) == plain else shield(plain))
+
+
+# Characters that a JSON text writes as escapes, and that templates see as they are.
+_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+
+
+def _unescaped(escaped: re.Match[str]) -> str:
+    if escaped[0] == r"\/":
+        return "/"
+    character = chr(int(escaped[1] or "0", 16))
+    return character if character.isprintable() and character not in '"\\' else escaped[0]

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
+from itertools import product
 from typing import Any, NoReturn
 
 import jinja2.ext
@@ -22,18 +24,8 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
+from router.text.chat_messages import Json, MessageForm, RefusedError, json_object, template_messages, template_tool
 from rpc.children.child import LAST, serve
-
-Json = dict[str, Any]
-
-
-class RefusedError(Exception):
-    """A request that can't be rendered; the message says why, `field` is the field of the chat that is to blame."""
-
-    def __init__(self, message: str, field: str = "chat.messages", reason: str = "CHAT_TEMPLATE") -> None:
-        super().__init__(message)
-        self.field = field
-        self.reason = reason
 
 
 class _Generation(jinja2.ext.Extension):
@@ -92,11 +84,10 @@ def _to_json(
 
 
 class Template:
-    """A compiled template, and what it knows: contents that are lists of parts, tools, roles."""
+    """A compiled template, and what it knows: tools, and the form of its messages."""
 
     def __init__(self, source: str) -> None:
         self._now = 0.0
-        self._source = source
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -106,13 +97,38 @@ class Template:
         environment.globals["dict"] = _Dict()
         environment.globals["namespace"] = _Namespace
         tree = environment.parse(source)
-        self.takes_parts = any(map(_is_content, (loop.iter for loop in tree.find_all(jinja2.nodes.For))))
+        self._form = MessageForm(
+            takes_parts=any(map(_is_content, (loop.iter for loop in tree.find_all(jinja2.nodes.For)))),
+            knows_developer=re.search("""(['"])developer\\1""", source) is not None,
+        )
+        # Whether the form of messages with calls was tried out.
+        self._tried = False
         self.renders_tools = re.search(r"\btools\b", source) is not None
         self._template = environment.from_string(source)
 
-    def knows_role(self, role: str) -> bool:
-        """Return whether the source has the role as a literal."""
-        return f'"{role}"' in self._source or f"'{role}'" in self._source
+    def form(self, tokens: Mapping[str, str], *, with_calls: bool) -> MessageForm:
+        """Return the form of its messages. For the first chat with calls it renders some that differ in their form."""
+        if with_calls and not self._tried:
+            self._form, self._tried = max(self._forms(), key=lambda form: self._shown(form, tokens)), True
+        return self._form
+
+    def _forms(self) -> Iterator[MessageForm]:
+        """Yield the forms of a message with calls, those first that most templates expect."""
+        contents: Sequence[tuple[tuple[str, str | None], ...]] = ((), (("content", ""),), (("content", None),))
+        for arguments, no_content in product((dict, str), contents):
+            yield replace(self._form, arguments=arguments, no_content=no_content)
+
+    def _shown(self, form: MessageForm, tokens: Mapping[str, str]) -> int:
+        """Return how much the template shows of a call in this form: 0 nothing, 1 its name, 2 its arguments too."""
+        messages = template_messages(_TRIED, form)
+        variables = {**tokens, "messages": messages, "tools": None, "add_generation_prompt": True}
+        try:
+            text = self.render(variables, 0.0, _TRIED_CHARACTERS)
+        except Exception:  # anybody may have written the template: it may raise anything
+            return 0
+        if "tried_name" not in text:
+            return 0
+        return 2 if "tried_key" in text and "'tried_key'" not in text else 1  # not as Python writes a mapping
 
     def render(self, variables: Mapping[str, Any], now: float, limit: int) -> str:
         """Return the text, of at most `limit` characters. Raises RefusedError and whatever the template raises."""
@@ -124,6 +140,20 @@ class Template:
             if size > limit:
                 raise RefusedError(f"more than {limit} characters", reason="CONTEXT_EXCEEDED")
         return "".join(pieces)
+
+
+# A chat with a call, of which a template shows what it knows, and the maximum number of its characters.
+_NOTHING: Json = {"content": "", "parts": [], "tool_calls": [], "tool_call_id": "", "name": "", "reasoning": ""}
+_TRIED: Sequence[Json] = [
+    {**_NOTHING, "role": "user", "content": "x"},
+    {
+        **_NOTHING,
+        "role": "assistant",
+        "tool_calls": [{"id": "abcdefghi", "name": "tried_name", "arguments": '{"tried_key": "x"}'}],
+    },
+    {**_NOTHING, "role": "tool", "tool_call_id": "abcdefghi", "name": "x", "content": "x"},
+]
+_TRIED_CHARACTERS = 100_000
 
 
 def _is_content(iterated: jinja2.nodes.Node) -> bool:
@@ -148,14 +178,15 @@ def render(template: Template, request: Mapping[str, Any]) -> str:
     chat = request["chat"]
     if chat["tools"] and not template.renders_tools:
         raise RefusedError("the chat template renders no tools", "chat.tools")
-    messages = [_message(template, index, message) for index, message in enumerate(chat["messages"])]
+    with_calls = any(message["tool_calls"] for message in chat["messages"])
+    messages = template_messages(chat["messages"], template.form(request["tokens"], with_calls=with_calls))
     final = _mark_end(messages) if chat["continue_final_message"] else None
     variables = {
         **request["tokens"],
         "documents": None,
         **_template_args(chat["template_args"]),
         "messages": messages,
-        "tools": [_tool(index, tool) for index, tool in enumerate(chat["tools"])] or None,
+        "tools": [template_tool(index, tool) for index, tool in enumerate(chat["tools"])] or None,
         "add_generation_prompt": chat["add_generation_prompt"],
     }
     text = template.render(variables, request["now"], request["limit"])
@@ -167,64 +198,12 @@ def render(template: Template, request: Mapping[str, Any]) -> str:
 
 
 def _template_args(text: str) -> Json:
-    arguments = _object("chat.template_args", text or "{}")
+    arguments = json_object("chat.template_args", text or "{}")
     if taken := _RESERVED & arguments.keys():
         raise RefusedError(
             f"{min(taken)} is not for template_args to set: the chat has a field for it", "chat.template_args"
         )
     return arguments
-
-
-def _message(template: Template, index: int, chat_message: Json) -> Json:
-    """Return a message as templates know it: without what is not given, its arguments parsed."""
-    field = f"chat.messages[{index}]"
-    if chat_message["role"] == "developer" and not template.knows_role("developer"):
-        raise RefusedError("the chat template does not know the role developer; use system", f"{field}.role")
-    message: Json = {"role": chat_message["role"]}
-    if chat_message["parts"]:
-        parts = [{"type": "text", "text": text} for text in chat_message["parts"]]
-        message["content"] = parts if template.takes_parts else "".join(chat_message["parts"])
-    elif chat_message["content"] or not chat_message["tool_calls"]:
-        message["content"] = chat_message["content"]
-    if chat_message["tool_calls"]:
-        message["tool_calls"] = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {
-                    "name": call["name"],
-                    "arguments": _object(f"{field}.tool_calls[{at}].arguments", call["arguments"] or "{}"),
-                },
-            }
-            for at, call in enumerate(chat_message["tool_calls"])
-        ]
-    message |= {name: chat_message[name] for name in ("tool_call_id", "name") if chat_message[name]}
-    if chat_message["reasoning"]:  # under the two names that templates read, in transformers' order
-        return {"thinking": chat_message["reasoning"], **message, "reasoning_content": chat_message["reasoning"]}
-    return message
-
-
-def _tool(index: int, tool: Json) -> Json:
-    parameters = _object(f"chat.tools[{index}].parameters", tool["parameters"] or '{"type":"object","properties":{}}')
-    description = {"description": tool["description"]} if tool["description"] else {}
-    return {"type": "function", "function": {"name": tool["name"], **description, "parameters": parameters}}
-
-
-def _object(field: str, text: str) -> Json:
-    """Parse a JSON object. Raises RefusedError."""
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise RefusedError("is nested too deeply", field) from None
-    except ValueError as error:
-        raise RefusedError(f"is not JSON: {error}", field) from None
-    if not isinstance(value, dict):
-        raise RefusedError("is not a JSON object", field)
-    return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _mark_end(messages: list[Json]) -> str:
