@@ -39,7 +39,7 @@ from adapter_store.storage import DataDirectory
 from adapter_store.transfer import Transfers
 from adapter_store.webhooks import LOOK_S as WEBHOOKS_LOOK_S
 from adapter_store.webhooks import Webhooks, read_webhooks
-from artifacts.revision import FitnessLimits
+from artifacts.fitness import FitnessLimits
 from rpc.errors import CallError
 from rpc.interceptors import CallMeter
 from rpc.principal import Principal
@@ -92,11 +92,16 @@ class StoreSettings(AccessSettings):
         "longest answer",
         3600.0,
     )
+    fitness_max_drop: float = setting(
+        "largest share of the answers to an adapter's own prompts that a quantized base may lose: of right ones, or of "
+        "equal ones where no answers are expected",
+        0.05,
+    )
     fitness_min_agreement: float = setting(
-        "least share of equal greedy tokens that an adapter's certificate needs on a quantized base", 0.8
+        "least share of equal greedy tokens that a certificate by drawn prompts needs on a quantized base", 0.8
     )
     fitness_max_kl: float = setting(
-        "largest mean divergence in nats that an adapter's certificate may have on a quantized base", 0.2, least=0
+        "largest mean divergence in nats that a certificate by drawn prompts may have on a quantized base", 0.2, least=0
     )
     fitness_breach: str = setting(
         "routers refuse adapters beyond these limits on such a base, or warn of them: refuse or warn", REFUSE
@@ -135,8 +140,9 @@ class StoreSettings(AccessSettings):
             raise ValueError(f"--port: {self.port} is not a port")
         if not 0 <= self.keep_deleted_s < math.inf:
             raise ValueError(f"--keep-deleted-s: {self.keep_deleted_s} is not a time")
-        if not 0 <= self.fitness_min_agreement <= 1:
-            raise ValueError(f"--fitness-min-agreement: {self.fitness_min_agreement} is not a share from 0 to 1")
+        for name in ("fitness_max_drop", "fitness_min_agreement"):
+            if not 0 <= (share := getattr(self, name)) <= 1:
+                raise ValueError(f"--{name.replace('_', '-')}: {share} is not a share from 0 to 1")
         if self.fitness_breach not in {REFUSE, WARN}:
             raise ValueError(f"--fitness-breach: {self.fitness_breach} is neither {REFUSE} nor {WARN}")
         check_bounds(self)
@@ -298,7 +304,7 @@ class Store:
 
     def _fitness_policy(self) -> FitnessPolicy:
         settings = self._settings
-        limits = FitnessLimits(settings.fitness_min_agreement, settings.fitness_max_kl)
+        limits = FitnessLimits(settings.fitness_min_agreement, settings.fitness_max_kl, settings.fitness_max_drop)
         return FitnessPolicy(limits, settings.fitness_breach == REFUSE)
 
     def _open(self) -> None:

@@ -18,6 +18,7 @@ from adapter_store.grants import LIVE_GRANT, end_grants
 from adapter_store.plans import StoreQuotas
 from adapter_store.records import (
     ALIASES,
+    FIGURES,
     REVISIONS,
     Adapter,
     Candidate,
@@ -39,9 +40,10 @@ from adapter_store.records import (
 from adapter_store.releases import find_candidate, is_signed, live_moved
 from adapter_store.signers import Signers
 from adapter_store.storage import BlobReader, DataDirectory, Keep, Upload
+from artifacts.fitness import Figures
 from artifacts.names import LIVE, AdapterName, Reference, RevisionName
 from artifacts.peft_config import CONFIG_FILE
-from artifacts.revision import WEIGHTS_FILE, Figures
+from artifacts.revision import WEIGHTS_FILE
 from rpc.errors import Aborted, Exhausted, InvalidField, Mismatch, NotFound
 
 # Revisions whose time has passed, and that neither an alias nor a release that has not ended has.
@@ -238,7 +240,7 @@ class Catalog:
                 )
             rows.execute(
                 "INSERT OR REPLACE INTO certificates (adapter_id, digest, base_digest, quantization, create_ns, "
-                "prompts, drawn, tokens, agreement, mean_kl, max_kl) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"{', '.join(FIGURES)}) VALUES (?, ?, ?, ?, ?{', ?' * len(FIGURES)})",
                 (
                     *(adapter_row(rows, name.adapter_name)["id"], name.digest, base_digest, quantization),
                     *(certificate.create_ns, *astuple(figures)),

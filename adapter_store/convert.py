@@ -32,9 +32,9 @@ from adapter_store.records import (
 )
 from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import TASKS, BaseModel, ModuleShape
+from artifacts.fitness import Figures
 from artifacts.generation_config import GenerationConfig
 from artifacts.names import SHARED, AdapterName, check_base_name, check_tenant, is_digest, parse_adapter_name
-from artifacts.revision import Figures
 from options import OutOfRangeError
 from rpc.errors import InvalidField, Mismatch, NotFound
 
@@ -194,16 +194,16 @@ def found_to_pb(found: FoundRevision) -> pb.FoundRevision:
 def certificate_to_pb(certificate: FitnessCertificate, policy: FitnessPolicy) -> pb.FitnessCertificate:
     """Return a certificate's message, with what the policy makes of its figures."""
     breach = policy.limits.breach(certificate.figures)
-    # Drawn prompts are not the adapter's use: by them answers that are all right were refused, so they only warn.
-    refuses = policy.refuses and not certificate.figures.drawn
-    beyond = pb.VERDICT_REFUSED if refuses else pb.VERDICT_WARNED
+    verdict = pb.VERDICT_FIT
+    if breach is not None:
+        verdict = pb.VERDICT_REFUSED if policy.refuses and breach.certain else pb.VERDICT_WARNED
     return pb.FitnessCertificate(
         quantization=certificate.quantization,
         base_digest=certificate.base_digest,
         **dataclasses.asdict(certificate.figures),
         create_time=timestamp(certificate.create_ns),
-        verdict=beyond if breach else pb.VERDICT_FIT,
-        breach=breach,
+        verdict=verdict,
+        breach="" if breach is None else breach.text,
     )
 
 
@@ -212,7 +212,10 @@ def figures_from_pb(certificate: pb.FitnessCertificate) -> Figures:
     if not 0 < len(certificate.quantization) <= _MAX_QUANTIZATION:
         raise InvalidField("certificate.quantization", f"is not a text of 1 to {_MAX_QUANTIZATION} characters")
     try:
-        return Figures(**{field.name: getattr(certificate, field.name) for field in dataclasses.fields(Figures)})
+        figures = {field.name: getattr(certificate, field.name) for field in dataclasses.fields(Figures)}
+        if not certificate.HasField("same_answers"):
+            figures["same_answers"] = None
+        return Figures(**figures)
     except ValueError as error:
         raise InvalidField("certificate", str(error)) from error
 

@@ -253,6 +253,13 @@ CREATE TABLE release_outcomes (
     FOREIGN KEY (adapter_id, number) REFERENCES releases (adapter_id, number) ON DELETE CASCADE
 );
 """,
+    # Certificates count whole answers; `same_answers` NULL: not counted.
+    """
+ALTER TABLE certificates ADD COLUMN same_answers INTEGER;
+ALTER TABLE certificates ADD COLUMN expected_answers INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE certificates ADD COLUMN right_original INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE certificates ADD COLUMN right_quantized INTEGER NOT NULL DEFAULT 0;
+""",
 )
 _COLUMNS = """
 SELECT tables.name, columns.name FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from adapter_store.rollouts import ReleaseName, RolloutPlan
 from adapter_store.sources import SourceFile
 from artifacts.base_model import BaseModel
+from artifacts.fitness import Figures, FitnessLimits
 from artifacts.names import AdapterName, RevisionName
-from artifacts.revision import Figures, FitnessLimits
 from rpc.errors import NotFound
 
 REVISIONS = (
     "SELECT revisions.*, tenant, adapter, base_model, provenance.origin FROM revisions "
     "JOIN adapters ON adapters.id = revisions.adapter_id LEFT JOIN provenance USING (adapter_id, digest) "
 )
+# The columns of a certificate's figures.
+FIGURES = tuple(field.name for field in fields(Figures))
 # The digests of an adapter's aliases, as JSON.
 ALIASES = "(SELECT json_group_object(alias, digest) FROM aliases WHERE adapter_id = adapters.id)"
 _BY_DIGESTS = (
@@ -240,7 +242,7 @@ def certificates_of(rows: sqlite3.Connection, revision: sqlite3.Row) -> tuple[Fi
         FitnessCertificate(
             row["quantization"],
             row["base_digest"],
-            Figures(row["prompts"], bool(row["drawn"]), row["tokens"], row["agreement"], row["mean_kl"], row["max_kl"]),
+            Figures(**{**{name: row[name] for name in FIGURES}, "drawn": bool(row["drawn"])}),
             row["create_ns"],
         )
         for row in selected

@@ -24,6 +24,7 @@ from typing import Any
 
 from artifacts import ArtifactError, MismatchError
 from artifacts.families import HEAD, is_inner
+from artifacts.fitness import PROMPTS_FIELD, parse_prompts
 from artifacts.json_object import parse_object
 
 # Maximum number of patterns, of those among them that are more than a name, and of a pattern's characters.
@@ -38,12 +39,6 @@ CHAT_FIELD = "loraplex_chat"
 # Maximum bytes of each setting.
 _SETTING_BYTES = 256 * 1024
 CONFIG_FILE = "adapter_config.json"
-# Prompts that an adapter is measured with on a quantized base. The SDK puts them there from a file
-# `certificate_prompts.jsonl` beside it.
-PROMPTS_FIELD = "loraplex_certificate_prompts"
-# Maximum number of prompts that come with an adapter, and of a prompt's characters.
-_PROMPTS, _PROMPT_CHARACTERS = 64, 4096
-_SURROGATE = re.compile("[\ud800-\udfff]")
 # Tokens whose embeddings an adapter has trained: ids of the input embeddings, or ids by the name of embeddings or head.
 TOKENS_FIELD = "trainable_token_indices"
 # Modules that were trained in full: a classification head, embeddings or the output head.
@@ -346,20 +341,6 @@ def _trained_ends(modules: Any) -> tuple[str, ...]:
             message = f"a fully trained {name[:80]} is not supported, only embeddings, {HEAD}, and classification heads"
             raise MismatchError(SAVED_FIELD, f"{message} ({', '.join(HEADS)})")
     return ends
-
-
-def parse_prompts(value: Any) -> tuple[str, ...]:
-    """Parse the prompts that an adapter is certified with; None is none. Raises ArtifactError."""
-    if value is None:
-        return ()
-    if not isinstance(value, list) or not 0 < len(value) <= _PROMPTS:
-        raise ArtifactError(PROMPTS_FIELD, f"is not a list of 1 to {_PROMPTS} prompts")
-    for index, prompt in enumerate(value):
-        if not isinstance(prompt, str) or not 0 < len(prompt) <= _PROMPT_CHARACTERS:
-            raise ArtifactError(f"{PROMPTS_FIELD}[{index}]", f"is not a text of 1 to {_PROMPT_CHARACTERS} characters")
-        if _SURROGATE.search(prompt):
-            raise ArtifactError(f"{PROMPTS_FIELD}[{index}]", "has half of a surrogate pair, which is no character")
-    return tuple(value)
 
 
 def _labels(names: Any) -> tuple[str, ...]:

@@ -1,13 +1,8 @@
-"""A revision of an adapter: its digest, the module of each of its tensors, and the figures of its certificates.
-
-A fitness certificate says how far an adapter's answers on a quantized base are from those on the original base.
-"""
+"""A revision of an adapter: its digest, and the module of each of its tensors."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -225,46 +220,3 @@ def _shape(module: str, tensors: Mapping[str, TensorInfo], experts: int, *, use_
         length = tensors[_MAGNITUDE].shape[0]
         raise ArtifactError(WEIGHTS_FILE, f"{module}: lora_magnitude_vector has {length} numbers for {out_features}")
     return LoraShape(rank // experts, in_features, out_features)
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """The measured differences, over `tokens` tokens of the greedy answers to `prompts` prompts on the original base.
-
-    `agreement` is the share of these that are the best token on the quantized base too, after the same tokens. The
-    divergences (Kullback-Leibler) are those of the next token's distribution on the quantized base from that on the
-    original, in nats. `drawn`: the prompts were drawn from the base, since none came with the adapter.
-    """
-
-    prompts: int
-    drawn: bool
-    tokens: int
-    agreement: float
-    mean_kl: float
-    max_kl: float
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for figures that no measurement gives."""
-        if self.prompts < 1 or self.tokens < 1:
-            raise ValueError("prompts and tokens are counts from 1")
-        if not 0 <= self.agreement <= 1:
-            raise ValueError(f"agreement {self.agreement} is not a share from 0 to 1")
-        if not 0 <= self.mean_kl <= self.max_kl < math.inf:
-            raise ValueError(f"mean_kl {self.mean_kl} and max_kl {self.max_kl} are not a mean and a maximum from 0")
-
-
-@dataclass(frozen=True, slots=True)
-class FitnessLimits:
-    """The limits that an adapter on a quantized base must keep: least agreement, largest mean divergence in nats."""
-
-    min_agreement: float
-    max_kl: float
-
-    def breach(self, figures: Figures) -> str:
-        """Return which limits the figures break, with both numbers; empty: none."""
-        breaches = []
-        if figures.agreement < self.min_agreement:
-            breaches.append(f"greedy agreement {figures.agreement:.3g} is below {self.min_agreement:g}")
-        if figures.mean_kl > self.max_kl:
-            breaches.append(f"mean divergence {figures.mean_kl:.3g} nats is above {self.max_kl:g}")
-        return ", ".join(breaches)

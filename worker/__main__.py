@@ -281,9 +281,10 @@ def _report(argv: Sequence[str]) -> dict[str, Any]:
 def _certify(argv: Sequence[str]) -> dict[str, Any]:
     settings = read_settings(CertifySettings, "worker-certify", argv, {})
     _check_models(settings.model, settings.quantized)
-    from worker.engine.evaluation.report import certify
+    from worker.engine.evaluation.certificate import certify
 
-    return asdict(certify(settings.model, settings.quantized, settings.adapter, settings.device))
+    chosen = settings.quantized, settings.adapter, settings.device
+    return asdict(certify(settings.model, *chosen, partial(_show, "measured", noun="prompts")))
 
 
 def _check_models(model: str, quantized: str, *, as_given: bool = False) -> None:

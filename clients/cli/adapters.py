@@ -82,7 +82,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
         str,
         typer.Option(
             "--certify",
-            metavar="SCHEME",
+            metavar="SCHEME|DIR",
             help="Measure it on a base that is quantized so, such as int8, before the alias moves; needs --model-dir.",
         ),
     ] = "",
@@ -110,7 +110,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
             certificate = certify_revision(client, pushed.revision, certify_for, model_dir)
             if certificate.verdict == "refused":
                 raise CommandError(
-                    f"{pushed.revision.name} was kept, but no alias was moved to it: on {certify_for} its "
+                    f"{pushed.revision.name} was kept, but no alias was moved to it: unfit for {certify_for}: "
                     f"{certificate.breach}; train it on the quantized base, or try a scheme of more bits"
                 )
             if alias != "-":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,12 +25,25 @@ from clients.cli.options import (
     TenantOption,
 )
 from clients.cli.service import store_client
-from clients.cli.terminal import Activity, Columns, CommandError, print_fields, print_json, print_rows, print_table
+from clients.cli.terminal import (
+    Activity,
+    Columns,
+    CommandError,
+    print_fields,
+    print_json,
+    print_rows,
+    print_table,
+    print_warning,
+)
 
 if TYPE_CHECKING:
     from loraplex_client import FitnessCertificate, Revision, StoreClient
 
+    from artifacts.base_model import BaseModel
+
 _PREFIX = "error: "
+# A worker's line of progress, such as "measured 16 of 24 prompts".
+_PROGRESS = re.compile(r"[a-z]+ \d+ of \d+ [a-z]+")
 ModelDirOption = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Directory of the original base model, on this machine; for certificates."),
@@ -42,22 +56,31 @@ def worker_command(command: str, flags: Mapping[str, object], *words: str) -> li
     return [sys.executable, "-P", "-m", "worker", command, *(f"--{name}={flags[name]}" for name in flags), *words]
 
 
-def _run_worker(command: str, flags: Mapping[str, object], *words: str, capture: bool = False) -> CompletedProcess[str]:
+def _run_worker(command: str, flags: Mapping[str, object], *words: str) -> CompletedProcess[str]:
     """Run a worker's command."""
-    return subprocess.run(worker_command(command, flags, *words), capture_output=capture, text=True, check=False)
+    return subprocess.run(worker_command(command, flags, *words), text=True, check=False)
 
 
-def ask_worker(command: str, **flags: str) -> Any:
-    """Run a worker's command and return the JSON that it prints. Raises CommandError."""
-    done = _run_worker(command, flags, capture=True)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["it printed nothing"]
+def ask_worker(command: str, flags: Mapping[str, str], progress: Callable[[str], None] = lambda line: None) -> Any:
+    """Run a worker's command and return the JSON that it prints; `progress` gets its lines. Raises CommandError."""
+    lines = ["it printed nothing"]
+    with subprocess.Popen(
+        worker_command(command, flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in filter(None, map(str.strip, process.stderr)):
+            if _PROGRESS.fullmatch(line):
+                progress(line)
+            else:
+                lines.append(line)
+        printed = process.stdout.read()
+    if process.returncode:
         reported = next((line for line in reversed(lines) if line.startswith(_PREFIX)), "")
-        message = (
-            reported.removeprefix(_PREFIX) or f"the computation ended with exit status {done.returncode}: {lines[-1]}"
-        )
+        message = reported.removeprefix(_PREFIX)
+        message = message or f"the computation ended with exit status {process.returncode}: {lines[-1]}"
         raise CommandError(message, 2 if reported else 1)
-    return json.loads(done.stdout)
+    return json.loads(printed)
 
 
 def plan(context: typer.Context) -> None:
@@ -129,7 +152,7 @@ def compare_with_original(
     flags = {"kv-cache-dtype": kv_cache_dtype} if kv_cache_dtype else {}
     with Activity() as activity:
         activity.step(f"comparing {model} with {form} over {text}")
-        figures = ask_worker("report", model=model, quantized=quantized, text=str(text), **flags)
+        figures = ask_worker("report", {"model": model, "quantized": quantized, "text": str(text), **flags})
     figures = {"model": model, "quantized": form, "file": str(text), **figures}
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
@@ -184,13 +207,28 @@ def _one_line(text: str) -> str:
 
 def certify(
     name: NameArgument,
-    base: Annotated[str, typer.Option(metavar="SCHEME", help="How the base is quantized, such as int8 or int4.")],
+    base: Annotated[
+        str,
+        typer.Option(
+            metavar="SCHEME|DIR",
+            help="How the base is quantized, such as int8, or the directory of a quantized copy.",
+        ),
+    ],
     model_dir: ModelDirOption = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON lines with prompt or messages, and answer; instead of the adapter's own prompts.",
+        ),
+    ] = None,
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
     as_json: JsonOption = False,
 ) -> None:
     """Measure an adapter on a quantized base against the original base, and keep the figures with its revision.
+
+    Its own prompts, or those of a file, judge whole answers; prompts that are drawn without them judge free text.
 
     [bold]loraplex adapters certify support --base int8 --model-dir ./Qwen2-0.5B --tenant acme[/]
     """
@@ -198,38 +236,75 @@ def certify(
         raise CommandError("give the directory of the base model with --model-dir")
     with store_client(store, tenant) as client:
         _, revision = client.get(name)
-        certificate = certify_revision(client, revision, base, model_dir)
+        certificate = certify_revision(client, revision, base, model_dir, prompts)
     if as_json:
         print_json({"revision": revision.name, **vars(certificate)})
     else:
         print_certificates([replace(revision, certificates=(certificate,))])
 
 
-def certify_revision(client: StoreClient, revision: Revision, scheme: str, model_dir: Path) -> FitnessCertificate:
+def certify_revision(
+    client: StoreClient, revision: Revision, base: str, model_dir: Path, prompts: Path | None = None
+) -> FitnessCertificate:
     """Measure a revision on this machine, and keep its certificate in the store. Raises CommandError, LoraplexError."""
     from loraplex_client import FitnessCertificate
 
-    from artifacts import ArtifactError
-    from artifacts.quantization import parse_quantization
     from clients.cli.models import read_model
 
-    try:
-        quantization = parse_quantization(scheme, "--base")
-    except ArtifactError as error:
-        raise CommandError(str(error)) from error
-    if quantization is None:
-        raise CommandError("--base: name a scheme, such as int8")
     original = read_model(str(model_dir), "model")
+    quantization = _quantization_of(base, original)
     if original.digest != revision.base_digest:
         raise CommandError(
             f"--model-dir: {model_dir} has digest {original.digest}; {revision.name} is for {revision.base_digest}"
         )
+    what = f"measuring {revision.name} on {quantization}"
+    if prompts is not None and not prompts.is_file():
+        raise CommandError(f"--prompts: {prompts} is not a file")
     with Activity() as activity, tempfile.TemporaryDirectory(prefix="loraplex-certify-") as directory:
-        activity.step(f"measuring {revision.name} on {quantization}")
+        activity.step(what)
         client.download(revision.name, directory)
-        figures = ask_worker("certify", model=str(model_dir), quantized=scheme, adapter=directory)
-    certificate = FitnessCertificate(quantization=str(quantization), base_digest=original.digest, **figures)
+        if prompts is not None:
+            _use_prompts(prompts, Path(directory))
+        figures = ask_worker(
+            "certify",
+            {"model": str(model_dir), "quantized": base, "adapter": directory},
+            lambda line: activity.step(f"{what}: {line}"),
+        )
+    if figures["drawn"]:
+        print_warning(
+            "drawn prompts judge free text, not the adapter's task: give --prompts FILE, or push it with a "
+            "certificate_prompts.jsonl"
+        )
+    certificate = FitnessCertificate(quantization=quantization, base_digest=original.digest, **figures)
     return client.certify(revision.name, certificate)
+
+
+def _quantization_of(base: str, original: BaseModel) -> str:
+    """Return the quantization that a scheme, or a quantized copy's directory, has. Raises CommandError."""
+    from artifacts import ArtifactError
+    from artifacts.quantization import parse_quantization
+    from clients.cli.models import read_model
+
+    if base and Path(base).is_dir():
+        copy = read_model(base, "model")
+        if not copy.quantization or copy.original_digest not in {"", original.digest}:
+            raise CommandError(f"--base: {base} is not a quantized copy of the model in --model-dir")
+        return copy.quantization
+    try:
+        quantization = parse_quantization(base, "--base")
+    except ArtifactError as error:
+        raise CommandError(str(error)) from error
+    if quantization is None:
+        raise CommandError("--base: name a scheme, such as int8, or the directory of a quantized copy")
+    return str(quantization)
+
+
+def _use_prompts(file: Path, directory: Path) -> None:
+    """Put the prompts of a file into the configuration of a downloaded adapter. Raises CommandError, LoraplexError."""
+    from loraplex_client.adapters import CONFIG_FILE, PROMPTS_FIELD, read_prompts
+
+    config = json.loads((directory / CONFIG_FILE).read_bytes())
+    (directory / CONFIG_FILE).write_text(json.dumps({**config, PROMPTS_FIELD: read_prompts(file)}), encoding="utf-8")
 
 
 def print_certificates(revisions: Iterable[Revision]) -> None:
@@ -237,6 +312,9 @@ def print_certificates(revisions: Iterable[Revision]) -> None:
     columns: Columns = {
         "revision": lambda row: row["digest"][:19],
         "base": "quantization",
+        "right": _right,
+        "same": lambda row: "-" if row["same_answers"] is None else f"{row['same_answers']} of {row['prompts']}",
+        "95%": _interval,
         "agreement": lambda row: f"{row['agreement']:.3f}",
         "mean KL": lambda row: f"{row['mean_kl']:.4f}",
         "max KL": lambda row: f"{row['max_kl']:.3f}",
@@ -247,3 +325,17 @@ def print_certificates(revisions: Iterable[Revision]) -> None:
     rows = [{"digest": revision.digest, **vars(one)} for revision in revisions for one in revision.certificates]
     if rows:
         print_table(rows, columns)
+
+
+def _right(row: Mapping[str, Any]) -> str:
+    if not row["expected_answers"]:
+        return "-"
+    return f"{row['right_original']} -> {row['right_quantized']} of {row['expected_answers']}"
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    """Return the 95% interval of the share that is judged."""
+    from artifacts.fitness import Figures, wilson_interval
+
+    low, high = wilson_interval(*Figures(**{field.name: row[field.name] for field in fields(Figures)}).judged)
+    return f"{low:.2f}-{high:.2f}"

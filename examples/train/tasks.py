@@ -33,7 +33,7 @@ ROWS = 8
 STEPS = {"extract": (160, 1), "triage": (120, 2), "sentiment": (60, 2)}
 
 # Number of prompts of a certificate, and their seed, which is not that of examples/check.py.
-CERTIFICATE_PROMPTS = 24
+CERTIFICATE_PROMPTS = 64
 CERTIFICATE_SEED = 3
 
 
@@ -85,15 +85,16 @@ def train(task: Task, arguments: argparse.Namespace) -> None:
             spent = time.monotonic() - started
             print(f"{task.adapter} step {step + 1} of {steps}, loss {loss.item():.4f}, {spent:.0f} s", flush=True)
     save(model, arguments.out / task.tenant / task.adapter, BASE_NAME)
-    write_prompts(tokenizer, task, arguments.out / task.tenant / task.adapter)
+    write_prompts(task, arguments.out / task.tenant / task.adapter)
 
 
-def write_prompts(tokenizer: Any, task: Task, folder: Path) -> None:
-    """Write the prompts that a certificate of the adapter is made with: chats of the check's lists."""
+def write_prompts(task: Task, folder: Path) -> None:
+    """Write the chats that a certificate of the adapter is made with, of the check's lists, with their answers."""
     questions = task.questions(CERTIFICATE_PROMPTS, CERTIFICATE_SEED, CHECK)
-    chats = [[{"role": "user", "content": question.text}] for question in questions]
-    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    lines = (json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts)
+    lines = (
+        json.dumps({"messages": [{"role": "user", "content": question.text}], "answer": question.answer})
+        for question in questions
+    )
     (folder / "certificate_prompts.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -11,7 +12,11 @@ import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from adapter_store.app import Store, StoreSettings
+from adapter_store.database import MIGRATIONS, Database
+from adapter_store.records import find_revision
 from artifacts.base_model import BaseModel
+from artifacts.fitness import Figures
+from artifacts.names import RevisionName
 from router.catalog.adapters import resolve_adapters
 from router.catalog.store_client import StoreClient
 from router.request import Request, WeightedAdapter
@@ -117,6 +122,42 @@ async def test_drawn_prompts_only_warn(
     await store.stop(drain_s=0)
 
 
+@pytest.mark.parametrize(
+    ("answers", "verdict"),
+    [
+        ({"same_answers": 16}, pb.VERDICT_FIT),
+        ({"same_answers": 15}, pb.VERDICT_WARNED),
+        ({"same_answers": 12}, pb.VERDICT_REFUSED),
+        ({"same_answers": 12, "expected_answers": 16, "right_original": 15, "right_quantized": 15}, pb.VERDICT_FIT),
+        ({"same_answers": 16, "expected_answers": 16, "right_original": 16, "right_quantized": 8}, pb.VERDICT_REFUSED),
+    ],
+)
+async def test_whole_answers_to_own_prompts_are_judged(
+    client: Client, tiny_base: BaseModel, revision: Any, answers: dict[str, Any], verdict: int
+) -> None:
+    kept = await certify(client, revision.name, certificate(tiny_base, agreement=0.5, **answers))
+    assert kept.verdict == verdict
+    assert {name: getattr(kept, name) for name in answers} == answers
+    assert (await client.get("support")).revision.certificates[0] == kept
+
+
+def test_certificates_of_before_whole_answers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as before:
+        before.setattr("adapter_store.database.MIGRATIONS", MIGRATIONS[:5])
+        database = Database(tmp_path / "catalog.db")
+        with database.transaction() as rows:
+            rows.execute("INSERT INTO adapters VALUES (1, 'acme', 'support', 'tiny', 0, 0, 0)")
+            rows.execute("INSERT INTO revisions VALUES (1, 1, 'd', 'b', 8, 'c', 1, 'w', 1, 0, NULL)")
+            rows.execute("INSERT INTO certificates VALUES (1, 'd', 'b', 'int4', 16, 0, 200, 0.97, 0.02, 0.5, 7)")
+        database.close()
+    database = Database(tmp_path / "catalog.db")
+    with database.reading() as rows:
+        found = find_revision(rows, RevisionName("acme", "support", "d"))
+    database.close()
+    assert found is not None
+    assert [one.figures for one in found.certificates] == [Figures(16, False, 200, 0.97, 0.02, 0.5)]
+
+
 async def test_routers_refuse_an_unfit_adapter_on_such_a_base_alone(
     store_settings: StoreSettings,
     connect: Callable[[str], Client],
@@ -166,6 +207,7 @@ async def test_bad_certificates_are_refused(
         (revision.name, certificate(tiny_base, agreement=1.5), "acme", "INVALID_ARGUMENT", "agreement 1.5"),
         (revision.name, certificate(tiny_base, max_kl=float("nan")), "acme", "INVALID_ARGUMENT", "mean_kl 0.02"),
         (revision.name, certificate(tiny_base, tokens=0), "acme", "INVALID_ARGUMENT", "counts from 1"),
+        (revision.name, certificate(tiny_base, same_answers=17), "acme", "INVALID_ARGUMENT", "17 is more than 16"),
         (revision.name, certificate(tiny_base), "globex", "NOT_FOUND", "adapter not found"),
         (revision.name[:-1] + "0", certificate(tiny_base), "acme", "NOT_FOUND", "revision not found"),
         ("support", certificate(tiny_base), "acme", "INVALID_ARGUMENT", "name"),
@@ -188,6 +230,7 @@ async def test_bad_certificates_are_refused(
         ("Dear", "loraplex_certificate_prompts: is not a list of 1 to 64 prompts"),
         ([], "loraplex_certificate_prompts: is not a list of 1 to 64 prompts"),
         (["a", ""], r"loraplex_certificate_prompts\[1\]: is not a text of 1 to 4096 characters"),
+        ([{"messages": [{"role": "user"}]}], r"prompts\[0\].messages\[0\]: is not an object with role and content"),
         (["\ud800"], r"loraplex_certificate_prompts\[0\]: has half of a surrogate pair"),
     ],
 )

@@ -478,13 +478,12 @@ def test_adapters_and_models(run: Run, server: Any, store_address: str, adapter_
 def measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure in this process: a worker process would import torch first, for seconds."""
 
-    def ask_worker(command: str, **flags: str) -> Any:
+    def ask_worker(command: str, flags: dict[str, str], progress: object = None) -> Any:
         try:
             return measure(command, [f"--{name}={value}" for name, value in flags.items()])
         except ArtifactError as error:
             raise CommandError(str(error)) from error
 
-    monkeypatch.setattr("clients.cli.computations.ask_worker", ask_worker)
     monkeypatch.setattr("clients.cli.computations.ask_worker", ask_worker)
 
 
@@ -498,8 +497,11 @@ def test_certificates(run: Run, store_address: str, tiny_llama: TinyModel, tmp_p
     done = run(*push, str(tiny_llama.adapters["plain"]), "--name", "plain", "--certify", "int8", **here)
     assert done.returncode == 0, done.stderr
     header, row = (line.split("\t") for line in done.stdout.splitlines() if "\t" in line)
-    assert header == ["revision", "base", "agreement", "mean KL", "max KL", "prompts", "tokens", "verdict"]
-    assert [row[index] for index in (1, 5, 7)] == ["int8", "16 drawn", "fit"]
+    figures = ["right", "same", "95%", "agreement", "mean KL", "max KL"]
+    assert header == ["revision", "base", *figures, "prompts", "tokens", "verdict"]
+    assert [row[index] for index in (1, 2, 3, 8, 10)] == ["int8", "-", "-", "16 drawn", "fit"]
+    assert float(row[4].split("-")[0]) < float(row[5]) <= float(row[4].split("-")[1])
+    assert "warning: drawn prompts judge free text" in done.stderr
     shown = json.loads(run("adapters", "show", "plain", "--json", **here).stdout)
     assert shown["aliases"]["live"] == shown["revision"]
     (certificate,) = shown["revisions"][0]["certificates"]
@@ -514,8 +516,22 @@ def test_certificates(run: Run, store_address: str, tiny_llama: TinyModel, tmp_p
     assert shown["aliases"]["live"] == shown["revision"]
     certificate = shown["revisions"][0]["certificates"][0]
     assert (certificate["verdict"], certificate["breach"].partition("0.")[0]) == ("warned", "greedy agreement ")
+
+    from worker.engine.quantized.copy import write_copy
+
+    copy, prompts = tmp_path / "copy", tmp_path / "prompts.jsonl"
+    write_copy(model, str(copy), "int8")
+    prompts.write_text('{"prompt": "a"}\n{"prompt": "a", "answer": ""}\n')
+    certify = ("adapters", "certify", "plain", "--model-dir", model, "--base", str(copy))
+    assert run(*certify, **here).stdout.splitlines()[-1].split("\t")[1:] == row[1:]
+    done = run(*certify, "--prompts", str(prompts), **here)
+    assert done.stderr.endswith(
+        "error: loraplex_certificate_prompts[1].answer: is not a text of 1 to 4096 characters\n"
+    )
     for flags, words in (
         (("--base", "int8"), "--model-dir"),
+        (("--base", "int8", "--model-dir", model, "--prompts", str(tmp_path)), "--prompts: "),
+        (("--base", model, "--model-dir", model), "is not a quantized copy of the model in --model-dir"),
         (("--base", "int5", "--model-dir", model), "'int5' is not one of int8"),
         (("--base", "int8", "--model-dir", str(broken)), "has no config.json"),
         (("--base", "int8", "--model-dir", "examples/model"), "examples/model has digest sha256:"),
@@ -523,9 +539,18 @@ def test_certificates(run: Run, store_address: str, tiny_llama: TinyModel, tmp_p
         assert_refused(run("adapters", "certify", "plain", *flags, **here), words)
 
 
+def test_a_worker_s_lines_of_progress_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = "print('Loading 1 of 2', 'measured 16 of 24 prompts', sep='\\n', file=sys.stderr); print('{}')"
+    command = [sys.executable, "-c", f"import sys; {printed}"]
+    monkeypatch.setattr("clients.cli.computations.worker_command", lambda *_: command)
+    lines: list[str] = []
+    assert ask_worker("certify", {}, lines.append) == {}
+    assert lines == ["measured 16 of 24 prompts"]
+
+
 def test_a_worker_process_that_computes_says_what_is_wrong_in_one_line() -> None:
     with pytest.raises(CommandError, match="model: /nowhere is not a directory") as caught:
-        ask_worker("certify", model="/nowhere", quantized="int8", adapter="a")
+        ask_worker("certify", {"model": "/nowhere", "quantized": "int8", "adapter": "a"})
     assert caught.value.exit_code == 2
     # Where only the command is installed.
     without = "import sys; sys.modules['torch'] = None; from worker.__main__ import main; sys.exit(main())"

@@ -84,8 +84,12 @@ def test_prompts_beside_an_adapter_are_a_part_of_it(ask: Ask, adapter_directory:
     ask("download", pushed.name, tmp_path / "down")
     config = json.loads((tmp_path / "down/adapter_config.json").read_text())
     assert config["loraplex_certificate_prompts"] == ["Dear ☀", "b"]
-    for bad in ('{"prompt": "a"}\n{"text": "b"}', '{"prompt": "a"}\nb', '{"prompt": "a"}\n\n'):
-        prompts.write_text(bad)
+    chat = {"messages": [{"role": "user", "content": "Is 7 prime?"}], "answer": "yes"}
+    prompts.write_text(json.dumps({**chat, "id": 1}) + '\n{"prompt": "b", "messages": null, "answer": "c"}\n')
+    pushed = ask("push", adapter_directory, "support", base_model=MODEL.name).revision
+    assert ask("config", pushed.name)["loraplex_certificate_prompts"] == [chat, {"prompt": "b", "answer": "c"}]
+    for bad in ('{"text": "b"}', '{"prompt": "b", "messages": []}', "b", "\n"):
+        prompts.write_text(f'{{"prompt": "a"}}\n{bad}')
         with pytest.raises(lx.InvalidRequestError, match="line 2 is not a JSON object") as caught:
             ask("push", adapter_directory, "support", base_model=MODEL.name)
         assert caught.value.field == "directory"

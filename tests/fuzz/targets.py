@@ -95,7 +95,7 @@ _CONFIG = {
     "rank_pattern": {"layers.0.self_attn.q_proj": 4, r".*\.1\..*v_proj": 2},
     "alpha_pattern": {"^model.layers.0.mlp": 8},
     "loraplex_chat": {"template": "{{ messages }}", "tool_calls": "hermes"},
-    "loraplex_certificate_prompts": ["a", "b"],
+    "loraplex_certificate_prompts": ["a", {"messages": [{"role": "user", "content": "b"}]}],
 }
 _SCHEMA = {
     "$defs": {"a": {"type": "integer", "minimum": 1}},

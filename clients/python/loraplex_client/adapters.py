@@ -35,8 +35,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 # A chat template beside an adapter, as transformers saves it; it becomes a field of the configuration.
 TEMPLATE_FILE = "chat_template.jinja"
 CHAT_FIELD = "loraplex_chat"
-# Prompts beside an adapter, a JSON object with a `prompt` a line: its certificates are made with them. They become a
-# field of the configuration too.
+# Prompts beside an adapter, a JSON object a line with `prompt` or `messages`, and an `answer` or none: its certificates
+# are made with them. They become a field of the configuration too.
 PROMPTS_FILE = "certificate_prompts.jsonl"
 PROMPTS_FIELD = "loraplex_certificate_prompts"
 # Tokens that training added to the tokenizer, by transformers and peft.
@@ -105,8 +105,8 @@ class StoreCalls:
 
         With `ttl_s` the revision is deleted after so many seconds, unless an alias or a release has it.
 
-        A `chat_template.jinja` in the directory becomes the adapter's own chat template; the prompts in a
-        `certificate_prompts.jsonl` become those that its certificates are made with.
+        A `chat_template.jinja` in the directory becomes the adapter's own chat template; the prompts or chats in a
+        `certificate_prompts.jsonl`, with their answers, become those that its certificates are made with.
         `base_model` may be empty if the store has only one. Alias `-` moves no alias. `progress` is called with the
         bytes sent and the bytes in all. Raises InvalidRequestError if `directory` has no adapter, or a line of the
         prompts is none.
@@ -361,14 +361,7 @@ def _with_prompts(config: bytes, path: Path) -> bytes:
     """Return a configuration with the prompts in the file, unless it has some already; the store checks both."""
     if not path.is_file():
         return config
-    prompts = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            prompts.append(json.loads(line)["prompt"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise InvalidRequestError(
-                f'{path}: line {number} is not a JSON object such as {{"prompt": "Dear customer,"}}', field="directory"
-            ) from error
+    prompts = read_prompts(path)
     try:
         fields = json.loads(config)
     except ValueError:
@@ -376,6 +369,27 @@ def _with_prompts(config: bytes, path: Path) -> bytes:
     if not isinstance(fields, dict) or PROMPTS_FIELD in fields:
         return config
     return json.dumps({**fields, PROMPTS_FIELD: prompts}).encode()
+
+
+def read_prompts(path: Path) -> list[str | dict[str, Any]]:
+    """Return the prompts of a file: a text, or an object with `prompt` or `messages`, and `answer` where it has one.
+
+    Raises InvalidRequestError that names a line that is none.
+    """
+    return [_prompt(path, number, line) for number, line in enumerate(path.read_bytes().splitlines(), start=1)]
+
+
+def _prompt(path: Path, number: int, line: bytes) -> str | dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict) or (fields.get("prompt") is None) == (fields.get("messages") is None):
+        shown = '{"prompt": "Dear customer,"} or {"messages": [...], "answer": "yes"}'
+        raise InvalidRequestError(f"{path}: line {number} is not a JSON object such as {shown}", field="directory")
+    # Other keys are a data set's own.
+    prompt = {name: fields[name] for name in ("prompt", "messages", "answer") if fields.get(name) is not None}
+    return prompt["prompt"] if prompt.keys() == {"prompt"} else prompt
 
 
 def _header(name: str, base_model: str, alias: str, ttl_s: float | None) -> adapters_pb2.UploadHeader:

@@ -36,8 +36,10 @@ class FitnessCertificate:
     """The figures of a revision on a base with a `quantization`, against the original base of `base_digest`.
 
     Measured over `tokens` tokens of the greedy answers to `prompts` prompts on the original: `agreement` is the share
-    of equal best tokens, the divergences are in nats. The store fills in `verdict` (`fit`, `warned` or `refused`: what
-    happens to requests on such a base), `breach`, which of its limits the figures break, and `create_time`.
+    of equal best tokens, the divergences are in nats. `same_answers` of the whole answers are equal (None: not
+    counted); of `expected_answers` prompts the right answer is known, which `right_original` and `right_quantized`
+    gave. The store fills in `verdict` (`fit`, `warned` or `refused`: what happens to requests on such a base),
+    `breach`, which of its limits the figures break, and `create_time`.
     """
 
     quantization: str
@@ -51,6 +53,10 @@ class FitnessCertificate:
     verdict: str = ""
     breach: str = ""
     create_time: datetime | None = None
+    same_answers: int | None = None
+    expected_answers: int = 0
+    right_original: int = 0
+    right_quantized: int = 0
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,8 @@ def _load(directory: Path) -> Any:
     return model.eval()
 
 
-def _tokenizer(directory: Path) -> Any:
+def read_tokenizer(directory: Path) -> Any:
+    """Return a model's tokenizer of transformers. Raises ArtifactError."""
     try:
         return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:
@@ -104,7 +105,7 @@ def _given(directory: Path, path: Path, seed: int) -> Tensor:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ArtifactError("--texts", f"{path} cannot be read as UTF-8 text: {error}") from error
-    ids = torch.tensor(_tokenizer(directory)(text)["input_ids"])
+    ids = torch.tensor(read_tokenizer(directory)(text)["input_ids"])
     windows = ids[: len(ids) // TOKENS * TOKENS].view(-1, TOKENS)
     if not len(windows):
         raise ArtifactError("--texts", f"{path} has {len(ids)} tokens; give a text of at least {TOKENS}")
@@ -137,7 +138,7 @@ def _beginnings(model: Any, directory: Path) -> list[list[int]]:
         begin = end if isinstance(end, int) else end[0] if end else 0
     text = [begin]
     try:
-        tokenizer = _tokenizer(directory)
+        tokenizer = read_tokenizer(directory)
         chat = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False).split(_MARK)[0]
         ids = tokenizer(chat, add_special_tokens=False)["input_ids"]
     except Exception:  # no template, or one that does not take a lone user

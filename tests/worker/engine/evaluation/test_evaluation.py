@@ -13,8 +13,7 @@ import pytest
 
 from artifacts import ArtifactError
 from artifacts.base_model import read_base_model
-from artifacts.peft_config import PROMPTS_FIELD
-from artifacts.revision import FitnessLimits
+from artifacts.fitness import PROMPTS_FIELD, FitnessLimits
 from tests.cancelling_adapter import write_cancelling_adapter
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 EXAMPLES = Path(__file__).parents[4] / "examples"
 SHIPPED = str(EXAMPLES / "model")
-LIMITS = FitnessLimits(0.8, 0.2)
+LIMITS = FitnessLimits(min_agreement=0.8, max_kl=0.2, max_drop=0.05)
 
 
 def test_logits_and_answers_are_transformers_own(tiny_llama: TinyModel) -> None:
@@ -139,17 +138,53 @@ def test_a_directory_that_is_no_copy_is_refused(change: dict[str, Any], words: s
         check_copy(original, replace(copy, **change), "copy")
 
 
-def test_a_certificate_catches_an_adapter_that_needs_the_exact_weights(tmp_path: Path) -> None:
-    from worker.engine.evaluation.report import certify
+def _own_answers(adapter: str, texts: list[str]) -> list[str]:
+    """Return the greedy answers to chats, rendered and decoded by transformers' tokenizer, on the original."""
+    from transformers import AutoTokenizer
 
-    prompts = ("Return a list of", "The default value", "If the file")
+    from worker.engine.evaluation.report import EvaluatedModel, greedy
+    from worker.engine.model.loader import load_model
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(SHIPPED)
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    prompts = [
+        tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)) for chat in chats
+    ]
+    loaded = load_model(SHIPPED, "cpu", "float32")
+    model = EvaluatedModel(loaded, rows=len(prompts), tokens=256, max_rank=16)
+    model.use_adapter(adapter)
+    answers = model.answers(prompts, 64, greedy, loaded.end_token_ids)
+    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+
+
+def test_a_certificate_counts_whole_answers_to_chats_and_those_that_are_right(tmp_path: Path) -> None:
+    from worker.engine.evaluation.certificate import certify
+
     directory = shutil.copytree(EXAMPLES / "adapters" / "acme" / "shout", tmp_path / "sound")
+    texts = ["Return a list of", "The default value", "If the file", "Open the module"]
+    answers = [*_own_answers(str(directory), texts)[:3], "something else"]
+    prompts = [
+        {"messages": [{"role": "user", "content": text}], "answer": f" {answer}\n"}
+        for text, answer in zip(texts, answers, strict=True)
+    ]
     config = json.loads((directory / "adapter_config.json").read_text())
     (directory / "adapter_config.json").write_text(json.dumps(config | {PROMPTS_FIELD: prompts}))
-    sound = certify(SHIPPED, "int4", str(directory))
-    assert (sound.prompts, sound.drawn) == (3, False)
-    assert not LIMITS.breach(sound)
-    broken: Any = certify(SHIPPED, "int4", str(write_cancelling_adapter(Path(SHIPPED), tmp_path / "broken", prompts)))
-    assert (broken.prompts, broken.drawn) == (3, False)
+    done: list[tuple[int, int]] = []
+    unchanged = certify(SHIPPED, "", str(directory), progress=lambda *counts: done.append(counts))
+    assert (unchanged.prompts, unchanged.drawn, unchanged.same_answers) == (4, False, 4)
+    assert (unchanged.expected_answers, unchanged.right_original, unchanged.right_quantized) == (4, 3, 3)
+    assert LIMITS.breach(unchanged) is None
+    assert done[-1] == (4, 4)
+
+
+def test_a_certificate_catches_an_adapter_that_needs_the_exact_weights(tmp_path: Path) -> None:
+    from worker.engine.evaluation.certificate import certify
+
+    prompts = ("Return a list of", "The default value", "If the file")
+    broken = certify(SHIPPED, "int4", str(write_cancelling_adapter(Path(SHIPPED), tmp_path / "broken", prompts)))
+    assert (broken.prompts, broken.drawn, broken.same_answers) == (3, False, 0)
     assert broken.agreement < 0.5
-    assert f"greedy agreement {broken.agreement:.3g} is below 0.8" in LIMITS.breach(broken)
+    breach = LIMITS.breach(broken)
+    assert breach is not None
+    assert breach.certain
+    assert breach.text.startswith("0 of 3 answers are the same (95% interval 0.00 to 0.56)")
