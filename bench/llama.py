@@ -32,7 +32,7 @@ from examples.real import ROOT, Unavailable, real_model
 ADAPTERS, RANK, ROWS = 4, 16, 8
 TENANT = "bench"
 # Our dtypes, and the schemes of their weights: the embeddings, which are the head too, are in 8 bits as in Q8_0.
-OURS = {"auto": "", "int8": "int8+embeddings", "int4": "int4"}
+OURS = {"auto": "", "int8": "int8+embeddings", "int4": "int4+embeddings"}
 _OURS, _PEER = "ours ", "llama.cpp "
 _AUTO, _INT8, _BF16 = f"{_OURS}auto", f"{_OURS}int8", f"{_PEER}{DTYPES[0]}"
 # Tokens of a KV cache block.

@@ -67,7 +67,7 @@ class LinkSettings:
 
     worker_id: str
     incarnation: str
-    send_interval_s: float = 0.010
+    send_interval_s: float = 0.020
     gone_s: float = 5.0
     spare_s: float = 0.5
     pause_s: float = 0.05
