@@ -149,11 +149,12 @@ class Receiver:
 
 
 def _warnings(valid: Validated, base: str) -> tuple[str, ...]:
-    """Return a warning of an adapter that names another base model: its shapes fit, so that it is accepted."""
+    """Return what the owner of an adapter should know, such as that it names another base model, whose shapes fit."""
     trained_on = valid.trained_on.rstrip("/").rpartition("/")[2]
     if not trained_on or trained_on.lower() == base.rpartition("/")[2].lower():
-        return ()
-    return (f"base_model_name_or_path is {valid.trained_on[:200]!r}: its shapes fit {base}, which serves it",)
+        return valid.warnings
+    other = f"base_model_name_or_path is {valid.trained_on[:200]!r}: its shapes fit {base}, which serves it"
+    return (*valid.warnings, other)
 
 
 @asynccontextmanager
@@ -222,7 +223,8 @@ class _Validator:
                 raise kind(answer["subject"], answer["error"])
         config = answer["config"]
         kept = None if config is None else config.encode()
-        return Validated(answer["rank"], kept, answer["trained_on"]), answer["digest"]
+        valid = Validated(answer["rank"], kept, answer["trained_on"], tuple(answer["warnings"]))
+        return valid, answer["digest"]
 
     def close(self) -> None:
         """End the children."""

@@ -7,7 +7,7 @@ files that are made to end it end nothing else.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,18 @@ from artifacts.experts import ExpertSizes, in_layout_of_model, named_by_paramete
 from artifacts.json_object import parse_object
 from artifacts.peft_config import CONFIG_FILE, MAX_RANK, TOKENS_FIELD, PeftConfig, parse_peft_config
 from artifacts.revision import (
+    TENSOR_PREFIX,
     WEIGHTS_FILE,
     LoraShape,
-    base_copies,
+    check_copies,
     lora_tensors,
     ranks_of,
     revision_digest,
+    tensor_names,
     trained_ends,
     trained_tokens,
 )
+from artifacts.trainer_names import as_peft_names
 from rpc.children.child import LAST, Json, serve
 
 # By dtype: an unsigned type of its size, and the bits of the exponent; infinities and NaNs alone have all of them set.
@@ -48,13 +51,14 @@ _FILES = 8
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """An adapter that is accepted: its largest rank, the configuration to keep where that is not the one given, and the
-    name that its training gave the base model.
+    """An adapter that is accepted: its largest rank, the configuration to keep where that is not the one given, the
+    name that its training gave the base model, and what its owner should know.
     """
 
     rank: int
     config: bytes | None = None
     trained_on: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 def validate_adapter(directory: Path, base: BaseModel) -> Validated:
@@ -67,7 +71,9 @@ def validate_adapter(directory: Path, base: BaseModel) -> Validated:
     if base.architecture == HASH_ARCHITECTURE:
         return Validated(_rank_if_readable(config_bytes))
     sent = parse_peft_config(config_bytes)
-    header = canonical_header(read_header(directory / WEIGHTS_FILE, ADAPTER_HEADER_BYTES), sent, base.architecture)
+    header = read_header(directory / WEIGHTS_FILE, ADAPTER_HEADER_BYTES)
+    _, changes = as_peft_names(header)
+    header = canonical_header(header, sent, base.architecture)
     modules = {module.name: module for module in base.modules}
     experts = {
         module.name: ExpertSizes(module.in_features, module.out_features, module.experts)
@@ -81,6 +87,7 @@ def validate_adapter(directory: Path, base: BaseModel) -> Validated:
     whole = [*head.values(), *trained_ends(header, sent, sizes).values()]
     shapes = lora_tensors(header, use_dora=sent.use_dora, own=whole, experts=counts)
     shapes, _ = in_layout_of_model(shapes, experts, sent, base.architecture)
+    check_copies(header, sizes, whole)  # workers, which have the weights, compare them
     check_head(header, sent, base.architecture, modules, hidden_size(sizes))
     config = sent.resolved(shapes)
     for name, shape in shapes.items():
@@ -88,17 +95,25 @@ def validate_adapter(directory: Path, base: BaseModel) -> Validated:
     ranks = ranks_of(shapes, trained_tokens(header, sent, sizes))
     if max(ranks.values()) > MAX_RANK:
         raise MismatchError(TOKENS_FIELD, f"ranks and trained tokens of a layer add up to more than {MAX_RANK}")
-    for name, parameter in base_copies(header).items():
-        # Workers, which have the weights, compare them.
-        own = modules.get(parameter.rpartition(".")[0])
-        shapes_of_own = () if own is None else (sorted((own.in_features, own.out_features)), [own.out_features])
-        if sorted(header[name].shape) not in shapes_of_own:
-            raise MismatchError(WEIGHTS_FILE, f"tensor {name} has not the shape of {base.name}'s own {parameter}")
     for name, tensor in header.items():
         if tensor.dtype not in _EXPONENTS:
             raise MismatchError(WEIGHTS_FILE, f"tensor {name} is {tensor.dtype}; F32, F16 and BF16 are served")
-    _check_finite(directory / WEIGHTS_FILE, header)
-    return Validated(max(ranks.values()), _with_names(config_bytes, sent, config, shapes), sent.base_model)
+    zeros = _check_finite(directory / WEIGHTS_FILE, header)
+    warnings = [*_warnings_of_names(changes)]
+    if all(config.scaling_of(name, shape.rank) == 0 for name, shape in shapes.items()):
+        warnings.append("lora_alpha is 0: its LoRA layers change nothing")
+    elif all(tensor_names(name)["B"] in zeros for name in shapes) and not sent.use_dora:
+        warnings.append("every lora_B is zero: its LoRA layers change nothing; was it saved before it was trained?")
+    kept = _with_names(config_bytes, sent, config, shapes)
+    return Validated(max(ranks.values()), kept, sent.base_model, tuple(warnings))
+
+
+def _warnings_of_names(changes: Sequence[str]) -> Iterator[str]:
+    """Yield a warning of names of tensors that are not as peft writes them; `changes` are those of as_peft_names."""
+    if without := ", ".join(repr(part) for part in changes if part != TENSOR_PREFIX):
+        yield f"names of tensors were read without {without}"
+    if TENSOR_PREFIX in changes:
+        yield f"names of tensors were read with {TENSOR_PREFIX!r} in front"
 
 
 def _with_names(data: bytes, sent: PeftConfig, config: PeftConfig, modules: Mapping[str, LoraShape]) -> bytes | None:
@@ -141,10 +156,12 @@ def _check_module(name: str, shape: LoraShape, module: ModuleShape | None, confi
         )
 
 
-def _check_finite(path: Path, header: dict[str, TensorInfo]) -> None:
+def _check_finite(path: Path, header: Mapping[str, TensorInfo]) -> set[str]:
+    """Raise ArtifactError for infinities and NaNs; return the names of tensors that have nothing but zeros."""
     # Imported late: the store itself, which imports this module for hash models, starts without it.
     import numpy as np
 
+    zeros = set(header)
     with open(path, "rb") as file:
         for name, tensor in header.items():
             kind, exponent = _EXPONENTS[tensor.dtype]
@@ -155,6 +172,9 @@ def _check_finite(path: Path, header: dict[str, TensorInfo]) -> None:
                 remaining -= numbers.nbytes
                 if np.any((numbers & exponent) == exponent):
                     raise ArtifactError(WEIGHTS_FILE, f"tensor {name} has infinities or NaNs")
+                if name in zeros and np.any(numbers << 1):  # without the sign
+                    zeros.remove(name)
+    return zeros
 
 
 def _answer(request: Mapping[str, Any]) -> Json:
@@ -175,7 +195,8 @@ def _answer(request: Mapping[str, Any]) -> Json:
     config = (directory / CONFIG_FILE).read_bytes() if valid.config is None else valid.config
     digest = revision_digest(config, request["weights"])
     kept = valid.config.decode() if valid.config else None
-    return {"rank": valid.rank, "digest": digest, "config": kept, "trained_on": valid.trained_on}
+    told = {"trained_on": valid.trained_on, "warnings": valid.warnings}
+    return {"rank": valid.rank, "digest": digest, "config": kept, **told}
 
 
 def _cpu_s(request: Mapping[str, Any]) -> float:

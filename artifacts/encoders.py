@@ -17,6 +17,7 @@ from artifacts.checkpoint import Checkpoint, TensorInfo
 from artifacts.families import FAMILIES, HEAD, is_embedding, is_head
 from artifacts.peft_config import LABELS_FIELD, SAVED_FIELD, PeftConfig
 from artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE
+from artifacts.trainer_names import as_peft_names
 
 _V = TypeVar("_V")
 # Others ("dynamic", "longrope") rescale by the longest position of the whole batch: one request would change another.
@@ -193,11 +194,11 @@ def has_head(modules: Iterable[str], architecture: str) -> bool:
 def canonical_header(header: Mapping[str, TensorInfo], config: PeftConfig, architecture: str) -> dict[str, TensorInfo]:
     """Return the tensors by the names that they have in the base's ...ForSequenceClassification or ...ForCausalLM.
 
-    Those that nothing depends on are left out. Raises MismatchError.
+    Those that nothing depends on are left out. Raises ArtifactError.
     """
     if config.trained_ends and architecture in ENCODERS:
         raise MismatchError(SAVED_FIELD, "embeddings of encoders that were trained in full are not served")
-    renamed = with_prefix(header, architecture)
+    renamed = with_prefix(as_peft_names(header)[0], architecture)
     if renamed.keys() != header.keys():
         config.check_anchors()
     return without_unused(renamed, architecture)

@@ -89,6 +89,10 @@ _OF_TRAINERS = {"lora_dtype", "lorap_emb_lr", "lorap_lr_ratio", "unsloth_fixed",
 ACCEPTED = frozenset(_SERVED | _CHECKED | _WITHOUT_EFFECT | _OF_TRAINERS)
 _PLAIN_INITS = {True, False, None, "gaussian", "orthogonal", "eva", "mica"}
 _REWRITING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Methods of peft that add to the base's weights, of which it makes LoRA by itself since 0.19.
+_CONVERTED_BY_PEFT = frozenset(
+    "C3A DELORA FOURIERFT GRALORA HIRA LOHA LOKR MISS PSOFT RANDLORA SHIRA TINYLORA UNILORA VBLORA VERA WAVEFT".split()
+)
 # Reasons why fields are refused, and what to do instead.
 WHY_REFUSED = {
     "alora_invocation_tokens": "activated LoRA is not served; train plain LoRA",
@@ -324,7 +328,9 @@ def parse_peft_config(data: bytes) -> PeftConfig:
 def _check_kind(config: dict[str, Any]) -> None:
     kind, task, bias = config.get("peft_type"), config.get("task_type"), config.get("bias", "none")
     if kind != "LORA":
-        raise MismatchError("peft_type", f"{kind!r} is not served, only 'LORA'")
+        close = "peft's save_as_lora(DIR, model, rank=64) makes a LoRA that is close to it"
+        advice = close if kind in _CONVERTED_BY_PEFT else "train plain LoRA"
+        raise MismatchError("peft_type", f"{kind!r} is not served, only 'LORA'; {advice}")
     if task is not None and task not in _TASKS:
         raise MismatchError("task_type", f"{task!r} is not served, only {', '.join(map(repr, _TASKS))}")
     if bias != "none":

@@ -18,6 +18,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _FORMAT = 1
 # Prefix of all tensors' names in peft's checkpoints.
 TENSOR_PREFIX = "base_model.model."
+_BASE_LAYER = ".base_layer"
 _MAGNITUDE = "magnitude"
 _SUFFIXES = {"A": ".lora_A.weight", "B": ".lora_B.weight", _MAGNITUDE: ".lora_magnitude_vector"}
 _EMBEDDING_SUFFIXES = {"A": ".lora_embedding_A", "B": ".lora_embedding_B", _MAGNITUDE: ".lora_magnitude_vector"}
@@ -84,16 +85,25 @@ def lora_tensors(
     shape that does not fit it.
     """
     parts: dict[str, dict[str, TensorInfo]] = {}
-    copies = base_copies(header)
+    copies = base_copies(header, own)
     for name, tensor in header.items():
         if name in copies or name in own or _has_trained_rows(name):
             continue
         module, part = _place(name)
         if part is None or (part == _MAGNITUDE and not use_dora):
+            if part is None and name.endswith((".base_layer.weight", ".base_layer.bias")):
+                raise ArtifactError(
+                    WEIGHTS_FILE,
+                    f"has {name}, a weight of the base: it is the whole model's state; save the adapter alone, by "
+                    "model.save_pretrained(DIR) or get_peft_model_state_dict(model)",
+                )
             raise ArtifactError(WEIGHTS_FILE, f"tensor {name} is not a LoRA weight that is served")
         if len(tensor.shape) != (1 if part == _MAGNITUDE else 2) or 0 in tensor.shape:
             sizes = "one size is" if part == _MAGNITUDE else "two sizes are"
-            raise ArtifactError(WEIGHTS_FILE, f"tensor {name} has the shape {list(tensor.shape)}; {sizes} needed")
+            gathered = "; DeepSpeed ZeRO-3 has not gathered it: save by accelerator.get_state_dict(model)"
+            advice = gathered if 0 in tensor.shape else ""
+            message = f"tensor {name} has the shape {list(tensor.shape)}; {sizes} needed{advice}"
+            raise ArtifactError(WEIGHTS_FILE, message)
         parts.setdefault(module, {})[part] = tensor
     if not parts:
         raise ArtifactError(WEIGHTS_FILE, "has no LoRA tensors")
@@ -102,17 +112,55 @@ def lora_tensors(
     }
 
 
-def base_copies(header: Mapping[str, TensorInfo]) -> dict[str, str]:
+def base_copies(header: Mapping[str, TensorInfo], own: Collection[str] = ()) -> dict[str, str]:
     """Return the tensors that copy the base's embeddings or output head, each with its parameter's name in the base.
 
-    peft saves them beside an adapter of these modules and loads them in place of the base's, so they must be equal.
+    peft saves them beside an adapter of these modules, where the vocabulary was resized, and with
+    save_embedding_layers; it loads them in place of the base's. Those that are the adapter's `own` are left out.
     """
     copies = {}
     for name in header:
-        module, _, kind = name.removeprefix(TENSOR_PREFIX).rpartition(".base_layer.")
-        if name.startswith(TENSOR_PREFIX) and kind in ("weight", "bias") and (is_embedding(module) or is_head(module)):
+        module, _, kind = name.removeprefix(TENSOR_PREFIX).rpartition(".")
+        own_weight = f"{TENSOR_PREFIX}{module}.weight" in own
+        module = module.removesuffix(_BASE_LAYER)
+        if name.startswith(TENSOR_PREFIX) and kind in ("weight", "bias") and not is_inner(module) and not own_weight:
             copies[name] = f"{module}.{kind}"
     return copies
+
+
+def check_copies(
+    header: Mapping[str, TensorInfo], modules: Mapping[str, tuple[int, ...]], own: Collection[str] = ()
+) -> dict[str, str]:
+    """Return what `base_copies` returns; `modules` are those of `trained_tokens`.
+
+    Raises MismatchError for a copy that has not the shape of the base's own.
+    """
+    copies = base_copies(header, own)
+    for name, parameter in copies.items():
+        module, _, kind = parameter.rpartition(".")
+        weight = _weight_shape(module, modules) if module in modules else ()
+        if header[name].shape != (weight if kind == "weight" else weight[:1]) or not weight:
+            _check_vocabulary(header[name].shape, weight)
+            raise MismatchError(WEIGHTS_FILE, f"tensor {name} has not the shape of the base's own {parameter}")
+    return copies
+
+
+def _weight_shape(module: str, modules: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return [vocabulary, hidden size] of embeddings or of an output head."""
+    return modules[module] if is_embedding(module) else modules[module][::-1]
+
+
+def _check_vocabulary(shape: tuple[int, ...], own: tuple[int, ...]) -> None:
+    """Raise MismatchError for embeddings or a head [vocabulary, hidden size] of another vocabulary than the base's."""
+    if len(shape) != 2 or shape[1:] != own[1:] or shape[0] == own[0]:
+        return
+    advice = (
+        "leave out resize_token_embeddings, which cut rows that no token has"
+        if shape[0] < own[0]
+        else "train new tokens in rows that no token of the base has (trainable_token_indices, modules_to_save), or "
+        "merge the adapter into its model (merge_and_unload) and register that with `loraplex models push`"
+    )
+    raise MismatchError(WEIGHTS_FILE, f"was trained with {shape[0]:,} tokens, the base has {own[0]:,}; {advice}")
 
 
 def trained_tokens(
@@ -157,8 +205,9 @@ def trained_ends(
             raise MismatchError(SAVED_FIELD, f"the base has no {saved} that an adapter may have here; {ENDS_ON_CPU}")
         if (name := f"{TENSOR_PREFIX}{module}.weight") not in header:
             raise ArtifactError(WEIGHTS_FILE, f"lacks the tensor {name}")
-        shape = modules[module] if is_embedding(module) else modules[module][::-1]
+        shape = _weight_shape(module, modules)
         if header[name].shape != shape:
+            _check_vocabulary(header[name].shape, shape)
             sizes = f"{list(header[name].shape)}, in the base {list(shape)}"
             raise MismatchError(WEIGHTS_FILE, f"tensor {name} has the shape {sizes}")
         if any(f"{TENSOR_PREFIX}{module}{part}" in header for part in (*_suffixes(module).values(), _TRAINED_ROWS)):

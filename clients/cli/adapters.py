@@ -117,7 +117,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
                 client.set_alias(pushed.adapter.name, alias or "live", pushed.revision.digest)
             pushed = replace(pushed, revision=client.get(f"{pushed.adapter.name}@{pushed.revision.digest}")[1])
     if as_json:
-        print_json({**vars(pushed.revision), "created": pushed.created})
+        print_json({**vars(pushed.revision), "created": pushed.created, "warnings": pushed.warnings})
         return
     state = "pushed" if pushed.created else "unchanged, the store already has the same bytes:"
     say(f"{state} {pushed.revision.name}")
@@ -125,7 +125,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     if alias != "-" and former != digest:
         moved = f"moved from {former[:19]} to" if former else "is"
         say(f"{alias or 'live'} {moved} {digest[:19]}")
-    for note in _notes(directory):
+    for note in (*_notes(directory), *pushed.warnings):
         say(note)
     print_certificates([pushed.revision])
 

@@ -1,4 +1,4 @@
-"""Models and adapters that are given as GGUF files: a worker process converts them.
+"""Models and adapters that are given as GGUF files: a worker process converts them. Adapters of MLX are converted here.
 
 A model is imported once, into a cache, by the digest of its bytes; an adapter each time, since it is small.
 """
@@ -68,21 +68,34 @@ def local_model(path: str, name: str = "", dtype: str = "") -> tuple[str, str]:
 
 @contextmanager
 def peft_directory(path: Path, base: Path | None) -> Iterator[Path]:
-    """Yield the directory of a peft adapter: the one given or, of an adapter in GGUF, a temporary one.
+    """Yield the directory of a peft adapter: the one given or, of an adapter in GGUF or of MLX, a temporary one.
 
-    The latter needs the directory or the GGUF file of its base model. Raises CommandError, OSError.
+    One in GGUF needs the directory or the GGUF file of its base model. Raises CommandError, OSError.
     """
-    file = _adapter_file(path)
-    if file is None:
+    from loraplex_client.adapters import why_no_adapter
+
+    from artifacts import ArtifactError
+    from clients.cli.mlx_adapters import is_mlx, write_peft_files
+
+    file, mlx = _adapter_file(path), is_mlx(path)
+    if file is None and not mlx:
+        if why := why_no_adapter(path):
+            raise CommandError(f"{path} {why}")
         yield path
         return
-    if base is None:
+    if file is not None and base is None:
         raise CommandError(
             f"{file} is a GGUF file; give the adapter's base model with --model-dir, a transformers directory or GGUF"
         )
     with tempfile.TemporaryDirectory(prefix="loraplex-adapter-") as directory:
-        flags = {"file": file, "base": local_model(str(base))[0], "out": directory}
-        run_to_its_end("convert-adapter", flags)
+        if mlx:
+            try:
+                write_peft_files(path, Path(directory))
+            except ArtifactError as error:
+                raise CommandError(f"{path}: {error}") from error
+        else:
+            flags = {"file": file, "base": local_model(str(base))[0], "out": directory}
+            run_to_its_end("convert-adapter", flags)
         yield Path(directory)
 
 

@@ -163,7 +163,9 @@ async def upload_tree(
                     if stored is None:
                         step(f"uploading adapter {tenant}/{adapter.name}")
                         pushed = await client.push(adapter.directory, adapter.name, base_model=base_model, alias=_NONE)
-                        stored, uploaded = (pushed.adapter, pushed.revision.digest), True
+                        stored, uploaded = (pushed.adapter, pushed.revision.digest), pushed.created
+                        for warning in pushed.warnings if uploaded else ():
+                            say(f"{tenant}/{adapter.name}: {warning}")
                     moved = await _make_live(client, *stored, update=update)
                     changed += uploaded or moved
                 except UnavailableError:

@@ -180,7 +180,8 @@ async def put_adapter(call: HttpCall) -> None:
         raise HttpError(504, "deadline_exceeded", "the upload did not end within the request's deadline") from None
     moved = {} if alias == "-" else {alias or "live": pushed.revision.digest}
     answer = _described(pushed.adapter, pushed.revision)
-    await call.exchange.answer({**answer, "created": pushed.created, "moved": moved})
+    told = {"created": pushed.created, "moved": moved, "warnings": list(pushed.warnings)}
+    await call.exchange.answer({**answer, **told})
 
 
 async def get_adapter(call: HttpCall) -> None:

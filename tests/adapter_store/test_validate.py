@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adapter_store.validate import Validated, validate_adapter
+from adapter_store.validate import validate_adapter
 from artifacts import ArtifactError, MismatchError
 from artifacts.base_model import BaseModel
 from artifacts.peft_config import CONFIG_FILE
@@ -117,13 +117,29 @@ def test_patterns_become_the_names_that_they_mean(tmp_path: Path, tiny_base: Bas
     kept = json.loads(valid.config or b"")
     assert kept == {"peft_type": "LORA", "r": 4, "rank_pattern": {Q_PROJ: 2}, "alpha_pattern": {Q_PROJ: 32}}
     (tmp_path / CONFIG_FILE).write_bytes(valid.config or b"")
-    assert validate_adapter(tmp_path, tiny_base) == Validated(2)  # what was kept is kept as it is
+    assert validate_adapter(tmp_path, tiny_base).config is None  # what was kept is kept as it is
 
 
 def test_a_name_whose_dot_means_another_character_becomes_the_name(tmp_path: Path, tiny_base: BaseModel) -> None:
     valid = validate_adapter(write(tmp_path, alpha_pattern={"q.proj": 7}), tiny_base)
     assert json.loads(valid.config or b"")["alpha_pattern"] == {Q_PROJ: 7}
     assert validate_adapter(write(tmp_path, alpha_pattern={"self_attn.q_proj": 7}), tiny_base).config is None
+
+
+@pytest.mark.parametrize(
+    ("number", "config", "warnings"),
+    [
+        (1.0, {}, ()),
+        (0.0, {}, ("every lora_B is zero: its LoRA layers change nothing; was it saved before it was trained?",)),
+        (-0.0, {}, ("every lora_B is zero: its LoRA layers change nothing; was it saved before it was trained?",)),
+        (1.0, {"lora_alpha": 0}, ("lora_alpha is 0: its LoRA layers change nothing",)),
+        (1.0, {"lora_alpha": 0, "alpha_pattern": {"q_proj": 4}}, ()),
+    ],
+)
+def test_an_adapter_that_changes_nothing_is_told(
+    tmp_path: Path, tiny_base: BaseModel, number: float, config: dict[str, Any], warnings: tuple[str, ...]
+) -> None:
+    assert validate_adapter(write(tmp_path, fill=struct.pack("<f", number), **config), tiny_base).warnings == warnings
 
 
 def test_target_modules_that_match_nothing_are_fine(tmp_path: Path, tiny_base: BaseModel) -> None:

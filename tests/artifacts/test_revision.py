@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from artifacts import ArtifactError
+from artifacts import ArtifactError, MismatchError
 from artifacts.checkpoint import TensorInfo
 from artifacts.names import is_digest, sha256_bytes
-from artifacts.revision import base_copies, lora_tensors, revision_digest
+from artifacts.peft_config import parse_peft_config
+from artifacts.revision import base_copies, check_copies, lora_tensors, revision_digest, trained_ends
 
 WEIGHTS = sha256_bytes(b"weights")
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -88,6 +89,34 @@ def test_embeddings_and_head_come_with_copies_of_the_bases_own() -> None:
     assert lora_tensors(header) == {"model.embed_tokens": (4, 32, 8)}
     assert list(base_copies(header).values()) == ["model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"]
     assert base_copies(header).keys() == copies.keys()
+    whole = {f"{end}.weight": tensor(32, 8), "base_model.model.lm_head.weight": tensor(32, 8)}
+    assert list(base_copies(whole).values()) == ["model.embed_tokens.weight", "lm_head.weight"]
+    assert list(base_copies(whole, [f"{end}.weight"]).values()) == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        (
+            "model.embed_tokens",
+            34,
+            r"was trained with 34 tokens, the base has 32; train new tokens in rows that no token",
+        ),
+        ("model.embed_tokens.base_layer", 34, r"was trained with 34 tokens, the base has 32; "),
+        ("lm_head", 49_154, r"was trained with 49,154 tokens, the base has 32; .* or merge the adapter into its model"),
+        ("lm_head", 30, r"was trained with 30 tokens, the base has 32; leave out resize_token_embeddings"),
+    ],
+)
+def test_embeddings_of_another_vocabulary_are_told_by_their_sizes(name: str, rows: int, message: str) -> None:
+    header = {f"base_model.model.{name}.weight": tensor(rows, 8)}
+    sizes = {"model.embed_tokens": (32, 8), "lm_head": (8, 32)}
+    with pytest.raises(MismatchError, match=message):
+        check_copies(header, sizes)
+    config = parse_peft_config(b'{"peft_type": "LORA", "r": 1, "modules_to_save": ["embed_tokens", "lm_head"]}')
+    if ".base_layer" not in name:
+        other = next(one for one in sizes if one != name)
+        with pytest.raises(MismatchError, match=message):
+            trained_ends(header | {f"base_model.model.{other}.weight": tensor(32, 8)}, config, sizes)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +128,7 @@ def test_embeddings_and_head_come_with_copies_of_the_bases_own() -> None:
         ({"base_model.model.model.embed_tokens.lora_embedding_A": tensor(4, 8)}, "lora_embedding_B is missing"),
         ({"base_model.model.model.embed_tokens.lora_A.weight": tensor(4, 8)}, "lora_A.weight is not a LoRA weight"),
         ({f"{PREFIX}.lora_embedding_A": tensor(4, 8)}, "lora_embedding_A is not a LoRA weight"),
-        ({f"{PREFIX}.base_layer.weight": tensor(4, 8)}, "base_layer.weight is not a LoRA weight"),
+        ({f"{PREFIX}.base_layer.weight": tensor(4, 8)}, "base_layer.weight, a weight of the base"),
         ({f"{PREFIX}.lora_A.default.weight": tensor(4, 8)}, "default.weight is not a LoRA weight"),
         ({"model.q_proj.lora_A.weight": tensor(4, 8)}, "model.q_proj.lora_A.weight is not a LoRA weight"),
         ({f"{PREFIX}.lora_A.weight": tensor(4, 8)}, "q_proj.lora_B.weight is missing"),

@@ -87,12 +87,28 @@ def test_a_folder_that_is_pushed_again_moves_no_alias_unasked(run: Run, store_ad
     ("files", "message"),
     [
         (
-            {"checkpoint-500/adapter_config.json": "{}"},
-            "is not an adapter, but the parent of checkpoints: give one of the 1",
+            {f"checkpoint-{step}/adapter_config.json": "{}" for step in (1000, 500, 9)},
+            "is not an adapter, but the parent of checkpoints: give one of the 3 below it, such as {}/checkpoint-1000",
+        ),
+        (
+            {"polite/adapter_config.json": "{}"},
+            "but the parent of adapters: give one of the 1 below it, such as {}/polite",
         ),
         (
             {"snapshots/0a1b/adapter_config.json": "{}"},
             "but the root of a hub's cache: give one of the 1 below it, such as",
+        ),
+        (
+            {"adapter_config.json": "{}", "adapters.safetensors": "x"},
+            "as MLX does: `loraplex adapters push {}` converts",
+        ),
+        (
+            {"adapter_config.json": "{}", "adapter_model-00001-of-00002.safetensors": "x"},
+            "has its weights in 1 files; join",
+        ),
+        (
+            {"adapter_config.json": "{}", "pytorch_model_fsdp_0/.metadata": "x"},
+            "has no adapter_model.safetensors, but pytorch_model_fsdp_0, FSDP's shards: train with",
         ),
         ({"config.json": "{}"}, "is not an adapter, but a whole model: `loraplex models push`"),
         ({"support.gguf": "GGUF"}, "/support.gguf --model-dir BASE` converts and uploads it"),
@@ -104,6 +120,7 @@ def test_a_folder_that_is_pushed_again_moves_no_alias_unasked(run: Run, store_ad
     ],
 )
 def test_an_adapter_as_others_leave_it_is_named(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    message = message.replace("{}", str(tmp_path))
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -114,6 +131,22 @@ def test_an_adapter_as_others_leave_it_is_named(tmp_path: Path, files: dict[str,
         pytest.raises(lx.InvalidRequestError, match=re.escape(message)),
     ):
         client.push(tmp_path, "support")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("s3://acme/lora", "the store fetches it: `loraplex adapters import s3://acme/lora --name NAME`"),
+        ("https://huggingface.co/acme/lora/tree/v2", "`loraplex adapters import hf://acme/lora@v2 --name NAME`"),
+        ("https://example.com/lora", "is no directory; download it, or let the store fetch it from one of hf, s3, gs,"),
+        ("Acme/Lora-1.5", "from a hub: `loraplex adapters import hf://Acme/Lora-1.5 --name Lora-1.5`"),
+        ("/nowhere/support", "/nowhere/support does not exist"),
+    ],
+)
+def test_what_is_no_directory_here_is_told_what_to_type(given: str, message: str) -> None:
+    failed = CliRunner().invoke(app, ["adapters", "push", given, "--store", "127.0.0.1:1"]).exception
+    assert isinstance(failed, CommandError)
+    assert message in str(failed)
 
 
 def test_a_push_without_a_name_takes_the_directorys(run: Run, store_address: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
@@ -44,6 +45,19 @@ ADDED_TOKENS_FILE = "added_tokens.json"
 # The beginning of a file that git checked out without git-lfs.
 _LFS_POINTER = b"version https://git-lfs."
 _PICKLE = "adapter_model.bin"
+_MLX = "adapters.safetensors"
+# Folders of sharded states by the names' patterns, and what to do with them.
+_LEFT_BY_TRAINERS = {
+    "pytorch_model_fsdp*": "FSDP's shards: train with fsdp_state_dict_type FULL_STATE_DICT, or load them, and save the "
+    "adapter with model.save_pretrained(DIR)",
+    "global_step*": "DeepSpeed's shards: save the adapter with accelerator.unwrap_model(model).save_pretrained(DIR, "
+    "state_dict=accelerator.get_state_dict(model))",
+}
+# Sources that the store imports from; a Path has one slash of a URI's two.
+_SOURCES = ("hf", "s3", "gs", "az", "oci", "file")
+_HUB = "huggingface.co/"
+_URI = re.compile(r"([a-z0-9]+):/{1,2}(.+)")
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 CHUNK_BYTES = 512 * 1024
 PAGE_SIZE = 1000
 
@@ -292,16 +306,12 @@ def _get(name: str) -> Script[tuple[Adapter, Revision]]:
 
 def why_no_adapter(directory: Path) -> str:
     """Return why a directory cannot be uploaded as an adapter, and what to do, after its name; empty: it can."""
+    if not directory.exists():
+        return _why_no_directory(str(directory))
     if not (directory / CONFIG_FILE).is_file():
         return _why_no_config(directory)
     if not (directory / WEIGHTS_FILE).is_file():
-        if (directory / _PICKLE).is_file():
-            return (
-                f"has its weights in {_PICKLE}, a pickle, which may run code when it is read; save them as "
-                f"{WEIGHTS_FILE}: model.save_pretrained(DIR), or safetensors.torch.save_file(torch.load('{_PICKLE}', "
-                f"weights_only=True), '{WEIGHTS_FILE}')"
-            )
-        return f"is not an adapter: it has no {WEIGHTS_FILE}"
+        return _why_no_weights(directory)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         with (directory / name).open("rb") as file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
@@ -309,17 +319,61 @@ def why_no_adapter(directory: Path) -> str:
     return ""
 
 
+def _why_no_directory(path: str) -> str:
+    if uri := _URI.match(path):
+        scheme, place = uri.groups()
+        if scheme.startswith("http") and place.startswith(_HUB):
+            scheme, place = "hf", place.removeprefix(_HUB).replace("/tree/", "@")
+        if scheme in _SOURCES:
+            return f"is no directory; the store fetches it: `loraplex adapters import {scheme}://{place} --name NAME`"
+        return f"is no directory; download it, or let the store fetch it from one of {', '.join(_SOURCES)}"
+    if _REPOSITORY.fullmatch(path):
+        return f"does not exist here; from a hub: `loraplex adapters import hf://{path} --name {path.split('/')[1]}`"
+    return "does not exist"
+
+
 def _why_no_config(directory: Path) -> str:
-    below = [*directory.glob(f"checkpoint-*/{CONFIG_FILE}"), *directory.glob(f"snapshots/*/{CONFIG_FILE}")]
-    if below:
-        newest = max(below, key=lambda path: path.stat().st_mtime).parent
-        kind = "the root of a hub's cache" if newest.parent.name == "snapshots" else "the parent of checkpoints"
-        return f"is not an adapter, but {kind}: give one of the {len(below)} below it, such as {newest}"
+    if snapshots := [*directory.glob(f"snapshots/*/{CONFIG_FILE}")]:
+        newest = max(snapshots, key=lambda path: path.stat().st_mtime).parent
+        kind = "the root of a hub's cache"
+        return f"is not an adapter, but {kind}: give one of the {len(snapshots)} below it, such as {newest}"
     if files := [*directory.glob("*.gguf")]:
         return f"has a GGUF file: `loraplex adapters push {files[0]} --model-dir BASE` converts and uploads it"
+    below = sorted((path.parent for path in directory.glob(f"*/{CONFIG_FILE}")), key=_checkpoint_number)
+    if below:
+        kind = "the parent of checkpoints" if _checkpoint_number(below[-1])[0] >= 0 else "the parent of adapters"
+        return f"is not an adapter, but {kind}: give one of the {len(below)} below it, such as {below[-1]}"
     if (directory / "config.json").is_file():
         return "is not an adapter, but a whole model: `loraplex models push` registers one"
+    if not directory.is_dir():
+        return f"is a file: give the directory that has {CONFIG_FILE} and {WEIGHTS_FILE}"
     return f"is not an adapter: it has no {CONFIG_FILE}"
+
+
+def _checkpoint_number(directory: Path) -> tuple[int, str]:
+    """Return the step of a trainer's checkpoint, -1 for another directory, and the name."""
+    step = directory.name.removeprefix("checkpoint-")
+    return (int(step) if step.isdecimal() else -1), directory.name
+
+
+def _why_no_weights(directory: Path) -> str:
+    if (directory / _MLX).is_file():
+        return f"has its weights in {_MLX}, as MLX does: `loraplex adapters push {directory}` converts and uploads it"
+    if (directory / _PICKLE).is_file():
+        return (
+            f"has its weights in {_PICKLE}, a pickle, which may run code when it is read; save them as "
+            f"{WEIGHTS_FILE}: model.save_pretrained(DIR), or safetensors.torch.save_file(torch.load('{_PICKLE}', "
+            f"weights_only=True), '{WEIGHTS_FILE}')"
+        )
+    if shards := [*directory.glob("adapter_model-*-of-*.safetensors")]:
+        return (
+            f"has its weights in {len(shards)} files; join them as {WEIGHTS_FILE}: load each with "
+            "safetensors.torch.load_file, and save all tensors with save_file"
+        )
+    for pattern, what in _LEFT_BY_TRAINERS.items():
+        if found := [*directory.glob(pattern)]:
+            return f"has no {WEIGHTS_FILE}, but {found[0].name}, {what}"
+    return f"is not an adapter: it has no {WEIGHTS_FILE}"
 
 
 def added_tokens(directory: Path) -> tuple[str, ...]:

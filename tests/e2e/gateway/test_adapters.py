@@ -77,7 +77,7 @@ async def test_an_upload_is_served_listed_and_deleted(cluster: Cluster, client: 
     digest = first["revision"]
     assert first == {
         "name": f"tenants/{TENANT}/adapters/over-http", "base_model": "hash", "aliases": {"live": digest},
-        "revision": digest, "rank": 4, "created": True, "moved": {"live": digest},
+        "revision": digest, "rank": 4, "created": True, "moved": {"live": digest}, "warnings": [],
     }  # fmt: skip
     answer = await client.chat.completions.create(model="over-http", messages=MESSAGES, temperature=0, max_tokens=9)
     assert answer.choices[0].message.content == expected(PROMPT, digest, 9)

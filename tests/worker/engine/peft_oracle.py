@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from artifacts.checkpoint import read_header
-from artifacts.revision import WEIGHTS_FILE, base_copies
+from artifacts.revision import WEIGHTS_FILE
 from options import StoppingParams
 from worker.engine_api import AdapterSource, NewSequence, Output
 
@@ -90,7 +90,9 @@ class PeftOracle:
         for name, path in self.adapters.items():
             made = [one for one, _ in self.peft.named_parameters() if one.removesuffix(".weight").endswith(f".{name}")]
             header = read_header(path / WEIGHTS_FILE)
-            assert len(made) == len(header) - len(base_copies(header)) > 0, f"peft has not saved all of {name}"
+            assert len(made) == sum(".base_layer." not in one for one in header) > 0, (
+                f"peft has not saved all of {name}"
+            )
 
     def request(
         self, name: str, prompt: Iterable[int], tokens: int, source: AdapterSource | str | None = None

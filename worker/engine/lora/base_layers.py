@@ -266,6 +266,12 @@ class ModelLayers:
         return squares_of(numbers_of(weight, torch.float32).t()).cpu()
 
     @property
+    def ends(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the sizes of token embeddings and output head, which adapters may not change on every device."""
+        split = self.loaded.split
+        return self.loaded.ends if split is None else {name: split.whole[name] for name in self.loaded.ends}
+
+    @property
     def hidden_size(self) -> int:
         """Return the width of the last layer's hidden states."""
         return hidden_size({**self.loaded.linears, **self.loaded.ends})

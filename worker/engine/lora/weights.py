@@ -35,9 +35,10 @@ from artifacts.families import is_embedding, is_head
 from artifacts.peft_config import CONFIG_FILE, TOKENS_FIELD, PeftConfig, parse_peft_config
 from artifacts.revision import (
     ENDS_ON_CPU,
+    TENSOR_PREFIX,
     WEIGHTS_FILE,
     LoraShape,
-    base_copies,
+    check_copies,
     lora_tensors,
     ranks_of,
     tensor_names,
@@ -227,9 +228,8 @@ def read_adapter(
         tensors = map_tensors(path / WEIGHTS_FILE, header)
     except OSError as error:
         raise ArtifactError(str(path), f"cannot be read: {error}") from error
-    for name, parameter in base_copies(header).items():
-        if base is None or not base.repeats(parameter, tensors[name]):
-            raise MismatchError(WEIGHTS_FILE, f"tensor {name} is not the model's own {parameter}")
+    copies = check_copies(header, {**(base.ends if base else {}), **linears}, own)
+    ends = _changed_copies(copies, tensors, linears.keys() - ranks.keys(), base) | ends
     of_experts = {module: shape for module, shape in shapes.items() if module in experts}
     linear_shapes = {module: shape for module, shape in shapes.items() if module not in experts}
     pairs = _pairs(tensors, linear_shapes, config, weight, base) if linear_shapes else {}
@@ -244,6 +244,25 @@ def read_adapter(
         {parameter: tensors[name] for parameter, name in (head | ends).items()},
         bool(tokens),
     )
+
+
+def _changed_copies(
+    copies: Mapping[str, str], tensors: Mapping[str, Tensor], free: Collection[str], base: ModelLayers | None
+) -> dict[str, str]:
+    """Return those of check_copies that are not the base's own: the tensors by the modules that they replace.
+
+    `free` are the modules that they may replace. Raises MismatchError for another one.
+    """
+    changed: dict[str, str] = {}
+    for name, parameter in copies.items():
+        if base is not None and base.repeats(parameter, tensors[name]):
+            continue
+        module = parameter.removesuffix(".weight")
+        if base is None or name != f"{TENSOR_PREFIX}{module}.weight" or module not in free:
+            raise MismatchError(WEIGHTS_FILE, f"tensor {name} is not the model's own {parameter}")
+        for replaced in (*base.tied_to(module), module):
+            changed.setdefault(replaced, name)
+    return changed
 
 
 def _with_tokens(pair: LoraPair | None, base: ModelLayers, module: str, ids: Sequence[int], values: Tensor) -> LoraPair:
