@@ -90,9 +90,10 @@ ACCEPTED = frozenset(_SERVED | _CHECKED | _WITHOUT_EFFECT | _OF_TRAINERS)
 _PLAIN_INITS = {True, False, None, "gaussian", "orthogonal", "eva", "mica"}
 _REWRITING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # Methods of peft that add to the base's weights, of which it makes LoRA by itself since 0.19.
-_CONVERTED_BY_PEFT = frozenset(
-    "C3A DELORA FOURIERFT GRALORA HIRA LOHA LOKR MISS PSOFT RANDLORA SHIRA TINYLORA UNILORA VBLORA VERA WAVEFT".split()
-)
+_CONVERTED_BY_PEFT = {
+    "C3A", "DELORA", "FOURIERFT", "GRALORA", "HIRA", "LOHA", "LOKR", "MISS", "PSOFT", "RANDLORA", "SHIRA", "TINYLORA",
+    "UNILORA", "VBLORA", "VERA", "WAVEFT",
+}  # fmt: skip
 # Reasons why fields are refused, and what to do instead.
 WHY_REFUSED = {
     "alora_invocation_tokens": "activated LoRA is not served; train plain LoRA",
