@@ -1,5 +1,7 @@
 """Checks a JSON schema: each keyword in it is enforced, or refused by its path; none is ignored.
 
+Where the caller asks for it, what cannot be enforced is left out instead, so that answers keep to the rest.
+
 The result is a schema for llguidance, whose order of keys decides the order of the properties in an answer. Patterns,
 which are regular expressions of ECMA-262, become those of Rust.
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
@@ -36,7 +38,11 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
     | {"$vocabulary", "contentMediaType", "contentEncoding"}
+    # OpenAPI's.
+    | {"example", "externalDocs", "xml", "discriminator"}
 )
+# Parts of a pattern, among them look-around and back references, for which no finite automaton exists.
+_LOOKS = re.compile(r"\\[1-9]|\(\?<?[=!]|\(\?P=|\\k<|\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 _START = "schema:"
 # Rust's whitespace has the character U+0085, and lacks the zero-width one.
 _SPACE = r"[[\s&&[^\x85]]\x{FEFF}]"
@@ -97,13 +103,23 @@ class JsonStyle:
     sorted_properties: bool = False
 
 
-def check_schema(schema: Mapping[str, Any], style: JsonStyle, path: str) -> dict[str, Any]:
-    """Return the schema for llguidance. Raises GrammarError with the path of what is not enforced or is wrong."""
+def check_schema(
+    schema: Mapping[str, Any],
+    style: JsonStyle,
+    path: str,
+    left_out: list[str] | None = None,
+    free: Collection[str] = (),
+) -> dict[str, Any]:
+    """Return the schema for llguidance. Raises GrammarError with the path of what is not enforced or is wrong.
+
+    With `left_out` it adds the paths of such keywords to this list and leaves them out, as it does with the parts whose
+    paths are in `free`; what it then raises is about the whole schema.
+    """
     try:
         json.dumps(schema, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise GrammarError(path, "holds half of a surrogate pair, which is no character") from None
-    checked = _Check(style, path).schema(schema)
+    checked = _Check(style, path, left_out, free).schema(schema)
     if not isinstance(checked, dict):
         raise GrammarError(path, "is not a JSON object")
     return {"x-guidance": _GUIDANCE[style.flexible], **checked}
@@ -118,9 +134,10 @@ _GUIDANCE: Mapping[bool, Mapping[str, Any]] = {
 class _Check:
     """A walk over one schema, whose path is `root`."""
 
-    def __init__(self, style: JsonStyle, root: str) -> None:
+    def __init__(self, style: JsonStyle, root: str, left_out: list[str] | None, free: Collection[str]) -> None:
         self._style = style
         self._root = root
+        self._left_out, self._free = left_out, free
         self._nodes = 0
         # The checked parts by their paths, a part before those in it.
         self._parts: dict[str, dict[str, Any]] = {}
@@ -140,8 +157,10 @@ class _Check:
         for part, reference, base, at in self._references:
             target = self._parts.get(self._target(reference, base))
             if target is None:
-                raise GrammarError(at, f"{reference!r} is no part of this schema")
-            targets[id(part)] = target
+                self._leave_out(GrammarError(at, f"{reference!r} is no part of this schema"))
+                del part["$ref"]
+            else:
+                targets[id(part)] = target
         _check_endings(self._all_parts, targets)
         return checked
 
@@ -149,31 +168,61 @@ class _Check:
         self._count()
         if isinstance(value, bool):
             return value
-        if not isinstance(value, dict):
-            raise GrammarError(path, "is not a schema, which is an object, true or false")
+        if not isinstance(value, dict) or (path in self._free and self._left_out is not None):
+            self._leave_out(GrammarError(path, "is not a schema, which is an object, true or false"))
+            return True
         checked: dict[str, Any] = {}
         self._parts[path] = checked
         self._all_parts.append((path, checked))
         self._bases.append(self._base_of(value, path))
         for keyword, argument in value.items():
-            at = f"{path}.{keyword}"
-            if keyword == "$ref":
-                _require(isinstance(argument, str), at, "is not a text")
-                self._references.append((checked, argument, self._bases[-1], at))
-                checked[keyword] = argument
-            elif keyword not in _ANNOTATIONS and keyword != "format":
-                checked[keyword] = self._argument(keyword, argument, at)
-        if "format" in value:
-            checked["allOf"] = [*checked.get("allOf", ()), _format(value["format"], f"{path}.format")]
-        _check_counts(checked, path)
+            if keyword in _ANNOTATIONS or (keyword[:2] == "x-" and keyword != "x-guidance"):
+                continue
+            if argument is None and keyword != "const":
+                continue  # serializers write what is unset
+            try:
+                self._keyword(checked, keyword, argument, f"{path}.{keyword}")
+            except GrammarError as error:
+                self._leave_out(error)
+        if value.get("nullable") is True:
+            _allow_null(checked)
+        try:
+            _check_counts(checked, path)
+        except GrammarError as error:
+            self._leave_out(error)
+            del checked["minProperties"]
         self._bases.pop()
         return checked
+
+    def _keyword(self, checked: dict[str, Any], keyword: str, argument: Any, at: str) -> None:
+        """Put a keyword's value into the checked part, as llguidance shall have it. Raises GrammarError."""
+        if keyword == "$ref":
+            _require(isinstance(argument, str), at, "is not a text")
+            self._references.append((checked, argument, self._bases[-1], at))
+            checked[keyword] = argument
+        elif keyword == "format":
+            checked["allOf"] = [*checked.get("allOf", ()), _format(argument, at)]
+        elif keyword == "allOf":
+            checked[keyword] = [*self._argument(keyword, argument, at), *checked.get(keyword, ())]
+        elif keyword == "oneOf" and self._left_out is not None and not _exclude_each_other(argument):
+            self._left_out.append(at)
+            checked.setdefault("anyOf", self._argument(keyword, argument, at))
+        elif keyword == "nullable" or (keyword == "uniqueItems" and argument is False):
+            _require(isinstance(argument, bool), at, "is not true or false")
+        else:
+            checked[keyword] = self._argument(keyword, argument, at)
+
+    def _leave_out(self, error: GrammarError) -> None:
+        """Note what is left out of the schema. Raises the error where all of it must be enforced."""
+        if self._left_out is None or error.path == self._root:
+            raise error
+        self._left_out.append(error.path)
 
     def _base_of(self, part: Mapping[str, Any], path: str) -> str:
         """Return the address that references in a part start from; note what the part is called."""
         base = self._bases[-1]
-        if isinstance(part.get("$id"), str):
-            base = urldefrag(urljoin(base, part["$id"])).url or base
+        if isinstance(part.get("$id"), str) and (address := _joined(base, part["$id"])):
+            base = address
             self._begins.setdefault(base, path)
         if isinstance(part.get("$anchor"), str):
             self._begins.setdefault(f"{base}#{part['$anchor']}", path)
@@ -181,8 +230,8 @@ class _Check:
 
     def _target(self, reference: str, base: str) -> str:
         """Return the path that a reference leads to; empty for one out of the schema."""
-        fragment = urldefrag(reference).fragment
-        address = base if reference.startswith("#") or not reference else urldefrag(urljoin(base, reference)).url
+        fragment = reference.partition("#")[2]
+        address = base if reference.startswith("#") or not reference else _joined(base, reference)
         if fragment and not fragment.startswith("/"):
             return self._begins.get(f"{address}#{fragment}", "")
         path = self._begins.get(address)
@@ -215,6 +264,9 @@ class _Check:
     def _map(self, keyword: str, argument: Any, at: str) -> dict[str, Any]:
         _require(isinstance(argument, dict), at, "is not an object of schemas")
         names = sorted(argument) if keyword == "properties" and self._style.sorted_properties else argument
+        if keyword == "patternProperties":
+            for pattern in argument:
+                _check_pattern(pattern, f"{at}.{pattern}")
         translated = _rust_pattern if keyword == "patternProperties" else str
         return {translated(name): self._part(argument[name], f"{at}.{name}") for name in names}
 
@@ -235,6 +287,51 @@ class _Check:
         self._nodes += 1
         if self._nodes > NODES:
             raise GrammarError(self._root, f"has more than {NODES} parts")
+
+
+def _joined(base: str, reference: str) -> str:
+    """Return the address that a reference means, without its fragment; empty for one that is no URL."""
+    try:
+        return urldefrag(urljoin(base, reference)).url
+    except ValueError:
+        return ""
+
+
+def _allow_null(checked: dict[str, Any]) -> None:
+    """Let a part be null too, as OpenAPI's `nullable` says; one without a type or kinds stays as it is."""
+    if "type" in checked:
+        kinds = checked["type"] if isinstance(checked["type"], list) else [checked["type"]]
+        checked["type"] = [*kinds, *(("null",) if "null" not in kinds else ())]
+        if "enum" in checked and None not in checked["enum"]:
+            checked["enum"] = [*checked["enum"], None]
+    elif "anyOf" in checked:
+        checked["anyOf"] = [*checked["anyOf"], {"type": "null"}]
+
+
+def _exclude_each_other(parts: Any) -> bool:
+    """Tell whether no value can be of two of these schemas, by their types or by a property that each has as const."""
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return False
+    kinds = [part.get("type") for part in parts]
+    if all(isinstance(kind, str) for kind in kinds):
+        distinct = set(kinds)
+        if len(distinct) == len(kinds) and not {"integer", "number"} <= distinct:
+            return True
+    tags = [dict(_tags(part)) for part in parts]
+    shared = set(tags[0]).intersection(*tags) if tags else set()
+    return any(len({tag[name] for tag in tags}) == len(tags) for name in shared)
+
+
+def _tags(part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the required properties that have one value, a text."""
+    properties, required = part.get("properties"), part.get("required")
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return
+    for name, schema in properties.items():
+        if name in required and isinstance(schema, dict):
+            values = [schema["const"]] if "const" in schema else schema.get("enum")
+            if isinstance(values, list) and len(values) == 1 and isinstance(values[0], str):
+                yield name, values[0]
 
 
 def _require(holds: Any, at: str, message: str) -> None:
@@ -277,6 +374,18 @@ def _check_text(value: Any, at: str) -> None:
     _require(isinstance(value, str), at, "is not a text")
 
 
+def _check_id(value: Any, at: str) -> None:
+    _check_text(value, at)
+    _require(not value or _joined(_START, value) or value.startswith("#"), at, "is not a URL")
+
+
+def _check_pattern(value: Any, at: str) -> None:
+    _check_text(value, at)
+    for sign in _LOOKS.findall(value):
+        served = sign[0] == "[" or (sign[0] == "\\" and sign[1] not in "bBk123456789")
+        _require(served, at, f"{sign} is not enforced here: it looks around, or back at what a group has matched")
+
+
 def _check_names(value: Any, at: str) -> None:
     _require(isinstance(value, list) and all(isinstance(name, str) for name in value), at, "is not a list of names")
 
@@ -284,9 +393,9 @@ def _check_names(value: Any, at: str) -> None:
 _PLAIN: Mapping[str, Callable[[Any, str], None]] = {
     "type": _check_type,
     "required": _check_names,
-    "pattern": _check_text,
+    "pattern": _check_pattern,
     "$schema": _check_text,
-    "$id": _check_text,
+    "$id": _check_id,
     "$anchor": _check_text,
     **dict.fromkeys(_COUNTS, _check_count),
     **dict.fromkeys(_BOUNDS, _check_bound),

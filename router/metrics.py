@@ -23,7 +23,6 @@ class RouterMetrics(Meters):
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt tokens of answered requests.", model)
         self.cached_tokens = self.counter("prompt_tokens_cached", "Of these, found in a prefix cache.", model)
         self.generation_tokens = self.counter("generation_tokens", "Tokens delivered to clients.", model)
-        self.texts = self.counter("texts_encoded", "Texts that were answered by a vector.", ("model", "task"))
         self.ttft = self.histogram("time_to_first_token_seconds", "From the call to its first tokens.", LONG_S, model)
         self.itl = self.histogram("inter_token_latency_seconds", "Between an answer's messages.", SHORT_S, model)
         self.tpot = self.histogram(
@@ -55,6 +54,7 @@ class RouterMetrics(Meters):
         )
         self.quarantined = self.counter("jobs_quarantined", "Jobs that were refused because their like killed engines.")
         self.enqueue_time = self.histogram("enqueue_seconds", "To put a job into the queue.", SHORT_S)
+        self._add_kind_metrics()
         self._add_quota_metrics()
         self.frames = self.counter("relay_frames_received", "Frames that came from workers.")
         self.messages = self.counter("relay_messages_received", "Messages that these came in.")
@@ -86,6 +86,12 @@ class RouterMetrics(Meters):
         for cause in (LOST, RETURNED, UNCLAIMED, MOVED):
             self.redispatches.labels(cause)
         self.tenants, self.adapters = BoundedNames(), BoundedNames()
+
+    def _add_kind_metrics(self) -> None:
+        self.texts = self.counter("texts_encoded", "Texts that were answered by a vector.", ("model", "task"))
+        self.not_enforced = self.counter(
+            "requests_not_enforced", "Answered chats with a tool whose schema was not enforced in full.", ("model",)
+        )
 
     def _add_quota_metrics(self) -> None:
         self.quota_refusals = self.counter(

@@ -33,11 +33,15 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call; `parameters` is a JSON schema, or empty."""
+    """A function that the model may call; `parameters` is a JSON schema, or empty.
+
+    `strict`: a schema that cannot be enforced in full is refused; otherwise arguments keep to what can be.
+    """
 
     name: str
     description: str = ""
     parameters: str = ""
+    strict: bool = False
 
 
 class ToolMode(StrEnum):
@@ -223,6 +227,8 @@ class Summary:
     continuations: int
     # Parts of a weighted set; `adapter_revision` is then the digest of the set.
     adapters: tuple[WeightedAdapter, ...] = ()
+    # Paths of the parts of tools' schemas that calls need not keep to.
+    not_enforced: tuple[str, ...] = ()
 
 
 Event = PromptLogprobs | Delta | Finished | Summary

@@ -219,7 +219,12 @@ def _tool(at: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool in the SDK's words. Raises HttpError."""
     if (kind := tool.get("type") or _CUSTOM) != _CUSTOM:
         raise not_served(f"{at}.type", f"{kind} is run by Anthropic's servers; tools with an input_schema are served")
-    return {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
+    return {
+        "name": tool["name"],
+        "description": tool.get("description"),
+        "parameters": tool["input_schema"],
+        "strict": tool.get("strict"),
+    }
 
 
 async def messages(call: HttpCall) -> None:

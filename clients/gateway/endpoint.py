@@ -188,6 +188,7 @@ class HttpCall:
         for stream in streams:
             if not await stream.admitted():
                 return
+            self.exchange.not_enforced = stream.not_enforced
         await self.begin(events)
 
     async def begin(self, events: bytes = b"") -> None:
@@ -197,7 +198,8 @@ class HttpCall:
             await self.exchange.write(events)
 
     def finished(self, whole: Generation) -> Generation:
-        """Count a finished answer; returns it."""
+        """Count a finished answer, and take what its headers say of it; returns it."""
+        self.exchange.not_enforced = whole.not_enforced
         if whole.continuations:
             self.metrics.continued.inc()
         return whole

@@ -6,7 +6,8 @@ import asyncio
 import ipaddress
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
+from urllib.parse import quote
 
 import msgspec
 from starlette.datastructures import Headers
@@ -28,9 +29,14 @@ COMMENT_S = 10.0
 TIMEOUT_HEADER = "x-request-timeout-ms"
 
 REQUEST_ID_HEADER = "x-request-id"
+# The parts of tools' schemas that calls need not keep to; a comma or a sign that is not ASCII is written as %XX.
+NOT_ENFORCED_HEADER = "x-loraplex-not-enforced"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # What goes with the site whose pages may read an answer.
-_READERS = [(b"access-control-expose-headers", b"x-request-id, retry-after"), (b"vary", b"origin")]
+_READERS = [
+    (b"access-control-expose-headers", b"x-request-id, retry-after, x-loraplex-not-enforced"),
+    (b"vary", b"origin"),
+]
 
 # Extension of a request's scope by the connection.
 STREAMS_BODY = "loraplex.streams_body"
@@ -75,6 +81,8 @@ class Exchange:
         self._streams_body = scope.get("extensions", {}).get(STREAMS_BODY, {}).get("begin", lambda: None)
         self._body_read = asyncio.Event()
         self._ended = False
+        # Paths of what the answer need not keep to.
+        self.not_enforced: Sequence[str] = ()
         # Number of writes of a stream, and the task that sends comments between them.
         self._written = 0
         self._commenting: asyncio.Task[None] | None = None
@@ -180,6 +188,9 @@ class Exchange:
         self.status = status
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
         raw.append((REQUEST_ID_HEADER.encode(), self._answered_id.encode()))
+        if self.not_enforced:
+            paths = ", ".join(quote(path.removeprefix("chat."), safe="[]$/ ") for path in self.not_enforced)
+            raw.append((NOT_ENFORCED_HEADER.encode(), paths.encode()))
         if self.reader:
             raw += [(b"access-control-allow-origin", self.reader.encode("latin-1")), *_READERS]
         if status == 408:  # the rest of the body is not waited for

@@ -136,7 +136,7 @@ def _tools(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
         if tool.name in seen:
             raise InvalidField(field, f"{tool.name} is there twice")
         seen.add(tool.name)
-    return tuple(Tool(tool.name, tool.description, tool.parameters) for tool in tools)
+    return tuple(Tool(tool.name, tool.description, tool.parameters, tool.strict) for tool in tools)
 
 
 def _tool_choice(chat: pb.Chat, names: set[str]) -> tuple[ToolMode, str]:
@@ -519,6 +519,7 @@ def _write_event(event: Event) -> pb.GenerateEvent:
                     ),
                     continuations=event.continuations,
                     adapters=[pb.WeightedAdapter(adapter=part.adapter, weight=part.weight) for part in event.adapters],
+                    not_enforced=event.not_enforced,
                 )
             )
 

@@ -245,6 +245,8 @@ class RequestRecord:
         series.prompt_tokens.inc(summary.prompt_tokens)
         series.cached_tokens.inc(summary.cached_tokens)
         series.generation_tokens.inc(summary.completion_tokens)
+        if summary.not_enforced:
+            self._telemetry.metrics.not_enforced.labels(self._model).inc()
         whose = self._telemetry.of_tenant(self.tenant, adapter_label(summary))
         whose.requests.inc()
         whose.prompt_tokens.inc(summary.prompt_tokens)

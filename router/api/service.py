@@ -12,6 +12,7 @@ others. Streams that run are never touched.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -302,13 +303,20 @@ def write_scores(scores: Sequence[ContinuationScore], summary: Summary) -> pb.Sc
 # Metadata of a call that asks to hear of its admission, and of the answer that says so. Others get no metadata before
 # their first message, so that the policies of their clients may send them again.
 ADMITTED_KEY = "x-loraplex-admitted"
+# Metadata of the same answer: Summary.not_enforced as JSON, where there is any.
+NOT_ENFORCED_KEY = "x-loraplex-not-enforced"
 
 
 def _announcer(context: Context) -> OnAdmitted | None:
     """Return what tells a call's client that it is admitted; None where it has not asked for that."""
     if ADMITTED_KEY not in dict(context.invocation_metadata() or ()):
         return None
-    return partial(context.send_initial_metadata, ((ADMITTED_KEY, "1"),))
+
+    async def announce(not_enforced: Sequence[str]) -> None:
+        told = ((NOT_ENFORCED_KEY, json.dumps(not_enforced)),) if not_enforced else ()
+        await context.send_initial_metadata(((ADMITTED_KEY, "1"), *told))
+
+    return announce
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):

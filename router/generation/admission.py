@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +29,7 @@ from router.catalog.adapters import (
 from router.catalog.models import DEFAULT_MAX_TOKENS, Models, ServedModel
 from router.catalog.store_client import Manifest, StoreClient
 from router.dispatch.links import RelayReach
-from router.generation.chat_format import call_grammar, chat_format
+from router.generation.chat_format import CallGrammar, call_grammar, chat_format, free_parts
 from router.generation.chat_reader import ChatFormat
 from router.generation.resume import Resumption
 from router.generation.rollouts import Side, choose_side
@@ -137,13 +137,15 @@ class GrammarProofs:
 class Admitted:
     """An admitted request: its job, the tokenizer, and how to read the answer to a chat that is not text alone.
 
-    `filled` has the fields of sampling that the request left unset and the model has values for.
+    `filled` has the fields of sampling that the request left unset and the model has values for; `calls` what the
+    job's grammar has of the chat's tools.
     """
 
     job: Job
     tokenizer: ModelTokenizer
     chat_format: ChatFormat | None = None
     filled: Mapping[str, Any] = field(default_factory=dict)
+    calls: CallGrammar = field(default_factory=CallGrammar)
 
 
 def unset_values(request: Request, config: GenerationConfig) -> dict[str, Any]:
@@ -200,13 +202,33 @@ class Admission:
         request = replace(request, sampling=replace(request.sampling, **filled))
         admitted = replace(await self._admit(request, model, adapter, context, deadline_s), filled=filled)
         if admitted.job.grammar:
-            field = request.format_field or "chat.tools"
-            await self._proofs.check(admitted.job.grammar, field, request.tenant, model.manifest)
+            admitted = await self._proven(request, model, adapter, admitted)
         check_answer_size(request, len(admitted.job.prompt_ids), admitted.job.stopping.max_tokens)
         if side is not None and side.shadow is not None and request.logprobs is None:
             # The two answers' log probabilities are compared.
             admitted = replace(admitted, job=replace(admitted.job, logprobs=0))
         return admitted
+
+    async def _proven(
+        self, request: Request, model: ServedModel, adapter: AdapterRef | None, admitted: Admitted
+    ) -> Admitted:
+        """Return a request with a grammar that compiles, for which tools that are not strict may lose their schemas.
+
+        Raises InvalidField.
+        """
+        while True:
+            field, job = request.format_field or "chat.tools", admitted.job
+            try:
+                await self._proofs.check(job.grammar, field, request.tenant, model.manifest)
+            except InvalidField as error:
+                if request.format_field or not isinstance(request.prompt, Chat):
+                    raise
+                free = free_parts(request.prompt, admitted.calls.free, error)
+                template = await self._template(request, model, adapter)
+                _, calls = await self._formats(request, model, template, job.prompt_ids, free)
+                admitted = replace(admitted, job=replace(job, grammar=calls.text), calls=calls)
+            else:
+                return admitted
 
     async def readmit(self, request: Request, resumption: Resumption, deadline_s: float | None) -> Admitted:
         """Admit a request that goes on after the received tokens, with what it was resolved to at first.
@@ -216,7 +238,8 @@ class Admission:
         payload = resumption.payload
         model = self.models.with_digest(payload.model, payload.base_digest)
         request = replace(request, sampling=replace(request.sampling, **payload.filled))
-        admitted = await self._admit(request, model, payload.adapter, model.manifest.context_length, deadline_s)
+        context = model.manifest.context_length
+        admitted = await self._admit(request, model, payload.adapter, context, deadline_s, payload.free_parts)
         job = replace(admitted.job, resumed=True, prompt_logprobs=None)
         if unservable := self.models.why_unservable(job):  # it was admitted: a worker that fits may be restarting
             raise unservable
@@ -320,18 +343,24 @@ class Admission:
         return next(one for one in revisions if one.manifest is manifest), adapter
 
     async def _admit(
-        self, request: Request, model: ServedModel, adapter: AdapterRef | None, context: int, deadline_s: float | None
+        self,
+        request: Request,
+        model: ServedModel,
+        adapter: AdapterRef | None,
+        context: int,
+        deadline_s: float | None,
+        free: Collection[str] = (),
     ) -> Admitted:
         """Admit a request to the model and adapter that it was resolved to; `context`: maximum tokens of its job."""
         check_generates(model.manifest)
         template = await self._template(request, model, adapter)
         prompt_ids = await self._tokenize(request, model, template)
-        answer_format, grammar = await self._formats(request, model, template, prompt_ids)
+        answer_format, calls = await self._formats(request, model, template, prompt_ids, free)
         for name, given in (
             ("allowed_token_ids", request.sampling.allowed_token_ids),
             ("bad_words", request.bad_words),
         ):
-            if grammar and given:
+            if calls.text and given:
                 raise InvalidField(f"sampling.{name}", f"does not go with {request.format_field or 'chat.tools'}")
         sampling = await self._sampling(request, model)
         self._workers_for_new_jobs(model.manifest)
@@ -349,9 +378,9 @@ class Admission:
             prompt_logprobs=request.prompt_logprobs,
             prompt_logprobs_start=request.prompt_logprobs_start,
             deadline_ms=0 if deadline_s is None else max(1, round(deadline_s * 1e3)),
-            grammar=grammar,
+            grammar=calls.text,
         )
-        return Admitted(job, model.tokenizer, answer_format)
+        return Admitted(job, model.tokenizer, answer_format, calls=calls)
 
     async def _template(self, request: Request, model: ServedModel, adapter: AdapterRef | None) -> ChatTemplate | None:
         """Return the template that renders a request's chat; None for a prompt."""
@@ -381,19 +410,23 @@ class Admission:
         return replace(request.sampling, seed=seed, bad_word_ids=found)
 
     async def _formats(
-        self, request: Request, model: ServedModel, template: ChatTemplate | None, prompt_ids: tuple[int, ...]
-    ) -> tuple[ChatFormat | None, str]:
+        self,
+        request: Request,
+        model: ServedModel,
+        template: ChatTemplate | None,
+        prompt_ids: tuple[int, ...],
+        free: Collection[str] = (),
+    ) -> tuple[ChatFormat | None, CallGrammar]:
         """Return how to read the answer to a chat, and the grammar that the answer keeps to."""
         if template is None or not isinstance(request.prompt, Chat):
-            return None, request.grammar
+            return None, CallGrammar(request.grammar)
         chat, tokenizer = request.prompt, model.tokenizer
 
-        def make() -> tuple[ChatFormat | None, str]:
+        def make() -> tuple[ChatFormat | None, CallGrammar]:
             form = chat_format(chat, template, tokenizer, prompt_ids, request.request_id)
-            called = (
-                call_grammar(chat, template, tokenizer, prompt_ids, request.tenant) if chat.tools else request.grammar
-            )
-            return form, called
+            if not chat.tools:
+                return form, CallGrammar(request.grammar)
+            return form, call_grammar(chat, template, tokenizer, prompt_ids, request.tenant, free)
 
         if chat.tools:  # the schemas of many take tens of milliseconds
             return await self.prompts.in_turn(request.tenant, make)

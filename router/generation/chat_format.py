@@ -10,9 +10,11 @@ template and the prompt's ids: a router that resumes the request finds the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from artifacts import ArtifactError
 from artifacts.json_object import parse_object
@@ -28,6 +30,11 @@ from rpc.errors import InvalidField
 
 # Writes JSON as json.dumps and the templates' tojson do.
 _SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Maximum number of characters of the paths that are told as not enforced: they go into headers.
+_TOLD_CHARACTERS = 1_000
+# Maximum number of parts of schemas that are freed one after the other, where a grammar cannot be compiled.
+_FREED = 16
+_ANY_OBJECT = f"%json {json.dumps({'x-guidance': _SPACED, 'type': 'object'})}"
 # Arguments of a tool that takes none.
 _NO_ARGUMENTS = '{"type": "object", "additionalProperties": false}'
 _ANY_TEXT = r"/(.|\n)*/"
@@ -60,7 +67,45 @@ class CallSyntax:
         return f"{rule}: {rule}_mark {then}\n{rule}_mark[lazy]: {_ANY_TEXT} {self.mark(mark)}\n"
 
 
-def tool_grammar(chat: Chat, syntax: CallSyntax, tenant: str = "") -> str:
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """The grammar of an answer with calls; empty: none is needed.
+
+    `free` has the paths of the parts of schemas that may be anything, since with them no grammar could be compiled, and
+    `not_enforced` those of all parts that calls need not keep to.
+    """
+
+    text: str = ""
+    free: frozenset[str] = frozenset()
+    not_enforced: tuple[str, ...] = ()
+
+
+def free_parts(chat: Chat, free: Collection[str], refused: InvalidField) -> frozenset[str]:
+    """Return the parts of schemas that may be anything in the next try, where the grammar with `free` was refused.
+
+    The part at fault is one more; where that is not known, the largest schemas, each time twice as many. Raises the
+    refusal where the tool is strict, or where all parts are free.
+    """
+    whole = {f"chat.tools[{index}].parameters": tool for index, tool in enumerate(chat.tools) if not tool.strict}
+    rest = sorted((path for path in whole if path not in free), key=lambda path: -len(whole[path].parameters))
+    place = _PARAMETERS.match(refused.field)
+    if place is None:
+        chosen = rest[: max(1, len(whole) - len(rest))]
+    elif place[0] not in rest:
+        chosen = []
+    elif len(free) >= _FREED:
+        chosen = rest
+    else:
+        chosen = [place[0] if refused.field in free else refused.field]
+    if not chosen:
+        raise refused
+    return frozenset(free).union(chosen)
+
+
+_PARAMETERS = re.compile(r"chat\.tools\[\d+\]\.parameters")
+
+
+def tool_grammar(chat: Chat, syntax: CallSyntax, tenant: str = "", free: Collection[str] = ()) -> CallGrammar:
     """Return the grammar of the answer to a chat with tools. Raises InvalidField, naming a keyword of a schema."""
     required = chat.tool_mode is ToolMode.REQUIRED
     several = chat.parallel_tool_calls and not chat.tool_name
@@ -70,15 +115,21 @@ def tool_grammar(chat: Chat, syntax: CallSyntax, tenant: str = "") -> str:
         ToolCallFormat.MISTRAL: _mistral,
     }[syntax.tool_format](syntax, required=required, several=several)
     functions, rules = [], []
+    not_enforced: list[str] = []
     for index, tool in enumerate(chat.tools):
         if chat.tool_name in ("", tool.name):
             functions.append(f"function_{index}")
             rules.append(f"function_{index}: {_function(tool, index, syntax)}\n")
-            rules.append(f"arguments_{index}: {_arguments(tool, index, tenant)}\n")
+            rule, left_out = _arguments(tool, f"chat.tools[{index}].parameters", tenant, free)
+            rules.append(f"arguments_{index}: {rule}\n")
+            not_enforced += left_out
     grammar = f"{HEADER}{_start(syntax, required=required)}{answer}function: {' | '.join(functions)}\n{''.join(rules)}"
     if len(grammar) > GRAMMAR_BYTES:
-        raise InvalidField("chat.tools", f"make a grammar of {len(grammar)} bytes; at most {GRAMMAR_BYTES}")
-    return grammar
+        large = InvalidField("chat.tools", f"make a grammar of {len(grammar)} bytes; at most {GRAMMAR_BYTES}")
+        return tool_grammar(chat, syntax, tenant, free_parts(chat, free, large))
+    ends = accumulate(map(len, not_enforced))
+    told = tuple(path for path, end in zip(not_enforced, ends, strict=True) if end <= _TOLD_CHARACTERS)
+    return CallGrammar(grammar, frozenset(free), told)
 
 
 def _start(syntax: CallSyntax, *, required: bool) -> str:
@@ -139,10 +190,16 @@ def _function(tool: Tool, index: int, syntax: CallSyntax) -> str:
     return f'{beginning} arguments_{index} "}}"'
 
 
-def _arguments(tool: Tool, index: int, tenant: str) -> str:
+def _arguments(tool: Tool, path: str, tenant: str, free: Collection[str]) -> tuple[str, Sequence[str]]:
+    """Return the rule of a tool's arguments, and the paths of what it leaves out. Raises InvalidField."""
+    if path in free:
+        return _ANY_OBJECT, (path,)
+    own = frozenset(part for part in free if part.startswith(path))
     try:
-        return _schema_rule(tenant, tool.parameters or _NO_ARGUMENTS, f"chat.tools[{index}].parameters")
+        return _schema_rule(tenant, tool.parameters or _NO_ARGUMENTS, path, tool.strict, own)
     except (ArtifactError, GrammarError) as error:
+        if not tool.strict:
+            return _ANY_OBJECT, (path,)
         path = error.path if isinstance(error, GrammarError) else error.subject
         raise InvalidField(path, error.message, reason="INVALID_FORMAT") from error
 
@@ -155,12 +212,23 @@ def forget_tools() -> int:
 
 
 @lru_cache(_CACHED_FORMATS)
-def _schema_rule(_tenant: str, parameters: str, path: str) -> str:
-    """Return the rule of a tool's arguments, kept for the tenant. Raises ArtifactError or GrammarError."""
-    schema = parse_object(parameters.encode(), path)
-    if schema.setdefault("type", "object") != "object":
-        raise GrammarError(f"{path}.type", "is not object, which arguments are")
-    return f"%json {json.dumps({**check_schema(schema, JsonStyle(), path), 'x-guidance': _SPACED})}"
+def _schema_rule(
+    _tenant: str, parameters: str, path: str, strict: bool, free: frozenset[str]
+) -> tuple[str, tuple[str, ...]]:
+    """Return the rule of a tool's arguments, and the paths of what it leaves out; kept for the tenant.
+
+    Raises ArtifactError or GrammarError.
+    """
+    schema, left_out = parse_object(parameters.encode(), path), list[str]()
+    kinds = schema.setdefault("type", "object")
+    if kinds != "object":
+        if strict:
+            raise GrammarError(f"{path}.type", "is not object, which arguments are")
+        if kinds is not None and not (isinstance(kinds, list) and "object" in kinds):
+            left_out.append(f"{path}.type")
+        schema["type"] = "object"
+    checked = check_schema(schema, JsonStyle(), path, None if strict else left_out, free)
+    return f"%json {json.dumps({**checked, 'x-guidance': _SPACED})}", tuple(left_out)
 
 
 # Number of ids at the end of the prompt among which a template opens or closes a reasoning block.
@@ -185,17 +253,22 @@ def chat_format(
 
 
 def call_grammar(
-    chat: Chat, template: ChatTemplate, tokenizer: ModelTokenizer, prompt_ids: tuple[int, ...], tenant: str = ""
-) -> str:
-    """Return the grammar of the answer to a chat with tools; empty: none is needed. Raises InvalidField."""
+    chat: Chat,
+    template: ChatTemplate,
+    tokenizer: ModelTokenizer,
+    prompt_ids: tuple[int, ...],
+    tenant: str = "",
+    free: Collection[str] = (),
+) -> CallGrammar:
+    """Return the grammar of the answer to a chat with tools. Raises InvalidField."""
     form = chat_format(chat, template, tokenizer, prompt_ids, "")
     if not chat.tools:
-        return ""
+        return CallGrammar()
     if form is None or form.tool_calls is ToolCallFormat.NONE:
         if chat.tool_mode is ToolMode.REQUIRED:
             message = "the chat template shows no format of calls that is known; name it in loraplex_chat.tool_calls"
             raise InvalidField("chat.tool_choice", message, reason="UNKNOWN_CALL_FORMAT")
-        return ""
+        return CallGrammar()
     begins = ends = ""
     if form.reasoning is not None:
         end = _end_of_prompt(chat, tokenizer, prompt_ids)
@@ -204,7 +277,7 @@ def call_grammar(
         ends = "" if closed else form.reasoning[1]
     ids = {mark: token_id for mark in form.marks if (token_id := tokenizer.special_token(mark)) is not None}
     named_first = "[ARGS]" in template.source_for(chat)
-    return tool_grammar(chat, CallSyntax(form.tool_calls, ids, named_first, begins, ends), tenant)
+    return tool_grammar(chat, CallSyntax(form.tool_calls, ids, named_first, begins, ends), tenant, free)
 
 
 def _end_of_prompt(chat: Chat, tokenizer: ModelTokenizer, prompt_ids: tuple[int, ...]) -> str:

@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,8 @@ from rpc.errors import Aborted, AlreadyExists, CallError, Exhausted, InvalidFiel
 log = logging.getLogger(__name__)
 
 Key = tuple[str, str]
-OnAdmitted = Callable[[], Awaitable[None]]
+# Takes the paths of what the answer's calls need not keep to.
+OnAdmitted = Callable[[Sequence[str]], Awaitable[None]]
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +104,7 @@ class Run:
             reservation=self.budget.reservation.id if self.budget else "",
             epochs=self.resumption.payload.epochs if self.resumption else (),
             filled=dict(self.admitted.filled),
+            free_parts=tuple(sorted(self.admitted.calls.free)),
         )
 
     def move_to(self, call: CallBudget) -> None:
@@ -129,6 +131,8 @@ class Run:
             return False
         if (payload.filled, payload.max_tokens) != (self.admitted.filled, job.stopping.max_tokens):
             return False
+        if frozenset(payload.free_parts) != self.admitted.calls.free:
+            return False
         began_with = self.resumption.received if self.resumption else {}
         return all(
             len(resumption.of_choice(choice).token_ids) >= len(here.token_ids)
@@ -153,6 +157,7 @@ class Run:
             decode_s=max(0.0, time.time() - began.first_at_s),
             continuations=self.resumes + self.routed.continuations,
             adapters=parts,
+            not_enforced=self.admitted.calls.not_enforced,
         )
 
 
@@ -375,11 +380,11 @@ class Generation:
         ends_at, begun = time.monotonic() + (math.inf if call.deadline_s is None else call.deadline_s), False
         on_admitted = call.on_admitted
 
-        async def announce() -> None:
+        async def announce(not_enforced: Sequence[str]) -> None:
             nonlocal on_admitted
             if on_admitted is not None:  # once, whichever revision answers
                 announced, on_admitted = on_admitted, None
-                await announced()
+                await announced(not_enforced)
 
         call = replace(call, on_admitted=announce)
         try:
@@ -408,7 +413,7 @@ class Generation:
         try:
             run.routed.limit(call.deadline_s)
             if call.on_admitted is not None:
-                await call.on_admitted()
+                await call.on_admitted(run.admitted.calls.not_enforced)
             job = run.routed.job
             received = call.resumption.received if call.resumption else None
             make_answer = partial(

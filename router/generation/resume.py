@@ -270,6 +270,8 @@ class ResumePayload(msgspec.Struct, frozen=True, array_like=True):
     epochs: tuple[int, ...] = ()
     # Fields of sampling that the request left unset, with the values that the model had for them at admission.
     filled: dict[str, Any] = {}
+    # Paths of parts of tools' schemas that may be anything, since with them no grammar could be compiled.
+    free_parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ T = TypeVar("T")
 # A message has a role (`system`, `developer`, `user`, `assistant`, `tool`) and a content: a text, or parts such as
 # {"type": "text", "text": ...}. An assistant's may have `tool_calls` and `reasoning`, a tool's has `tool_call_id`.
 ChatMessages = Sequence[Mapping[str, Any]]
-# A tool is {"name": ..., "description": ..., "parameters": JSON schema}, or that as the `function` of another object.
+# A tool is {"name": ..., "description": ..., "parameters": JSON schema, "strict": whether a schema that cannot be
+# enforced is refused}, or that as the `function` of another object.
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -150,6 +151,7 @@ def _tool(tool: Mapping[str, Any]) -> inference_pb2.Tool:
         name=function["name"],
         description=function.get("description") or "",
         parameters="" if parameters is None else _json(parameters),
+        strict=bool(function.get("strict")),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -20,7 +21,7 @@ import grpc
 from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call, Script
-from loraplex_client.endpoint import ADMITTED_KEY, Endpoint
+from loraplex_client.endpoint import ADMITTED_KEY, NOT_ENFORCED_KEY, Endpoint
 from loraplex_client.errors import CancelledError, LoraplexError, error_of
 from loraplex_client.generation import Attempt, Generation, Piece, Recovery
 
@@ -126,6 +127,7 @@ class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
 
     def __init__(self, endpoint: Endpoint, recovery: Recovery) -> None:
         self._leaving = asyncio.Event()
+        self.not_enforced: tuple[str, ...] = ()
         super().__init__(endpoint, recovery)
 
     async def __anext__(self) -> Piece:
@@ -160,8 +162,13 @@ class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
         raise StopAsyncIteration
 
     async def admitted(self) -> bool:
-        """Return True once a router has admitted the request, which then may wait for long; else read the stream."""
-        return ADMITTED_KEY in dict(await self._rpc.initial_metadata() or ())
+        """Return True once a router has admitted the request, which then may wait for long; else read the stream.
+
+        `not_enforced` is what a Generation has of this name.
+        """
+        metadata = dict(await self._rpc.initial_metadata() or ())
+        self.not_enforced = tuple(json.loads(metadata.get(NOT_ENFORCED_KEY, "[]")))
+        return ADMITTED_KEY in metadata
 
     async def result(self) -> Generation:
         """Read to the end and return the whole answer. Raises LoraplexError."""

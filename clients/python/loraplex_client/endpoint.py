@@ -166,6 +166,8 @@ _CLIENT_OPTIONS: list[tuple[str, Any]] = [
 TENANT_KEY = "x-loraplex-tenant"
 # Metadata of a call that asks to hear of its admission before its first token, and of the answer that says so.
 ADMITTED_KEY = "x-loraplex-admitted"
+# Metadata of the same answer: the parts of tools' schemas that calls need not keep to, as JSON.
+NOT_ENFORCED_KEY = "x-loraplex-not-enforced"
 _ASKS_FOR_ADMISSION = ((ADMITTED_KEY, "1"),)
 # The tenant of a client that has neither a credential nor a tenant.
 DEFAULT_TENANT = "default"

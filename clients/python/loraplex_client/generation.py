@@ -103,6 +103,8 @@ class Generation:
     adapters: tuple[tuple[str, float], ...] = ()
     # The first choice as an object of the response_format, where one was given.
     parsed: Any = None
+    # Paths of the parts of tools' schemas that calls need not keep to.
+    not_enforced: tuple[str, ...] = ()
 
     @property
     def reasoning(self) -> str:
@@ -411,6 +413,7 @@ class Fold:
             request_id=summary.request_id,
             prompt_logprobs=self._prompt_logprobs,
             adapters=tuple((part.adapter, part.weight) for part in summary.adapters),
+            not_enforced=tuple(summary.not_enforced),
         )
         return Piece("", (), len(whole.token_ids), finished=whole)
 

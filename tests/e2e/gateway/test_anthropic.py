@@ -107,7 +107,7 @@ async def test_tools_and_conversations(client: Client, cluster: Cluster) -> None
         ({"extra_body": {"tempperature": 1}}, anthropic.BadRequestError, "tempperature: unknown parameter"),
         ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError, "temperature: -1"),
         (
-            {"tools": [{"name": "f", "input_schema": {"type": "object", "not": {}}}]},
+            {"tools": [{"name": "f", "strict": True, "input_schema": {"type": "object", "not": {}}}]},
             anthropic.BadRequestError,
             "tools[0].input_schema.not",
         ),

@@ -166,6 +166,26 @@ async def test_tools_and_schemas(client: Client, cluster: Cluster) -> None:
     assert list(json.loads(shaped.choices[0].message.content or "")) == ["city"]
 
 
+async def test_schemas_that_cannot_be_enforced_leave_the_rest_enforced(client: Client) -> None:
+    when = {"type": "string", "maxLength": 3, "format": "of dates"}
+    schema = {"required": ["when"], "properties": {"when": when}, "additionalProperties": False}
+    loose: Any = [{"type": "function", "function": {"name": "later", "parameters": {**schema, "not": {}}}}, WEATHER]
+    asked: Any = {**CHAT, "tools": loose, "tool_choice": {"type": "function", "function": {"name": "later"}}}
+    told = {"tools[0].parameters.not", "tools[0].parameters.properties.when.format"}
+    raw = await client.chat.completions.with_raw_response.create(**asked, max_tokens=400, seed=3)
+    message: Any = raw.parse().choices[0].message
+    (call,) = message.tool_calls
+    assert len(json.loads(call.function.arguments)["when"]) <= 3
+    streamed = await client.chat.completions.with_raw_response.create(**asked, max_tokens=2, stream=True)
+    for one in (raw, streamed):
+        assert {*one.headers["x-loraplex-not-enforced"].split(", ")} == told
+    _ = [chunk async for chunk in streamed.parse()]
+    # A call of one that is enforced in full has no such header.
+    asked |= {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 2}
+    whole = await client.chat.completions.with_raw_response.create(**asked)
+    assert "x-loraplex-not-enforced" not in whole.headers
+
+
 async def test_tool_choices_and_formats_of_tgi(client: Client) -> None:
     """The client of huggingface_hub has these shapes."""
     choice: Any = {"function": {"name": "weather"}}
@@ -225,7 +245,7 @@ async def test_bad_words_do_not_come(client: Client) -> None:
         ({"messages": [{"role": "wizard"}]}, openai.BadRequestError, "messages[0].role", "invalid_value"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]},
          openai.BadRequestError, "messages[0].content[0].text", "invalid_value"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]},
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]},
          openai.BadRequestError, "tools[0].function.parameters.not", "invalid_format"),
         ({"max_tokens": 40_000}, openai.BadRequestError, "max_tokens", "context_length_exceeded"),
         ({"extra_headers": {"x-request-timeout-ms": "1"}}, openai.APIError, None, "deadline_exceeded"),

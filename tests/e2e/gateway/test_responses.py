@@ -153,7 +153,7 @@ async def test_only_the_caller_s_remembered_answers_are_continued(client: Client
         ({"input": [{"role": "user", "content": "x", "colour": "red"}]},
          openai.BadRequestError, "input[0].colour", "unknown_parameter"),
         ({"tools": [{"type": "web_search"}]}, openai.BadRequestError, "tools[0].type", "unsupported_parameter"),
-        ({"tools": [{"type": "function", "name": "f", "parameters": {"not": {}}}]},
+        ({"tools": [{"type": "function", "name": "f", "strict": True, "parameters": {"not": {}}}]},
          openai.BadRequestError, "tools[0].parameters.not", "invalid_format"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
          openai.BadRequestError, "text.format.schema.not", "invalid_format"),

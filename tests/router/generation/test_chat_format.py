@@ -41,8 +41,8 @@ def ids(text: str) -> tuple[int, ...]:
 def test_an_answer_without_tools_and_reasoning_is_text() -> None:
     assert chat_format(CHAT, ChatTemplate("{{ messages }}"), TEXT, ids("x"), "r") is None
     assert chat_format(WITH_TOOLS, ChatTemplate("{{ tools }}"), TEXT, ids("x"), "r") is None
-    assert call_grammar(WITH_TOOLS, ChatTemplate("{{ tools }}"), TEXT, ids("x")) == ""
-    assert call_grammar(CHAT, THINKING, TEXT, ids("x")) == ""
+    assert call_grammar(WITH_TOOLS, ChatTemplate("{{ tools }}"), TEXT, ids("x")).text == ""
+    assert call_grammar(CHAT, THINKING, TEXT, ids("x")).text == ""
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ def test_a_call_that_is_asked_for_needs_a_known_format() -> None:
         call_grammar(REQUIRED, ChatTemplate("{{ tools }}"), TEXT, ids("x"))
     assert (caught.value.field, caught.value.reason) == ("chat.tool_choice", "UNKNOWN_CALL_FORMAT")
     named = ChatTemplate("{{ tools }}", named_format="hermes")
-    assert "<tool_call>" in call_grammar(REQUIRED, named, TEXT, ids("x"))
+    assert "<tool_call>" in call_grammar(REQUIRED, named, TEXT, ids("x")).text
 
 
 def test_a_grammar_has_the_reasoning_that_may_come_before_a_call() -> None:
     grammars = {
-        prompt: call_grammar(REQUIRED, THINKING, TEXT, ids(prompt)) for prompt in ("x", "<think>", "</think>\n")
+        prompt: call_grammar(REQUIRED, THINKING, TEXT, ids(prompt)).text for prompt in ("x", "<think>", "</think>\n")
     }
     assert 'start: ("<think>" thought)? answer' in grammars["x"]
     assert "start: thought answer" in grammars["<think>"]
@@ -101,7 +101,7 @@ def test_every_call_of_a_random_model_parses(kind: str, family: str) -> None:
     prompt_ids = tuple(text.tokenize("assistant: <think>\n\n</think>\n\n", special_tokens=False))
     end = id_of(kind, "<|end|>")
     vocabulary = read_vocabulary(tokenizer.to_str().encode(), tokenizer.get_vocab_size(), [end])
-    grammar = call_grammar(ASKING, text.chat, text, prompt_ids)
+    grammar = call_grammar(ASKING, text.chat, text, prompt_ids).text
     answer_format = chat_format(ASKING, text.chat, text, prompt_ids, "r")
     assert answer_format is not None
     seed = 3
@@ -140,4 +140,4 @@ def test_a_tool_without_parameters_takes_none() -> None:
          "chat_template.jinja": (FAMILIES / "qwen2.jinja").read_bytes()}
     )  # fmt: skip
     chat = Chat(ASKING.messages, (Tool("now"),), ToolMode.REQUIRED, tool_name="now")
-    assert '"additionalProperties": false' in call_grammar(chat, text.chat, text, (1,))
+    assert '"additionalProperties": false' in call_grammar(chat, text.chat, text, (1,)).text
