@@ -14,6 +14,7 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -32,22 +33,43 @@ LOWEST = -100
 TIMEOUT_S, MOST_S = 300.0, 86_400.0
 # Number of tokens whose log probabilities one request of a perplexity gate asks for.
 WINDOW = 1024
+# Number of questions of an accuracy gate that are asked at once.
+_AT_ONCE = 8
 _DETAIL = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """A prompt, or a chat, and what its greedy answer must be."""
+    """A prompt, or a chat, and what its greedy answer must be.
+
+    `answer` is the text without white space around it, or the same JSON; `text` is the exact text.
+    """
 
     name: str
     prompt: str = ""
-    messages: Sequence[Mapping[str, str]] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
     max_tokens: int = 32
+    answer: str | None = None
     token_ids: Sequence[int] | None = None
     text: str | None = None
     regex: str | None = None
     json_schema: Mapping[str, Any] | None = None
     min_mean_logprob: float | None = None
+    timeout_s: float = TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """A file of questions with answers, and the least share of right greedy answers: `min`, or live's less `max_drop`.
+
+    Each line is {"messages": ..., "answer": ...}, or has a `prompt` in place of the messages.
+    """
+
+    name: str
+    file: str
+    min: float | None = None
+    max_drop: float | None = None
+    max_tokens: int = 64
     timeout_s: float = TIMEOUT_S
 
 
@@ -83,9 +105,10 @@ class Judge:
     timeout_s: float = TIMEOUT_S
 
 
-Gate = Golden | Perplexity | Certificate | Judge
+Gate = Golden | Accuracy | Perplexity | Certificate | Judge
 _KINDS: Mapping[str, type[Gate]] = {
     "golden": Golden,
+    "accuracy": Accuracy,
     "perplexity": Perplexity,
     "certificate": Certificate,
     "judge": Judge,
@@ -158,6 +181,13 @@ def _check(where: str, gate: Gate, directory: Path) -> None:
     match gate:
         case Golden():
             _check_golden(where, gate)
+        case Accuracy():
+            if gate.min is None and gate.max_drop is None:
+                raise CommandError(f"{where}: give min or max_drop")
+            for name, share in (("min", gate.min), ("max_drop", gate.max_drop)):
+                if share is not None and not (isinstance(share, (int, float)) and 0 <= share <= 1):
+                    raise CommandError(f"{where}: {name} {share!r} is not a share from 0 to 1")
+            _read_questions(where, directory / gate.file)
         case Perplexity():
             if gate.max is None and gate.max_ratio is None:
                 raise CommandError(f"{where}: give max or max_ratio")
@@ -170,12 +200,33 @@ def _check(where: str, gate: Gate, directory: Path) -> None:
             pass
 
 
+def _read_questions(where: str, path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of questions, each with an answer. Raises CommandError."""
+    from loraplex_client import InvalidRequestError
+    from loraplex_client.adapters import read_prompts
+
+    if not path.is_file():
+        raise CommandError(f"{where}: {path} is not a file")
+    try:
+        questions = read_prompts(path)
+    except InvalidRequestError as error:
+        raise CommandError(f"{where}: {error}") from error
+    if not questions:
+        raise CommandError(f"{where}: {path} has no questions")
+    answered = []
+    for number, question in enumerate(questions, start=1):
+        if isinstance(question, str) or not isinstance(question.get("answer"), str):
+            raise CommandError(f"{where}: {path}: line {number} has no answer, which is a text")
+        answered.append(question)
+    return answered
+
+
 def _check_golden(where: str, gate: Golden) -> None:
     if bool(gate.prompt) == bool(gate.messages):
         raise CommandError(f"{where}: give either prompt or messages")
-    expected = (gate.token_ids, gate.text, gate.regex, gate.json_schema, gate.min_mean_logprob)
+    expected = (gate.answer, gate.token_ids, gate.text, gate.regex, gate.json_schema, gate.min_mean_logprob)
     if all(one is None for one in expected):
-        raise CommandError(f"{where}: give token_ids, text, regex, json_schema or min_mean_logprob")
+        raise CommandError(f"{where}: give answer, token_ids, text, regex, json_schema or min_mean_logprob")
     try:
         re.compile(gate.regex or "")
     except re.error as error:
@@ -220,6 +271,8 @@ class Examination:
             match gate:
                 case Golden():
                     figures = self._golden(gate)
+                case Accuracy():
+                    figures = self._accuracy(gate)
                 case Perplexity():
                     figures = self._perplexity(gate)
                 case Certificate():
@@ -233,18 +286,14 @@ class Examination:
         return Result(gate.name, True, figures)
 
     def _golden(self, gate: Golden) -> dict[str, float]:
-        options: dict[str, Any] = {
-            "adapter_id": self._adapter,
-            "max_tokens": gate.max_tokens,
-            "temperature": 0.0,
-            "priority": LOWEST,
-            "logprobs": 0,
-            "timeout_s": gate.timeout_s,
-        }
-        if gate.messages:
-            answer = self._client.chat([dict(message) for message in gate.messages], **options)
-        else:
-            answer = self._client.generate(gate.prompt, **options)
+        answer = self._ask(
+            self._adapter,
+            gate.prompt,
+            [dict(message) for message in gate.messages],
+            max_tokens=gate.max_tokens,
+            logprobs=0,
+            timeout_s=gate.timeout_s,
+        )
         logprobs = [token.logprob for token in answer.choices[0].logprobs]
         figures: dict[str, float] = {"tokens": len(answer.token_ids)}
         if logprobs:
@@ -253,6 +302,53 @@ class Examination:
         if detail := _wrong(gate, answer, figures.get("mean_logprob", 0.0)):
             raise GateError(detail, figures)
         return figures
+
+    def _ask(self, adapter: str, prompt: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> Generation:
+        """Return the greedy answer to a chat, or to a prompt where there are no messages."""
+        options = {"adapter_id": adapter, "temperature": 0.0, "priority": LOWEST, **options}
+        if messages:
+            return self._client.chat(messages, **options)
+        answer: Generation = self._client.generate(prompt, **options)
+        return answer
+
+    def _accuracy(self, gate: Accuracy) -> dict[str, float]:
+        from artifacts.fitness import wilson_interval
+
+        questions = _read_questions(gate.name, self._directory / gate.file)
+        ends_at = time.monotonic() + gate.timeout_s
+        right, wrong = self._right(gate, questions, self._adapter, ends_at)
+        low, high = wilson_interval(right, len(questions))
+        figures = {"questions": len(questions), "accuracy": right / len(questions), "low": low, "high": high}
+        least = gate.min or 0.0
+        if gate.max_drop is not None:
+            if not self._live:
+                raise GateError("max_drop needs a live revision to compare with; give min", figures)
+            figures["live_accuracy"] = self._right(gate, questions, self._live, ends_at)[0] / len(questions)
+            least = max(least, figures["live_accuracy"] - gate.max_drop)
+        if figures["accuracy"] < least - 1e-9:
+            share = f"{right} of {len(questions)} answers are right (95% interval {low:.2f} to {high:.2f})"
+            raise GateError(f"{share}, less than {least:.4g}; {wrong}", figures)
+        return figures
+
+    def _right(
+        self, gate: Accuracy, questions: Sequence[Mapping[str, Any]], adapter: str, ends_at: float
+    ) -> tuple[int, str]:
+        """Return how many questions are answered right, and the first wrong answer."""
+        from artifacts.fitness import is_right
+
+        def ask(question: Mapping[str, Any]) -> str:
+            asked = question.get("prompt", ""), question.get("messages", ())
+            timeout_s = max(0.001, ends_at - time.monotonic())
+            return self._ask(adapter, *asked, max_tokens=gate.max_tokens, timeout_s=timeout_s).text
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            answers = list(pool.map(ask, questions))
+        wrong = [
+            f"question {number}: the answer is {answer!r}"
+            for number, (answer, question) in enumerate(zip(answers, questions, strict=True), start=1)
+            if not is_right(answer, question["answer"])
+        ]
+        return len(questions) - len(wrong), next(iter(wrong), "")
 
     def _perplexity(self, gate: Perplexity) -> dict[str, float]:
         text = (self._directory / gate.file).read_text(encoding="utf-8")
@@ -314,10 +410,12 @@ class Examination:
 
 def _wrong(gate: Golden, answer: Generation, mean_logprob: float) -> str:
     """Return what of an answer is not as the gate wants it; empty: all is."""
+    from artifacts.fitness import is_right
+
     if gate.token_ids is not None and (ids := list(answer.token_ids)) != list(gate.token_ids):
         at = next((at for at, pair in enumerate(zip(ids, gate.token_ids, strict=False)) if pair[0] != pair[1]), None)
         return f"token {min(len(ids), len(gate.token_ids)) if at is None else at} differs: the answer is {ids}"
-    if gate.text is not None and answer.text != gate.text:
+    if (gate.text is not None and answer.text != gate.text) or not is_right(answer.text, gate.answer or answer.text):
         return f"the answer is {answer.text!r}"
     if gate.regex is not None and not re.search(gate.regex, answer.text):
         return f"the answer does not match the regex: {answer.text!r}"

@@ -316,6 +316,10 @@ def run_gates(cluster: Any, directory: Path, digest: str) -> dict[str, Result]:
     golden = {"prompt": "Hi", "max_tokens": 4}
     tables: list[tuple[str, dict[str, Any]]] = [
         ("golden", {**golden, "name": "ids", "token_ids": ids, "text": text, "regex": "."}),
+        ("golden", {**golden, "name": "answer", "answer": f" {text}"}),
+        ("golden", {**golden, "name": "other answer", "answer": "Ho"}),
+        ("accuracy", {"name": "half", "file": "questions.jsonl", "min": 0.5, "max_drop": 0.0, "max_tokens": 4}),
+        ("accuracy", {"name": "more", "file": "questions.jsonl", "min": 0.6, "max_tokens": 4}),
         ("golden", {**golden, "name": "other ids", "token_ids": [*ids[:3], ids[3] + 1]}),
         ("golden", {**golden, "name": "regex", "regex": "^Dear"}),
         ("golden", {**golden, "name": "schema", "json_schema": {"type": "object"}}),
@@ -335,6 +339,11 @@ def run_gates(cluster: Any, directory: Path, digest: str) -> dict[str, Result]:
     ]
     (directory / "gates.toml").write_text("\n".join(lines))
     (directory / "text.txt").write_text("a text of some tokens " * 60)
+    questions = [
+        {"prompt": "Hi", "answer": f"{text}\n"},
+        {"messages": [{"role": "user", "content": "a"}], "answer": "no"},
+    ]
+    (directory / "questions.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in questions))
     with Client(cluster.local.router, TENANT) as client:
         examination = Examination(client, f"{NAME}@{digest}", f"{NAME}@live", (), directory)
         return {result.name: result for result in examination.run(read_gates(directory / "gates.toml"))}
@@ -365,16 +374,28 @@ def toml(value: Any) -> str:
 async def gates(cluster: Any, directory: Path, digest: str) -> None:
     """Each kind of gate passes and fails for its reason; one that never ends has failed, with its processes."""
     results = await asyncio.to_thread(run_gates, cluster, directory, digest)
-    assert {name for name, result in results.items() if result.passed} == {"ids", "perplexity", "judge"}
+    assert {name for name, result in results.items() if result.passed} == {
+        "ids",
+        "answer",
+        "half",
+        "perplexity",
+        "judge",
+    }
     details = {name: result.detail for name, result in results.items()}
     assert details["other ids"].startswith("token 3 differs")
+    assert details["other answer"].startswith("the answer is ")
+    assert details["more"].startswith(
+        "1 of 2 answers are right (95% interval 0.09 to 0.91), less than 0.6; question 2: "
+    )
+    figures = {"questions": 2, "accuracy": 0.5, "low": pytest.approx(0.0945, abs=1e-4), "live_accuracy": 0.5}
+    assert {name: results["half"].figures[name] for name in figures} == figures
     assert details["regex"].startswith("the answer does not match the regex")
     assert details["schema"].startswith("the answer does not match the schema")
     assert details["floor"].startswith("its mean log probability -")
     assert details["too high"].startswith("perplexity ")
     assert details["certificate"].startswith("no certificate for int8")
     assert (details["harsh"], results["harsh"].figures) == ("too short", {"score": 1})
-    assert results["judge"].figures == {"answers": 5, "tokens": 4}
+    assert results["judge"].figures == {"answers": 7, "tokens": 4}
     # The hash model gives each token one of 16 log probabilities by its number, whatever the adapter is.
     assert results["perplexity"].figures["ratio"] == 1
     values = [-(one % 16 + 1) / 16 for one in ("a text of some tokens " * 60).encode()]
