@@ -185,6 +185,7 @@ def test_deadline(server: Any, answer: list[Any], generate: GenerateBy) -> None:
     with pytest.raises(lx.DeadlineExceededError) as caught:
         generate(server.address, timeout_s=0.2)
     assert isinstance(caught.value, TimeoutError)
+    assert caught.value.message == f"{server.address} had not answered in full when timeout_s was over"
     # On a busy machine the deadline may pass before the server has the call.
     assert not server.service.requests or server.service.cancelled.wait(CANCEL_S)
 
@@ -347,12 +348,74 @@ async def test_texts_are_encoded_in_calls_of_one_revision(server: Any) -> None:
         ]
 
 
-def test_client_can_be_used_after_close(server: Any) -> None:
-    client = lx.Client(server.address)
-    assert client.tokenize("hi") == (104, 105)
-    client.close()
-    assert client.tokenize("hi") == (104, 105)
-    client.close()
+async def test_a_closed_client_says_so(server: Any) -> None:
+    client, awaited = lx.Client(server.address), lx.AsyncClient(server.address)
+    store = lx.StoreClient(server.address)
+    assert client.tokenize("hi") == await awaited.tokenize("hi") == (104, 105)
+    for _ in range(2):
+        client.close()
+        store.close()
+        await awaited.close()
+    blocking: list[Callable[[], Any]] = [
+        lambda: client.tokenize("hi"),
+        lambda: client.generate("hi"),
+        lambda: client.chat("hi"),
+        lambda: client.generate_stream("hi"),
+        lambda: client.for_caller("globex").models(),
+        store.list,
+    ]
+    for call in blocking:
+        with pytest.raises(lx.ClientClosedError, match="the client is closed; make another one"):
+            call()
+    for awaitable in (awaited.tokenize("hi"), awaited.generate("hi"), awaited.chat("hi")):
+        with pytest.raises(lx.ClientClosedError):
+            await awaitable
+
+
+async def test_calls_end_when_their_client_is_closed(server: Any, answer: list[Any]) -> None:
+    server.service.script = [answer[0], HANG]
+    client, came = lx.AsyncClient(server.address), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    server.service.on_call = lambda: loop.call_soon_threadsafe(came.set)
+    running = asyncio.create_task(client.generate("hi"))
+    async with asyncio.timeout(CANCEL_S):
+        await came.wait()
+    await client.close()
+    with pytest.raises(lx.ClientClosedError):
+        await running
+
+
+def test_a_text_is_a_chat_of_one_message(server: Any, answer: list[Any]) -> None:
+    server.service.script = answer
+    with lx.Client(server.address) as client:
+        assert client.chat("hi").text == client.generate(messages="hi").text == " Ahoy"
+        client.chat([{"role": "user", "content": "hi"}])
+        assert client.chat_stream("hi").result().usage.total_tokens == 7
+        first, *others = (request.spec.chat for request in server.service.requests)
+        assert others == [first] * 3
+        assert client.tokenize(messages="hi") == (104, 105)
+        with pytest.raises(lx.InvalidRequestError, match=r"messages\[0\]: give a message such as .*, not a str"):
+            client.chat(["hi"])  # type: ignore[list-item]  # what is to be refused
+
+
+async def test_every_call_has_a_deadline(server: Any) -> None:
+    async with lx.AsyncClient(server.address, timeout_s=60) as client:
+        calls = [
+            client.tokenize("a", timeout_s=30),
+            client.count_tokens("a", timeout_s=30),
+            client.score("a", ["b"], timeout_s=30),
+            client.embed(["a"], timeout_s=30),
+            client.classify(["a"], timeout_s=30),
+            client.models(timeout_s=30),
+        ]
+        await asyncio.gather(*calls)
+        assert len(server.service.deadlines_s) == 5  # the scripted server does not note a list of models
+        assert all(0 < given < 31 for given in server.service.deadlines_s)
+        await client.tokenize("a")
+        assert server.service.deadlines_s[-1] > 31
+        for bad in ("5", True, float("nan")):
+            with pytest.raises(lx.InvalidRequestError, match="timeout_s: give a number of seconds, not "):
+                await client.tokenize("a", timeout_s=bad)  # type: ignore[arg-type]  # what is to be refused
 
 
 def test_a_tenant_that_no_header_can_carry() -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 from loraplex.inference.v1 import inference_pb2
-from loraplex_client import GenerateOptions, InvalidRequestError
+from loraplex_client import Client, GenerateOptions, InvalidRequestError
 from loraplex_client.chat import CHAT_OPTIONS, chat_of
 from loraplex_client.endpoint import CHANNEL_OPTIONS
 from loraplex_client.options import generate_request
@@ -211,10 +211,32 @@ def test_what_can_not_be_sent_names_its_field(prompt: str | None, options: Any, 
     assert caught.value.field == field
 
 
-def test_unknown_option() -> None:
-    options: Any = {"temprature": 1.0}
-    with pytest.raises(TypeError, match="temprature"):
-        generate_request("hi", options)
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("temprature", "did you mean temperature?"),
+        ("max_token", "did you mean max_tokens?"),
+        ("max_new_tokens", "did you mean max_tokens?"),
+        ("adapter", "did you mean adapter_id?"),
+        ("timeout", "did you mean timeout_s?"),
+        ("whatever", "the method's help lists the known ones"),
+    ],
+)
+def test_an_unknown_keyword_is_told_the_one_that_is_meant(name: str, hint: str) -> None:
+    client: Any = Client("127.0.0.1:1")
+    with pytest.raises(TypeError) as caught:
+        generate_request("p", {name: 1})  # type: ignore[misc]  # what is to be refused
+    assert str(caught.value) == f"unknown keyword {name!r}; {hint}"
+    for call in (client.generate, client.generate_stream, client.chat, client.chat_stream):
+        with pytest.raises(TypeError, match=re.escape(str(caught.value))):
+            call("p", **{name: 1})
+
+
+def test_methods_with_few_keywords_know_what_is_meant() -> None:
+    client: Any = Client("127.0.0.1:1")
+    for call in (client.tokenize, client.count_tokens, client.embed, client.classify):
+        with pytest.raises(TypeError, match=r"unknown keyword 'adapter'; did you mean adapter_id\?"):
+            call(["p"], adapter="a")
 
 
 def test_options_are_those_between_our_processes_but_for_how_soon_a_dead_link_is_noticed() -> None:

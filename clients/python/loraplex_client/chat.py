@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from loraplex.inference.v1 import inference_pb2
 
@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 # A message has a role (`system`, `developer`, `user`, `assistant`, `tool`) and a content: a text, or parts such as
 # {"type": "text", "text": ...}. An assistant's may have `tool_calls` and `reasoning`, a tool's has `tool_call_id`.
-ChatMessages = Sequence[Mapping[str, Any]]
+# A text alone is one message of a user.
+ChatMessages: TypeAlias = str | Sequence[Mapping[str, Any]]
 # A tool is {"name": ..., "description": ..., "parameters": JSON schema, "strict": whether a schema that cannot be
 # enforced is refused}, or that as the `function` of another object.
 Tools = Sequence[Mapping[str, Any]]
@@ -91,6 +92,8 @@ _MODES = {
 def chat_of(messages: ChatMessages, options: Mapping[str, Any] | None = None) -> inference_pb2.Chat:
     """Return the chat as a message; `options` are CHAT_OPTIONS. Raises InvalidRequestError, naming what is wrong."""
     settings = options or {}
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
     chat = inference_pb2.Chat(messages=_each("messages", _message, messages))
     chat.tools.extend(_each("tools", _tool, settings.get("tools") or ()))
     if (choice := settings.get("tool_choice")) is not None:
@@ -116,6 +119,8 @@ def _each(name: str, convert: Callable[[Any], T], values: Sequence[Any]) -> list
 
 
 def _message(written: Mapping[str, Any]) -> inference_pb2.ChatMessage:
+    if not isinstance(written, Mapping):
+        raise TypeError(f'give a message such as {{"role": "user", "content": "hi"}}, not a {type(written).__name__}')
     fields = {name: value for name, value in written.items() if value is not None}
     content = fields.pop("content", "")
     message = inference_pb2.ChatMessage(role=fields.pop("role"))

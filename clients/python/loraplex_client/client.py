@@ -106,7 +106,7 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
         timeout_s: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> Script[Generation]:
-        """Return the answer to a chat, whose `message` goes behind the others before the next turn.
+        """Return the answer to a chat, messages or one text, whose `message` goes behind the others for the next turn.
 
         ChatOptions lists the keywords. An answer that calls tools has `tool_calls`; with a `response_format` another
         one has `parsed`. Raises LoraplexError.
@@ -136,6 +136,7 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
         model: str = "",
         adapter_id: str | None = None,
         add_special_tokens: bool | None = None,
+        timeout_s: float | None = None,
     ) -> Script[tuple[int, ...]]:
         """Return the ids that generating from this prompt or chat would feed to the model. Raises LoraplexError.
 
@@ -150,21 +151,28 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
             request.prompt = prompt
         else:
             request.chat.CopyFrom(chat_of(messages or ()))
-        response = yield Call("Tokenize", request)
+        response = yield Call("Tokenize", request, timeout_s=timeout_s)
         return tuple(response.token_ids)
 
     @method
     @with_keywords(GenerateOptions)
-    def count_tokens(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Script[int]:
+    def count_tokens(
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Script[int]:
         """Return the number of tokens of a prompt as `generate` with these keywords counts it. Raises LoraplexError."""
         request = inference_pb2.CountTokensRequest(spec=generate_request(prompt, options).spec)
-        response = yield Call("CountTokens", request)
+        response = yield Call("CountTokens", request, timeout_s=timeout_s)
         return int(response.prompt_tokens)
 
     @method
     @with_keywords(GenerateOptions)
     def score(
-        self, prompt: str | None, continuations: Sequence[str | Sequence[int]], **options: Unpack[GenerateOptions]
+        self,
+        prompt: str | None,
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Script[Scores]:
         """Return the log probabilities of continuations, texts or ids, of a prompt. Raises LoraplexError.
 
@@ -176,7 +184,7 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
         request = inference_pb2.ScoreRequest(
             spec=generate_request(prompt, options).spec, continuations=map(_continuation, continuations)
         )
-        response = yield Call("Score", request)
+        response = yield Call("Score", request, timeout_s=timeout_s)
         return Scores(
             scores=tuple(
                 ContinuationScore(tuple(one.token_ids), tuple(one.logprobs), one.sum, tuple(one.greedy))
@@ -189,27 +197,37 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
         )
 
     @method
-    def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> Script[str]:
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool = True,
+        timeout_s: float | None = None,
+    ) -> Script[str]:
         """Return the text of these ids. Raises LoraplexError."""
         response = yield Call(
             "Detokenize",
             inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens),
+            timeout_s=timeout_s,
         )
         return str(response.text)
 
     @method
-    def token_bytes(self, token_ids: Sequence[int], *, model: str = "") -> Script[tuple[bytes, ...]]:
+    def token_bytes(
+        self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None
+    ) -> Script[tuple[bytes, ...]]:
         """Return the bytes that each of these ids adds in the middle of a text. Raises LoraplexError."""
         request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids, token_bytes=True)
-        response = yield Call("Detokenize", request)
+        response = yield Call("Detokenize", request, timeout_s=timeout_s)
         if len(response.token_bytes) != len(token_ids):
             raise NotImplementedByServerError("token_bytes: this router is too old", field="token_bytes")
         return tuple(response.token_bytes)
 
     @method
-    def models(self) -> Script[tuple[ServedModel, ...]]:
+    def models(self, *, timeout_s: float | None = None) -> Script[tuple[ServedModel, ...]]:
         """Return the base models that the router serves. Raises LoraplexError."""
-        response = yield Call("ListModels", inference_pb2.ListModelsRequest())
+        response = yield Call("ListModels", inference_pb2.ListModelsRequest(), timeout_s=timeout_s)
         return tuple(
             ServedModel(model.name, model.digest, model.context_length, tuple(model.tasks), tuple(model.labels))
             for model in response.models
@@ -277,7 +295,7 @@ class Client(BlockingClient, RouterCalls[StoreClient, GenerationStream]):
         return answer if response_format is None else answer.parsed
 
     def close(self) -> None:
-        """Cancel running calls and free the connections."""
+        """Cancel running calls and free the connections; later calls raise ClientClosedError."""
         super().close()
         if self._store is not None:
             self._store.close()
@@ -335,7 +353,7 @@ class AsyncClient(AsyncioClient, RouterCalls[AsyncStoreClient, AsyncGenerationSt
         return answer if response_format is None else answer.parsed
 
     async def close(self) -> None:
-        """Cancel running calls and free the connections."""
+        """Cancel running calls and free the connections; later calls raise ClientClosedError."""
         await super().close()
         if self._store is not None:
             await self._store.close()

@@ -12,7 +12,7 @@ import inspect
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
@@ -22,7 +22,7 @@ from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call, Script
 from loraplex_client.endpoint import ADMITTED_KEY, NOT_ENFORCED_KEY, Endpoint
-from loraplex_client.errors import CancelledError, LoraplexError, error_of
+from loraplex_client.errors import CancelledError, ClientClosedError, LoraplexError, error_of, unknown_keyword
 from loraplex_client.generation import Attempt, Generation, Piece, Recovery
 
 P = ParamSpec("P")
@@ -35,21 +35,18 @@ class _Running:
     def __init__(self, endpoint: Endpoint, recovery: Recovery) -> None:
         self._endpoint = endpoint
         self._recovery = recovery
-        self._closings = endpoint.closings
         self._closing = False
         self._start()
 
     def _start(self) -> None:
-        if self._endpoint.closings != self._closings:
-            raise CancelledError("the client was closed")
         self._attempt = self._recovery.attempt()
         self._rpc = self._endpoint.start(self._attempt)
 
     def _lost(self, error: grpc.RpcError) -> float:
         """Return the seconds to wait before the next attempt. Raises LoraplexError if the stream is over."""
         failure = error_of(error, self._attempt.address)
-        if self._endpoint.closings != self._closings:
-            raise failure from error
+        if self._endpoint.closed:
+            raise ClientClosedError from error
         try:
             return self._recovery.lost(failure)
         except LoraplexError:
@@ -146,6 +143,8 @@ class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
             if self._closing and not _task_is_cancelled():
                 raise StopAsyncIteration from None
             self._leave()
+            if self._endpoint.closed and not _task_is_cancelled():
+                raise ClientClosedError from None
             raise
         except LoraplexError:
             self._leave()
@@ -225,7 +224,7 @@ class Connection(Endpoint):
         return GenerationStream(self, self._recovery(request, timeout_s))
 
     def close(self) -> None:
-        """Cancel running calls and close the channels; the next call opens new ones."""
+        """Cancel running calls and close the channels."""
         for channel in self._channels.forget():
             channel.close()
 
@@ -233,7 +232,7 @@ class Connection(Endpoint):
         if call.method == "Generate":
             with self.stream(call.request, call.timeout_s) as stream:
                 return stream.result()
-        tries, closings = self._tries(call.timeout_s), self.closings
+        tries = self._tries(call.timeout_s)
         while True:
             attempt = self._attempt(call, tries)
             try:
@@ -243,7 +242,6 @@ class Connection(Endpoint):
                     raise call.failure from error
                 pause_s = self._failed(attempt, tries, error)
             time.sleep(pause_s)
-            self._check_open(closings)
 
     def _ask(self, attempt: Attempt) -> Any:
         call, answer = attempt.call, self.start(attempt)
@@ -287,7 +285,7 @@ class AsyncConnection(Endpoint):
         return AsyncGenerationStream(self, self._recovery(request, timeout_s))
 
     async def close(self) -> None:
-        """Cancel running calls and close the channels; the next call opens new ones."""
+        """Cancel running calls and close the channels."""
         for channel in self._channels.forget():
             await channel.close()
 
@@ -295,7 +293,7 @@ class AsyncConnection(Endpoint):
         if call.method == "Generate":
             async with self.stream(call.request, call.timeout_s) as stream:
                 return await stream.result()
-        tries, closings = self._tries(call.timeout_s), self.closings
+        tries = self._tries(call.timeout_s)
         while True:
             attempt = self._attempt(call, tries)
             try:
@@ -305,10 +303,11 @@ class AsyncConnection(Endpoint):
                 if call.failure is not None:
                     raise call.failure from error
                 if not isinstance(error, grpc.RpcError):
+                    if self.closed and not _task_is_cancelled():
+                        raise ClientClosedError from None
                     raise
                 pause_s = self._failed(attempt, tries, error)
             await asyncio.sleep(pause_s)
-            self._check_open(closings)
 
     async def _ask(self, attempt: Attempt) -> Any:
         call, answer = attempt.call, self.start(attempt)
@@ -329,7 +328,7 @@ class BlockingClient:
     _connection: Connection
 
     def close(self) -> None:
-        """Cancel running calls and free the connections."""
+        """Cancel running calls and free the connections; later calls raise ClientClosedError."""
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -346,7 +345,7 @@ class AsyncioClient:
     _connection: AsyncConnection
 
     async def close(self) -> None:
-        """Cancel running calls and free the connections."""
+        """Cancel running calls and free the connections; later calls raise ClientClosedError."""
         await self._connection.close()
 
     async def __aenter__(self) -> Self:
@@ -363,13 +362,20 @@ class method(Generic[P, R]):  # noqa: N801  # a decorator
         signature = inspect.signature(script)
         result = signature.return_annotation.removeprefix("Script[").removesuffix("]")
 
+        def check(keywords: Mapping[str, Any]) -> None:
+            for name in keywords:
+                if name not in signature.parameters:
+                    raise unknown_keyword(name, signature.parameters)
+
         @wraps(script)
         def blocking(client: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+            check(kwargs)
             answer: R = client._connection.run(script(client, *args, **kwargs))
             return answer
 
         @wraps(script)
         async def awaited(client: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+            check(kwargs)
             answer: R = await client._connection.run(script(client, *args, **kwargs))
             return answer
 

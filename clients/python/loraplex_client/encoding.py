@@ -12,7 +12,7 @@ from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call, Script
 from loraplex_client.connection import method
-from loraplex_client.errors import InternalError, InvalidRequestError
+from loraplex_client.errors import InternalError, InvalidRequestError, unknown_keyword
 from loraplex_client.generation import Timings, Usage
 from loraplex_client.options import bad_value, weighted_adapters, with_keywords
 
@@ -205,12 +205,12 @@ def _pinned(revision: str) -> str:
 
 
 def _spec_of(options: EncodeOptions) -> inference_pb2.EncodeSpec:
-    """Return the message for these options. Raises InvalidRequestError, and TypeError for an unknown option."""
+    """Return the message for these options. Raises InvalidRequestError, and TypeError for an unknown keyword."""
     spec = inference_pb2.EncodeSpec()
     value: Any
     for name, value in options.items():
         if name not in EncodeOptions.__annotations__:
-            raise TypeError(f"unknown option {name!r}; EncodeOptions lists the known ones")
+            raise unknown_keyword(name, (*EncodeOptions.__annotations__, "timeout_s"))
         if value is None:
             continue
         if name == "adapters":

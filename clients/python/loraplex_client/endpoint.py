@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.calls import Call
 from loraplex_client.errors import (
-    CancelledError,
+    ClientClosedError,
     InvalidRequestError,
     LoraplexError,
     UnavailableError,
@@ -186,7 +187,7 @@ def trace_metadata() -> Metadata:
 
 
 class Channels:
-    """The open channels with their stubs. `closings` counts how often they were closed."""
+    """The open channels with their stubs, until they are closed."""
 
     def __init__(self, transport: Any, make_stub: Callable[[Any], Any], tls: Tls | None) -> None:
         self._transport = transport
@@ -198,11 +199,13 @@ class Channels:
         self._former: list[Any] = []
         self._tls_version: tuple[int, ...] = ()
         self._lock = threading.Lock()
-        self.closings = 0
+        self.closed = False
 
     def stub(self, address: str) -> Any:
-        """Return the stub of an address, on a channel that is opened if there is none."""
+        """Return the stub of an address, on a channel that is opened if there is none. Raises ClientClosedError."""
         with self._lock:
+            if self.closed:
+                raise ClientClosedError
             self._look_at_files()
             if address not in self._stubs:
                 self._channels[address] = self._open(address, [*CHANNEL_OPTIONS, *_CLIENT_OPTIONS])
@@ -210,11 +213,11 @@ class Channels:
             return self._stubs[address]
 
     def forget(self) -> list[Any]:
-        """Return the channels for closing and forget them; the next call opens new ones."""
+        """Return the channels for closing, and open no more."""
         with self._lock:
             channels = [*self._channels.values(), *self._former]
             self._channels, self._stubs, self._former = {}, {}, []
-            self.closings += 1
+            self.closed = True
         return channels
 
     def _look_at_files(self) -> None:
@@ -275,9 +278,9 @@ class Endpoint:
         return other
 
     @property
-    def closings(self) -> int:
-        """Return how often the channels were closed; streams that ran then are not resumed."""
-        return self._channels.closings
+    def closed(self) -> bool:
+        """Return whether the channels were closed; streams that ran then are not resumed."""
+        return self._channels.closed
 
     def start(self, attempt: Attempt) -> Any:
         """Begin an RPC."""
@@ -291,6 +294,8 @@ class Endpoint:
 
     def _tries(self, timeout_s: float | None = None) -> Tries:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        if timeout_s is not None and (isinstance(timeout_s, (bool, str)) or not -math.inf < timeout_s < math.inf):
+            raise InvalidRequestError(f"timeout_s: give a number of seconds, not {timeout_s!r}", field="timeout_s")
         return Tries(self._rotation, self._budget, timeout_s, self._resume_attempts)
 
     def _attempt(self, call: Call, tries: Tries) -> Attempt:
@@ -299,6 +304,8 @@ class Endpoint:
 
     def _failed(self, attempt: Attempt, tries: Tries, error: grpc.RpcError) -> float:
         """Return the seconds until the next try of a call that is not resumed. Raises the error that ends it."""
+        if self.closed:
+            raise ClientClosedError from error
         failure = error_of(error, attempt.address)
         try:
             if not (isinstance(failure, UnavailableError) or is_broken(failure) or tries.waits(failure)):
@@ -309,8 +316,3 @@ class Endpoint:
             return tries.failed(failure)
         except LoraplexError:
             raise failure from error
-
-    def _check_open(self, closings: int) -> None:
-        """Raise CancelledError where the client was closed while a call waited for its next try."""
-        if self.closings != closings:
-            raise CancelledError("the client was closed")

@@ -13,6 +13,7 @@ LoraplexError                     any of these; `reason` is empty where no Lorap
 ├── UnavailableError              UNAVAILABLE: nothing is wrong with the call; `retry_after_s`
 ├── DeadlineExceededError         DEADLINE_EXCEEDED: `timeout_s` passed; a TimeoutError too
 ├── CancelledError                CANCELLED, by the other side
+│   └── ClientClosedError         none: the client was closed before the call, or while it ran
 ├── DataLossError                 DATA_LOSS: bytes of `kind` `name` that are not what their digest says
 ├── InternalError                 INTERNAL, and streams that break the protocol
 └── AnswerFormatError             none: an answer that is not of its response_format, cut by max_tokens mostly; `text`
@@ -20,7 +21,9 @@ LoraplexError                     any of these; `reason` is empty where no Lorap
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import grpc
@@ -116,12 +119,37 @@ class CancelledError(LoraplexError):
     """A call that the other side cancelled, for example a server that shuts down."""
 
 
+class ClientClosedError(CancelledError):
+    """A call of a client that is closed."""
+
+    def __init__(self) -> None:
+        super().__init__("the client is closed; make another one")
+
+
 class DataLossError(_ResourceError):
     """Bytes that do not match their digest."""
 
 
 class InternalError(LoraplexError):
     """A failure inside the server, or a stream that breaks the protocol."""
+
+
+# Keywords of other clients.
+_FOREIGN = {
+    **dict.fromkeys(("adapter", "adapter_name", "lora", "lora_id", "lora_name"), "adapter_id"),
+    **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "max_output_tokens", "max_length"), "max_tokens"),
+    **dict.fromkeys(("timeout", "deadline", "deadline_s"), "timeout_s"),
+    **dict.fromkeys(("stop_sequences", "stop_words"), "stop"),
+}
+
+
+def unknown_keyword(name: str, known: Collection[str]) -> TypeError:
+    """Return the error of a keyword that a method does not have, with the one that is meant."""
+    meant = _FOREIGN.get(name, "")
+    if meant not in known:
+        meant = next(iter(get_close_matches(name, known, 1)), "")
+    hint = f"did you mean {meant}?" if meant else "the method's help lists the known ones"
+    return TypeError(f"unknown keyword {name!r}; {hint}")
 
 
 def is_broken(error: LoraplexError) -> bool:
@@ -180,6 +208,8 @@ def error_of(error: grpc.RpcError, address: str) -> LoraplexError:
     message = call.details() or f"{address} gave no message"
     if call.code() is grpc.StatusCode.UNAVAILABLE and not details.reason:
         message = f"no answer from {address}: {message}"
+    if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not details.reason:
+        message = f"{address} had not answered in full when timeout_s was over"
     cls, names = _CLASSES.get(call.code(), (LoraplexError, ()))
     return cls(message, reason=details.reason, **{name: getattr(details, name) for name in names})
 

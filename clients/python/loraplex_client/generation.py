@@ -73,6 +73,11 @@ class Usage:
     cached_tokens: int
     completion_tokens: int
 
+    @property
+    def total_tokens(self) -> int:
+        """Return the tokens of the prompt and of all choices."""
+        return self.prompt_tokens + self.completion_tokens
+
 
 @dataclass(frozen=True)
 class Timings:

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from loraplex.inference.v1 import inference_pb2
 
 from loraplex_client.chat import CHAT_OPTIONS, ChatMessages, Tools, chat_of
-from loraplex_client.errors import AnswerFormatError, InvalidRequestError
+from loraplex_client.errors import AnswerFormatError, InvalidRequestError, unknown_keyword
 from loraplex_client.generation import FinishReason, Generation
 
 M = TypeVar("M")
@@ -232,7 +232,7 @@ def generate_request(
 ) -> inference_pb2.GenerateRequest:
     """Return the message for these arguments.
 
-    Raises InvalidRequestError with the field of a bad value, and TypeError for an unknown option.
+    Raises InvalidRequestError with the field of a bad value, and TypeError for an unknown keyword.
     """
     values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if (prompt is not None) + ("token_ids" in values) + ("messages" in values) != 1:
@@ -258,7 +258,7 @@ def generate_request(
         elif name in _PATHS:
             _place(spec, _PATHS[name], value)
         else:
-            raise TypeError(f"unknown option {name!r}; GenerateOptions lists the known ones")
+            raise unknown_keyword(name, (*GenerateOptions.__annotations__, "response_format", "timeout_s"))
     return inference_pb2.GenerateRequest(spec=spec)
 
 
