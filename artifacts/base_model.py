@@ -66,6 +66,15 @@ def read_pooling(directory: Path) -> str:
     return _MODES[chosen[0]]
 
 
+def _max_seq_length(directory: Path) -> int | None:
+    """Return the maximum tokens of a text in a sentence-transformers pipeline, special ones too; None: not said."""
+    for path in sorted(directory.glob("sentence_*_config.json")):  # bert, roberta, ...: by the first model of its kind
+        config = parse_object(read_small_file(path), path.name)
+        if config.get("max_seq_length") is not None:
+            return config_count(config, "max_seq_length", path.name)
+    return None
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class ModuleShape:
     """The name and sizes of a module that adapters can change, such as model.layers.0.self_attn.q_proj.
@@ -194,7 +203,9 @@ def _read_directory(directory: Path, name: str, quantize: Quantization | None, k
         kv_cache_dtype=kv_cache_dtype,
     )
     if model_type in ENCODERS:
-        return _read_encoder(manifest, config, checkpoint, ENCODERS[model_type])
+        encoder = _read_encoder(manifest, config, checkpoint, ENCODERS[model_type])
+        longest = _max_seq_length(directory) or encoder.context_length
+        return replace(encoder, context_length=min(encoder.context_length, longest))
     return _read_decoder(manifest, config, checkpoint, scheme, quantize)
 
 

@@ -211,10 +211,10 @@ def _optional_count(config: Mapping[str, Any], key: str) -> int | None:
     return None if config.get(key) is None else config_count(config, key)
 
 
-def config_count(config: Mapping[str, Any], key: str) -> int:
+def config_count(config: Mapping[str, Any], key: str, file: str = "config.json") -> int:
     """Read a whole number from 1, under its own or an older name. Raises ArtifactError."""
     name = next((name for name in (key, *_OLDER_NAMES.get(key, ())) if config.get(name) is not None), key)
     value = config.get(name)
     if type(value) is not int or not 0 < value < 2**31:
-        raise ArtifactError("config.json", f"{name} is {value!r}, not a whole number from 1")
+        raise ArtifactError(file, f"{name} is {value!r}, not a whole number from 1")
     return value

@@ -82,6 +82,18 @@ def test_sentence_transformers_files_say_the_pooling(tmp_path: Path) -> None:
         read_base_model(directory)
 
 
+@pytest.mark.parametrize(("value", "context"), [("7", 7), ("512", 18), ("null", 18)])
+def test_sentence_transformers_files_say_how_long_a_text_may_be(tmp_path: Path, value: str, context: int) -> None:
+    directory = write(tmp_path, ROBERTA, BODY)
+    digest = read_base_model(directory).digest
+    (tmp_path / "sentence_roberta_config.json").write_text(f'{{"max_seq_length": {value}, "do_lower_case": false}}')
+    base = read_base_model(directory)
+    assert (base.context_length, base.digest) == (context, digest)
+    (tmp_path / "sentence_roberta_config.json").write_text('{"max_seq_length": "7"}')
+    with pytest.raises(ArtifactError, match=r"sentence_roberta_config.json: max_seq_length is '7', not a whole number"):
+        read_base_model(directory)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

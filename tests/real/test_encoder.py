@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loraplex_client import InvalidRequestError
 
 from tests.e2e.conftest import running_cluster
 
@@ -16,7 +17,10 @@ TEXTS = [
     "A fox jumped over the fence.",
     "Der Mond scheint über Zürich.",
     "word " * 100,
+    "longer " * 300,
 ]
+# The maximum of sentence_bert_config.json.
+MAX_SEQ_LENGTH = 256
 
 
 async def test_embeddings_are_mean_pooled(encoder_directory: Path, tmp_path: Path, one_thread: None) -> None:
@@ -25,14 +29,18 @@ async def test_embeddings_are_mean_pooled(encoder_directory: Path, tmp_path: Pat
 
     auto: Any = AutoModel
     model = auto.from_pretrained(encoder_directory, dtype=torch.float32).eval()
-    batch = AutoTokenizer.from_pretrained(encoder_directory)(TEXTS, padding=True, return_tensors="pt")
+    cut = {"truncation": True, "max_length": MAX_SEQ_LENGTH}
+    batch = AutoTokenizer.from_pretrained(encoder_directory)(TEXTS, padding=True, return_tensors="pt", **cut)
     with torch.inference_mode():
         hidden = model(**batch).last_hidden_state
     mask = batch["attention_mask"].unsqueeze(-1)
     expected = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1))
     flags = ("--dtype", "float32")
     async with running_cluster(tmp_path / "cluster", str(encoder_directory), {}, worker_flags=flags) as cluster:
-        vectors = torch.tensor([list(vector) for vector in (await cluster.client.embed(TEXTS)).vectors])
+        answer = await cluster.client.embed(TEXTS, truncate=True)
+        with pytest.raises(InvalidRequestError, match=f"is {MAX_SEQ_LENGTH} tokens; 302 tokens do not fit"):
+            await cluster.client.embed(TEXTS)
+    vectors = torch.tensor([list(vector) for vector in answer.vectors])
     torch.testing.assert_close(vectors, expected, atol=2e-6, rtol=0)
     alike = vectors @ vectors.t()
     assert alike[0, 1] > 0.9
