@@ -154,14 +154,15 @@ def shielded_chat(chat: Chat, shield: Callable[[str], str]) -> Chat:
 
 
 def _shielded(value: T, shield: Callable[[str], str]) -> T:
-    """Return a text, tuple or dataclass of such with every text shielded."""
+    """Return a value with every text in it shielded."""
     if isinstance(value, tuple):
         return cast(T, tuple(_shielded(one, shield) for one in value))
     if isinstance(value, (ChatMessage, Tool, ToolCall)):
         return replace(value, **{one.name: _shielded(getattr(value, one.name), shield) for one in fields(value)})
-    text = cast(str, value)
-    plain = _ESCAPED.sub(_unescaped, text)
-    return cast(T, shield(text) if shield(plain) == plain else shield(plain))
+    if not isinstance(value, str):
+        return value
+    plain = _ESCAPED.sub(_unescaped, value)
+    return cast(T, shield(value) if shield(plain) == plain else shield(plain))
 
 
 # Characters that a JSON text writes as escapes, and that templates see as they are.

@@ -184,8 +184,16 @@ async def test_calls_and_results_without_ids_get_some(renderer: TemplateRenderer
         "{% if m.role == 'tool' %}({{ m.tool_call_id }}) {% endif %}{% endfor %}"
     )
     calls: list[dict[str, Any]] = [{"name": "f"}, {"name": "g", "id": "own"}, {"name": "h", "id": None}]
-    results: list[dict[str, Any]] = [{"role": "tool", "tool_call_id": "own", "content": "1"}, {"role": "tool", "content": "2"}]
-    asked: list[dict[str, Any]] = [USER, {"role": "assistant", "tool_calls": calls}, *results, {"role": "tool", "content": "3"}]
+    results: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": "own", "content": "1"},
+        {"role": "tool", "content": "2"},
+    ]
+    asked: list[dict[str, Any]] = [
+        USER,
+        {"role": "assistant", "tool_calls": calls},
+        *results,
+        {"role": "tool", "content": "3"},
+    ]
     text = await render(renderer, source, asked)
     assert text == "call00000function ownfunction call00001function (own) (call00000) (call00001) "
 
@@ -201,3 +209,13 @@ async def test_no_special_token_hides_in_the_escapes_of_a_json_text() -> None:
     kept = r'{"a": "\\u003c|end|\\u003e \u003cb \u00fc"}'
     ((_, message),) = [shielded_chat(read_chat(chat_of(called(kept)[:2])), shield).messages]
     assert message.tool_calls[0].arguments == kept
+
+
+async def test_the_texts_of_a_tool_are_shielded_and_its_other_fields_stay() -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.add_special_tokens(["<|end|>"])
+    chat = chat_of([USER])
+    chat.tools.add(name="f", description="<|end|>", strict=True)
+    (tool,) = shielded_chat(read_chat(chat), SpecialTokens(tokenizer, "").shield).tools
+    assert tool.description not in ("", "<|end|>")
+    assert (tool.name, tool.strict) == ("f", True)
