@@ -11,26 +11,30 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from examples.real import Unavailable, real_model
 from tests.libraries.environments import InstallError, install, running_cluster
 from tests.libraries.library import LIBRARIES, ROOT
 
 ENVIRONMENTS = ROOT / ".cache/clients"
-# The adapter that answers: a shipped one, with a chat template that renders tools, as the model's does not.
-ADAPTER = ROOT / "examples/adapters/acme/shout"
+# The adapter that answers gets a chat template that renders tools, as the models' own do not.
 TEMPLATE = ROOT / "tests/router/text/families/hermes.jinja"
-MODEL = "shout"
 
 
 @asynccontextmanager
-async def gateway() -> AsyncIterator[str]:
-    """Run a cluster as a user does; yields its gateway's address."""
+async def gateway() -> AsyncIterator[tuple[str, str]]:
+    """Run a cluster as a user does, with the real model where it can be had; yields its gateway and an adapter."""
+    try:
+        model, source = await asyncio.to_thread(real_model), ROOT / "examples/real_adapters/acme/extract"
+    except Unavailable as error:
+        print(f"The shipped model answers: {error}", file=sys.stderr, flush=True)
+        model, source = ROOT / "examples/model", ROOT / "examples/adapters/acme/shout"
     with tempfile.TemporaryDirectory(prefix="loraplex-clients-") as directory:
-        adapter = shutil.copytree(ADAPTER, Path(directory) / "adapters" / MODEL)
+        adapter = shutil.copytree(source, Path(directory) / "adapters" / source.name)
         shutil.copy(TEMPLATE, adapter / "chat_template.jinja")
         # In float32 greedy answers do not depend on what a prefix cache has.
-        flags = ("--model", "examples/model", "--dtype", "float32", "--adapters", str(adapter.parent))
+        flags = ("--model", str(model), "--dtype", "float32", "--adapters", str(adapter.parent))
         async with running_cluster(*flags) as addresses:
-            yield f"http://{addresses['http']}"
+            yield f"http://{addresses['http']}", adapter.name
 
 
 async def main(names: Sequence[str]) -> int:
@@ -38,16 +42,16 @@ async def main(names: Sequence[str]) -> int:
     failed, chosen = False, [library for library in LIBRARIES if not names or library.name in names]
     row = f"{{:{max(len(library.name) for library in chosen)}}}  {{:8}}  {{:17}}  {{}}"
     print(row.format("library", "version", "scenario", "result"), flush=True)
-    async with gateway() as url:
+    async with gateway() as (url, model):
         for library in chosen:
             try:
                 directory = ENVIRONMENTS / library.name
-                interpreter = await asyncio.to_thread(install, directory, library.packages, is_node=library.is_node)
+                interpreter = await asyncio.to_thread(install, directory, library.packages, library.program)
             except InstallError as error:
                 failed = failed or not error.unreachable
                 print(row.format(library.name, library.version, "-", error), flush=True)
                 continue
-            outcomes = await library.outcomes(interpreter, directory, url, MODEL)
+            outcomes = await library.outcomes(interpreter, directory, url, model)
             for scenario, why in outcomes.items():
                 first = " ".join(why.split())[:300]
                 print(row.format(library.name, library.version, scenario, first or "ok"), flush=True)

@@ -28,18 +28,24 @@ class InstallError(Exception):
         self.unreachable = unreachable
 
 
-def install(directory: Path, packages: Sequence[str], *, is_node: bool = False) -> str:
-    """Install packages, unless they are installed already; return their interpreter. Raises InstallError."""
-    interpreter = shutil.which("node") if is_node else str(directory / "bin/python")
+def install(directory: Path, packages: Sequence[str], program: str = "python") -> str:
+    """Install packages, unless they are installed already; return the program that runs them. Raises InstallError.
+
+    `program`: python, of a virtual environment, or node or java, of this machine.
+    """
+    interpreter = str(directory / "bin/python") if program == "python" else shutil.which(program)
     if interpreter is None:
-        raise InstallError("node is not on the PATH")
+        raise InstallError(f"{program} is not on the PATH")
+    directory.mkdir(parents=True, exist_ok=True)
+    if not packages:
+        return interpreter
     stamp, listed = directory / "packages.txt", "\n".join(packages)
     if stamp.exists() and stamp.read_text() == listed:
         return interpreter
     print(f"installing {packages[0]} into {directory.relative_to(ROOT)} ...", file=sys.stderr, flush=True)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    if is_node:
+    if program == "node":
         command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(directory)]
     else:
         subprocess.run([sys.executable, "-m", "venv", directory], check=True)

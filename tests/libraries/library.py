@@ -19,7 +19,10 @@ _TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Library:
-    """A library: `packages` are those to install, with versions, itself first; `script` is a file of this folder."""
+    """A library: `packages` are those to install, with versions, itself first; `script` is a file of this folder.
+
+    A library that comes with its program has no packages.
+    """
 
     name: str
     packages: tuple[str, ...]
@@ -27,14 +30,14 @@ class Library:
     scenarios: tuple[str, ...] = CHAT
 
     @property
-    def is_node(self) -> bool:
-        """Tell whether the script runs in Node."""
-        return self.script.endswith(".mjs")
+    def program(self) -> str:
+        """Return the program that runs the script: Python is that of the library's environment."""
+        return {".py": "python", ".mjs": "node", ".java": "java"}[Path(self.script).suffix]
 
     @property
     def version(self) -> str:
-        """Return the library's own version."""
-        return self.packages[0].replace("@", "==").rpartition("==")[2]
+        """Return the library's own version; empty for one that comes with the program."""
+        return self.packages[0].replace("@", "==").rpartition("==")[2] if self.packages else ""
 
     async def outcomes(self, interpreter: str, directory: Path, url: str, model: str) -> Mapping[str, str]:
         """Run the script against a gateway; return why each of its scenarios failed, "" for one that passed.
@@ -48,13 +51,14 @@ class Library:
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it asks the internet at its start
         }
         script = str(ROOT / "tests/libraries" / self.script)
-        command = [script] if self.is_node else ["-m", f"tests.libraries.{Path(script).stem}"]
+        is_python = self.program == "python"
+        command = ["-m", f"tests.libraries.{Path(script).stem}"] if is_python else [script]
         reported: dict[str, str] = {}
         with (directory / "script.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
                 interpreter,
                 *command,
-                cwd=directory if self.is_node else ROOT,
+                cwd=ROOT if is_python else directory,
                 env=os.environ | variables,
                 stdout=PIPE,
                 stderr=log,
@@ -81,9 +85,13 @@ LIBRARIES = (
     Library("anthropic", ("anthropic==2.14.0",), "use_anthropic.py"),
     Library("huggingface_hub", ("huggingface_hub==2.4.0",), "use_huggingface_hub.py"),
     Library("litellm", ("litellm==1.110.2",), "use_litellm.py"),
+    # The last version whose own parts are all on the package index.
+    Library("litellm-proxy", ("litellm[proxy]==1.106.12",), "use_litellm_proxy.py"),
+    Library("openai-agents", ("openai-agents==0.24.0",), "use_openai_agents.py"),
     Library("langchain", ("langchain-openai==1.7.4",), "use_langchain.py"),
     Library("instructor", ("instructor==1.17.0",), "use_instructor.py"),
     Library("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), "use_pydantic_ai.py"),
     Library("llama-index", ("llama-index-llms-openai-like==0.8.1", "llama-index-core==0.14.25"), "use_llama_index.py"),
     Library("dspy", ("dspy==3.4.1",), "use_dspy.py"),
+    Library("java.net.http", (), "use_java.java"),
 )

@@ -18,7 +18,7 @@ KEY = "none"
 
 QUESTION = "What is the weather?"
 # A question that is longer than any model's context in these tests.
-TOO_LONG = "word " * 8_000
+TOO_LONG = "word " * 10_000
 # Words of the gateway's error by which libraries tell it from others.
 OVERFLOW_WORDS = "maximum context length"
 

@@ -1,0 +1,65 @@
+"""LiteLLM's proxy: OpenAI's client talks to it, and it to the gateway."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.libraries.scenarios import KEY, MODEL, URL, run
+
+# Timeout in seconds of the proxy's start: its imports take 20 on two busy cores.
+_START_S = 120.0
+
+
+@contextmanager
+def proxy() -> Iterator[str]:
+    """Run the proxy with the gateway's model; yields its address."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+    served = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": KEY}
+    with tempfile.TemporaryDirectory() as directory:
+        config = Path(directory, "config.yaml")  # JSON is YAML
+        config.write_text(json.dumps({"model_list": [{"model_name": MODEL, "litellm_params": served}]}))
+        command = [str(Path(sys.executable).with_name("litellm")), "--config", str(config), "--host", "127.0.0.1"]
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=sys.stderr)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            _wait_for(f"{address}/health/liveliness", process)
+            yield address
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the proxy answers. Raises RuntimeError if it ends, or takes too long."""
+    last = time.monotonic() + _START_S
+    while time.monotonic() < last and process.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+        except OSError:
+            time.sleep(0.2)  # the proxy reports its start nowhere else
+        else:
+            return
+    raise RuntimeError("the proxy did not start")
+
+
+if __name__ == "__main__":
+    with proxy() as address:
+        os.environ["LORAPLEX_URL"] = address
+        # The modules read the address when they are imported.
+        for module in ("tests.libraries.scenarios", "tests.libraries.use_openai"):
+            sys.modules.pop(module, None)
+        from tests.libraries import use_openai
+
+        run(use_openai.stream, use_openai.tools, use_openai.schema, use_openai.overflow)
