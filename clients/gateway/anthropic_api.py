@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Required
 
 from anthropic.types import ToolParam
 from anthropic.types.message_count_tokens_params import MessageCountTokensParams
@@ -17,10 +16,12 @@ from loraplex_client import (
     Usage,
 )
 from pydantic import ConfigDict, Discriminator, Tag, with_config
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
+from clients.gateway.anthropic_messages import LENIENT, Message, TextOrOther, conversation
 from clients.gateway.bodies import Body
-from clients.gateway.conversation import SESSION_CHARACTERS, ChatBuilder
+from clients.gateway.conversation import SESSION_CHARACTERS
 from clients.gateway.endpoint import HttpCall, Protocol
 from clients.gateway.errors import HttpError, check_served, named_model, not_served, renamed
 from clients.gateway.exchange import encode
@@ -84,72 +85,17 @@ def usage_of(usage: Usage) -> dict[str, int]:
     }
 
 
-def conversation(request: Mapping[str, Any]) -> ChatBuilder:
-    """Return a request's chat. Raises HttpError on a block that is not served."""
-    chat = ChatBuilder()
-    if request.get("system"):
-        chat.add("system", role="system", content=_text("system", request["system"]))
-    for index, message in enumerate(request["messages"]):
-        at, content = f"messages[{index}]", message["content"]
-        if isinstance(content, str) or message["role"] == "system":
-            chat.add(at, role=message["role"], content=_text(f"{at}.content", content))
-        elif message["role"] == "assistant":
-            chat.add(at, **_assistant(f"{at}.content", content))
-        else:
-            _add_user(chat, at, content)
-    return chat
-
-
-def _add_user(chat: ChatBuilder, at: str, blocks: list[Mapping[str, Any]]) -> None:
-    """Add the results of calls, each as a message, and then the rest."""
-    rest = []
-    for index, block in enumerate(blocks):
-        place = f"{at}.content[{index}]"
-        if block["type"] == "tool_result":
-            content = _text(f"{place}.content", block.get("content", ""))
-            chat.add(place, role="tool", tool_call_id=block["tool_use_id"], content=content)
-        else:
-            rest.append({"type": "text", "text": _text_of(place, block)})
-    if rest:
-        chat.add(at, role="user", content=rest[0]["text"] if len(rest) == 1 else rest)
-
-
-def _assistant(at: str, blocks: list[Mapping[str, Any]]) -> dict[str, Any]:
-    texts, reasoning, calls = [], [], []
-    for index, block in enumerate(blocks):
-        if block["type"] == "tool_use":
-            arguments = json.dumps(block["input"], ensure_ascii=False)
-            calls.append({"id": block["id"], "name": block["name"], "arguments": arguments})
-        elif block["type"] == "thinking":
-            reasoning.append(block["thinking"])
-        else:
-            texts.append(_text_of(f"{at}[{index}]", block))
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if reasoning:
-        message["reasoning"] = "".join(reasoning)
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def _text(at: str, content: str | list[Mapping[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(_text_of(f"{at}[{index}]", block) for index, block in enumerate(content))
-
-
-def _text_of(at: str, block: Mapping[str, Any]) -> str:
-    if block["type"] != "text":
-        raise not_served(f"{at}.type", f"{block['type']} is not served")
-    text: str = block["text"]
-    return text
-
-
 @with_config(ConfigDict(extra="allow"))
 class HostedTool(TypedDict):
     """A tool that Anthropic's servers run; it is read so that the error can name it."""
 
     type: str
+
+
+class CustomTool(ToolParam, total=False):
+    """A tool that the client runs; prompts are cached anyway."""
+
+    cache_control: Any
 
 
 def _tool_kind(tool: Any) -> str:
@@ -158,12 +104,19 @@ def _tool_kind(tool: Any) -> str:
     return "Hosted" if isinstance(kind, str) and kind != _CUSTOM else "Custom"
 
 
-Tool = Annotated[Annotated[ToolParam, Tag("Custom")] | Annotated[HostedTool, Tag("Hosted")], Discriminator(_tool_kind)]
+Tool = Annotated[Annotated[CustomTool, Tag("Custom")] | Annotated[HostedTool, Tag("Hosted")], Discriminator(_tool_kind)]
 
 
 class MessagesRequest(MessageCreateParamsBase, total=False):
     """Body of a request to /v1/messages. Older versions of the protocol have the fields of sampling."""
 
+    messages: Required[list[Message]]  # type: ignore[misc]
+    system: str | list[TextOrOther]  # type: ignore[misc]
+    # Not checked, because they are without effect: prompts are cached, and are what the client sends.
+    thinking: Any
+    cache_control: Any
+    context_management: Any
+    betas: Any
     stream: bool | None
     temperature: float | None
     top_p: float | None
@@ -174,10 +127,16 @@ class MessagesRequest(MessageCreateParamsBase, total=False):
 class CountRequest(MessageCountTokensParams, total=False):
     """Body of a request to /v1/messages/count_tokens."""
 
+    messages: Required[list[Message]]  # type: ignore[misc]
+    system: str | list[TextOrOther]  # type: ignore[misc]
+    thinking: Any
+    cache_control: Any
+    context_management: Any
+    betas: Any
     tools: list[Tool]  # type: ignore[misc]
 
 
-MESSAGES, COUNT = Body(MessagesRequest), Body(CountRequest)
+MESSAGES, COUNT = Body(MessagesRequest, LENIENT), Body(CountRequest, LENIENT)
 
 # Fields that are refused, unless their value asks for nothing.
 _NOT_SERVED = ("container", "diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id", "workspace_id")
@@ -188,8 +147,6 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the SDK beside the messages. Raises HttpError on a field that is not served."""
     check_served(request, _NOT_SERVED, _NOTHING)
-    if (request.get("thinking") or {}).get("type", "disabled") != "disabled":
-        raise not_served("thinking", "is the model's own choice here; only `disabled` is taken, without effect")
     options: dict[str, Any] = {
         "temperature": request.get("temperature"),
         "default_temperature": _TEMPERATURE,
@@ -272,11 +229,12 @@ def _content(whole: Generation) -> list[dict[str, Any]]:
 
 
 def _object(arguments: str) -> Any:
-    """Return arguments as an object; empty where the answer was cut in the middle of them."""
+    """Return arguments as an object: of those that are cut as much as there is, as Anthropic's clients read them."""
     try:
-        return json.loads(arguments or "{}")
+        value = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:
-        return {}
+        value = None
+    return value if isinstance(value, dict) else {}
 
 
 def _end(whole: Generation) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -26,13 +26,13 @@ _TAGS = ("role", "type")
 class Body:
     """Validates bodies of one kind, a TypedDict.
 
-    `sent_back` are TypedDicts in it that programs make of answers, whoever's: each has these further fields, strings,
-    and its other unknown fields are ignored, as are those of objects in it.
+    Unknown fields of the TypedDicts `lenient` in it are ignored, as are those of objects in these: messages have what
+    clients keep with them, and answers of any server are sent back.
     """
 
-    def __init__(self, kind: Any, sent_back: Mapping[type, Sequence[str]] | None = None) -> None:
+    def __init__(self, kind: Any, lenient: Collection[type] = ()) -> None:
         self.kind = kind
-        self._validator = SchemaValidator(strict_schema(kind, sent_back or {}))
+        self._validator = SchemaValidator(strict_schema(kind, lenient))
 
     def read(self, body: bytes) -> dict[str, Any]:
         """Return the fields of a body. Raises HttpError naming one that is wrong."""
@@ -125,11 +125,11 @@ def _too_many(most: int, what: str) -> HttpError:
     return HttpError(400, "invalid_json", f"the body has more than {most} {what}")
 
 
-def strict_schema(kind: Any, sent_back: Mapping[type, Sequence[str]]) -> core_schema.CoreSchema:
+def strict_schema(kind: Any, lenient: Collection[type]) -> core_schema.CoreSchema:
     """Return the schema of a TypedDict for Body."""
     schema: Any = TypeAdapter(kind).core_schema
     definitions = {part["ref"]: part for part in schema.get("definitions", ())}
-    strict: core_schema.CoreSchema = _Strict(definitions, sent_back).node(schema)
+    strict: core_schema.CoreSchema = _Strict(definitions, lenient).node(schema)
     return strict
 
 
@@ -143,10 +143,10 @@ class _Strict:
     objects            of at most so many fields, since each field that is unknown is an error
     """
 
-    def __init__(self, definitions: Mapping[str, Any], sent_back: Mapping[type, Sequence[str]]) -> None:
+    def __init__(self, definitions: Mapping[str, Any], lenient: Collection[type]) -> None:
         self._definitions = definitions
-        self._sent_back = sent_back
-        # Whether the node is in an object that is sent back.
+        self._lenient_kinds = lenient
+        # Whether the node is in an object of these kinds.
         self._lenient = False
 
     def node(self, node: Any) -> Any:
@@ -158,7 +158,7 @@ class _Strict:
         if node.get("type") == "union" and (tagged := self._tagged(node)) is not None:
             return tagged
         outer = self._lenient
-        self._lenient = outer or (node.get("type") == "typed-dict" and node.get("cls") in self._sent_back)
+        self._lenient = outer or (node.get("type") == "typed-dict" and node.get("cls") in self._lenient_kinds)
         try:
             return self._bounded({key: value if key == "metadata" else self.node(value) for key, value in node.items()})
         finally:
@@ -177,9 +177,6 @@ class _Strict:
 
     def _object(self, strict: dict[str, Any]) -> Any:
         strict["extra_behavior"] = "forbid"
-        text = core_schema.nullable_schema(core_schema.str_schema())
-        for name in self._sent_back.get(strict.get("cls", object), ()):
-            strict["fields"][name] = core_schema.typed_dict_field(text, required=False)
         ref = strict.pop("ref", None)
         required = {name: bool(field.get("required")) for name, field in strict["fields"].items()}
         return core_schema.no_info_before_validator_function(_asked(required, self._lenient), strict, ref=ref)

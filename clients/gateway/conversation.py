@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ SESSION_CHARACTERS = 256
 
 @dataclass
 class ChatBuilder:
-    """The messages of a chat, and the place in the request that each comes from."""
+    """The messages of a chat, and the places in the request that these and the tools come from."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
+    tools: list[str] = field(default_factory=list)
 
     def add(self, origin: str, **message: Any) -> None:
         """Add a message."""
@@ -37,9 +39,10 @@ class ChatBuilder:
 
     def _renamed(self, error: LoraplexError) -> HttpError:
         failure = http_error(error)
-        place, bracket, rest = failure.field.partition("]")
-        if bracket and place.startswith("messages[") and place[9:].isdecimal():
-            origin = self.origins[int(place[9:])]
-            failure.message = failure.message.replace(f"{place}]", origin, 1)
-            failure.field = origin + rest
+        for name, origins in (("messages", self.origins), ("tools", self.tools)):
+            if origins and (match := re.match(rf"{name}\[(\d+)\]", failure.field)):
+                origin = origins[int(match[1])]
+                failure.message = failure.message.replace(match[0], origin, 1)
+                failure.field = origin + failure.field[match.end() :]
+                break
         return failure

@@ -291,7 +291,7 @@ class HttpConnection(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Parse requests; one that offers an upgrade is read as if it did not (RFC 9110, section 7.8).
 
-        The parser stops behind such a head and takes none of its body: it gets the head again, without the offer.
+        The parser stops behind such a head, without its body: a new one gets the head again, without the offer.
         """
         while data:
             try:
@@ -301,6 +301,8 @@ class HttpConnection(HttpToolsProtocol):
                 data = data[offer.args[0] :]
                 method, version = self.parser.get_method(), self.parser.get_http_version().encode()
                 headers = b"".join(b"%s: %s\r\n" % header for header in self.headers)
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
                 self.parser.feed_data(b"%s %s HTTP/%s\r\n%s\r\n" % (method, self.url, version, headers))
 
     def on_message_begin(self) -> None:

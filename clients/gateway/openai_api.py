@@ -13,7 +13,6 @@ from loraplex_client import Adapter, FinishReason, ServedModel, Usage
 from openai.types import EmbeddingCreateParams
 from openai.types.chat import (
     ChatCompletionAllowedToolChoiceParam,
-    ChatCompletionAssistantMessageParam,
     ChatCompletionNamedToolChoiceCustomParam,
     ChatCompletionStreamOptionsParam,
 )
@@ -28,6 +27,7 @@ from clients.gateway.conversation import SESSION_CHARACTERS
 from clients.gateway.endpoint import HttpCall, Protocol
 from clients.gateway.errors import HttpError, check_served, invalid, named_model, not_served, renamed
 from clients.gateway.exchange import encode
+from clients.gateway.openai_messages import LENIENT, ChatMessage
 
 DONE = b"data: [DONE]\n\n"
 REASONS = {
@@ -134,6 +134,7 @@ class JsonFormat(TypedDict, total=False):
 class ChatRequest(ChatParams, Extensions, total=False):
     """Body of a request to /v1/chat/completions."""
 
+    messages: Required[list[ChatMessage]]  # type: ignore[misc]
     stream: bool | None
     stream_options: StreamOptions | None  # type: ignore[misc]
     tool_choice: (  # type: ignore[misc]
@@ -155,8 +156,7 @@ class CompletionRequest(CompletionParams, Extensions, total=False):
     stream_options: StreamOptions | None  # type: ignore[misc]
 
 
-# The reasoning in answers has two names.
-CHAT = Body(ChatRequest, {ChatCompletionAssistantMessageParam: ["reasoning_content", "reasoning"]})
+CHAT = Body(ChatRequest, LENIENT)
 COMPLETION = Body(CompletionRequest)
 EMBEDDING = Body(EmbeddingCreateParams)
 
@@ -192,7 +192,10 @@ def chat_options(request: Mapping[str, Any]) -> dict[str, Any]:
         raise invalid("top_logprobs", "needs logprobs")
     if (effort := request.get("reasoning_effort")) is not None:
         options["template_args"] = {**(options.get("template_args") or {}), "reasoning_effort": effort}
-    check_tools(request)
+    for index, tool in enumerate(request.get("tools") or ()):
+        if tool["type"] != "function":
+            raise not_served(f"tools[{index}].type", f"{tool['type']} is not served, only function")
+    check_tool_choice(request)
     options["response_format"] = _format(request.get("response_format"))
     return options
 
@@ -245,11 +248,8 @@ def _biases(biases: Mapping[str, float]) -> dict[int, float]:
         raise invalid("logit_bias", "each key is a token id") from None
 
 
-def check_tools(request: Mapping[str, Any]) -> None:
-    """Raise HttpError on a tool, or a choice of one, that is not a function of the client's."""
-    for index, tool in enumerate(request.get("tools") or ()):
-        if tool["type"] != "function":
-            raise not_served(f"tools[{index}].type", f"{tool['type']} is not served, only function")
+def check_tool_choice(request: Mapping[str, Any]) -> None:
+    """Raise HttpError on the choice of a tool that is not a function of the client's."""
     choice = request.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type", "function") != "function":
         raise not_served("tool_choice.type", f"{choice['type']} is not served, only function")

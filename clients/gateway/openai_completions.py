@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from loraplex_client import AsyncGenerationStream, Choice, Generation, Piece, TokenLogprobs, ToolCallPart, Usage
@@ -26,6 +27,7 @@ from clients.gateway.openai_api import (
     stream_usage,
     usage_of,
 )
+from clients.gateway.openai_messages import sdk_messages
 
 # Maximum number of prompts of a request; each becomes a request of its own.
 _PROMPTS = 64
@@ -66,7 +68,7 @@ class LogprobTexts:
                 None if token is None else {_text(token_bytes[other]): logprob for other, logprob in token.alternatives}
                 for token in logprobs
             ],
-            "text_offset": [at + sum(map(len, texts[:index])) for index in range(len(texts))],
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=at)) if texts else [],
         }
 
     async def _bytes(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Mapping[int, bytes]:
@@ -86,16 +88,15 @@ async def chat_completions(call: HttpCall) -> None:
     """Answer a chat, whole or as a stream. Raises HttpError, LoraplexError."""
     request = CHAT.read(call.body)
     options, usage = chat_options(request), stream_usage(request)
+    messages = sdk_messages(request["messages"])
     named = await call.cluster.named(call.caller, request["model"])
     request_id = call.exchange.request_id
     texts = LogprobTexts(call, named.get("model", "")) if "logprobs" in options else None
-    stream = call.caller.chat_stream(
-        request["messages"], request_id=request_id, timeout_s=call.timeout_s, **named, **options
-    )
+    stream = call.caller.chat_stream(messages, request_id=request_id, timeout_s=call.timeout_s, **named, **options)
     async with stream:
         if request.get("stream"):
             head = head_of("chat.completion.chunk", "chatcmpl", request_id, request["model"])
-            count = partial(_prompt_tokens, call, [{"messages": request["messages"]}], {**named, **options})
+            count = partial(_prompt_tokens, call, [{"messages": messages}], {**named, **options})
             await _ChatChunks(call, head, texts, options.get("n", 1), usage, count).send(stream)
         else:
             head = head_of("chat.completion", "chatcmpl", request_id, request["model"])

@@ -13,7 +13,7 @@ from clients.gateway.errors import HttpError
 from clients.gateway.exchange import encode
 from clients.gateway.openai_api import error_of
 from clients.gateway.openai_completions import LogprobTexts
-from clients.gateway.openai_responses_input import RESPONSE, conversation, items_of, options_of
+from clients.gateway.openai_responses_input import RESPONSE, conversation, items_of, options_of, served_tools
 
 # Names of this protocol for the cluster's.
 _NAMES = {
@@ -57,12 +57,16 @@ def _head(request: Mapping[str, Any], response_id: str) -> dict[str, Any]:
         "temperature": request.get("temperature"),  # null: the model's own, which the router knows
         "text": {"format": {"type": "text"}, **(request.get("text") or {})},
         "tool_choice": request.get("tool_choice", "auto"),
-        "tools": [{"parameters": None, "strict": None, **tool} for tool in request.get("tools") or ()],
+        "tools": [_told(tool) for tool in request.get("tools") or () if tool["type"] in ("function", "namespace")],
         "top_logprobs": request.get("top_logprobs") or 0,
         "top_p": request.get("top_p"),
-        "truncation": "disabled",
+        "truncation": request.get("truncation", "disabled"),
         "user": request.get("user"),
     }
+
+
+def _told(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"parameters": None, "strict": None, **tool} if tool["type"] == "function" else tool
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -81,12 +85,13 @@ async def responses(call: HttpCall) -> None:
     options, items = options_of(request), items_of(request)
     before = request.get("previous_response_id")
     earlier = [] if before is None else call.turns.items(call.claimed, before)
-    chat = conversation(request.get("instructions"), earlier, items)
+    chat = conversation(request, earlier, items)
     model = await call.cluster.named(call.caller, request["model"])
     texts = LogprobTexts(call, model.get("model", "")) if "logprobs" in options else None
     request_id = call.exchange.request_id
     response_id, as_events = f"resp_{request_id}", bool(request.get("stream"))
-    answer = _Answer(call, _head(request, response_id), texts)
+    namespaces = {tool.function["name"]: tool.namespace for tool in served_tools(request) if tool.namespace}
+    answer = _Answer(call, _head(request, response_id), texts, namespaces)
     with chat.naming_origins():
         stream = call.caller.chat_stream(
             chat.messages, request_id=request_id, timeout_s=call.timeout_s, **model, **options
@@ -104,10 +109,14 @@ async def responses(call: HttpCall) -> None:
 class _Answer:
     """An answer that grows by pieces: items of reasoning, text and calls, one after the other, told by events."""
 
-    def __init__(self, call: HttpCall, head: dict[str, Any], texts: LogprobTexts | None) -> None:
+    def __init__(
+        self, call: HttpCall, head: dict[str, Any], texts: LogprobTexts | None, namespaces: Mapping[str, str]
+    ) -> None:
         self._call = call
         self._head = head
         self._texts = texts
+        # Those of the functions that have one.
+        self._namespaces = namespaces
         # The number of the next event.
         self._number = 0
         # The kind of the open item, `reasoning` or `message`, or the index of its call; None: no item is open.
@@ -179,7 +188,8 @@ class _Answer:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"type": "message", "id": f"msg_{name}", **base, "role": "assistant"}
         else:
-            self.output.append({"type": "function_call", "id": f"fc_{name}", **base, **call, "arguments": ""})
+            own = {"namespace": self._namespaces[call["name"]]} if call["name"] in self._namespaces else {}
+            self.output.append({"type": "function_call", "id": f"fc_{name}", **base, **call, **own, "arguments": ""})
             return events + self._event("response.output_item.added", output_index=number, item=self.output[-1])
         self.output.append(item | {"content": []})
         events += self._event("response.output_item.added", output_index=number, item=self.output[-1])

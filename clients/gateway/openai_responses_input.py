@@ -3,57 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Required
 
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
-from pydantic import ConfigDict, Discriminator, Tag, with_config
+from pydantic import Discriminator, Tag
 from typing_extensions import TypedDict
 
 from clients.gateway.bodies import Body
 from clients.gateway.conversation import ChatBuilder
 from clients.gateway.errors import check_served, invalid, not_served
-from clients.gateway.openai_api import Extensions, check_tools, common_options
+from clients.gateway.openai_api import Extensions, check_tool_choice, common_options
+from clients.gateway.openai_messages import LENIENT, Other, Part, text_of
 
 _LOGPROBS = "message.output_text.logprobs"
 # Values of `include` that are accepted. Reasoning always comes, and is never encrypted.
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
-
-
-class TextPart(TypedDict, total=False):
-    """A part of a content: a text, of the request or of an answer."""
-
-    type: Required[Literal["input_text", "output_text", "text"]]
-    text: Required[str]
-    annotations: Any
-    logprobs: Any
-
-
-class RefusalPart(TypedDict):
-    """A part of a content: an answer that declined."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
-@with_config(ConfigDict(extra="allow"))
-class Other(TypedDict):
-    """A part, an item or a tool of OpenAI's servers; it is read so that the error can name it."""
-
-    type: str
-
-
-_PARTS = {"input_text": "Text", "output_text": "Text", "text": "Text", "refusal": "Refusal"}
-
-
-def _part_kind(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    return _PARTS.get(kind, "Other") if isinstance(kind, str) else "Text"
-
-
-Part = Annotated[
-    Annotated[TextPart, Tag("Text")] | Annotated[RefusalPart, Tag("Refusal")] | Annotated[Other, Tag("Other")],
-    Discriminator(_part_kind),
-]
 
 
 class InputMessage(TypedDict, total=False):
@@ -62,8 +27,6 @@ class InputMessage(TypedDict, total=False):
     type: Literal["message"]
     role: Required[Literal["user", "system", "developer"]]
     content: Required[str | list[Part]]
-    id: str
-    status: str
 
 
 class AnsweredMessage(TypedDict, total=False):
@@ -88,9 +51,7 @@ class FunctionResult(TypedDict, total=False):
 
     type: Required[Literal["function_call_output"]]
     call_id: Required[str]
-    output: Required[str | list[Part]]
-    id: str
-    status: str
+    output: str | list[Part]
 
 
 class Reasoning(TypedDict, total=False):
@@ -131,12 +92,27 @@ class FunctionTool(TypedDict, total=False):
     strict: bool | None
 
 
+class Namespace(TypedDict, total=False):
+    """Functions under a name; Codex sends them."""
+
+    type: Required[Literal["namespace"]]
+    name: Required[str]
+    description: str | None
+    tools: Required[list[FunctionTool]]
+
+
+_TOOLS = {"function": "Function", "namespace": "Namespace"}
+
+
 def _tool_kind(tool: Any) -> str:
-    kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
-    return "Other" if isinstance(kind, str) and kind != "function" else "Function"
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return _TOOLS.get(kind, "Other") if isinstance(kind, str) else "Function"
 
 
-Tool = Annotated[Annotated[FunctionTool, Tag("Function")] | Annotated[Other, Tag("Other")], Discriminator(_tool_kind)]
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("Function")] | Annotated[Namespace, Tag("Namespace")] | Annotated[Other, Tag("Other")],
+    Discriminator(_tool_kind),
+]
 
 
 class ResponseRequest(ResponseCreateParamsBase, Extensions, total=False):
@@ -148,16 +124,45 @@ class ResponseRequest(ResponseCreateParamsBase, Extensions, total=False):
     include: list[str] | None  # type: ignore[misc]
     stream: bool | None
     seed: int | None
+    client_metadata: Any
 
 
-RESPONSE = Body(ResponseRequest, {AnsweredMessage: [], FunctionCall: [], Reasoning: []})
+RESPONSE = Body(ResponseRequest, [*LENIENT, InputMessage, AnsweredMessage, FunctionCall, FunctionResult, Reasoning])
 
 # Fields that are refused, unless their value asks for nothing.
 _NOT_SERVED = (
     "access_programs", "background", "background_options", "context_management", "conversation", "image",
     "max_tool_calls", "moderation", "prompt", "service_tier", "truncation",
 )  # fmt: skip
-_NOTHING = {"background": (False,), "service_tier": ("auto", "default"), "truncation": ("disabled",)}
+_NOTHING = {"background": (False,), "service_tier": ("auto", "default"), "truncation": ("disabled", "auto")}
+
+
+@dataclass(frozen=True)
+class ServedTool:
+    """A function that the model may call: its place in the request, its namespace or none, and itself."""
+
+    origin: str
+    namespace: str
+    function: Mapping[str, Any]
+
+
+def served_tools(request: Mapping[str, Any]) -> list[ServedTool]:
+    """Return the functions of a request. Raises HttpError on a tool that OpenAI's servers run.
+
+    Web search is left out where the model may choose among others: Codex offers it in every request.
+    """
+    tools = request.get("tools") or ()
+    is_choice = request.get("tool_choice", "auto") in ("auto", "none") and any(one["type"] in _TOOLS for one in tools)
+    served = []
+    for index, tool in enumerate(tools):
+        if tool["type"] == "namespace":
+            inner = enumerate(tool["tools"])
+            served += [ServedTool(f"tools[{index}].tools[{at}]", tool["name"], function) for at, function in inner]
+        elif tool["type"] == "function":
+            served.append(ServedTool(f"tools[{index}]", "", tool))
+        elif not (is_choice and tool["type"].startswith("web_search")):
+            raise not_served(f"tools[{index}].type", f"{tool['type'][:100]} is not served, only function and namespace")
+    return served
 
 
 def items_of(request: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -167,28 +172,30 @@ def items_of(request: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def conversation(
-    instructions: str | None, earlier: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, Any]]
+    request: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]], items: Sequence[Mapping[str, Any]]
 ) -> ChatBuilder:
-    """Return the chat of a request and the turns before it. Raises HttpError on an item that is not served.
+    """Return the chat of a request's items and the turns before it. Raises HttpError on an item that is not served.
 
     An answer's reasoning, its text and its calls are items of their own, and one message of a chat.
     """
-    chat = ChatBuilder()
-    if instructions:
-        chat.add("instructions", role="system", content=instructions)
+    chat = ChatBuilder(tools=[tool.origin for tool in served_tools(request)])
+    if request.get("instructions"):
+        chat.add("instructions", role="system", content=request["instructions"])
     places = ["previous_response_id"] * len(earlier) + [f"input[{index}]" for index in range(len(items))]
     for at, item in zip(places, (*earlier, *items), strict=True):
         kind = item.get("type", "message")
         if kind == "function_call_output":
-            chat.add(at, role="tool", tool_call_id=item["call_id"], content=_text(f"{at}.output", item["output"]))
+            chat.add(
+                at, role="tool", tool_call_id=item["call_id"], content=text_of(f"{at}.output", item.get("output", ""))
+            )
         elif kind == "message" and item["role"] != "assistant":
-            chat.add(at, role=item["role"], content=_text(f"{at}.content", item["content"]))
+            chat.add(at, role=item["role"], content=text_of(f"{at}.content", item["content"]))
         elif kind == "reasoning":
             thought = "".join(str(part.get("text", "")) for part in item.get("content") or ())
             if thought:
                 chat.add(at, role="assistant", content="", reasoning=thought)
         elif kind == "message":
-            text = _text(f"{at}.content", item["content"])
+            text = text_of(f"{at}.content", item["content"])
             if (open_answer := _open_answer(chat)) is not None and not open_answer["content"]:
                 open_answer["content"] = text
             else:
@@ -209,22 +216,13 @@ def _open_answer(chat: ChatBuilder) -> dict[str, Any] | None:
     return last if last.get("role") == "assistant" else None
 
 
-def _text(at: str, content: str | Sequence[Mapping[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        if part["type"] not in _PARTS:
-            raise not_served(f"{at}[{index}].type", f"{part['type']} is not served, only text")
-        texts.append(part["refusal"] if part["type"] == "refusal" else part["text"])
-    return "".join(texts)
-
-
 def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a chat, without model and messages. Raises HttpError on a field that is not served."""
     check_served(request, _NOT_SERVED, _NOTHING)
-    check_tools(request)
+    check_tool_choice(request)
     options = common_options(request)
+    if request.get("tools"):
+        options["tools"] = [tool.function for tool in served_tools(request)]
     options["max_tokens"] = request.get("max_output_tokens")
     included = request.get("include") or ()
     for index, name in enumerate(included):

@@ -15,6 +15,7 @@ from clients.gateway.bodies import Body
 from clients.gateway.endpoint import HttpCall, Protocol
 from clients.gateway.errors import HttpError, invalid, not_served, renamed
 from clients.gateway.exchange import encode
+from clients.gateway.openai_messages import LENIENT, ChatMessage, sdk_messages
 
 # Names of this protocol for the cluster's.
 _NAMES = {
@@ -121,7 +122,7 @@ class TokenizeRequest(TypedDict, total=False):
     add_special_tokens: bool | None
     model: str | None
     prompt: str
-    messages: list[dict[str, Any]]
+    messages: list[ChatMessage]
     return_token_strs: bool | None
 
 
@@ -132,7 +133,7 @@ class DetokenizeRequest(TypedDict, total=False):
     tokens: Required[list[int]]
 
 
-GENERATE, TOKENIZE, DETOKENIZE = Body(GenerateRequest), Body(TokenizeRequest), Body(DetokenizeRequest)
+GENERATE, TOKENIZE, DETOKENIZE = Body(GenerateRequest), Body(TokenizeRequest, LENIENT), Body(DetokenizeRequest)
 
 # TGI's parameters with LoRAX's names.
 _RENAMED = {"stop": "stop_sequences", "top_n_tokens": "return_k_alternatives"}
@@ -294,7 +295,7 @@ async def _count(call: HttpCall, request: Mapping[str, Any]) -> None:
     named = await _model(call, request)
     ids = await call.caller.tokenize(
         request.get("prompt"),
-        messages=request.get("messages"),
+        messages=sdk_messages(request["messages"]) if "messages" in request else None,
         add_special_tokens=request.get("add_special_tokens"),
         **named,
     )

@@ -23,7 +23,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class MessageForm:
-    """What a template expects of messages.
+    """Describes what a template expects of messages.
 
     takes_parts     contents are lists of parts, not texts
     knows_developer there is a role developer; else its messages are the system's

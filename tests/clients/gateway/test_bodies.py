@@ -14,6 +14,7 @@ from clients.gateway import bodies
 from clients.gateway.errors import HttpError
 from clients.gateway.exchange import BODY_BYTES
 from clients.gateway.openai_api import CHAT
+from clients.gateway.openai_messages import sdk_messages
 
 USER = b'{"role":"user","content":"x"}'
 
@@ -38,13 +39,11 @@ def chat(messages: bytes = USER, more: bytes = b"") -> bytes:
         (chat(b"3"), "invalid_value", "messages[0]"),
         (chat(USER + b',{"content":"x"}'), "missing_required_parameter", "messages[1].role"),
         (chat(b'{"role":"wizard"}'), "invalid_value", "messages[0].role"),
-        (chat(b'{"role":"user","content":"x","foo":1}'), "unknown_parameter", "messages[0].foo"),
-        (chat(b'{"role":"user","content":[{"type":"video"}]}'), "invalid_value", "messages[0].content[0].type"),
         (chat(b'{"role":"user","content":[{"type":"text","text":3}]}'), "invalid_value", "messages[0].content[0].text"),
         (
-            chat(b'{"role":"assistant","tool_calls":[{"id":"x","type":"function","function":{"name":"f"}}]}'),
+            chat(b'{"role":"assistant","tool_calls":[{"id":"x","type":"function","function":{"arguments":"{}"}}]}'),
             "missing_required_parameter",
-            "messages[0].tool_calls[0].function.arguments",
+            "messages[0].tool_calls[0].function.name",
         ),
     ],
 )
@@ -63,19 +62,64 @@ SENT_BACK: dict[str, dict[str, Any]] = {
     "a call of a stream": {"role": "assistant", "tool_calls": [{**CALL, "index": 0}], "function_call": None},
     "LiteLLM's": {"role": "assistant", "content": "hi", "provider_specific_fields": {"refusal": None}, "images": []},
     "ours": {"role": "assistant", "content": None, "refusal": None, "reasoning_content": "hm", "tool_calls": []},
+    "a refusal": {"role": "assistant", "content": None, "refusal": "I cannot."},
+    "a first call": {"role": "assistant", "content": None, "function_call": CALL["function"]},
+    "a call without type and id": {"role": "assistant", "content": "", "tool_calls": [{"function": CALL["function"]}]},
+    "arguments as an object": {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+    "no arguments": {"role": "assistant", "tool_calls": [{"id": None, "function": {"name": "f", "arguments": None}}]},
     "vLLM's": {"role": "assistant", "content": "hi", "reasoning": "hm", "stop_reason": 3},
 }
 
 
 @pytest.mark.parametrize("name", SENT_BACK)
 def test_what_programs_send_back_is_taken(name: str) -> None:
-    (_, message) = CHAT.read(chat(USER + b"," + json.dumps(SENT_BACK[name]).encode()))["messages"]
-    sent = chat_of([message]).messages[0]
-    assert (sent.content, len(sent.tool_calls)) == (
-        SENT_BACK[name].get("content") or "",
-        len(SENT_BACK[name].get("tool_calls") or ()),
-    )
+    given = SENT_BACK[name]
+    (_, message) = CHAT.read(chat(USER + b"," + json.dumps(given).encode()))["messages"]
+    sent = chat_of(sdk_messages([message])).messages[0]
+    assert sent.content == (given.get("content") or given.get("refusal") or "")
+    assert len(sent.tool_calls) == (1 if given.get("function_call") else len(given.get("tool_calls") or ()))
+    assert all((call.name, call.arguments) == ("f", "{}") for call in sent.tool_calls)
     assert (sent.reasoning == "hm") == (name in ("ours", "vLLM's"))
+
+
+ROLES: dict[str, dict[str, Any]] = {
+    "user": {"content": "x", "id": "m1", "timestamp": 1, "cache_control": {"type": "ephemeral"}},
+    "system": {"content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "scope": "global"}}]},
+    "developer": {"content": [{"type": "text", "text": "x"}], "tools": [1]},
+    "assistant": {"content": "x", "audio": {"id": "a"}, "annotations": [{"type": "url_citation"}], "name": "bot"},
+    "tool": {"tool_call_id": "c", "content": "x", "name": "f", "is_error": False},
+    "function": {"content": "x", "name": "f"},
+}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_further_fields_of_a_message_of_any_role_are_ignored(role: str) -> None:
+    (message,) = CHAT.read(chat(json.dumps({"role": role, **ROLES[role]}).encode()))["messages"]
+    sent = chat_of(sdk_messages([message])).messages[0]
+    assert (sent.role, sent.content or sent.parts[0].text) == ("tool" if role == "function" else role, "x")
+    assert (sent.name, sent.tool_call_id) == (ROLES[role].get("name", ""), ROLES[role].get("tool_call_id", ""))
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "field"),
+    [
+        ({"role": "user"}, "missing_required_parameter", "content"),
+        ({"role": "user", "content": None}, "missing_required_parameter", "content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+         "unsupported_parameter", "content[0].type"),
+        ({"role": "tool", "content": [{"type": "text", "text": "x"}, {"type": "file"}]},
+         "unsupported_parameter", "content[1].type"),
+        ({"role": "user", "content": "x", "images": ["iVBOR"]}, "unsupported_parameter", "images"),
+        ({"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]},
+         "unsupported_parameter", "tool_calls[0].type"),
+        ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "missing_required_parameter", "tool_calls[0].function"),
+    ],
+)  # fmt: skip
+def test_what_would_be_lost_of_a_message_is_refused_by_name(message: dict[str, Any], code: str, field: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        sdk_messages(CHAT.read(chat(json.dumps(message).encode()))["messages"])
+    assert (caught.value.code, caught.value.field) == (code, f"messages[0].{field}")
+    assert caught.value.message.startswith(f"messages[0].{field}: ")
 
 
 @pytest.mark.parametrize("value", [b"null", b"false", b'""', b"[]", b"{}"])

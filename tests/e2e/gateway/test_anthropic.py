@@ -123,7 +123,6 @@ async def test_tools_and_conversations(client: Client, cluster: Cluster) -> None
             "tools[0].x: unknown parameter",
         ),
         ({"tools": [3]}, anthropic.BadRequestError, "tools[0]: "),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, anthropic.BadRequestError, "thinking: "),
         (
             {"system": "x", "messages": [{"role": "wizard", "content": "x"}]},
             anthropic.BadRequestError,

@@ -1,0 +1,139 @@
+"""Changes the bodies of clients' requests and sends them to a gateway, for which none may be an internal error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from artifacts.peft_config import CONFIG_FILE
+from artifacts.revision import WEIGHTS_FILE
+from tests.e2e.conftest import TENANT, Cluster, running_cluster
+from tests.fuzz.messages import changed_value
+from tests.fuzz.mutations import mutants
+from tests.shapes.recorded import recorded
+
+# Templates that show calls as objects, and as texts.
+OBJECTS, TEXTS = "objects", "texts"
+_START = (
+    "{% for t in tools or [] %}<tool_call>{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>"
+)
+_END = "</tool_call>{% endfor %}{% endfor %}[assistant]"
+TEMPLATES = {
+    OBJECTS: _START + '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}' + _END,
+    TEXTS: _START
+    + "{{ '{\"name\": \"' + c.function.name + '\", \"arguments\": ' + c.function.arguments + '}' }}"
+    + _END,
+}
+MODEL = "hash:?vocab=32000&seed=1"
+# Bodies of the paths that no recorded client sends to.
+_OTHERS: tuple[tuple[str, Any], ...] = (
+    ("/v1/embeddings", {"model": OBJECTS, "input": ["a", "b"]}),
+    ("/generate", {"inputs": "x", "parameters": {"max_new_tokens": 3, "details": True, "stop": ["a"], "seed": 1}}),
+    ("/generate_stream", {"inputs": "x", "parameters": {"max_new_tokens": 3, "do_sample": True, "top_k": 3}}),
+    ("/", {"inputs": "x", "stream": True, "parameters": {"max_new_tokens": 3}}),
+    ("/tokenize", {"model": OBJECTS, "messages": [{"role": "user", "content": "x"}]}),
+    ("/tokenize", {"inputs": "x"}),
+    ("/detokenize", {"ids": [1, 2, 3]}),
+    ("/v1/completions", {"model": TEXTS, "prompt": ["a", "b"], "max_tokens": 3, "n": 2, "best_of": 2, "logprobs": 2}),
+    (
+        "/v1/chat/completions",
+        {"model": TEXTS, "messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "logprobs": True}
+        | {"top_logprobs": 2, "logit_bias": {"5": 1}, "response_format": {"type": "json_object"}, "n": 2},
+    ),
+)
+# Maximum time in seconds of an answer: a few tokens of one request among a few.
+_ANSWER_S = 20.0
+# What the events of a stream, or an answer, have where the gateway or a router failed.
+_FAILURES = (b'"internal_error"', b'"code":"internal', b'"type":"api_error"', b'"error_type":"internal')
+
+
+@asynccontextmanager
+async def running(directory: Path) -> AsyncIterator[Cluster]:
+    """Run a cluster of the hash model with a gateway, and an adapter for each template."""
+    adapters = {}
+    for name, template in TEMPLATES.items():
+        files = adapters[name] = directory / "adapters" / name
+        files.mkdir(parents=True)
+        chat = {"template": template, "tool_calls": "hermes"}
+        (files / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 1, "loraplex_chat": chat}))
+        (files / WEIGHTS_FILE).write_bytes(name.encode())
+    async with running_cluster(directory / "cluster", MODEL, adapters, http=True) as cluster:
+        yield cluster
+
+
+def changed_body(data: bytes, draw: random.Random) -> bytes:
+    """Return a JSON text with a few values in it changed; bytes that are none count as an empty object."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        value = {}
+    for _ in range(draw.randint(1, 3)):
+        value = changed_value(value, draw)
+    return json.dumps(value, ensure_ascii=draw.random() < 0.5, default=repr).encode(errors="replace")
+
+
+def changed_requests(draw: random.Random) -> Iterator[tuple[str, bytes]]:
+    """Yield paths with bodies without end."""
+    seeds: dict[str, list[bytes]] = {}
+    for request in recorded().values():
+        model = draw.choice(list(TEMPLATES))
+        seeds.setdefault(request.path, []).append(json.dumps(request.body_for(model), ensure_ascii=False).encode())
+    for path, body in _OTHERS:
+        seeds.setdefault(path, []).append(json.dumps(body).encode())
+    made = {path: mutants(bodies, (), draw, changed_body) for path, bodies in seeds.items()}
+    paths = [path for path, bodies in seeds.items() for _ in bodies]
+    while True:
+        path = draw.choice(paths)
+        yield path, next(made[path])
+
+
+@dataclass
+class Answers:
+    """Numbers of answers by status, and those that say that a server failed."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    findings: list[str] = field(default_factory=list)
+
+
+async def send(
+    address: str, path: str, body: bytes, headers: Mapping[str, str] = {}, timeout_s: float = _ANSWER_S
+) -> tuple[int, bytes]:
+    """Return the status of an answer and its bytes, as they came; 0 without one."""
+    host, _, port = address.rpartition(":")
+    lines = {"host": "localhost", "x-loraplex-tenant": TENANT, **headers, "content-length": str(len(body))}
+    head = "".join(f"{name}: {value}\r\n" for name, value in {**lines, "connection": "close"}.items())
+    if "connection" in headers:
+        head = head.replace("connection: close", f"connection: close, {headers['connection']}")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
+        async with asyncio.timeout(timeout_s):
+            answer = await reader.read(-1)
+    except (ConnectionError, TimeoutError):
+        return 0, b""
+    finally:
+        writer.close()
+    return (int(answer.split(b" ", 2)[1]), answer) if answer else (0, b"")
+
+
+async def fuzz_bodies(address: str, requests: Iterator[tuple[str, bytes]], at_once: int = 8) -> Answers:
+    """Send all requests; those that no answer is the sender's fault of are findings."""
+    answers = Answers()
+
+    async def work() -> None:
+        for path, body in requests:
+            status, answer = await send(address, path, body)
+            answers.statuses[status] += 1
+            if status in (0, 500, 502) or any(failure in answer for failure in _FAILURES):
+                answers.findings.append(f"{path}: {status} {answer[-300:]!r}, sent {body[:2_000]!r}")
+
+    await asyncio.gather(*(work() for _ in range(at_once)))
+    return answers
