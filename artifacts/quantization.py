@@ -10,6 +10,9 @@ head. A weight X of a quantized checkpoint is made up of these tensors:
                          X.weight_zero_point
     awq, gptq            X.qweight, X.scales, X.qzeros: of the transposed weight
 
+Copies of 4 bits that are written here are compressed-tensors whose `format` is EIGHTHS, which other programs refuse:
+X.weight_zero_point is uint8 [out, groups], in eighths of a code.
+
 Other layouts are refused by the name of the field or tensor. worker/engine/quantized/ reads the bytes.
 """
 
@@ -38,8 +41,10 @@ _GROUP_BYTES = 3
 _FIELD = "quantization_config"
 _CONFIG = "config.json"
 _FLOATS = ("F32", "BF16", "F16")
+# The format of this project's copies of 4 bits: that of "pack-quantized" but for zero points.
+EIGHTHS = "pack-quantized-zeros-in-eighths"
 # The formats of compressed-tensors that are read; without a word on its activations a layer computes in floats.
-_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
+_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", EIGHTHS)
 # Targets of compressed-tensors that stand for all layers of a class.
 _CLASSES = frozenset({"Linear", "Embedding"})
 # A copy's own name for its scheme; empty: it has none.
@@ -84,8 +89,8 @@ class Quantization:
             "floating": self.floating,
             "embeddings": self.embeddings,
         }
-        # Scales were float32 before: other weights of the same scheme.
-        return fields | {"scales": "bfloat16"} if self.bits == 4 else fields
+        # Scales were float32 before, and zero points whole codes: other weights of the same scheme.
+        return fields | {"scales": "bfloat16", "zeros": "eighths"} if self.bits == 4 else fields
 
     def groups(self, in_features: int) -> int:
         """Return the number of scales of an output; the last group may be shorter."""
@@ -158,12 +163,19 @@ class StoredScheme:
     original: str = ""
     # GPTQ's first version stores zero points minus one.
     zeros_less_one: bool = False
+    # That of compressed-tensors.
+    format: str = ""
     others: tuple[tuple[tuple[str, ...], Quantization], ...] = ()
     name: str = ""
 
     def __str__(self) -> str:
         """Return the name of the scheme."""
         return self.name or " and ".join(dict.fromkeys(map(str, (self.quantization, *(one for _, one in self.others)))))
+
+    @property
+    def zeros_in_eighths(self) -> bool:
+        """Tell whether zero points are uint8 [out, groups], in eighths of a code."""
+        return self.format == EIGHTHS and self.quantization.bits == 4
 
     def of(self, layer: str) -> StoredScheme:
         """Return the scheme of a layer alone."""
@@ -249,7 +261,12 @@ def _compressed_tensors(fields: Mapping[str, Any]) -> StoredScheme:
         raise _refused("loraplex.quantization", f"{named} is not the scheme of config_groups")
     embeddings = named.endswith(_EMBEDDINGS)
     return StoredScheme(
-        Method.COMPRESSED_TENSORS, replace(main, embeddings=embeddings), original, others=others, name=named
+        Method.COMPRESSED_TENSORS,
+        replace(main, embeddings=embeddings),
+        original,
+        others=others,
+        name=named,
+        format=fields["format"],
     )
 
 
@@ -359,8 +376,10 @@ def _compressed_weight(scheme: StoredScheme, checkpoint: Checkpoint, layer: str)
     if quantization.symmetric:
         zeros = zeros if zeros in checkpoint.tensors else ""  # all zero where a writer keeps it
     else:
-        shape_of_zeros = (-(-out_features * quantization.bits // 32), groups) if packed else (out_features, groups)
-        _check(zeros, _info(checkpoint, zeros), shape_of_zeros, ("I32",) if packed else ("I8",))
+        words = packed and not scheme.zeros_in_eighths
+        shape_of_zeros = (-(-out_features * quantization.bits // 32), groups) if words else (out_features, groups)
+        kind = "I32" if words else "U8" if scheme.zeros_in_eighths else "I8"
+        _check(zeros, _info(checkpoint, zeros), shape_of_zeros, (kind,))
     names += [zeros] if zeros else []
     read_zeros = None if quantization.symmetric else zeros
     return StoredWeight(scheme, out_features, in_features, codes, names[1], read_zeros, tuple(names), packed)

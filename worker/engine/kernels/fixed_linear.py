@@ -7,14 +7,14 @@ when all rows are converted, for each task (some panels), taken by the next free
     x[row, column] ≈ factor[row, segment] * q[row, column]          q = round(x / factor), at most 32767 in size
     sums[row, output] = sum over segments of factor * scale[output] * (sum of q * code - zero * sum of q)
 
+Zero points of 4 bits have fractions: codes and zero points are multiplied by INT4_SCALE, and scales are divided by it.
+
 The inner sums are of integers, and exact. One instruction multiplies and adds two pairs, twice what float32 does. What
 is lost is the rounding of x to 16 bits beside the largest of its segment; bfloat16 keeps 8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -40,9 +40,7 @@ from worker.engine.kernels.llvm import (
     fetch_add,
     int64,
     kernel_part,
-    kind_bytes,
     load,
-    load_as_float32,
     load_floats,
     store,
     vector_of,
@@ -59,6 +57,7 @@ from worker.engine.kernels.weight_vectors import (
     TileSums,
     V,
     each_segment,
+    each_vector_of,
     fetch,
     load_pairs,
     tile_rows,
@@ -95,7 +94,7 @@ def _measure(b: Any, kind: int, x: Any, first: Any, stop: Any) -> tuple[Any, Any
     largest, check = (cgutils.alloca_once_value(b, nothing) for _ in range(2))
     b.store(nothing, largest)
     b.store(nothing, check)
-    with _each_vector(b, kind, x, first, stop) as (value, _):
+    with each_vector_of(b, kind, x, first, stop) as (value, _):
         size = b.bitcast(b.and_(b.bitcast(value, vector_type(I32, V)), vector_of(I32, 0x7FFFFFFF, V)), value.type)
         before = b.load(largest)
         b.store(b.select(b.fcmp_ordered(">", size, before), size, before), largest)
@@ -111,7 +110,7 @@ def _convert(b: Any, kind: int, x: Any, q: Any, first: Any, stop: Any, inverse: 
     total = cgutils.alloca_once_value(b, vector_of(I32, 0, V))
     b.store(vector_of(I32, 0, V), total)
     factor = broadcast(b, inverse, V)
-    with _each_vector(b, kind, x, first, stop) as (value, index):
+    with each_vector_of(b, kind, x, first, stop) as (value, index):
         bits = b.bitcast(b.fadd(b.fmul(value, factor), vector_of(F32, ROUNDING, V)), vector_type(I32, V))
         whole = b.sub(bits, vector_of(I32, ROUNDING_BITS, V))
         b.store(b.add(b.load(total), whole), total)
@@ -124,13 +123,6 @@ def _as_pair(b: Any, total: Any) -> Any:
     low = b.and_(total, ir.Constant(I32, ZERO_STEP - 1))
     high = b.ashr(total, ir.Constant(I32, ZERO_STEP.bit_length() - 1))
     return b.or_(low, b.shl(high, ir.Constant(I32, 16)))
-
-
-@contextmanager
-def _each_vector(b: Any, kind: int, x: Any, first: Any, stop: Any) -> Iterator[tuple[Any, Any]]:
-    """Emit a loop over V columns at a time; gives their float32 and the index of the first."""
-    with cgutils.for_range_slice(b, first, stop, int64(V), I64) as (index, _):
-        yield load_as_float32(b, kind, b.add(x, b.mul(index, int64(kind_bytes(kind)))), 0, V), index
 
 
 def _reduce(b: Any, how: str, vector: Any, of: Any, *start: Any) -> Any:
@@ -204,7 +196,9 @@ def _add_columns(b: Any, code: int, columns: int, address: Any, lines: list[Any]
     """Add the products of some columns with the rows' int16 at `lines`, pair by pair."""
     unit, unit_bytes = unit_sizes(code)
     for first in range(0, columns, unit):
-        halves = [load_pairs(b, code, b.add(address, int64(first // unit * unit_bytes)), half) for half in HALVES]
+        halves = [
+            load_pairs(b, code, b.add(address, int64(first // unit * unit_bytes)), half, scaled=True) for half in HALVES
+        ]
         for pair in range(unit // 2):
             for row, line in enumerate(lines):
                 both = _broadcast_pair(b, load(b, line, 2 * first + 4 * pair, I32, 4))

@@ -8,8 +8,10 @@
     sums[row, output] = sum over segments of scale[output] * sum over columns of x[row, column] * (code - zero)
 
 Products are of float32, of pairs of bfloat16 columns (vdpbf16ps) or of tiles of bfloat16 (AMX, see tiles.py), as the
-processor has them: bfloat16 holds codes, less their zeros, exactly. Both ways add the same numbers in the same order,
-whatever the number of rows: a row's bits do not depend on it. fixed_linear.py is for activations in fixed point.
+processor has them: bfloat16 holds codes, less their zeros, exactly. Of 4 bits it is given the codes alone, which takes
+fewer instructions: zero * sum of x is subtracted from the sums of a segment, and the threads sum up x first. Both ways
+add the same numbers in the same order, whatever the number of rows: a row's bits do not depend on it. fixed_linear.py
+is for activations in fixed point.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ from worker.engine.kernels.llvm import (
     load,
     load_floats,
     store,
+    sum_lanes,
     vector_of,
+    vector_type,
+    wait_for,
 )
 from worker.engine.kernels.tiles import (
     add_products,
@@ -54,12 +59,12 @@ from worker.engine.kernels.tiles import (
 from worker.engine.kernels.weight_vectors import (
     AHEAD,
     BFLOAT16,
-    CALL_INTEGERS,
     EMULATED,
     FLOAT32,
     FLOATS,
     FORMATS,
     HALVES,
+    INT4,
     LAYER_INTEGERS,
     PAIRS,
     PANEL,
@@ -69,10 +74,10 @@ from worker.engine.kernels.weight_vectors import (
     column_of,
     dot_pairs,
     each_segment,
+    each_vector_of,
     fetch,
     keep_order,
     load_half,
-    load_zeros,
     pair_of,
     tile_rows,
     unit_sizes,
@@ -98,29 +103,61 @@ _PAIRS_STEP = 8
 
 
 @emits()
-def multiply_codes(b, p, count, x, weights, scales, zeros, sums):
+def multiply_codes(b, p, count, x, x_sums, weights, scales, zeros, sums):
     """Write sums float32 [count, PANEL] for rows of x and a panel, which is unpacked in registers."""
     for rows in cases(b, count, range(1, _UNPACKING_ROWS.get(p.constant("of_products"), 0) + 1)):
-        _multiply_rows(b, p, rows, False, x, weights, scales, zeros, sums)
+        _multiply_rows(b, p, rows, False, x, x_sums, weights, scales, zeros, sums)
 
 
 @emits()
-def multiply_unpacked(b, p, count, x, weights, scales, zeros, sums):
+def multiply_unpacked(b, p, count, x, x_sums, weights, scales, zeros, sums):
     """Write the same for a panel that `unpack` wrote, or whose format is that of the products."""
     for rows in cases(b, count, range(1, _ROWS.get(p.constant("of_products"), 0) + 1)):
-        _multiply_rows(b, p, rows, True, x, weights, scales, zeros, sums)
+        _multiply_rows(b, p, rows, True, x, x_sums, weights, scales, zeros, sums)
+
+
+def _zeros_are_last(p: Parameters) -> bool:
+    """Tell whether zeros are subtracted from sums, not from codes."""
+    return p.constant("of_format") == INT4 and p.constant("of_products") != FLOATS and p.constant("of_zeros") > 1
+
+
+@emits(types.int64)
+def sums_rows(b, p):
+    """Return whether rows are summed up first, segment by segment."""
+    return int64(int(_zeros_are_last(p)))
+
+
+@emits()
+def sum_row(b, p, x, sums):
+    """Write the sum of each segment of a row of x, in bfloat16."""
+    with each_segment(b, p) as (first, stop, number):
+        total = cgutils.alloca_once(b, vector_type(F32, V))
+        b.store(vector_of(F32, 0.0, V), total)
+        with each_vector_of(b, KINDS["bfloat16"], x, first, stop) as (value, _):
+            b.store(b.fadd(b.load(total), value), total)
+        store(b, sum_lanes(b, b.load(total), V), b.add(sums, b.mul(number, int64(4))), 0, 4)
 
 
 def _multiply_rows(
-    b: Any, p: Parameters, rows: int, unpacked: bool, x: Any, weights: Any, scales: Any, zeros: Any, sums: Any
+    b: Any,
+    p: Parameters,
+    rows: int,
+    unpacked: bool,
+    x: Any,
+    x_sums: Any,
+    weights: Any,
+    scales: Any,
+    zeros: Any,
+    sums: Any,
 ) -> None:
     pairs = p.constant("of_products") != FLOATS
     code = (BFLOAT16 if pairs else FLOAT32) if unpacked else p.constant("of_format")
-    has_zeros = p.constant("of_zeros") > 1 and not unpacked
+    zeros_last = _zeros_are_last(p)
+    has_zeros = p.constant("of_zeros") > 1 and not unpacked and not zeros_last
     has_scales = p.constant("of_scales") > 1
     unit, unit_bytes = unit_sizes(code)
     step = max(unit, _PAIRS_STEP) if pairs else unit
-    x_bytes, scale_step = (p.load(name) for name in ("x_bytes", "scale_step"))
+    x_bytes, scale_step, sum_bytes = (p.load(name) for name in ("x_bytes", "scale_step", "sum_bytes"))
     lines = [b.add(x, b.mul(x_bytes, int64(row))) for row in range(rows)]
     totals, parts = TileSums(b, F32, rows), TileSums(b, F32, rows)
     totals.clear()
@@ -128,7 +165,7 @@ def _multiply_rows(
         parts.clear()
         of_segment = b.mul(number, scale_step)
         at_zeros = b.add(zeros, of_segment)
-        zero_points = [load_zeros(b, code, at_zeros, half, pairs=pairs) if has_zeros else None for half in HALVES]
+        zero_points = _load_panel(b, at_zeros) if has_zeros else [None for _ in HALVES]
         with cgutils.for_range_slice(b, first, stop, int64(step), I64) as (index, _):
             address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
             if not unpacked or (pairs and code == p.constant("of_format")):
@@ -142,12 +179,22 @@ def _multiply_rows(
                 else:
                     _add_unit(b, code, here, zero_points, of_rows, parts)
         scale = _load_panel(b, b.add(scales, of_segment)) if has_scales else None
+        zero = _load_panel(b, at_zeros) if zeros_last else None
         for row, half in totals.places:
             part = parts[row, half]
+            if zero is not None:
+                of_row = b.add(b.mul(sum_bytes, int64(row)), b.mul(number, int64(4)))
+                part = _less_zeros(b, part, zero[half], b.add(x_sums, of_row))
             if scale is not None:
                 part = b.fmul(part, scale[half], flags=CONTRACT)
             totals[row, half] = b.fadd(totals[row, half], part, flags=CONTRACT)
     totals.write(sums)
+
+
+def _less_zeros(b: Any, part: Any, zeros: Any, x_sum: Any) -> Any:
+    """Subtract zeros * the sum of a row's segment, at the address `x_sum`."""
+    factor = broadcast(b, load(b, x_sum, 0, F32, 4), V)
+    return b.fsub(part, b.fmul(zeros, factor, flags=CONTRACT), flags=CONTRACT)
 
 
 def _load_panel(b: Any, address: Any) -> list[Any]:
@@ -183,8 +230,8 @@ def _add_pairs(b: Any, code: int, address: Any, zeros: list[Any], lines: list[An
 def _unpack_segment(b, p, weights, zeros, out, begin, end):
     """Write the codes of columns [begin, end) of a panel, less the zeros of all of them, in the products' format."""
     code, pairs = p.constant("of_format"), p.constant("of_products") != FLOATS
-    has_zeros = p.constant("of_zeros") > 1
-    zero_points = [load_zeros(b, code, zeros, half, pairs=pairs) if has_zeros else None for half in HALVES]
+    has_zeros = p.constant("of_zeros") > 1 and not _zeros_are_last(p)
+    zero_points = _load_panel(b, zeros) if has_zeros else [None for _ in HALVES]
     unit, unit_bytes = unit_sizes(code)
     with cgutils.for_range_slice(b, begin, end, int64(unit), I64) as (index, _):
         address = b.add(weights, b.mul(b.udiv(index, int64(unit)), int64(unit_bytes)))
@@ -202,7 +249,7 @@ def _unpack_segment(b, p, weights, zeros, out, begin, end):
 
 @kernel_part()
 def unpack(p, at, weights, zeros, out, begin, end):
-    """Write the codes of columns [begin, end) of a panel, less their zeros, in the products' format."""
+    """Write the codes of columns [begin, end) of a panel in the products' format, less zeros that are not last."""
     while begin < end:
         segment = begin // at.segment
         stop = min(end, (segment + 1) * at.segment) if at.scale_step else end
@@ -224,14 +271,18 @@ def fetch_columns(b, p, weights):
 
 
 @emits()
-def add_scaled(b, p, rows, parts, scales, sums):
-    """Add the sums of a segment, times its scales, to all sums [rows, PANEL]."""
-    has_scales = p.constant("of_scales") > 1
+def add_scaled(b, p, rows, parts, x_sums, scales, zeros, sums):
+    """Add the sums of a segment, less its zeros if these are last, times its scales, to all sums [rows, PANEL]."""
+    has_scales, zeros_last = p.constant("of_scales") > 1, _zeros_are_last(p)
+    sum_bytes = p.load("sum_bytes")
     with cgutils.for_range(b, rows) as loop:
         offset = b.mul(loop.index, int64(4 * PANEL))
         part, total = b.add(parts, offset), b.add(sums, offset)
         for half in HALVES:
             value = load_floats(b, part, V * half, V)
+            if zeros_last:
+                x_sum = b.add(x_sums, b.mul(loop.index, sum_bytes))
+                value = _less_zeros(b, value, load_floats(b, zeros, V * half, V), x_sum)
             if has_scales:
                 value = b.fmul(value, load_floats(b, scales, V * half, V), flags=CONTRACT)
             store(b, b.fadd(load_floats(b, total, V * half, V), value, flags=CONTRACT), total, 4 * V * half, 4)
@@ -245,14 +296,17 @@ def clear(b, p, rows, sums):
             store(b, vector_of(F32, 0.0, V), b.add(sums, b.mul(loop.index, int64(4 * PANEL))), 4 * V * half, 4)
 
 
-# Counters that threads share, 64-bit integers at these byte offsets: tasks taken, threads that have begun.
-COUNTERS = 2
-_TASKS, _THREADS = 0, 8
+# Counters that threads share, 64-bit integers at these byte offsets: tasks taken, threads that have begun, rows taken
+# to be summed, rows summed.
+COUNTERS = 4
+_TASKS, _THREADS, _TAKEN, _SUMMED = 0, 8, 16, 24
 
 # With up to `direct` rows panels are unpacked in registers, by tiles of `unpacking` rows; with more to scratch, if
 # `unpacks`, by tiles of `tile` rows, each of which passes `block` panels before the next one; `scratch` has
-# `scratch_bytes` for each thread, and a panel in it `unpacked_bytes`.
-_OWN_INTEGERS = "direct unpacking unpacks tile block scratch_bytes unpacked_bytes copied_bytes"
+# `scratch_bytes` for each thread, and a panel in it `unpacked_bytes`. `x_sums` has the sums of the segments of x, where
+# they are needed, in `sum_bytes` for a row.
+CALL_INTEGERS = f"{weight_vectors.CALL_INTEGERS} x_sums"
+_OWN_INTEGERS = "sum_bytes direct unpacking unpacks tile block scratch_bytes unpacked_bytes copied_bytes"
 INTEGERS = f"{CALL_INTEGERS} {LAYER_INTEGERS} {_OWN_INTEGERS}"
 # Bytes of a thread's scratch in front of the unpacked panels: sums, parts of them, twice the columns of a tile, and the
 # memory of tiles.
@@ -305,7 +359,7 @@ def plan(format_name: str, columns: int, segment: int, products: int) -> Plan:
 
 
 @kernel_part()
-def _sum_tiles(p, at, rows, x, weights, scales, zeros, unpacks, scratch):
+def _sum_tiles(p, at, rows, x, x_sums, weights, scales, zeros, unpacks, scratch):
     """Write the sums of rows and a panel to scratch, by tiles."""
     memory, parts, columns = scratch + _TILES, scratch + _SUMS, scratch + 2 * _SUMS
     clear(p, rows, scratch)
@@ -327,19 +381,22 @@ def _sum_tiles(p, at, rows, x, weights, scales, zeros, unpacks, scratch):
                 fetch_columns(p, here)
             add_products(p, memory, rows, x + 2 * column, at.x_bytes, here)
         write_sums(p, memory, rows, parts)
-        add_scaled(p, rows, parts, scales + first // segment * at.scale_step, scratch)
+        number = first // segment
+        step = number * at.scale_step
+        add_scaled(p, rows, parts, x_sums + 4 * number, scales + step, zeros + step, scratch)
 
 
 @kernel_part()
-def _sum(p, at, rows, x, panel, weights, direct, scratch):
-    """Write the sums of a tile of rows and a panel to scratch."""
+def _sum(p, at, rows, row, panel, weights, direct, scratch):
+    """Write the sums of a tile of rows, of which the first is `row`, and a panel to scratch."""
+    x, x_sums = at.x + row * at.x_bytes, at.x_sums + row * at.sum_bytes
     scales, zeros = at.scales + panel * at.scale_panel, at.zeros + panel * at.scale_panel
     if uses_tiles(p):
-        _sum_tiles(p, at, rows, x, weights, scales, zeros, direct, scratch)
+        _sum_tiles(p, at, rows, x, x_sums, weights, scales, zeros, direct, scratch)
     elif direct:
-        multiply_codes(p, rows, x, weights, scales, zeros, scratch)
+        multiply_codes(p, rows, x, x_sums, weights, scales, zeros, scratch)
     else:
-        multiply_unpacked(p, rows, x, weights, scales, zeros, scratch)
+        multiply_unpacked(p, rows, x, x_sums, weights, scales, zeros, scratch)
 
 
 @kernel_part()
@@ -371,7 +428,7 @@ def _block(p, at, first, stop, scratch):
             weights = at.weights + panel * at.panel_bytes
             if unpacked:
                 weights = scratch + _UNPACKED + (panel - first) * at.unpacked_bytes
-            _sum(p, at, count, at.x + row * at.x_bytes, panel, weights, direct, scratch)
+            _sum(p, at, count, row, panel, weights, direct, scratch)
             _write(p, at, count, row, panel, scratch)
         row += count
 
@@ -384,7 +441,7 @@ def _add_copied(p, memory, rows, x, weights, first, stop):
 
 
 @kernel_part()
-def _sum_columns(p, at, rows, begin, end, panel, weights, sums, scratch):
+def _sum_columns(p, at, rows, x_sums, begin, end, panel, weights, sums, scratch):
     """Add the products of columns [begin, end) of copied rows and a panel to sums [ROWS, PANEL]; 0 before the first."""
     memory, parts, x = scratch + _TILES, scratch + _SUMS, scratch + _COPIED
     if at.scale_step == 0:
@@ -401,8 +458,9 @@ def _sum_columns(p, at, rows, begin, end, panel, weights, sums, scratch):
         begin_sums(p, memory)
         _add_copied(p, memory, rows, x, weights, first - begin, min(first + at.segment, end) - begin)
         write_sums(p, memory, rows, parts)
-        scales = at.scales + panel * at.scale_panel + first // at.segment * at.scale_step
-        add_scaled(p, rows, parts, scales, sums)
+        number = first // at.segment
+        step = panel * at.scale_panel + number * at.scale_step
+        add_scaled(p, rows, parts, x_sums + 4 * number, at.scales + step, at.zeros + step, sums)
 
 
 @kernel_part()
@@ -428,7 +486,7 @@ def _block_of_tiles(p, at, first, stop, scratch):
             while row < rows:
                 count = tile_rows(rows - row, tiles.ROWS)
                 configure(p, scratch + _TILES, count)
-                x = at.x + (group + row) * at.x_bytes
+                x, x_sums = at.x + (group + row) * at.x_bytes, at.x_sums + (group + row) * at.sum_bytes
                 for column in range(begin, end, tiles.COLUMNS):
                     to = scratch + _COPIED + (column - begin) * 2 * tiles.ROWS
                     copy_columns(p, count, x + 2 * column, at.x_bytes, to)
@@ -437,11 +495,13 @@ def _block_of_tiles(p, at, first, stop, scratch):
                     if at.unpacks:
                         weights = columns + (panel - first) * size
                     of_tile = sums + (tile * GROUP_PANELS + panel - first) * _SUMS
-                    _sum_columns(p, at, count, begin, end, panel, weights, of_tile, scratch)
+                    _sum_columns(p, at, count, x_sums, begin, end, panel, weights, of_tile, scratch)
                     if end == at.columns:
                         if at.scale_step == 0:
                             clear(p, count, scratch)
-                            add_scaled(p, count, of_tile, at.scales + panel * at.scale_panel, scratch)
+                            of_panel = panel * at.scale_panel
+                            scales, zeros = at.scales + of_panel, at.zeros + of_panel
+                            add_scaled(p, count, of_tile, x_sums, scales, zeros, scratch)
                             of_tile = scratch
                         _write(p, at, count, group + row, panel, of_tile)
                 row += count
@@ -451,6 +511,13 @@ def _block_of_tiles(p, at, first, stop, scratch):
 def _multiply(p):
     at = carray(p, 1)[0]
     scratch = at.scratch + fetch_add(at.counters + _THREADS) * at.scratch_bytes
+    while sums_rows(p):
+        row = fetch_add(at.counters + _TAKEN)
+        if row >= at.rows:
+            wait_for(at.counters + _SUMMED, at.rows)
+            break
+        sum_row(p, at.x + row * at.x_bytes, at.x_sums + row * at.sum_bytes)
+        fetch_add(at.counters + _SUMMED)
     while True:
         task = fetch_add(at.counters + _TASKS)
         if task >= at.tasks:

@@ -32,6 +32,7 @@ from worker.engine.kernels.llvm import (
     kernel_part,
     kind_bytes,
     load,
+    load_as_float32,
     load_floats,
     round_to_kind,
     store,
@@ -54,9 +55,12 @@ CALL_INTEGERS = "x rows y counters tasks scratch"
 LAYER_INTEGERS = (
     "columns segment weights panel_bytes panels outputs scales zeros scale_panel scale_step bias y_bytes y_size x_bytes"
 )
-# Number that the upper int16 of a sum of q counts. The fixed-point kernel multiplies zero points, at most 128 in size,
+# Number that the upper int16 of a sum of q counts. The fixed-point kernel multiplies zero points, at most 256 in size,
 # with sums of up to panels.SEGMENT_COLUMNS int16, as two int16 each.
 ZERO_STEP = 128
+# Factor of codes of 4 bits and their zero points, which have fractions, in the fixed-point kernel. 8 would do, and 16
+# takes a shift less.
+INT4_SCALE = 16
 # Vectors of a panel: with fewer, each activation that is loaded would serve too few products.
 PANEL_VECTORS = 2
 
@@ -74,10 +78,9 @@ _UNITS = {FORMATS[name]: (UNIT_COLUMNS[name], UNIT_BYTES[name] * PANEL) for name
 # Bytes ahead of its use at which a weight is fetched: 10% faster from memory with 8 rows, measured with 1 and 2 KiB.
 AHEAD = 2048
 _LINE = 64
-# The bfloat16 of 65536 times each difference of a code of four bits and its zero point, at its lower five bits.
+# The bfloat16 of 65536 times each code of four bits, twice.
 _INT4_TABLE = ir.Constant(
-    vector_type(I16, 32),
-    [unpack(">H", pack(">f", 65536.0 * (code - 32 * (code >= 16)))[:2])[0] for code in range(32)],
+    vector_type(I16, 32), [unpack(">H", pack(">f", 65536.0 * (index % 16))[:2])[0] for index in range(32)]
 )
 
 
@@ -95,12 +98,16 @@ def load_half(b: Any, format_code: int, address: Any, half: int) -> list[Any]:
     return [b.bitcast(pairs, vector_type(I32, V)) for pairs in load_pairs(b, format_code, address, half)]
 
 
-def load_pairs(b: Any, format_code: int, address: Any, half: int) -> list[Any]:
-    """Load a half of a unit of codes as int16, of two columns a vector."""
+def load_pairs(b: Any, format_code: int, address: Any, half: int, *, scaled: bool = False) -> list[Any]:
+    """Load a half of a unit of codes as int16, of two columns a vector; `scaled`: those of 4 bits times INT4_SCALE."""
     wide = vector_type(I16, 2 * V)
     if format_code != INT4:
         return [b.sext(load(b, address, 2 * V * half, vector_type(I8, 2 * V), 1), wide)]
     codes = load(b, address, 4 * V * half, wide, 4)
+    if scaled:
+        first = b.shl(codes, vector_of(I16, 4, 2 * V))
+        last = [b.lshr(codes, vector_of(I16, bits, 2 * V)) for bits in (4, 8)]
+        return [b.and_(nibbles, vector_of(I16, 0xF0, 2 * V)) for nibbles in (first, codes, *last)]
     shifted = [codes, *(b.lshr(codes, vector_of(I16, bits, 2 * V)) for bits in (4, 8, 12))]
     return [*(b.and_(nibbles, vector_of(I16, 15, 2 * V)) for nibbles in shifted[:3]), shifted[3]]
 
@@ -117,33 +124,19 @@ def column_of(b: Any, format_code: int, half: list[Any], column: int, zeros: Any
     return value if zeros is None else b.fsub(value, zeros)
 
 
-def load_zeros(b: Any, format_code: int, address: Any, half: int, *, pairs: bool) -> Any:
-    """Load the zero points of a half, times 65536, as column_of takes them, or with `pairs` as pair_of does."""
-    zeros = load_floats(b, address, V * half, V)
-    if not (pairs and _from_table(format_code)):
-        return zeros
-    whole = b.fptosi(b.fmul(zeros, vector_of(F32, 1 / 65536, V)), vector_type(I32, V))
-    return b.bitcast(b.mul(whole, vector_of(I32, 0x10001, V)), vector_type(I16, 2 * V))
-
-
-def _from_table(format_code: int) -> bool:
-    return format_code == INT4 and V == 16 and FIXED_POINT_COMPILES
-
-
 def pair_of(b: Any, format_code: int, half: list[Any], pair: int, zeros: Any) -> Any:
     """Return words of two bfloat16 columns of a half that load_half gave, less `zeros`; of codes times 65536."""
     if format_code == BFLOAT16:
         return half[pair]
-    if _from_table(format_code):
-        # vpermw: the bfloat16 of -16 to 15 by the lower five bits, in a third of the instructions.
+    if format_code == INT4 and zeros is None and V == 16 and FIXED_POINT_COMPILES:
+        # vpermw: in a third of the instructions.
         codes = b.bitcast(half[pair], vector_type(I16, 2 * V))
         kind = ir.FunctionType(codes.type, [codes.type, codes.type])
         look_up = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.permvar.hi.512")
-        index = codes if zeros is None else b.sub(codes, zeros)
-        return b.bitcast(b.call(look_up, [_INT4_TABLE, index]), vector_type(I32, V))
+        return b.bitcast(b.call(look_up, [_INT4_TABLE, codes]), vector_type(I32, V))
     columns = (column_of(b, format_code, half, 2 * pair + at, zeros) for at in (0, 1))
     low, high = (b.bitcast(column, vector_type(I32, V)) for column in columns)
-    # Codes less zeros have at most eight bits, so that the lower half of their float32 is empty.
+    # Codes less zeros, of 4 bits in eighths, have at most eight bits: the lower half of their float32 is empty.
     return b.or_(high, b.lshr(low, vector_of(I32, 16, V)))
 
 
@@ -192,6 +185,13 @@ def each_segment(b: Any, p: Parameters) -> Iterator[tuple[Any, Any, Any]]:
     with cgutils.for_range_slice(b, int64(0), columns, segment, I64) as (first, number):
         stop = b.add(first, segment)
         yield first, b.select(b.icmp_signed("<", stop, columns), stop, columns), number
+
+
+@contextmanager
+def each_vector_of(b: Any, kind: int, x: Any, first: Any, stop: Any) -> Iterator[tuple[Any, Any]]:
+    """Emit a loop over V columns of a row at a time; gives their float32 and the index of the first."""
+    with cgutils.for_range_slice(b, first, stop, int64(V), I64) as (index, _):
+        yield load_as_float32(b, kind, b.add(x, b.mul(index, int64(kind_bytes(kind)))), 0, V), index
 
 
 @kernel_part()

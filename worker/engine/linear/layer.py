@@ -25,8 +25,8 @@ from worker.engine.device import dtype_name
 from worker.engine.kernels import fixed_linear, tiles
 from worker.engine.kernels import linear as float_linear
 from worker.engine.kernels.threads import Workspace, run_on_all_threads
-from worker.engine.kernels.weight_vectors import CALL_INTEGERS, FLOATS, PANEL, UNIT_COLUMNS, ZERO_STEP
-from worker.engine.quantized.weight import SYMMETRIC_ZERO, AnyLinear, QuantizedWeight
+from worker.engine.kernels.weight_vectors import FLOATS, INT4_SCALE, PANEL, UNIT_COLUMNS, ZERO_STEP
+from worker.engine.quantized.weight import AnyLinear, QuantizedWeight
 
 # Number of columns whose products are summed before they are added to the total, where no group has its own scale.
 SEGMENT_COLUMNS = 128
@@ -95,19 +95,20 @@ def make_panels(linear: AnyLinear, *, fixed: bool = False) -> Panels:
         memory = _in_panels(weight.detach(), name, panels)
         return Panels(name, outputs, _padded(linear.in_features), memory, None, None, linear.in_features, bias)
     name = f"int{weight.bits}"
-    scales, group = weight.scales.float(), weight.group
-    zeros = None if weight.zeros is None else weight.zeros.float()
-    if zeros is None and weight.bits == 4:
-        zeros = torch.full_like(scales, SYMMETRIC_ZERO)
+    scales, zeros, group = weight.scales.float(), weight.zero_points(), weight.group
     if fixed and scales.shape[1] > 1:
         # Each part of a long group is a segment with its scale.
         group = _part_of(group)
-        parts = weight.group // group
-        scales = scales.repeat_interleave(parts, 1)
-        zeros = None if zeros is None else zeros.repeat_interleave(parts, 1)
+        scales, zeros = _repeated(weight.group // group, scales, zeros)
+    elif weight.bits == 4 and scales.shape[1] == 1:
+        # Zero points are subtracted from the sums of segments.
+        group = SEGMENT_COLUMNS
+        scales, zeros = _repeated(-(-weight.in_features // group), scales, zeros)
     if not fixed:
         scales, zeros = scales / _SHIFTED, None if zeros is None else zeros * _SHIFTED
     elif zeros is not None:
+        if weight.bits == 4:
+            scales, zeros = scales / INT4_SCALE, zeros * INT4_SCALE
         # The sums of a row begin with a product of these pairs and of its sum of q.
         zeros = torch.stack((-zeros, -ZERO_STEP * zeros), -1).to(torch.int16).view(torch.int32).squeeze(-1)
     return Panels(
@@ -120,6 +121,10 @@ def make_panels(linear: AnyLinear, *, fixed: bool = False) -> Panels:
         group,
         bias,
     )
+
+
+def _repeated(parts: int, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return scales.repeat_interleave(parts, 1), None if zeros is None else zeros.repeat_interleave(parts, 1)
 
 
 def _part_of(group: int) -> int:
@@ -263,8 +268,11 @@ class PanelLinear(PanelLayer):
         plan = float_linear.plan(panels.format, panels.columns, panels.segment, products)
         self._scratch_floats = plan.scratch_floats
         self._input_dtype = torch.float32 if products == FLOATS else torch.bfloat16
-        self._call = _struct(CALL_INTEGERS)
-        self._integers_buffer = _integers(*self._places, panels.columns * self._input_dtype.itemsize, *plan.integers)
+        self._call = _struct(float_linear.CALL_INTEGERS)
+        # The sums of a row of x: see kernels/linear.py.
+        self._segments = -(-panels.columns // panels.segment)
+        row_bytes = panels.columns * self._input_dtype.itemsize, self._segments * 4
+        self._integers_buffer = _integers(*self._places, *row_bytes, *plan.integers)
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -272,8 +280,9 @@ class PanelLinear(PanelLayer):
         return self._input_dtype
 
     def _multiply(self, x: Tensor, rows: int, y: Tensor) -> None:
-        scratch = _scratch.workspace.address(torch.get_num_threads() * self._scratch_floats)
-        self._run(x.to(self._input_dtype), rows, y, scratch)
+        before = -(-rows * self._segments * 4 // _LINE) * _LINE
+        memory = _scratch.workspace.address(before // 4 + torch.get_num_threads() * self._scratch_floats)
+        self._run(x.to(self._input_dtype), rows, y, memory + before, memory)
 
 
 def _products(panels: Panels, dtype: torch.dtype) -> int:

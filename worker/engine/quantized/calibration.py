@@ -152,11 +152,8 @@ def _layers(model: Any) -> nn.ModuleList:
 
 
 def _bytes(weights: Mapping[str, LinearWeight], names: Collection[str], scheme: Quantization) -> int:
-    """Return the bytes of weights in the copy, where zero points of 4 bits take half of what they take in memory."""
-    total = sum(scheme.weight_bytes(weights[name].out_features, weights[name].in_features) for name in names)
-    if scheme.bits == 8:
-        return total
-    return total - sum(weights[name].out_features * scheme.groups(weights[name].in_features) // 2 for name in names)
+    """Return the bytes of weights, in memory and in the copy."""
+    return sum(scheme.weight_bytes(weights[name].out_features, weights[name].in_features) for name in names)
 
 
 def _values(model: Any, name: str, weight: LinearWeight) -> Tensor:

@@ -1,4 +1,4 @@
-"""Writes a quantized copy of a model's directory, in the layout of compressed-tensors.
+"""Writes a quantized copy of a model's directory, in the layout of compressed-tensors, or for 4 bits one of our own.
 
 Its weights are, bit by bit, those that an engine has which quantizes the original while it loads, or calibrated ones.
 config.json names the original's digest, so adapters of the original are valid for the copy.
@@ -24,7 +24,7 @@ from artifacts.base_modules import LinearWeight, read_weights
 from artifacts.checkpoint import Checkpoint, read_checkpoint
 from artifacts.families import FAMILIES
 from artifacts.json_object import parse_object
-from artifacts.quantization import Quantization, calibrated_name, parse_quantization
+from artifacts.quantization import EIGHTHS, Quantization, calibrated_name, parse_quantization
 from worker.engine.quantized.calibration import EIGHT_BITS, Calibration, calibrated_weights
 from worker.engine.quantized.stored import open_tensors
 from worker.engine.quantized.weight import QuantizedWeight, quantize_tensor
@@ -147,7 +147,7 @@ def _write_tensors(
 
 
 def stored_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the tensors of compressed-tensors that hold a weight, by the last part of their names."""
+    """Return the tensors that hold a weight, by the last part of their names."""
     scales = {"weight_scale": weight.scales}
     if weight.codes.dtype == torch.float8_e4m3fn:
         return {"weight": weight.codes} | scales
@@ -157,10 +157,9 @@ def stored_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
     parts = {"weight_packed": _words(codes), "weight_shape": shape} | scales
     if weight.zeros is None:
         return parts
-    zeros = (weight.zeros + (0 if weight.bits == 4 else 128)).to(torch.uint8).t()
     if weight.bits == 4:
-        zeros = pad(zeros, (0, zeros.shape[1] % 2))
-        zeros = zeros[:, ::2] | zeros[:, 1::2] << 4
+        return parts | {"weight_zero_point": weight.zeros}
+    zeros = (weight.zeros + 128).to(torch.uint8).t()
     return parts | {"weight_zero_point": _words(zeros.contiguous()).t()}
 
 
@@ -189,7 +188,7 @@ def _quantization_config(
         name = calibrated_name(scheme, calibration.bits)
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized" if scheme.floating else "pack-quantized",
+        "format": "float-quantized" if scheme.floating else EIGHTHS if scheme.bits == 4 else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": ignored,

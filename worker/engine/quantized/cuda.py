@@ -2,10 +2,10 @@
 
     y[row, output] = sum over groups of columns of  scale * (x[row] . (codes[output] - zero))  + bias[output]
 
-Codes less their zero point are whole numbers up to 256, or numbers of 8 bits, which every dtype of x holds exactly: so
-no weight is rounded, and the sums are float32. A program computes a tile of rows and outputs over all columns, group
-after group. The sum of a row is never split, so that its bits do not depend on how many rows there are, but for the
-height of the tile. Imported only where Triton is installed.
+Codes less their zero point, of 4 bits in eighths, are whole numbers up to 256, or numbers of 8 bits, which every dtype
+of x holds exactly: so no weight is rounded, and the sums are float32. A program computes a tile of rows and outputs
+over all columns, group after group. The sum of a row is never split, so that its bits do not depend on how many rows
+there are, but for the height of the tile. Imported only where Triton is installed.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917 - kernels take every size as an argument, and compile-time ones in capitals
@@ -45,11 +45,14 @@ _LEAST_COLUMNS = 16
 def load_codes(  # type: ignore[no-untyped-def]
     weights, at, inside, row_bytes, BITS: tl.constexpr, FLOATS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Return the codes of outputs [WIDTH] from column `at`: [WIDTH, COLUMNS], 0 beyond the last output and column."""
+    """Return the codes of outputs [WIDTH] from column `at`: [WIDTH, COLUMNS], 0 beyond the last output and column.
+
+    Those of 4 bits are in eighths, as their zero points are: see ZERO_PARTS.
+    """
     if BITS == 4:
         place = at // 2 + tl.arange(0, COLUMNS // 2)
         packed = tl.load(weights + place[None, :], mask=inside[:, None] & (place < row_bytes)[None, :], other=0)
-        codes = tl.interleave(packed & 15, packed >> 4)
+        codes = tl.interleave((packed & 15) << 3, (packed >> 4) << 3)
     else:
         column = at + tl.arange(0, COLUMNS)
         codes = tl.load(weights + column[None, :], mask=inside[:, None] & (column < row_bytes)[None, :], other=0)
@@ -113,6 +116,8 @@ def multiply_codes(  # type: ignore[no-untyped-def]
                 sums = tl.dot(numbers, tl.trans(part), sums, input_precision="ieee")
     if not GROUP:
         sums *= tl.load(scales + of_groups, mask=inside, other=0.0)[None, :]
+    if BITS == 4:
+        sums *= 0.125
     if bias is not None:
         sums += tl.load(bias + output, mask=inside, other=0.0).to(tl.float32)[None, :]
     places = y + row.to(tl.int64)[:, None] * outputs + output[None, :]

@@ -1,4 +1,4 @@
-"""Rounding to 4 bits: scales and zero points that are searched, and codes that make up for each other's errors (GPTQ).
+"""Rounding to 4 bits with codes that make up for each other's errors (GPTQ).
 
     error of a weight = sum over outputs of (w - ŵ) H (w - ŵ)'       H = sum of x' x over the inputs x of the layer
 
@@ -12,57 +12,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from worker.engine.quantized.weight import QuantizedWeight, pack_codes
+from worker.engine.quantized.weight import ZERO_PARTS, QuantizedWeight, fit_groups, pack_codes
 
 _LARGEST_CODE = 15
-# Parts of a group's range that its codes are tried on, and distances from the nearest zero point.
-_SHRUNK = (1.0, 0.92, 0.84, 0.76)
-_ZEROS = (0, -1, 1)
 # The share of the mean of H's diagonal that is added to it, so that it can be inverted.
 _DAMPING = 0.01
 # Columns whose errors are passed on together, by one product.
 _BLOCK = 128
-
-
-def search_scales(weight: Tensor, importance: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return bfloat16 scales and uint8 zero points [out, groups] for 4 bits of a weight [out, in].
-
-    They minimize the squared error weighted by `importance` [in].
-    """
-    parts, weights = _in_groups(weight.float(), group), _in_groups(importance.float()[None], group)
-    low, high = parts.amin(2).clamp(max=0), parts.amax(2).clamp(min=0)
-    # Where all weights are 0, any scale is right.
-    full = ((high - low) / _LARGEST_CODE).clamp(min=torch.finfo(torch.bfloat16).tiny)
-    nearest = (-low / full).round()
-    best = torch.full_like(full, torch.inf)
-    scales, zeros = full.bfloat16(), nearest
-    for distance in _ZEROS:
-        zero = (nearest + distance).clamp(0, _LARGEST_CODE)
-        for shrunk in _SHRUNK:
-            codes = _codes(parts, full * shrunk, zero)
-            steps = codes - zero[..., None]
-            of_steps = weights * steps
-            fit = (of_steps * parts).sum(2) / (of_steps * steps).sum(2).clamp(min=torch.finfo(torch.float32).tiny)
-            scale = fit.clamp(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
-            wide = scale.float()
-            error = (weights * ((_codes(parts, wide, zero) - zero[..., None]) * wide[..., None] - parts).square_()).sum(
-                2
-            )
-            better = error < best
-            best = torch.where(better, error, best)
-            scales, zeros = torch.where(better, scale, scales), torch.where(better, zero, zeros)
-    return scales, zeros.to(torch.uint8)
-
-
-def _in_groups(rows: Tensor, group: int) -> Tensor:
-    """View rows [rows, columns] as [rows, groups, group]; a shorter last group is filled with zeros."""
-    return pad(rows, (0, -rows.shape[1] % group)).view(len(rows), -1, group)
-
-
-def _codes(parts: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    return (parts / scale[..., None]).add_(zero[..., None]).round_().clamp_(0, _LARGEST_CODE)
 
 
 def round_weight(weight: Tensor, hessian: Tensor, group: int) -> QuantizedWeight:
@@ -73,11 +30,12 @@ def round_weight(weight: Tensor, hessian: Tensor, group: int) -> QuantizedWeight
     columns = weight.shape[1]
     diagonal = hessian.diagonal()
     mean = diagonal.mean().clamp(min=torch.finfo(torch.float32).tiny)
-    scales, zeros = search_scales(weight, diagonal + _DAMPING * mean, group)
+    scales, zeros = fit_groups(weight, group, diagonal + _DAMPING * mean)
     order = diagonal.argsort(descending=True, stable=True)
     inverse = _inverse_root(hessian[order][:, order], float(_DAMPING * mean))
     of_columns = (order // group).to(weight.device)
-    codes = _rounded(weight.float()[:, order], inverse, scales.float()[:, of_columns], zeros.float()[:, of_columns])
+    zero_points = zeros.float() / ZERO_PARTS
+    codes = _rounded(weight.float()[:, order], inverse, scales.float()[:, of_columns], zero_points[:, of_columns])
     plain = torch.empty_like(codes)
     plain[:, order] = codes
     return QuantizedWeight(pack_codes(plain), scales, zeros, 4, min(group, columns))

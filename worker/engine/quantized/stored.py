@@ -5,7 +5,7 @@ the memory never holds more than one of them in floats. artifacts/quantization.p
 checks them:
 
 compressed-tensors   words of int32 hold 4 or 8 columns of a row, the first one in the lowest bits; codes and zero
-                     points have an offset of half their range
+                     points have an offset of half their range. Copies of 4 bits: zero points are bytes, in eighths
 awq                  words hold 8 outputs of a column, in the order 0 2 4 6 1 3 5 7 from the lowest bits
 gptq                 words hold 4 or 8 columns of an output, zero points 4 or 8 outputs; the first in the lowest bits
 """
@@ -34,6 +34,7 @@ from artifacts.quantization import Method, Quantization, StoredWeight
 from worker.engine.device import return_freed_memory
 from worker.engine.parallel.splits import RankPlan, Split
 from worker.engine.quantized.weight import (
+    ZERO_PARTS,
     QuantizedEmbedding,
     QuantizedLinear,
     QuantizedWeight,
@@ -92,9 +93,9 @@ def _compressed(stored: StoredWeight, read: ReadTensor) -> QuantizedWeight:
         codes = codes.contiguous().view(torch.uint8)[:, : in_features * scheme.bits // 8]
         # Pairs of 4 bits are as QuantizedWeight has them; bytes lose their offset.
         codes = codes.contiguous() if scheme.bits == 4 else (codes ^ 0x80).view(torch.int8)
-        if zeros is not None:
+        if zeros is not None and not stored.scheme.zeros_in_eighths:
             zeros = _fields(zeros.t(), scheme.bits)[:, :out_features].t()
-            zeros = zeros if scheme.bits == 4 else zeros - 128
+            zeros = zeros * ZERO_PARTS if scheme.bits == 4 else zeros - 128
     scales = read(stored.scales)
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(out_features, 1)
@@ -113,18 +114,18 @@ def _transposed(stored: StoredWeight, read: ReadTensor) -> QuantizedWeight:
     # Eight bits are stored from 0, and held from -128.
     shift = 128 if bits == 8 else 0
     codes = pack_codes(codes) if bits == 4 else (codes - shift).to(torch.int8)
-    return _weight(stored, codes, read(stored.scales).t(), zeros.t() - shift)
+    zeros = zeros * ZERO_PARTS if bits == 4 else zeros - shift
+    return _weight(stored, codes, read(stored.scales).t(), zeros.t())
 
 
 def _weight(stored: StoredWeight, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> QuantizedWeight:
     scheme = stored.scheme.quantization
     # Only the smallest form of 4 bits is kept as it is stored; kernels are made for it, and for float32.
     small = scheme.bits == 4 and zeros is not None and scales.dtype == torch.bfloat16
-    dtypes = (torch.bfloat16, torch.uint8) if small else (torch.float32, torch.float32)
     return QuantizedWeight(
         codes.contiguous(),
-        scales.to(dtypes[0]).contiguous(),
-        None if zeros is None else zeros.to(dtypes[1]).contiguous(),
+        scales.to(torch.bfloat16 if small else torch.float32).contiguous(),
+        None if zeros is None else zeros.to(torch.uint8 if scheme.bits == 4 else torch.float32).contiguous(),
         scheme.bits,
         scheme.group or stored.in_features,
     )

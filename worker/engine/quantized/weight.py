@@ -2,6 +2,9 @@
 
     weight [out, in] ≈ (codes - zeros) * scales          scales, zeros: one for each output and group of columns
 
+Zero points of 4 bits are counted in eighths of a code: weights lie on a grid that need not hold zero itself. Codes in
+eighths less such a zero point are whole numbers of -128 to 120, which bfloat16 holds exactly.
+
 The layer computes with the dequantized weight, the definition that kernels are compared with; on CUDA by its kernel.
 """
 
@@ -15,17 +18,21 @@ from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from artifacts.base_modules import LinearWeight
 from artifacts.quantization import Quantization
 
-# Zero point of symmetric codes of 4 bits, which are 0 to 15.
-SYMMETRIC_ZERO = 8
-# Lowest and highest code by the number of bits.
-_CODES = {4: (0, 15), 8: (-128, 127)}
-# Number of times that scales of 4 bits are fitted to their codes; after these hardly a code changes.
-_FITS = 5
+# Zero points of 4 bits are counted in such parts of a code.
+ZERO_PARTS = 8
+# Zero point of symmetric codes of 4 bits, which are 0 to 15: in parts.
+SYMMETRIC_ZERO = 8 * ZERO_PARTS
+_LARGEST_CODE = 15
+# Number of times that scales and zero points of 4 bits are fitted to their codes; after these few codes change.
+_FITS = 3
+# Weights that are fitted at once: their float64 stay in the cache.
+_FITTED_NUMBERS = 2**16
+_TINY = torch.finfo(torch.bfloat16).tiny
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,8 @@ class QuantizedWeight:
 
     `codes` are int8 [out, in] for 8 bits (float8_e4m3fn for fp8) and uint8 [out, in // 2] for 4 bits: 0 to 15, an even
     column in the low nibble. `scales` are float32 or bfloat16 [out, groups], where a group is `group` consecutive
-    columns, the last one may be shorter; one group is per output channel. `zeros` are float32 or uint8 [out, groups] in
-    code units; None is symmetric: 0 for 8 bits, SYMMETRIC_ZERO for 4 bits.
+    columns, the last one may be shorter; one group is per output channel. `zeros` are [out, groups]: float32 codes for
+    8 bits, uint8 in ZERO_PARTS of a code for 4 bits; None is symmetric: 0 for 8 bits, SYMMETRIC_ZERO for 4 bits.
     """
 
     codes: Tensor
@@ -63,11 +70,16 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return (codes - zeros) * scales, computed in float32: [out, in]."""
         numbers = self.unpacked().float()
-        if self.zeros is not None:
-            numbers = numbers - self._columns(self.zeros)
-        elif self.bits == 4:
-            numbers = numbers - SYMMETRIC_ZERO
+        if (zeros := self.zero_points()) is not None:
+            numbers = numbers - self._columns(zeros)
         return (numbers * self._columns(self.scales)).to(dtype)
+
+    def zero_points(self) -> Tensor | None:
+        """Return the zero points in codes, float32 [out, groups]; None where they all are 0."""
+        if self.bits == 8:
+            return self.zeros
+        zeros = torch.full_like(self.scales, SYMMETRIC_ZERO) if self.zeros is None else self.zeros
+        return zeros.float() / ZERO_PARTS
 
     def to(self, device: torch.device) -> Self:
         """Return the weight on a device; the same one where it is there."""
@@ -156,29 +168,27 @@ def is_linear(module: object) -> TypeGuard[AnyLinear]:
 def quantize(weight: Tensor, bits: int, group: int | None = None, *, symmetric: bool = True) -> QuantizedWeight:
     """Round a weight [out, in] to the nearest codes, over the range of each group; None is one group per output.
 
-    Scales of 4 bits are then fitted to their codes, by least squares.
+    Scales and zero points of 4 bits are those of fit_groups.
     """
     columns = weight.shape[1]
     group = group or columns
-    lowest, highest = _CODES[bits]
-    middle = SYMMETRIC_ZERO if bits == 4 else 0
-    wide = weight.detach().float()
+    if bits == 4:
+        scale, zero = fit_groups(weight, group, symmetric=symmetric)
+        parts = nearest_codes(in_groups(weight.detach().float(), group), scale.float(), zero.float() / ZERO_PARTS)
+        packed = pack_codes(parts.flatten(1)[:, :columns])
+        return QuantizedWeight(packed, scale, None if symmetric else zero, bits, group)
     codes, scales, zeros = [], [], []
-    for part in torch.split(wide, group, 1):
+    for part in torch.split(weight.detach().float(), group, 1):
         low, high = part.amin(1, keepdim=True).clamp(max=0), part.amax(1, keepdim=True).clamp(min=0)
         if symmetric:
             low, high = -torch.maximum(-low, high), torch.maximum(-low, high)
-        scale = ((high - low) / (highest - lowest)).clamp(min=torch.finfo(torch.float32).tiny)
-        zero = torch.full_like(scale, middle) if symmetric else (lowest - low / scale).round()
-        rounded = (part / scale + zero).round().clamp(lowest, highest)
-        if bits == 4:
-            rounded, scale = _fitted(part, rounded, scale, zero)
-        codes.append(rounded)
+        scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).tiny)
+        zero = torch.zeros_like(scale) if symmetric else (-128 - low / scale).round()
+        codes.append((part / scale + zero).round().clamp(-128, 127))
         scales.append(scale)
         zeros.append(zero)
-    flat = torch.cat(codes, 1)
     return QuantizedWeight(
-        pack_codes(flat) if bits == 4 else flat.to(torch.int8),
+        torch.cat(codes, 1).to(torch.int8),
         torch.cat(scales, 1),
         None if symmetric else torch.cat(zeros, 1),
         bits,
@@ -186,25 +196,75 @@ def quantize(weight: Tensor, bits: int, group: int | None = None, *, symmetric: 
     )
 
 
-def _fitted(part: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes and the scale of each output with the smallest squared error that turns of fitting found.
+def fit_groups(
+    weight: Tensor, group: int, importance: Tensor | None = None, *, symmetric: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return bfloat16 scales and uint8 zero points, in ZERO_PARTS, for 4 bits of a weight [out, in]: [out, groups].
 
-    A turn takes the scale that fits the codes best, then rounds again. Sums are float64, so that their order, which
-    differs between processors, does not change codes.
+    They minimize the squared error, weighted by `importance` [in] if it is given, as far as turns of fitting find.
     """
-    wide = part.double()
-    best = ((codes - zero) * scale - wide).square().sum(1, keepdim=True)
-    result, turn = (codes, scale), codes
-    for _ in range(_FITS):
-        steps = (turn - zero).double()
-        fit = (steps * wide).sum(1, keepdim=True) / steps.square().sum(1, keepdim=True).clamp(min=1)
-        fitted = fit.float().clamp(min=torch.finfo(torch.float32).tiny)
-        turn = (part / fitted + zero).round().clamp(*_CODES[4])
-        error = ((turn - zero) * fitted - wide).square().sum(1, keepdim=True)
+    if importance is None:
+        importance = torch.ones(weight.shape[1], device=weight.device)
+    weights = in_groups(importance.double()[None], group)
+    pieces = torch.split(in_groups(weight.detach().float(), group), max(1, _FITTED_NUMBERS // weight.shape[1]))
+    fitted = [_fitted(piece, weights, symmetric) for piece in pieces]
+    scales, zeros = (torch.cat(part) for part in zip(*fitted, strict=True))
+    return scales.bfloat16(), (zeros * ZERO_PARTS).to(torch.uint8)
+
+
+def in_groups(rows: Tensor, group: int) -> Tensor:
+    """View rows [rows, columns] as [rows, groups, group]; a shorter last group is filled with zeros."""
+    return pad(rows, (0, -rows.shape[1] % group)).view(len(rows), -1, group)
+
+
+def nearest_codes(parts: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """Return the codes of 4 bits nearest to weights [out, groups, group]; zero points are in codes."""
+    return (parts / scales[..., None]).add_(zeros[..., None]).round_().clamp_(0, _LARGEST_CODE)
+
+
+def _fitted(parts: Tensor, weights: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Return the scales and zero points, in codes, of groups [out, groups, group]; float32.
+
+    A turn takes the line through the codes that fits the weights best, rounds its zero and its slope, then the codes
+    again. Sums are float64, so that their order, which differs between processors, does not change codes.
+    """
+    low, high = parts.amin(2).clamp(max=0), parts.amax(2).clamp(min=0)
+    if symmetric:
+        low, high = -torch.maximum(-low, high), torch.maximum(-low, high)
+    # Where all weights are 0, any scale is right.
+    full, wide = ((high - low) / _LARGEST_CODE).clamp(min=_TINY), parts.double()
+    best, scales, zeros = torch.full_like(full, torch.inf, dtype=torch.float64), full, torch.zeros_like(full)
+    zero = torch.full_like(full, SYMMETRIC_ZERO / ZERO_PARTS) if symmetric else _in_parts(-low / full)
+    codes = nearest_codes(parts, full, zero).double()
+    for turn in range(_FITS):
+        if turn and not symmetric:
+            zero = _fitted_zero(codes, wide, weights, zero)
+        steps = codes - zero[..., None]
+        of_steps = weights * steps
+        slope = (of_steps * wide).sum(2) / (of_steps * steps).sum(2).clamp(min=_TINY)
+        scale = slope.clamp(min=_TINY).bfloat16().float()
+        codes = nearest_codes(parts, scale, zero).double()
+        numbers = (codes - zero[..., None]) * scale[..., None]
+        error = (weights * (numbers - wide).square_()).sum(2)
         better = error < best
         best = torch.where(better, error, best)
-        result = torch.where(better, turn, result[0]), torch.where(better, fitted, result[1])
-    return result
+        scales, zeros = torch.where(better, scale, scales), torch.where(better, zero, zeros)
+    return scales, zeros
+
+
+def _fitted_zero(codes: Tensor, wide: Tensor, weights: Tensor, zero: Tensor) -> Tensor:
+    """Return the codes that the lines through [out, groups, group] codes and weights give 0; `zero` if none."""
+    total = weights.sum(2).clamp(min=_TINY)
+    center, middle = (weights * codes).sum(2) / total, (weights * wide).sum(2) / total
+    distances = codes - center[..., None]
+    of_distances = weights * distances
+    slope = (of_distances * wide).sum(2) / (of_distances * distances).sum(2).clamp(min=_TINY)
+    return _in_parts(torch.where(slope > _TINY, center - middle / slope.clamp(min=_TINY), zero).float())
+
+
+def _in_parts(zero: Tensor) -> Tensor:
+    """Round zero points, in codes, to ZERO_PARTS of 0 to 15 codes."""
+    return (zero * ZERO_PARTS).round_().clamp_(0, _LARGEST_CODE * ZERO_PARTS) / ZERO_PARTS
 
 
 def equal(one: QuantizedWeight, other: QuantizedWeight) -> bool:
@@ -277,11 +337,7 @@ def quantize_weight(weight: Tensor, scheme: Quantization) -> QuantizedWeight:
 
 def _quantize(weight: Tensor, scheme: Quantization) -> QuantizedWeight:
     if not scheme.floating:
-        rounded = quantize(weight, scheme.bits, scheme.group or None, symmetric=scheme.symmetric)
-        if rounded.bits == 8 or rounded.zeros is None:
-            return rounded
-        # There are many of them. A scale of 8 bits shifts the largest code by a thirtieth of a step.
-        return replace(rounded, scales=rounded.scales.bfloat16(), zeros=rounded.zeros.to(torch.uint8))
+        return quantize(weight, scheme.bits, scheme.group or None, symmetric=scheme.symmetric)
     wide = weight.detach().float()
     scales = (wide.abs().amax(1, keepdim=True) / torch.finfo(_FLOAT8).max).clamp(min=torch.finfo(torch.float32).tiny)
     return QuantizedWeight((wide / scales).to(_FLOAT8), scales, None, scheme.bits, weight.shape[1])

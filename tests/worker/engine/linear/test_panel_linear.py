@@ -12,7 +12,7 @@ from worker.engine.kernels.linear import compile_linear
 from worker.engine.kernels.tiles import bfloat16_products
 from worker.engine.kernels.weight_vectors import EMULATED, PAIRS, TILES, V
 from worker.engine.linear.layer import FixedLinear, PanelLayer, PanelLinear
-from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, quantize
+from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, QuantizedWeight, quantize
 
 # Outputs and columns: less than a panel and a vector, whole ones, and more with a rest.
 SHAPES = [(5, 16), (33, 86), (100, 290)]
@@ -104,6 +104,15 @@ def test_products_of_pairs_are_those_of_the_weight(outputs: int, columns: int, k
 def test_rows_in_fixed_point_lose_less_than_bfloat16_does(outputs: int, columns: int, kind: str) -> None:
     linear = _linear(outputs, columns, kind)
     _check(FixedLinear(linear, torch.float32), linear, 1e-4, torch.float32)
+
+
+def test_sums_of_the_largest_numbers_in_fixed_point_fit_their_integers() -> None:
+    """Of codes and zero points at their ends, in groups as long as integer sums are."""
+    codes = torch.tensor([255, 0, 255, 0], dtype=torch.uint8)[:, None].expand(4, 128).contiguous()
+    zeros = torch.tensor([0, 128, 128, 0], dtype=torch.uint8)[:, None].expand(4, 2).contiguous()
+    linear = QuantizedLinear(QuantizedWeight(codes, torch.ones(4, 2).bfloat16(), zeros, 4, 128))
+    x = torch.full((1, 256), 3.0)
+    torch.testing.assert_close(FixedLinear(linear, torch.float32)(x), x @ linear.weight.dequantize().t())
 
 
 def test_products_of_bfloat16_are_rounded_once() -> None:

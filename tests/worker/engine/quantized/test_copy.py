@@ -60,13 +60,15 @@ def test_a_copy_has_the_weights_of_the_original_that_is_quantized_while_it_loads
     ("bits", "group", "symmetric"), [(4, 32, False), (4, 32, True), (8, None, False), (8, None, True)]
 )
 def test_the_layout_is_the_published_one(bits: int, group: int | None, symmetric: bool) -> None:
-    """13 outputs and 70 columns fill no word."""
+    """13 outputs and 70 columns fill no word. Zero points of 4 bits, in eighths, are bytes."""
     weight = quantize(torch.randn(13, 70, generator=torch.Generator().manual_seed(1)), bits, group, symmetric=symmetric)
     shift = 0 if bits == 4 else 128
     codes = weight.codes + shift if bits == 8 else torch.stack((weight.codes & 15, weight.codes >> 4), -1).flatten(1)
     codes = (weight.codes.int() + shift) if bits == 8 else codes.int()
     zeros = torch.zeros(13, 1) if weight.zeros is None else weight.zeros + shift
     expected = layouts.compressed((codes, weight.scales, zeros.int()), bits, symmetric=symmetric)
+    if bits == 4 and weight.zeros is not None:
+        expected["weight_zero_point"] = weight.zeros
     written = stored_tensors(weight)
     assert written.keys() == expected.keys()
     for name in expected.keys() - {"weight_scale"}:
@@ -148,8 +150,7 @@ def test_a_calibrated_copy_keeps_sensitive_layers_in_8_bits_within_its_bound(tin
     assert {weight.bits for weight in weights.values()} == {4, 8}
     parts = [(weight.codes.nbytes, weight.scales.nbytes, weight.zeros) for weight in weights.values()]
     numbers = sum(weight.out_features * weight.in_features for weight in weights.values())
-    # The copy has two zero points in a byte.
-    size = sum(codes + scales + (0 if zeros is None else zeros.nbytes / 2) for codes, scales, zeros in parts)
+    size = sum(codes + scales + (0 if zeros is None else zeros.nbytes) for codes, scales, zeros in parts)
     assert 8 * size <= 5.5 * numbers
     # Layers that are computed as one product have one scheme.
     parents = {name.rpartition(".")[0] for name in weights if name.endswith("q_proj")}

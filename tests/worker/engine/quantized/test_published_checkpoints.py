@@ -15,6 +15,7 @@ from torch import Tensor
 
 from artifacts import ArtifactError
 from artifacts.base_model import read_base_model
+from artifacts.quantization import EIGHTHS
 from tests.worker.engine.quantized import published_layouts as layouts
 from worker.engine.model.loader import load_model
 from worker.engine.quantized.weight import QuantizedLinear
@@ -41,6 +42,15 @@ def packed(bits: int, group: int, *, symmetric: bool) -> tuple[dict[str, Any], L
         return layouts.compressed(of, bits, symmetric=symmetric), layouts.numbers(of, group)
 
     return compressed_config("pack-quantized", bits=bits, group=group, symmetric=symmetric), layer
+
+
+def eighths_layer(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The layout of this project's copies of 4 bits, with any zero points."""
+    codes, scales, zeros = layouts.rounded(weight, 4, 32)
+    eighths = (8 * zeros + torch.arange(zeros.numel()).view_as(zeros) % 8).clamp(max=120)
+    parts = layouts.compressed((codes, scales, zeros), 4, symmetric=False)
+    floats = layouts.numbers((codes, scales, eighths / 8), 32)
+    return parts | {"weight_zero_point": eighths.to(torch.uint8)}, floats
 
 
 def int8_layer(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -83,6 +93,7 @@ WHOLE["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
 CASES: dict[str, tuple[dict[str, Any], Layer]] = {
     "int4": packed(4, 32, symmetric=False),
     "int4-symmetric": packed(4, 32, symmetric=True),
+    "int4 in eighths": (compressed_config(EIGHTHS, bits=4, group=32, symmetric=False), eighths_layer),
     "int8": packed(8, 0, symmetric=True),
     "int8-zero-point-32": packed(8, 32, symmetric=False),
     "int8-zero-point": (INT8, int8_layer),
@@ -203,6 +214,7 @@ Q_PROJ = "model.layers.1.self_attn.q_proj"
         ("int4", "weight_zero_point", None, "weight_zero_point is missing"),
         ("int4", "weight_shape", torch.tensor([64, 128]), r"weight_shape says \[64, 128\], which"),
         ("int4", "weight_shape", None, "weight_shape is missing"),
+        ("int4 in eighths", "weight_zero_point", torch.ones(8, 2).int(), r"weight_zero_point is .* not U8 \[64, 2\]"),
         ("int8-zero-point", "weight_zero_point", torch.ones(64, 1), "weight_zero_point is F32"),
         ("int8-zero-point", "weight", torch.ones(64, 64), r"weight is F32 \[64, 64\], not I8"),
         ("int8", "input_scale", torch.ones(1), "input_scale would change the model, and is not read"),
