@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import re
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from loraplex.adapters.v1 import adapters_pb2 as pb
+from loraplex_client import InvalidRequestError
+from loraplex_client.adapters import read_config, template_file, why_no_adapter
 
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
@@ -18,15 +21,17 @@ from adapter_store.convert import base_from_pb, own_adapter, refusals, seconds_o
 from adapter_store.open_calls import OpenUploads
 from adapter_store.plans import StoreQuotas
 from adapter_store.records import Base, Blob, NewBase, NewRevision, Provenance, Revision
-from adapter_store.storage import PIECE_BYTES, DataDirectory, Upload
+from adapter_store.sources.fetch import BESIDE_BYTES
+from adapter_store.storage import PIECE_BYTES, CorruptBlob, DataDirectory, Upload
 from adapter_store.validate import CONFIG_BYTES, Validated, validate_adapter
 from artifacts import ArtifactError, MismatchError
+from artifacts.added_tokens import ADDED_FIELD, TOKENIZER_FILE, BaseTokens, as_field, parse_added_tokens
 from artifacts.base_model import HASH_ARCHITECTURE, BaseModel
 from artifacts.names import LIVE, AdapterName, RevisionName, check_alias
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, revision_digest
 from rpc.children.pool import ChildDiedError, ChildPool
-from rpc.errors import CallError, DeadlinePassed, InvalidField
+from rpc.errors import CallError, DataLoss, DeadlinePassed, InvalidField
 from rpc.principal import caller
 
 # Maximum bytes of a base model's small files, and maximum number of the files of an upload.
@@ -38,6 +43,9 @@ _NO_ALIAS = "-"
 _HEAR_OUT_S = 2.0
 _SILENT_S = 0.5
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+# Maximum number of bases whose tokens are kept in memory.
+_TOKENIZERS = 4
 
 P = TypeVar("P")
 UploadHeader = pb.UploadHeader | pb.ImportRevisionRequest
@@ -74,6 +82,9 @@ class Receiver:
         self._catalog = catalog
         self._bases = bases
         self._limits = {CONFIG_FILE: CONFIG_BYTES, WEIGHTS_FILE: max_adapter_bytes}
+        self._limits |= BESIDE_BYTES
+        # By the digest of the file, the last used of _TOKENIZERS.
+        self._tokenizers: dict[str, BaseTokens] = {}
         self._open_uploads = OpenUploads()
         self._quotas = quotas
         self._validator = _Validator()
@@ -96,7 +107,7 @@ class Receiver:
             header = await self.header(first.header, tenant, "header.")
             limit = sum(self._limits.values())
             async with _received(self._data, coming, "header", self._adapter_limit, limit) as upload:
-                for file in self._limits:
+                for file in (CONFIG_FILE, WEIGHTS_FILE):
                     if file not in upload.sizes:
                         raise InvalidField("chunk", f"{file} is missing")
                 yield await self.check(header, upload, tenant), upload
@@ -135,17 +146,79 @@ class Receiver:
     async def check(
         self, header: Header, upload: Upload, tenant: str, provenance: Provenance | None = None
     ) -> NewRevision:
-        """Validate a complete upload against its base model. Raises errors of the call."""
-        blobs = await asyncio.to_thread(upload.finish)
+        """Make the files of a complete upload the two of an adapter and validate them. Raises errors of the call."""
         base = header.base.manifest
+        told = await asyncio.to_thread(self._join, upload, header.base)
+        blobs = await asyncio.to_thread(upload.finish)
         valid, digest = await self._validator.check(upload, blobs[WEIGHTS_FILE].digest, base, tenant)
         if valid.config is not None:
             blobs[CONFIG_FILE] = await asyncio.to_thread(upload.rewrite, CONFIG_FILE, valid.config)
         name = RevisionName(header.name.tenant, header.name.adapter, digest)
         files = (blobs[CONFIG_FILE], blobs[WEIGHTS_FILE])
         revision = Revision(name, base.name, base.adapted_digest, valid.rank, *files, provenance=provenance)
-        warnings = _warnings(valid, base.name)
+        warnings = (*told, *_warnings(valid, base.name))
         return NewRevision(revision, header.alias, header.etag, caller().key_id, warnings, header.ttl_s)
+
+    def _join(self, upload: Upload, base: Base) -> list[str]:
+        """Make fields of the configuration of the files beside it; return what the adapter's owner should know.
+
+        The same as `adapters push`, but for the added tokens, of which those stay that the base does not have. Blocks.
+        """
+        upload.finish()
+        if why := why_no_adapter(upload.path):
+            raise InvalidField("adapter", why)
+        sent = (upload.path / CONFIG_FILE).read_bytes()
+        try:
+            config = read_config(upload.path)
+        except (InvalidRequestError, ValueError, RecursionError) as error:
+            message = (
+                str(error).replace(f"{upload.path}/", "") if isinstance(error, InvalidRequestError) else "is no text"
+            )
+            raise InvalidField("adapter", f"a file beside {CONFIG_FILE} cannot be read: {message}") from error
+        name = template_file(upload.path)
+        told = [f"{name} was taken: chats with the adapter use its template"] if name else []
+        config = self._with_new_tokens(config, base, told)
+        if len(config) > CONFIG_BYTES:
+            raise InvalidField("adapter", f"{CONFIG_FILE} has more than {CONFIG_BYTES} bytes with the files beside it")
+        if config != sent:
+            upload.rewrite(CONFIG_FILE, config)
+        return told
+
+    def _with_new_tokens(self, config: bytes, base: Base, told: list[str]) -> bytes:
+        """Return a configuration with those of its added tokens that the base does not have; `told` gets a line."""
+        try:
+            fields = json.loads(config)
+        except (ValueError, RecursionError):
+            return config
+        if not isinstance(fields, dict) or ADDED_FIELD not in fields:
+            return config
+        with refusals():
+            tokens = parse_added_tokens(fields.pop(ADDED_FIELD))
+            new = self._tokens_of(base).new(tokens) if TOKENIZER_FILE in base.files else ()
+        if tokens and TOKENIZER_FILE not in base.files:
+            told.append(f"added tokens were left out: the base has no {TOKENIZER_FILE}")
+        if new:
+            first = ", ".join(repr(token.content) for token in new[:3])
+            others = f" and {len(new) - 3} others" if len(new) > 3 else ""
+            told.append(f"the tokenizer of its requests also has the added tokens {first}{others}")
+            fields[ADDED_FIELD] = [as_field(token) for token in new]
+        return json.dumps(fields).encode()
+
+    def _tokens_of(self, base: Base) -> BaseTokens:
+        blob = base.files[TOKENIZER_FILE]
+        if blob.digest not in self._tokenizers:
+            _, readers = self._bases.open(BaseModels.position(base))
+            try:
+                tokens = BaseTokens(b"".join(iter(readers[TOKENIZER_FILE].read, b"")))
+            except CorruptBlob as error:
+                raise DataLoss("base model", base.manifest.name, str(error)) from error
+            finally:
+                for reader in readers.values():
+                    reader.close()
+            while len(self._tokenizers) >= _TOKENIZERS:
+                self._tokenizers.pop(next(iter(self._tokenizers)), None)
+            self._tokenizers[blob.digest] = tokens
+        return self._tokenizers[blob.digest]
 
 
 def _warnings(valid: Validated, base: str) -> tuple[str, ...]:

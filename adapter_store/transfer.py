@@ -18,17 +18,14 @@ from functools import partial
 from typing import Any
 
 from loraplex.adapters.v1 import adapters_pb2 as pb
-from loraplex_client import InvalidRequestError
-from loraplex_client.adapters import TEMPLATE_FILE, added_tokens, read_config, why_no_adapter
 
 from adapter_store.plans import StoreQuotas
 from adapter_store.receive import Receiver
 from adapter_store.records import NewRevision, Provenance, Revision
-from adapter_store.sources import Interrupted, broken, down
+from adapter_store.sources import Interrupted, down
 from adapter_store.sources.fetch import Cancelled, Fetched, Progress, fetch
 from adapter_store.sources.policy import Rule, Sources, SourceUri, parse_uri
 from adapter_store.storage import BlobReader, CorruptBlob, DataDirectory, Upload
-from adapter_store.validate import CONFIG_BYTES
 from artifacts.checkpoint import ADAPTER_HEADER_BYTES
 from artifacts.names import AdapterName
 from artifacts.peft_config import CONFIG_FILE
@@ -109,7 +106,6 @@ class Transfers:
                 async for _ in self._told(working, progress):
                     yield progress
                 provenance = working.result()
-                progress.warnings += await asyncio.to_thread(_complete, into.upload, str(uri))
                 new = await self._receiver.check(header, into.upload, tenant, provenance)
                 yield replace(new, warnings=(*progress.warnings, *new.warnings)), into.upload
             finally:
@@ -191,27 +187,6 @@ class Transfers:
             into.upload.discard()
         else:  # gigabytes take a while
             asyncio.get_running_loop().run_in_executor(None, into.upload.discard)
-
-
-def _complete(upload: Upload, uri: str) -> list[str]:
-    """Make the fetched files the two of an adapter, as `adapters push` does it; returns what its owner should know.
-
-    Raises InvalidField.
-    """
-    upload.finish()
-    if why := why_no_adapter(upload.path):
-        raise broken(f"{uri} {why}")
-    try:
-        config = read_config(upload.path)
-    except (InvalidRequestError, ValueError, RecursionError) as error:
-        raise broken(f"{uri}: a file beside {CONFIG_FILE} cannot be read: {type(error).__name__}") from error
-    if len(config) > CONFIG_BYTES:
-        raise broken(f"{uri}: {CONFIG_FILE} has more than {CONFIG_BYTES} bytes with the files beside it")
-    upload.rewrite(CONFIG_FILE, config)
-    warnings = [f"{TEMPLATE_FILE} was taken: chats with the adapter use it"] if TEMPLATE_FILE in upload.sizes else []
-    if tokens := added_tokens(upload.path):
-        warnings.append(f"added tokens were left out: the base model's tokenizer must know {len(tokens)} of them")
-    return warnings
 
 
 def _push(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts import ArtifactError, MismatchError
+from artifacts.added_tokens import check_new_tokens
 from artifacts.base_model import HASH_ARCHITECTURE, BaseModel, ModuleShape
 from artifacts.checkpoint import ADAPTER_HEADER_BYTES, TensorInfo, read_header
 from artifacts.encoders import canonical_header, check_head, head_tensors, hidden_size
@@ -93,6 +94,7 @@ def validate_adapter(directory: Path, base: BaseModel) -> Validated:
     for name, shape in shapes.items():
         _check_module(name, shape, modules.get(name), config, base.name)
     ranks = ranks_of(shapes, trained_tokens(header, sent, sizes))
+    check_new_tokens(sent.added_tokens, base.vocab_size)
     if max(ranks.values()) > MAX_RANK:
         raise MismatchError(TOKENS_FIELD, f"ranks and trained tokens of a layer add up to more than {MAX_RANK}")
     for name, tensor in header.items():

@@ -36,6 +36,8 @@ HASH_ARCHITECTURE = "hash"
 HASH_LABELS = ("LABEL_0", "LABEL_1")
 TASKS = ("generate", "embed", "classify")
 _CONFIG = "config.json"
+# The template for chats with tools, in its folder beside the model's own.
+_TEMPLATES, _TOOL_TEMPLATE = "additional_chat_templates", "tool_use.jinja"
 _SMALL_FILES = (
     _CONFIG,
     GENERATION_CONFIG,
@@ -172,7 +174,10 @@ def is_encoder(directory: str) -> bool:
 def _read_directory(directory: Path, name: str, quantize: Quantization | None, kv_cache_dtype: str) -> BaseModel:
     if not (directory / _CONFIG).is_file():
         raise ArtifactError("model", f"{directory} has no {_CONFIG}, so it is not a transformers model")
-    files = {small: read_small_file(directory / small) for small in _SMALL_FILES if (directory / small).is_file()}
+    paths = {small: directory / small for small in _SMALL_FILES} | {
+        _TOOL_TEMPLATE: directory / _TEMPLATES / _TOOL_TEMPLATE
+    }
+    files = {small: read_small_file(path) for small, path in paths.items() if path.is_file()}
     config = parse_object(files[_CONFIG], _CONFIG)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES | ENCODERS:

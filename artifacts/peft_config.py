@@ -23,6 +23,7 @@ from enum import StrEnum
 from typing import Any
 
 from artifacts import ArtifactError, MismatchError
+from artifacts.added_tokens import ADDED_FIELD, AddedToken, parse_added_tokens
 from artifacts.families import HEAD, is_inner
 from artifacts.fitness import PROMPTS_FIELD, parse_prompts
 from artifacts.json_object import parse_object
@@ -70,6 +71,7 @@ _CHECKED = {
     LABELS_FIELD,
     "peft_version",
     CHAT_FIELD,
+    ADDED_FIELD,
     PROMPTS_FIELD,
     TOKENS_FIELD,
 }
@@ -208,9 +210,13 @@ class ToolCallFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """A Jinja template, a system prompt for chats without one, and the format of calls; empty: not set."""
+    """Jinja templates, the second for chats with tools, a system prompt for chats without one, and the format of calls.
+
+    An empty one is not set.
+    """
 
     template: str = ""
+    tool_template: str = ""
     system_prompt: str = ""
     tool_calls: str = ""
 
@@ -259,6 +265,7 @@ class PeftConfig:
     trained_tokens: tuple[tuple[str, tuple[int, ...]], ...] = ()
     # The names, or their ends after a dot, of embeddings and output head that were trained in full.
     trained_ends: tuple[str, ...] = ()
+    added_tokens: tuple[AddedToken, ...] = ()
 
     def check_anchors(self) -> None:
         """Raise MismatchError for a pattern of a name's begin; for adapters of the model without its head."""
@@ -323,6 +330,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
         peft_version=str(config.get("peft_version") or ""),
         trained_tokens=_trained_tokens(config.get(TOKENS_FIELD) or {}),
         trained_ends=_trained_ends(config.get(SAVED_FIELD) or []),
+        added_tokens=parse_added_tokens(config.get(ADDED_FIELD)),
     )
 
 

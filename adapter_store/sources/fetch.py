@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from loraplex_client.adapters import ADDED_TOKENS_FILE, PROMPTS_FILE, TEMPLATE_FILE
+from loraplex_client.adapters import FILES_BESIDE, TOKENIZER_FILE, TOOL_TEMPLATE_FILE
 
 from adapter_store.records import Provenance
 from adapter_store.sources import MAX_FILES, Interrupted, Listing, Source, SourceFile, broken, down
@@ -23,9 +23,9 @@ from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
 
 T = TypeVar("T")
-# Files beside the two that become fields of the configuration, as `adapters push` does it.
-_SMALL = (CONFIG_FILE, TEMPLATE_FILE, PROMPTS_FILE, ADDED_TOKENS_FILE)
 _PICKLE = "adapter_model.bin"
+# Maximum bytes of the files beside the two, of which only the beginning of tokenizer.json is read.
+BESIDE_BYTES = dict.fromkeys(FILES_BESIDE, 2 * 1024 * 1024) | {TOKENIZER_FILE: 64 * 1024 * 1024}
 # Maximum number of reads in a row that bring no byte, and the pause in seconds after the first of them.
 _TRIES, _PAUSE_S = 5, 0.2
 
@@ -143,12 +143,15 @@ def _chosen(uri: str, listing: Listing, warnings: list[str]) -> dict[str, Source
         warnings.append(f"the adapter of {folder[:-1] or 'the uppermost folder'} was taken{others}")
     if folder + _PICKLE in at:
         warnings.append(f"{_PICKLE} was left out: {WEIGHTS_FILE} was taken")
-    return {name: at[folder + name] for name in (*_SMALL, WEIGHTS_FILE) if folder + name in at}
+    chosen = {name: at[folder + name] for name in (CONFIG_FILE, *FILES_BESIDE, WEIGHTS_FILE) if folder + name in at}
+    if (tools := f"{folder}additional_chat_templates/{TOOL_TEMPLATE_FILE}") in at:
+        chosen.setdefault(TOOL_TEMPLATE_FILE, at[tools])
+    return chosen
 
 
 def _check_sizes(uri: str, files: Mapping[str, SourceFile], max_weights: int) -> None:
     for name, file in files.items():
-        limit = max_weights if name == WEIGHTS_FILE else CONFIG_BYTES
+        limit = (BESIDE_BYTES | {CONFIG_FILE: CONFIG_BYTES, WEIGHTS_FILE: max_weights})[name]
         if file.size > limit:
             raise broken(f"{uri}: {name} has {file.size} bytes; at most {limit} are accepted")
 

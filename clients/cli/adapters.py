@@ -196,15 +196,11 @@ def _digest_of(client: StoreClient, name: str, alias: str) -> str:
 
 
 def _notes(directory: Path) -> Iterator[str]:
-    """Yield what an upload took from a directory beside the weights, and what it left out."""
-    from loraplex_client.adapters import ADDED_TOKENS_FILE, TEMPLATE_FILE, added_tokens
+    """Yield what an upload took from a directory beside the weights."""
+    from loraplex_client.adapters import template_file
 
-    if (directory / TEMPLATE_FILE).is_file():
-        yield f"{TEMPLATE_FILE} was taken: chats with the adapter use it"
-    if tokens := added_tokens(directory):
-        first = ", ".join(map(repr, tokens[:3]))
-        others = f" and the {len(tokens) - 3} others" if len(tokens) > 3 else ""
-        yield f"{ADDED_TOKENS_FILE} was left out: the base model's tokenizer must know {first}{others}"
+    if name := template_file(directory):
+        yield f"{name} was taken: chats with the adapter use its template"
 
 
 @contextmanager

@@ -193,7 +193,7 @@ async def _in_store(
     from loraplex_client.adapters import read_config
 
     weights = await asyncio.to_thread(sha256_file, local.directory / WEIGHTS_FILE)
-    digest = revision_digest(read_config(local.directory), weights)
+    digest = revision_digest(read_config(local.directory, tokens=False), weights)
     try:
         adapter, revision = await client.get(f"tenants/{local.tenant}/adapters/{local.name}@{digest}")
     except NotFoundError:

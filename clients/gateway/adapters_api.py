@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from loraplex_client import Adapter, AsyncStoreClient, LoraplexError, Revision
-from loraplex_client.adapters import CONFIG_FILE, WEIGHTS_FILE
+from loraplex_client.adapters import CONFIG_FILE, FILES_BESIDE, WEIGHTS_FILE
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.datastructures import QueryParams
@@ -34,7 +34,8 @@ UPLOAD: Mapping[str, Any] = {
             "multipart/form-data": {
                 "schema": {
                     "type": "object",
-                    "description": f"Parts whose file names are {FILES[0]} and {FILES[1]}, in any order.",
+                    "description": f"Parts whose file names are {FILES[0]} and {FILES[1]}, in any order; also any of "
+                    f"{', '.join(FILES_BESIDE)}.",
                     "properties": {"file": {"type": "array", "items": {"type": "string", "format": "binary"}}},
                 }
             }
@@ -122,8 +123,8 @@ class FilesForm:
         if b"filename" not in options:
             field = options.get(b"name", b"").decode("utf-8", "replace")
             raise invalid(field[:80] or "part", f"is no file; {_curl()}, and {' and '.join(_QUERY)} in the query")
-        if name not in FILES:
-            raise invalid("filename", f"{name[:80]!r} is not {FILES[0]} or {FILES[1]}")
+        if name not in FILES and name not in FILES_BESIDE:
+            raise invalid("filename", f"{name[:80]!r} is not {FILES[0]} or {FILES[1]}, nor {', '.join(FILES_BESIDE)}")
         if name in self._seen:
             raise invalid(name, "is there twice")
         self._seen.append(name)
@@ -160,7 +161,7 @@ def read_query(call: HttpCall, names: Sequence[str]) -> QueryParams:
 
 @reads_body
 async def put_adapter(call: HttpCall) -> None:
-    """Upload an adapter's two files as a revision, and move its alias. Raises HttpError, LoraplexError."""
+    """Upload an adapter's files as a revision, and move its alias. Raises HttpError, LoraplexError."""
     store, query = _store(call), read_query(call, _QUERY)
     form = FilesForm(call.exchange.headers.get("content-type", ""))
 

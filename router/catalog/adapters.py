@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from artifacts import ArtifactError
+from artifacts.added_tokens import ADDED_FIELD, AddedToken, parse_added_tokens
 from artifacts.encoders import label_names
 from artifacts.json_object import parse_object
 from artifacts.names import weighted_digest
@@ -38,16 +39,19 @@ _CACHED_REVISIONS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """An adapter's chat settings, whether it brings a classification head, and the names of its labels, if any."""
+    """An adapter's chat settings, whether it brings a classification head, its labels' names, and its added tokens."""
 
     chat: ChatSettings = field(default_factory=ChatSettings)
     has_head: bool = False
     labels: tuple[str, ...] = ()
+    tokens: tuple[AddedToken, ...] = ()
 
     @property
     def characters(self) -> int:
         """Return the length of its texts."""
-        return len(self.chat.template) + len(self.chat.system_prompt) + sum(map(len, self.labels))
+        chat = self.chat
+        texts = (chat.template, chat.tool_template, chat.system_prompt, *self.labels)
+        return sum(map(len, texts)) + sum(len(token.content) for token in self.tokens)
 
 
 class AdapterConfigs:
@@ -92,9 +96,11 @@ def _read(config: bytes) -> AdapterSettings:
     try:
         parsed = parse_object(config, CONFIG_FILE)
         chat = parse_chat_settings(parsed.get(CHAT_FIELD))
+        tokens = parse_added_tokens(parsed.get(ADDED_FIELD))
     except ArtifactError:  # of a hash model's adapter, which may be any bytes: the store has checked the others
         return AdapterSettings()
-    return AdapterSettings(chat, not set(parsed.get(SAVED_FIELD) or ()).isdisjoint(HEADS), _labels(parsed))
+    has_head = not set(parsed.get(SAVED_FIELD) or ()).isdisjoint(HEADS)
+    return AdapterSettings(chat, has_head, _labels(parsed), tokens)
 
 
 def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -237,6 +237,7 @@ class Admission:
         """
         payload = resumption.payload
         model = self.models.with_digest(payload.model, payload.base_digest)
+        model = await self._with_tokens(model, request.tenant, payload.adapter)
         request = replace(request, sampling=replace(request.sampling, **payload.filled))
         context = model.manifest.context_length
         admitted = await self._admit(request, model, payload.adapter, context, deadline_s, payload.free_parts)
@@ -336,11 +337,18 @@ class Admission:
     async def _resolve(
         self, request: Request | EncodeRequest, side: Side | None = None
     ) -> tuple[ServedModel, AdapterRef | None]:
-        """Return the revision of the base model and the adapter that a new request is for."""
+        """Return the revision of the base model, with the adapter's tokenizer, and the adapter of a new request."""
         revisions = self.models.revisions(self.models.get(request.model).manifest.name)
         chosen = side.resolved if side is not None else None
         manifest, adapter = await resolve_adapters(request, [one.manifest for one in revisions], self._store, chosen)
-        return next(one for one in revisions if one.manifest is manifest), adapter
+        model = next(one for one in revisions if one.manifest is manifest)
+        return await self._with_tokens(model, request.tenant, adapter), adapter
+
+    async def _with_tokens(self, model: ServedModel, tenant: str, adapter: AdapterRef | None) -> ServedModel:
+        """Return the model with the tokenizer that an adapter's requests have: with its added tokens."""
+        if not model.tokenizer.takes_tokens or not (tokens := (await self._configs.of(tenant, adapter)).tokens):
+            return model
+        return replace(model, tokenizer=model.tokenizer.with_tokens(tokens))
 
     async def _admit(
         self,

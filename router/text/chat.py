@@ -88,6 +88,8 @@ class ChatTemplate:
             by_name = {entry["name"]: entry["template"] for entry in sources}
         else:
             by_name = {"default": sources}
+        if "tool_use.jinja" in files:
+            by_name["tool_use"] = files["tool_use.jinja"].decode()
         tokens = {name: _token(names[name]) for name in _TOKENS if names.get(name)}
         try:
             settings = parse_chat_settings(config.get(CHAT_FIELD))
@@ -101,7 +103,7 @@ class ChatTemplate:
         return replace(
             self,
             source=settings.template or self.source,
-            tool_source=self.tool_source if not settings.template else "",
+            tool_source=settings.tool_template or (self.tool_source if not settings.template else ""),
             system_prompt=settings.system_prompt or self.system_prompt,
             named_format=settings.tool_calls or ("" if settings.template else self.named_format),
         )

@@ -19,14 +19,18 @@ import json
 import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import asdict
 from itertools import takewhile
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from artifacts.added_tokens import AddedToken
 from router.text.chat import ChatTemplate
 from router.text.tokenizer import ModelTokenizer, TextStream, TooManyTokensError, panics_as_errors
 from rpc.children.child import LAST, Json, serve
+from rpc.errors import Mismatch
 
 # Parts of a tokenizer that never make a text shorter.
 _LOSSLESS = frozenset({"ByteLevel", "Prepend", "Metaspace", "Digits", "Split", "Sequence"})
@@ -153,9 +157,9 @@ def _begin(tokenizer: Tokenizer, begin: str) -> tuple[int, ...]:
 class Detokenizer:
     """The bytes of each token of a tokenizer. `special`: ids that are left out where special tokens are skipped."""
 
-    def __init__(self, tokenizer: Tokenizer, tokenizer_json: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, decoder: Mapping[str, Any] | None) -> None:
         self._tokenizer = tokenizer
-        kinds = {part["type"] for part in _parts(tokenizer_json.get("decoder"))}
+        kinds = {part["type"] for part in _parts(decoder)}
         self._letters = _letters() if "ByteLevel" in kinds else None
         self._byte_fallback = "ByteFallback" in kinds
         self.special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
@@ -280,8 +284,35 @@ def _letters() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
+# Maximum number of tokenizers with added tokens that are kept for a model.
+_WITH_TOKENS = 256
+
+
+def _with_tokens(tokenizer: Tokenizer, tokens: tuple[AddedToken, ...]) -> Tokenizer:
+    """Return a tokenizer that shares a tokenizer's vocabulary and has more added tokens. Raises Mismatch."""
+    from tokenizers import AddedToken as Entry
+
+    own = Tokenizer(tokenizer.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(tokenizer, part)) is not None:
+            setattr(own, part, value)
+    with panics_as_errors():
+        own.add_tokens([token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())])
+        own.add_tokens(
+            [Entry(**{name: value for name, value in asdict(token).items() if name != "id"}) for token in tokens]
+        )
+    for token in tokens:
+        if own.token_to_id(token.content) != token.id:
+            raise Mismatch(
+                "adapter", f"its token {token.content!r:.80} is not number {token.id} of the model's tokenizer"
+            )
+    return own
+
+
 class FileTokenizer(ModelTokenizer):
     """The tokenizer of a model with a tokenizer.json."""
+
+    takes_tokens = True
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         try:
@@ -292,11 +323,32 @@ class FileTokenizer(ModelTokenizer):
         self._tokenizer.no_padding()
         data = json.loads(files["tokenizer.json"])
         self.longest_token = longest_token_bytes(data)
-        self._detokenizer = Detokenizer(self._tokenizer, data)
+        self._decoder = data.get("decoder")
         self.chat = ChatTemplate.of_files(files)
+        # By their tokens, those with adapters' own; all share the model's vocabulary.
+        self._with_tokens: dict[tuple[AddedToken, ...], FileTokenizer] = {}
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._detokenizer = Detokenizer(self._tokenizer, self._decoder)
         # Maximum ids of a truncating tokenizer, and that tokenizer; made when it is first needed.
         self._cut_to: tuple[int, Tokenizer] | None = None
         self._special = SpecialTokens(self._tokenizer, self.chat.tokens.get("bos_token", ""))
+
+    def with_tokens(self, tokens: tuple[AddedToken, ...]) -> FileTokenizer:
+        """See ModelTokenizer."""
+        if tokens not in self._with_tokens:
+            if len(self._with_tokens) >= _WITH_TOKENS:
+                self._with_tokens.clear()
+            own = copy(self)
+            own._tokenizer = _with_tokens(self._tokenizer, tokens)
+            if self.longest_token is not None:
+                stripped = any(token.lstrip or token.rstrip for token in tokens)
+                longest = max(self.longest_token, *(len(token.content.encode()) for token in tokens))
+                own.longest_token = None if stripped else longest
+            own._prepare()
+            self._with_tokens[tokens] = own
+        return self._with_tokens[tokens]
 
     def tokenize(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """See ModelTokenizer."""

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+from artifacts.added_tokens import AddedToken
 from router.request import Chat, EncodeInput, EncodeRequest, PromptOptions, TextPair
 from router.text.chat import ChatTemplate, TemplateRenderer, shielded_chat
 from rpc.errors import Internal, InvalidField
@@ -68,6 +69,13 @@ class ModelTokenizer:
     # Maximum bytes of text that one token stands for; None: unknown.
     longest_token: int | None = None
     chat = ChatTemplate()
+
+    # Tells whether `with_tokens` adds any, for which an adapter's settings are read.
+    takes_tokens = False
+
+    def with_tokens(self, tokens: tuple[AddedToken, ...]) -> ModelTokenizer:
+        """Return this tokenizer with an adapter's added tokens. Raises Mismatch."""
+        return self
 
     def tokenize(self, text: str, *, special_tokens: bool, limit: int | None = None) -> list[int]:
         """Return the ids of a text; may take long. Raises InvalidField, or TooManyTokensError beyond `limit` ids."""

@@ -67,7 +67,7 @@ async def test_calls_at_the_same_time_share_a_reading() -> None:
     ("value", "words"),
     [
         ("hermes", "loraplex_chat: is not a JSON object"),
-        ({"templates": "x"}, "loraplex_chat.templates: is none of template, system_prompt, tool_calls"),
+        ({"templates": "x"}, "loraplex_chat.templates: is none of template, tool_template, system_prompt, tool_calls"),
         ({"template": 1}, "loraplex_chat.template: is not a text"),
         ({"template": "x" * 300_000}, "loraplex_chat.template: is larger than"),
         ({"tool_calls": "xml"}, "loraplex_chat.tool_calls: 'xml' is none of"),

@@ -33,15 +33,34 @@ from loraplex_client.retries import read_addresses
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-# A chat template beside an adapter, as transformers saves it; it becomes a field of the configuration.
+# Chat templates beside an adapter, as transformers saves them; they become a field of the configuration.
 TEMPLATE_FILE = "chat_template.jinja"
+TOOL_TEMPLATE_FILE = "tool_use.jinja"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 CHAT_FIELD = "loraplex_chat"
+_TOOL_TEMPLATE_PATHS = (TOOL_TEMPLATE_FILE, f"additional_chat_templates/{TOOL_TEMPLATE_FILE}")
 # Prompts beside an adapter, a JSON object a line with `prompt` or `messages`, and an `answer` or none: its certificates
 # are made with them. They become a field of the configuration too.
 PROMPTS_FILE = "certificate_prompts.jsonl"
 PROMPTS_FIELD = "loraplex_certificate_prompts"
-# Tokens that training added to the tokenizer, by transformers and peft.
+# Tokens that training added to the tokenizer, with all that the base's has; of slow tokenizers the second file. The
+# store keeps those that are new in a field of the configuration.
+TOKENIZER_FILE = "tokenizer.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
+TOKENS_FIELD = "loraplex_tokens"
+_TOKEN_FLAGS = ("special", "normalized", "single_word", "lstrip", "rstrip")
+# The place of the tokens in a tokenizer.json, before its vocabulary, and the maximum bytes up to their end.
+_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
+_ADDED_BYTES = 2 * 1024 * 1024
+# Files beside the two that become fields of the configuration.
+FILES_BESIDE = (
+    TEMPLATE_FILE,
+    TOOL_TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    PROMPTS_FILE,
+    TOKENIZER_FILE,
+    ADDED_TOKENS_FILE,
+)
 # The beginning of a file that git checked out without git-lfs.
 _LFS_POINTER = b"version https://git-lfs."
 _PICKLE = "adapter_model.bin"
@@ -376,53 +395,86 @@ def _why_no_weights(directory: Path) -> str:
     return f"is not an adapter: it has no {WEIGHTS_FILE}"
 
 
-def added_tokens(directory: Path) -> tuple[str, ...]:
-    """Return the tokens that an adapter's directory says were added to the tokenizer; its upload leaves them out."""
-    try:
-        tokens = json.loads((directory / ADDED_TOKENS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ()
-    return tuple(tokens) if isinstance(tokens, dict) else ()
+def read_config(directory: Path, *, tokens: bool = True) -> bytes:
+    """Return an adapter's configuration as it is uploaded, with the templates, prompts and added tokens in `directory`.
 
-
-def read_config(directory: Path) -> bytes:
-    """Return an adapter's configuration as it is uploaded, with the template and the prompts in `directory`.
-
-    Raises InvalidRequestError if there is no adapter in it, or a line of the prompts is none.
+    What the configuration has already stays. Without `tokens` it is that of an adapter whose added tokens the base has.
+    Raises InvalidRequestError if there is no adapter, or a file beside it is broken.
     """
     if why := why_no_adapter(directory):
         raise InvalidRequestError(f"{directory} {why}", field="directory")
-    config = _with_template((directory / CONFIG_FILE).read_bytes(), directory / TEMPLATE_FILE)
-    return _with_prompts(config, directory / PROMPTS_FILE)
-
-
-def _with_template(config: bytes, template: Path) -> bytes:
-    """Return a configuration with the template in the file, unless it has one already; the store checks both."""
-    if not template.is_file():
-        return config
+    config = (directory / CONFIG_FILE).read_bytes()
     try:
         fields = json.loads(config)
-    except ValueError:
+    except (ValueError, RecursionError):
         return config
-    chat = fields.setdefault(CHAT_FIELD, {}) if isinstance(fields, dict) else None
-    if not isinstance(chat, dict) or "template" in chat:
+    if not isinstance(fields, dict):
         return config
-    chat["template"] = template.read_text(encoding="utf-8")
-    return json.dumps(fields).encode()
+    more: dict[str, Any] = {}
+    chat = fields.get(CHAT_FIELD, {})
+    if isinstance(chat, dict) and "template" not in chat and (templates := _templates(directory)):
+        more[CHAT_FIELD] = {**chat, **templates}
+    if tokens and TOKENS_FIELD not in fields and (added := _added_tokens(directory)):
+        more[TOKENS_FIELD] = added
+    if PROMPTS_FIELD not in fields and (directory / PROMPTS_FILE).is_file():
+        more[PROMPTS_FIELD] = read_prompts(directory / PROMPTS_FILE)
+    return json.dumps({**fields, **more}).encode() if more else config
 
 
-def _with_prompts(config: bytes, path: Path) -> bytes:
-    """Return a configuration with the prompts in the file, unless it has some already; the store checks both."""
+def template_file(directory: Path) -> str:
+    """Return the name of the file beside an adapter that has its chat template; empty: none has."""
+    if not _templates(directory):
+        return ""
+    beside = (name for name in (TEMPLATE_FILE, *_TOOL_TEMPLATE_PATHS) if (directory / name).is_file())
+    return next(beside, TOKENIZER_CONFIG_FILE)
+
+
+def _templates(directory: Path) -> dict[str, str]:
+    """Return an adapter's chat template, and the one for chats with tools, as transformers finds them."""
+    sources = _json_object(directory / TOKENIZER_CONFIG_FILE).get("chat_template")
+    if (directory / TEMPLATE_FILE).is_file():
+        sources = (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
+    named: dict[Any, Any] = {"default": sources}
+    if isinstance(sources, list):  # several templates, by name
+        named = {one.get("name"): one.get("template") for one in sources if isinstance(one, dict)}
+    if path := next((path for path in map(directory.joinpath, _TOOL_TEMPLATE_PATHS) if path.is_file()), None):
+        named["tool_use"] = path.read_text(encoding="utf-8")
+    found = {field: named.get(name) for name, field in (("default", "template"), ("tool_use", "tool_template"))}
+    return {field: text for field, text in found.items() if isinstance(text, str) and text}
+
+
+def _added_tokens(directory: Path) -> list[dict[str, Any]]:
+    """Return the added tokens of an adapter's tokenizer, those of the base's too; flags that are false are left out.
+
+    Raises InvalidRequestError.
+    """
+    path = directory / TOKENIZER_FILE
     if not path.is_file():
-        return config
-    prompts = read_prompts(path)
+        added = _json_object(directory / ADDED_TOKENS_FILE)
+        return [{"id": number, "content": text, "normalized": True} for text, number in added.items()]
+    with path.open("rb") as file:
+        beginning = file.read(_ADDED_BYTES).decode("utf-8", "replace")
+    found = _ADDED_TOKENS.search(beginning)
+    if found is None:
+        return []
     try:
-        fields = json.loads(config)
-    except ValueError:
-        return config
-    if not isinstance(fields, dict) or PROMPTS_FIELD in fields:
-        return config
-    return json.dumps({**fields, PROMPTS_FIELD: prompts}).encode()
+        tokens, _ = json.JSONDecoder().raw_decode(beginning, found.end())
+        return [
+            {"id": token["id"], "content": token["content"], **{flag: True for flag in _TOKEN_FLAGS if token.get(flag)}}
+            for token in tokens
+        ]
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidRequestError(
+            f"{path}: added_tokens cannot be read: {type(error).__name__}", field="directory"
+        ) from error
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_prompts(path: Path) -> list[str | dict[str, Any]]:

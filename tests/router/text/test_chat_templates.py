@@ -250,6 +250,10 @@ def test_the_template_among_a_model_s_files() -> None:
     own = template.with_settings(ChatSettings(template="<tool_call>"))
     assert (own.source_for(with_tools), own.tool_format(with_tools)) == ("<tool_call>", "hermes")
     assert ChatTemplate.of_files(files | {"chat_template.jinja": b"c"}).source_for(with_tools) == "c"
+    beside = ChatTemplate.of_files({"chat_template.jinja": b"c", "tool_use.jinja": b"d"})
+    assert (beside.source_for(chat({"messages": [USER]})), beside.source_for(with_tools)) == ("c", "d")
+    both = template.with_settings(ChatSettings(template="e", tool_template="f"))
+    assert (both.source_for(chat({"messages": [USER]})), both.source_for(with_tools)) == ("e", "f")
     with pytest.raises(InvalidField, match="no chat template"):
         ChatTemplate.of_files({}).call(with_tools, NOW, 1)
     with pytest.raises(ValueError, match="loraplex_chat"):
