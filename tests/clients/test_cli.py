@@ -117,7 +117,7 @@ def test_a_failure_leaves_nothing_else_on_stderr() -> None:
         (["workers", "--router", NOBODY], ["no router answers"]),
         (["workers", "--router", "http://a:1"], ["'http://a:1' is a URL: write HOST:PORT"]),
         (["adapters", "list", "--store", NOBODY], ["no store answers at 127.0.0.1:1", "--store"]),
-        (["adapters", "push", "/nowhere", "--name", "a", "--store", NOBODY], ["/nowhere", "adapter_config.json"]),
+        (["adapters", "push", "/nowhere", "--name", "a", "--store", NOBODY], ["/nowhere does not exist"]),
         (["models", "push", "/nowhere", "--store", NOBODY], ["/nowhere is not a directory"]),
         (
             ["models", "push", "examples/model", "--quantize", "int5", "--store", NOBODY],
