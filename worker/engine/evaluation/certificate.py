@@ -58,15 +58,16 @@ def certify(
     prompts = prompts or _draw(models[0], pair)
     for each in models:
         each.use_adapter(adapter)
-    answers: list[list[Ids]] = [[], []]
+    answers: tuple[list[Ids], list[Ids]] = ([], [])
     differences = Differences()
     for start in range(0, len(prompts), rows):
         some = prompts[start : start + rows]
+        # Of drawn prompts the quantized model's own answers do not count.
         for each, given in zip(models if own else models[:1], answers, strict=False):
             given.extend(each.answers(some, answer_tokens, greedy, pair.original.end_token_ids))
         _compare(models, some, answers[0][start:], differences)
-        progress(min(start + rows, len(prompts)), len(prompts))
-    right = [sum(_right(own, ids, codec)) for ids in answers] if codec is not None else [0, 0]
+        progress(start + len(some), len(prompts))
+    right = [0 if codec is None else _count_right(own, ids, codec) for ids in answers]
     same = sum(first == second for first, second in zip(*answers, strict=True)) if own else None
     return Figures(
         prompts=len(prompts),
@@ -114,12 +115,9 @@ def _render(field: str, prompt: Prompt, tokenizer: Any, adapter: ChatSettings) -
         raise ArtifactError(field, f"cannot be rendered by the chat template: {error}") from error
 
 
-def _right(prompts: Sequence[Prompt], answers: Sequence[Ids], codec: TextCodec) -> list[bool]:
-    return [
-        is_right(codec.decode(ids), prompt.answer)
-        for prompt, ids in zip(prompts, answers, strict=True)
-        if prompt.answer
-    ]
+def _count_right(prompts: Sequence[Prompt], answers: Sequence[Ids], codec: TextCodec) -> int:
+    pairs = zip(prompts, answers, strict=True)
+    return sum(bool(prompt.answer) and is_right(codec.decode(ids), prompt.answer) for prompt, ids in pairs)
 
 
 def _draw(base: EvaluatedModel, pair: ModelPair) -> list[Ids]:
