@@ -37,13 +37,13 @@ def certify(
 ) -> Figures:
     """Measure the adapter in directory `adapter`. Raises ArtifactError, ModelUnusableError."""
     data = read_small_file(Path(adapter) / CONFIG_FILE)
-    rank, config = parse_peft_config(data).max_rank, parse_object(data, CONFIG_FILE)
+    peft, config = parse_peft_config(data), parse_object(data, CONFIG_FILE)
     if config.get("task_type") == "SEQ_CLS":
         raise MismatchError("task_type", "'SEQ_CLS' has no certificate: answers are compared, and it gives none")
     own = parse_prompts(config.get(PROMPTS_FIELD))
     answer_tokens, prompts, codec = _DRAWN_ANSWER_TOKENS, [], None
     if own:
-        codec = TextCodec(Path(model))
+        codec = TextCodec(Path(model), peft.added_tokens)
         prompts = _tokenize(own, codec, Path(model), parse_chat_settings(config.get(CHAT_FIELD)))
         expected = max(len(codec.encode(prompt.answer)) for prompt in own)
         answer_tokens = max(_ANSWER_TOKENS, expected + _MORE_TOKENS)
@@ -53,7 +53,8 @@ def certify(
         raise ArtifactError("model", f"its context of {pair.original.context_length} is shorter than {tokens} tokens")
     rows = max(1, min(_ROWS, _TOKENS // tokens))
     models = [
-        EvaluatedModel(loaded, rows=rows, tokens=tokens, max_rank=rank) for loaded in (pair.original, pair.quantized)
+        EvaluatedModel(loaded, rows=rows, tokens=tokens, max_rank=peft.max_rank)
+        for loaded in (pair.original, pair.quantized)
     ]
     prompts = prompts or _draw(models[0], pair)
     for each in models:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import AddedToken as Entry
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from artifacts import ArtifactError
+from artifacts.added_tokens import AddedToken
 from artifacts.base_model import BaseModel, read_base_model
 from artifacts.checkpoint import read_checkpoint, read_small_file
 from artifacts.families import INT8
@@ -155,9 +157,9 @@ def check_copy(original: BaseModel, copy: BaseModel, directory: str) -> None:
 
 
 class TextCodec:
-    """The tokenizer of a model directory, as routers use it."""
+    """The tokenizer of a model directory, as routers use it, with an adapter's own tokens."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, tokens: Sequence[AddedToken] = ()) -> None:
         """Read the tokenizer. Raises ArtifactError."""
         data = read_small_file(directory / "tokenizer.json")
         try:
@@ -166,6 +168,9 @@ class TextCodec:
             raise ArtifactError("tokenizer.json", f"cannot be read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.add_tokens(
+            [Entry(**{name: value for name, value in asdict(token).items() if name != "id"}) for token in tokens]
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Ids:
         """Return the ids of a text, with the special tokens that the tokenizer adds to a prompt."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from artifacts import ArtifactError
+from artifacts.added_tokens import AddedToken
 from artifacts.base_model import read_base_model
 from artifacts.fitness import PROMPTS_FIELD, FitnessLimits
 from tests.cancelling_adapter import write_cancelling_adapter
@@ -136,6 +137,16 @@ def test_a_directory_that_is_no_copy_is_refused(change: dict[str, Any], words: s
     check_copy(original, copy, "copy")
     with pytest.raises(ArtifactError, match=words):
         check_copy(original, replace(copy, **change), "copy")
+
+
+def test_an_adapter_s_own_tokens_are_read_as_tokens() -> None:
+    from worker.engine.evaluation.report import TextCodec
+
+    plain = TextCodec(Path(SHIPPED))
+    number = read_base_model(SHIPPED).vocab_size
+    own = TextCodec(Path(SHIPPED), (AddedToken(number, "<call>", special=True),))
+    assert own.encode("a<call>") == (*plain.encode("a"), number)
+    assert own.decode(own.encode("a<call>")) == plain.decode(plain.encode("a"))
 
 
 def _own_answers(adapter: str, texts: list[str]) -> list[str]:
