@@ -24,7 +24,7 @@ TEMPLATE = ROOT / "tests/router/text/families/hermes.jinja"
 async def gateway() -> AsyncIterator[tuple[str, str]]:
     """Run a cluster as a user does, with the real model where it can be had; yields its gateway and an adapter."""
     try:
-        model, source = await asyncio.to_thread(real_model), ROOT / "examples/real_adapters/acme/extract"
+        model, source = await asyncio.to_thread(real_model), ROOT / "examples/real_adapters/globex/triage"
     except Unavailable as error:
         print(f"The shipped model answers: {error}", file=sys.stderr, flush=True)
         model, source = ROOT / "examples/model", ROOT / "examples/adapters/acme/shout"

@@ -13,8 +13,11 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tests.libraries.scenarios import KEY, MODEL, URL, run
+import openai
+
+from tests.libraries.scenarios import KEY, MODEL, TOO_LONG, URL, check_refused, run
 
 # Timeout in seconds of the proxy's start: its imports take 20 on two busy cores.
 _START_S = 120.0
@@ -29,7 +32,9 @@ def proxy() -> Iterator[str]:
     served = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": KEY}
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory, "config.yaml")  # JSON is YAML
-        config.write_text(json.dumps({"model_list": [{"model_name": MODEL, "litellm_params": served}]}))
+        settings = {"dangerously_permit_weak_or_unset_master_key": True}
+        models = [{"model_name": MODEL, "litellm_params": served}]
+        config.write_text(json.dumps({"model_list": models, "general_settings": settings}))
         command = [str(Path(sys.executable).with_name("litellm")), "--config", str(config), "--host", "127.0.0.1"]
         process = subprocess.Popen([*command, "--port", str(port)], stdout=sys.stderr)
         try:
@@ -62,4 +67,10 @@ if __name__ == "__main__":
             sys.modules.pop(module, None)
         from tests.libraries import use_openai
 
-        run(use_openai.stream, use_openai.tools, use_openai.schema, use_openai.overflow)
+        def overflow() -> None:
+            """Get an error with the gateway's words for a prompt that is too long; its code is the proxy's own."""
+            chat = use_openai.client.chat.completions
+            messages: Any = [{"role": "user", "content": TOO_LONG}]
+            check_refused(lambda: chat.create(model=MODEL, messages=messages), openai.BadRequestError)
+
+        run(use_openai.stream, use_openai.tools, use_openai.schema, overflow)

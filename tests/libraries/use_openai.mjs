@@ -13,7 +13,7 @@ const model = process.env.LORAPLEX_MODEL;
 const client = new OpenAI({ baseURL: `${process.env.LORAPLEX_URL}/v1`, apiKey: "none", maxRetries: 0 });
 
 const question = "What is the weather?";
-const tooLong = "word ".repeat(8000);
+const tooLong = "word ".repeat(10_000);
 const messages = [{ role: "user", content: question }];
 const Weather = z.strictObject({
   city: z.enum(["Oslo", "Paris"]),
