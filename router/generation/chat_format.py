@@ -220,13 +220,12 @@ def _schema_rule(
     Raises ArtifactError or GrammarError.
     """
     schema, left_out = parse_object(parameters.encode(), path), list[str]()
-    kinds = schema.setdefault("type", "object")
-    if kinds != "object":
+    kinds = schema.get("type") or "object"
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
         if strict:
             raise GrammarError(f"{path}.type", "is not object, which arguments are")
-        if kinds is not None and not (isinstance(kinds, list) and "object" in kinds):
-            left_out.append(f"{path}.type")
-        schema["type"] = "object"
+        left_out.append(f"{path}.type")
+    schema["type"] = "object"
     checked = check_schema(schema, JsonStyle(), path, None if strict else left_out, free)
     return f"%json {json.dumps({**checked, 'x-guidance': _SPACED})}", tuple(left_out)
 
