@@ -7,6 +7,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from adapter_store.database import Database
 from adapter_store.records import Base, Blob, NewBase
@@ -36,6 +37,12 @@ class BaseModels:
         """Return a model's live revision, or that of `NAME@DIGEST`. Raises NotFound."""
         with self._database.reading() as rows:
             return _get(rows, name)
+
+    def has(self, name: str) -> bool:
+        """Return whether a model of that name is registered."""
+        with self._database.reading() as rows, suppress(NotFound):
+            return bool(_get(rows, name))
+        return False
 
     def get_or_only(self, name: str, field: str) -> Base:
         """Return a model; an empty name means the only one. Raises NotFound, or InvalidField if there are several."""

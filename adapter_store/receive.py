@@ -27,7 +27,7 @@ from adapter_store.validate import CONFIG_BYTES, Validated, validate_adapter
 from artifacts import ArtifactError, MismatchError
 from artifacts.added_tokens import ADDED_FIELD, TOKENIZER_FILE, BaseTokens, as_field, parse_added_tokens
 from artifacts.base_model import HASH_ARCHITECTURE, BaseModel
-from artifacts.names import LIVE, AdapterName, RevisionName, check_alias
+from artifacts.names import ANY_MODEL, LIVE, AdapterName, RevisionName, check_alias
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, revision_digest
 from rpc.children.pool import ChildDiedError, ChildPool
@@ -130,6 +130,9 @@ class Receiver:
     async def header(self, header: UploadHeader, tenant: str, at: str = "") -> Header:
         """Check what an upload is to become, before its bytes come. Raises errors that name fields below `at`."""
         name = own_adapter(f"{at}adapter", header.adapter, tenant)
+        if name.adapter in ANY_MODEL or await asyncio.to_thread(self._bases.has, name.adapter):
+            why = f"{name.adapter} means the base model over HTTP, where the adapter could not be named; choose another"
+            raise InvalidField(f"{at}adapter", why)
         with refusals(f"{at}alias"):
             alias = None if header.alias == _NO_ALIAS else check_alias(header.alias or LIVE)
         model = header.base_model or self._quotas.default_model(name.tenant, caller().key_id)

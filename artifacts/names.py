@@ -53,6 +53,10 @@ class AdapterName:
         return f"tenants/{self.tenant}/adapters/{self.adapter}"
 
 
+# Names that HTTP clients of servers with one model give it, so that no adapter may have them.
+ANY_MODEL = ("tgi", "dummy")
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class RevisionName:
     """The full name of an immutable revision of an adapter."""

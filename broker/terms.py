@@ -18,6 +18,9 @@ from broker.messages import STRIKES_LIMIT, AdapterRequest, Job, encode_record
 # Tokens charged for a prompt token and for an output token.
 PROMPT_WEIGHT = 1
 OUTPUT_WEIGHT = 2
+# Maximum tokens of an answer that the queue reckons with beforehand: few answers are as long as a large maximum, or as
+# none, would let them be.
+RECKONED_TOKENS = 2_048
 
 # A function stops the whole server while it runs, so one scan over the waiting jobs is bounded by these four numbers:
 # tenants that it looks at, jobs that it may pass over in all and of one tenant, redispatched jobs that it looks at.
@@ -385,9 +388,9 @@ def charged_prompt(job: Job) -> int:
 
 
 def work_of(job: Job) -> float:
-    """Return the work of a job in charged tokens, as though its answer had its full length."""
+    """Return the work of a job in charged tokens, as though its answer had its full length, or RECKONED_TOKENS."""
     prompt = charged_prompt(job)
-    return PROMPT_WEIGHT * prompt + OUTPUT_WEIGHT * max(0, job.tokens - prompt)
+    return PROMPT_WEIGHT * prompt + OUTPUT_WEIGHT * min(RECKONED_TOKENS, max(0, job.tokens - prompt))
 
 
 def queued_rows(job: Job) -> int:

@@ -349,6 +349,7 @@ def _models(
     )
     models.default_model, models.scales_from_zero = plans.default_model, settings.scale_from_zero
     models.use_generation_config = settings.generation_config == "auto"
+    models.unset_max_tokens = settings.default_max_tokens
     return models
 
 

@@ -67,11 +67,19 @@ class Chat:
     template_args: str = ""
 
 
+# Tokens of an answer where neither request nor adapter nor model sets a maximum; fewer where the context ends before.
+DEFAULT_MAX_TOKENS = 128
+
+
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """Conditions that end an answer; max_tokens None: the model's number or 128, capped by the context."""
+    """Conditions that end an answer.
+
+    `max_tokens` None: the adapter's number, the model's, or `default_max_tokens`, capped by the context.
+    """
 
     max_tokens: int | None = None
+    default_max_tokens: int = DEFAULT_MAX_TOKENS
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

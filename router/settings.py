@@ -77,6 +77,11 @@ class Settings(AccessSettings):
         "none: that file is not used, so an unset temperature is greedy",
         "auto",
     )
+    default_max_tokens: int = setting(
+        "maximum tokens of an answer whose request sets no max_tokens; 0: as the model, protocol and context say",
+        0,
+        least=0,
+    )
     scale_from_zero: bool = setting(
         "take requests of a registered model without a worker: they wait in the queue, up to their deadline, for the "
         "one that an autoscaler starts (loraplex scaler); by default they are refused",

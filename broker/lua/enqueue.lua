@@ -200,7 +200,7 @@ register_admission('enqueue', function(keys, arguments)
   local deadline_ms, begun, priority, strikes, max = enqueue.terms_of(cmsgpack.unpack(arguments[3]))
   job.id, job.deadline_ms, job.priority, job.size, job.queued = id, deadline_ms, priority, #body, call.now
   job.deadline = deadline_ms > 0 and call.now + deadline_ms or 0
-  job.work = PROMPT_WEIGHT * job.prompt + OUTPUT_WEIGHT * math.max(0, job.tokens - job.prompt)
+  job.work = PROMPT_WEIGHT * job.prompt + OUTPUT_WEIGHT * math.min(RECKONED_TOKENS, math.max(0, job.tokens - job.prompt))
   local key = call.prefix .. 'job:' .. id
   job.queue = call.prefix .. 'queue:' .. job.tenant
   routers.beat(call, job.router)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Required
 
 from anthropic.types import ToolParam
@@ -13,6 +13,7 @@ from loraplex_client import (
     FinishReason,
     Generation,
     Piece,
+    ToolCallPart,
     Usage,
 )
 from pydantic import ConfigDict, Discriminator, Tag, with_config
@@ -270,14 +271,20 @@ class _Events:
         return event("message_start", message={**self._head, "content": [], **end, "usage": usage})
 
     def _events(self, piece: Piece) -> bytes:
-        events = b""
+        # A message may end a call, go on with text, and begin another call.
+        begun = [part for part in piece.tool_calls if part.index != self._open]
+        events = self._calls([part for part in piece.tool_calls if part.index == self._open])
         if piece.reasoning:
             empty = {"type": "thinking", "thinking": "", "signature": ""}
             events += self._delta("thinking", empty, {"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.text:
             empty = {"type": "text", "text": ""}
             events += self._delta("text", empty, {"type": "text_delta", "text": piece.text})
-        for part in piece.tool_calls:
+        return events + self._calls(begun)
+
+    def _calls(self, parts: Sequence[ToolCallPart]) -> bytes:
+        events = b""
+        for part in parts:
             block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
             events += self._delta(part.index, block, {"type": "input_json_delta", "partial_json": part.arguments})
         return events

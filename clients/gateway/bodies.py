@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ CONTAINERS, STRINGS, VALUES = 20_000, 100_000, 1_000_000
 UNKNOWN_KIND, TOO_MANY = "unknown_kind", "too_many_fields"
 # Maximum number of fields of an object, and of keys of a mapping; values that may be anything have no limit.
 _FIELDS, _KEYS = 128, 1_024
+# Unknown fields whose false asks for nothing: it is the default of vLLM, SGLang or llama.cpp, whose clients send it.
+_FALSE = ("no_stop_trim", "return_hidden_states", "return_progress", "return_token_ids", "timings_per_token")
 # Fields that tell kinds of objects apart.
 _TAGS = ("role", "type")
 
@@ -36,6 +39,7 @@ class Body:
 
     def read(self, body: bytes) -> dict[str, Any]:
         """Return the fields of a body. Raises HttpError naming one that is wrong."""
+        body = body.removeprefix(BOM_UTF8)
         check_json_size(body)
         try:
             fields: dict[str, Any] = self._validator.validate_json(body, strict=True)
@@ -136,7 +140,7 @@ def strict_schema(kind: Any, lenient: Collection[type]) -> core_schema.CoreSchem
 class _Strict:
     """Transforms the nodes of a TypedDict's schema into one for bodies of anybody.
 
-    unknown fields     refused, at every level, unless they ask for nothing: null, false or empty
+    unknown fields     refused, at every level, unless they ask for nothing: null or empty
     optional fields    unset where they are null
     iterables          read as lists, whose first bad item is the only one that is told
     unions of objects  told apart by their `role` or `type` alone, instead of by trying each; one kind may leave it out
@@ -204,7 +208,7 @@ class _Strict:
                     _reader(tag, *untagged),
                     custom_error_type=UNKNOWN_KIND,
                     custom_error_message="{field}: is not one of {kinds}",
-                    custom_error_context={"field": tag, "kinds": ", ".join(map(str, named))},
+                    custom_error_context={"field": tag, "kinds": ", ".join(value for of in values for value in of)},
                 )
                 return core_schema.union_schema([*map(self.node, others), tagged]) if others else tagged
         return None
@@ -264,7 +268,9 @@ def _asked(required: Mapping[str, bool], lenient: bool) -> Callable[[Any], Any]:
     def is_dropped(name: str, value: Any) -> bool:
         if name in required:
             return value is None and not required[name]
-        return lenient or value is None or value is False or (isinstance(value, str | list | dict) and not value)
+        if value is False:
+            return lenient or name in _FALSE
+        return lenient or value is None or (isinstance(value, str | list | dict) and not value)
 
     def check(value: Any) -> Any:
         if not isinstance(at_most(value), dict):

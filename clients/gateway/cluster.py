@@ -38,7 +38,7 @@ _ACCEPTED_S = 1.0
 _ACCEPTED = 100_000
 # Maximum length in characters of a tenant's name or a credential: a gRPC server reads headers of 8 KiB.
 _WHO_CHARACTERS = 6_000
-# Names that clients of servers with one model give it.
+# Names that clients of servers with one model give it; the store refuses adapters that are named so (artifacts.names).
 _ANY_MODEL = ("tgi", "dummy")
 # Maximum number of tokens whose bytes are kept.
 _TOKENS = 300_000
@@ -180,11 +180,13 @@ class Cluster:
         if time.monotonic() > self._names_until:
             await self.models(caller)
         base, colon, adapter = name.partition(":")
-        if base in self._names:
-            return {"model": base, "adapter_id": adapter} if colon else {"model": base}
-        if name in _ANY_MODEL:
-            return {}
-        return {"adapter_id": name}
+        if colon and base in self._names:
+            if not adapter:
+                raise HttpError(404, "not_found", f"model not found: {name[:200]} names no adapter", "model")
+            return {"model": base, "adapter_id": adapter}
+        if name in self._names:
+            return {"model": name}
+        return {} if name in _ANY_MODEL else {"adapter_id": name}
 
     async def token_bytes(self, caller: AsyncClient, model: str, ids: Iterable[int]) -> Mapping[int, bytes]:
         """Return the bytes of each of these tokens. Raises LoraplexError."""

@@ -292,7 +292,7 @@ class HttpEndpoint:
         if exchange.reader and exchange.method == "OPTIONS" and PREFLIGHT in exchange.headers:
             await exchange.answer(b"", headers=_preflight(exchange.headers))
             return
-        handler = self._handlers.get(exchange.method)
+        handler = self._handlers.get("GET" if exchange.method == "HEAD" else exchange.method)
         if handler is None:
             allowed = ", ".join(self._handlers)
             raise HttpError(405, "method_not_allowed", f"{exchange.method}: {self.path} takes {allowed}")

@@ -206,6 +206,7 @@ class Exchange:
     async def _body(self, body: bytes) -> None:
         self._ended = True
         self.close()
+        body = b"" if self.method == "HEAD" else body
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -53,6 +53,8 @@ _NAMES = {
 # Tokens of a completion without `max_tokens`, and the temperature where neither request nor model has one: OpenAI's.
 _COMPLETION_TOKENS = 16
 _TEMPERATURE = 1.0
+# An answer without `max_tokens` ends with the context.
+UNBOUNDED = (1 << 32) - 1
 _OWNER = "loraplex"
 
 
@@ -92,6 +94,17 @@ def head_of(kind: str, prefix: str, request_id: str, model: str) -> dict[str, An
     return {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time()), "model": model}
 
 
+class StructuredOutputs(TypedDict, total=False):
+    """The format of an answer in vLLM's words."""
+
+    json: str | dict[str, Any] | None
+    regex: str | None
+    choice: list[str] | None
+    grammar: str | None
+    json_object: bool | None
+    disable_any_whitespace: bool | None
+
+
 class Extensions(TypedDict, total=False):
     """Fields beyond OpenAI's, with vLLM's names; openai sends them as `extra_body`."""
 
@@ -109,6 +122,24 @@ class Extensions(TypedDict, total=False):
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
     priority: int | None
+    include_stop_str_in_output: bool | None
+    structured_outputs: StructuredOutputs | None
+    guided_json: str | dict[str, Any] | None
+    guided_regex: str | None
+    guided_choice: list[str] | None
+    guided_grammar: str | None
+    guided_decoding_backend: str | None
+    use_beam_search: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+    enable_thinking: bool | None
+
+
+class CompletionExtensions(Extensions, total=False):
+    """Fields beyond OpenAI's of requests whose answers are choices."""
+
+    logit_bias: dict[str, float] | None
+    prompt_logprobs: int | None
+    return_tokens_as_token_ids: bool | None
 
 
 class StreamOptions(ChatCompletionStreamOptionsParam, total=False):
@@ -125,13 +156,14 @@ class NamedTool(TypedDict, total=False):
 
 
 class JsonFormat(TypedDict, total=False):
-    """The format of an answer that is JSON; TGI's clients send a schema as its value."""
+    """The format of an answer that is JSON; clients of TGI send a schema as its value, those of LoRAX as `schema`."""
 
     type: Required[Literal["json_object", "json"]]
     value: dict[str, Any] | None
+    schema: dict[str, Any] | None
 
 
-class ChatRequest(ChatParams, Extensions, total=False):
+class ChatRequest(ChatParams, CompletionExtensions, total=False):  # type: ignore[misc]
     """Body of a request to /v1/chat/completions."""
 
     messages: Required[list[ChatMessage]]  # type: ignore[misc]
@@ -146,10 +178,11 @@ class ChatRequest(ChatParams, Extensions, total=False):
     response_format: ResponseFormatText | ResponseFormatJSONSchema | JsonFormat  # type: ignore[misc]
     add_generation_prompt: bool | None
     continue_final_message: bool | None
-    chat_template_kwargs: dict[str, Any] | None
+    include_reasoning: bool | None
+    echo: bool | None
 
 
-class CompletionRequest(CompletionParams, Extensions, total=False):
+class CompletionRequest(CompletionParams, CompletionExtensions, total=False):  # type: ignore[misc]
     """Body of a request to /v1/completions."""
 
     stream: bool | None
@@ -163,32 +196,37 @@ EMBEDDING = Body(EmbeddingCreateParams)
 # Fields that are refused, unless their value asks for nothing.
 _NOT_SERVED = (
     "audio", "function_call", "functions", "modalities", "moderation", "prediction", "service_tier", "store", "suffix",
-    "verbosity", "web_search_options",
+    "use_beam_search", "verbosity", "web_search_options",
 )  # fmt: skip
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (False,),
+    "use_beam_search": (False,),
 }
-# Fields that are the SDK's options of another name.
-_RENAMED = {
-    "chat_template_kwargs": "template_args",
-}
+# vLLM's fields that are the SDK's options of another name, and those of formats, which are also in
+# `structured_outputs`.
+_RENAMED = {"include_stop_str_in_output": "keep_stop"}
+_GUIDED = {"json": "response_format", "regex": "regex", "choice": "choices", "grammar": "grammar"}
 _SAME = (
     "temperature", "top_p", "frequency_penalty", "presence_penalty", "n", "stop", "best_of", "echo", "tools",
     "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message",
-    *(name for name in Extensions.__annotations__ if name not in _RENAMED),
+    "top_k", "min_p", "typical_p", "top_n_sigma", "repetition_penalty", "min_tokens", "stop_token_ids",
+    "allowed_token_ids", "bad_words", "ignore_eos", "skip_special_tokens", "add_special_tokens",
+    "truncate_prompt_tokens", "priority",
 )  # fmt: skip
 
 
 def chat_options(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a chat, without its model. Raises HttpError on a field that is not served."""
-    check_served(request, _NOT_SERVED, _NOTHING)
+    check_served(request, (*_NOT_SERVED, "echo"), {**_NOTHING, "echo": (False,)})
     options = common_options(request)
-    options["max_tokens"] = request.get("max_completion_tokens") or request.get("max_tokens")
+    limit = request.get("max_completion_tokens")
+    options["max_tokens"] = request.get("max_tokens") if limit is None else limit
+    options["default_max_tokens"] = UNBOUNDED
     if request.get("logprobs"):
         options["logprobs"] = request.get("top_logprobs") or 0
-    elif request.get("top_logprobs") is not None:
+    elif request.get("top_logprobs"):
         raise invalid("top_logprobs", "needs logprobs")
     if (effort := request.get("reasoning_effort")) is not None:
         options["template_args"] = {**(options.get("template_args") or {}), "reasoning_effort": effort}
@@ -196,7 +234,10 @@ def chat_options(request: Mapping[str, Any]) -> dict[str, Any]:
         if tool["type"] != "function":
             raise not_served(f"tools[{index}].type", f"{tool['type']} is not served, only function")
     check_tool_choice(request)
-    options["response_format"] = _format(request.get("response_format"))
+    if (form := _format(request.get("response_format"))) is not None:
+        if not options.keys().isdisjoint(_GUIDED.values()):
+            raise invalid("response_format", "cannot be combined with another format")
+        options["response_format"] = form
     return options
 
 
@@ -206,7 +247,7 @@ def _format(form: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         return None
     if form["type"] == "json_schema":
         return form
-    schema = form.get("value")
+    schema = form.get("schema") or form.get("value")
     return {"type": "json_object"} if schema is None else {"type": "json_schema", "schema": schema}
 
 
@@ -221,7 +262,7 @@ def completion_options(request: Mapping[str, Any]) -> dict[str, Any]:
         for name, where in (("stream", "in a stream"), ("truncate_prompt_tokens", "and truncate_prompt_tokens")):
             if request.get(name):
                 raise not_served("logprobs", f"is not served together with echo {where}")
-        options["prompt_logprobs"] = options["logprobs"]
+        options.setdefault("prompt_logprobs", options["logprobs"])
     return options
 
 
@@ -229,16 +270,40 @@ def common_options(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options whose fields have the same names in all of the protocol's requests. Raises HttpError."""
     options = {name: request[name] for name in _SAME if request.get(name) is not None}
     options |= {ours: request[name] for name, ours in _RENAMED.items() if request.get(name) is not None}
+    options |= _guided(request)
     options["default_temperature"] = _TEMPERATURE
     if options.get("top_k") == -1:  # vLLM's word for no limit
         options["top_k"] = 0
-    if (seed := request.get("seed")) is not None:
+    if (seed := request.get("seed")) not in (None, -1):  # -1 is vLLM's word for none
         options["seed"] = seed % 2**64  # OpenAI's are signed
+    if request.get("prompt_logprobs") is not None:
+        if request.get("stream"):
+            raise not_served("prompt_logprobs", "is not served in a stream")
+        options["prompt_logprobs"] = request["prompt_logprobs"]
+    variables = dict(request.get("chat_template_kwargs") or {})
+    if (thinks := request.get("enable_thinking")) is not None:
+        variables.setdefault("enable_thinking", thinks)
+    if variables:
+        options["template_args"] = variables
     if session := request.get("prompt_cache_key") or request.get("user"):
         options["session_id"] = session[:SESSION_CHARACTERS]
     if request.get("logit_bias"):
         options["logit_bias"] = _biases(request["logit_bias"])
     return options
+
+
+def _guided(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the format that a request has in vLLM's words, as an option of the SDK. Raises HttpError."""
+    inside = request.get("structured_outputs") or {}
+    places = [(f"guided_{name}", name, request.get(f"guided_{name}")) for name in _GUIDED]
+    places += [(f"structured_outputs.{name}", name, inside.get(name)) for name in (*_GUIDED, "json_object")]
+    given = [place for place in places if place[2] not in (None, False)]
+    if len(given) > 1:
+        raise invalid(given[1][0], f"cannot be combined with {given[0][0]}")
+    if not given:
+        return {}
+    _, name, value = given[0]
+    return {"response_format": {"type": "json_object"}} if name == "json_object" else {_GUIDED[name]: value}
 
 
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:

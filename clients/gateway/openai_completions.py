@@ -34,19 +34,25 @@ _PROMPTS = 64
 
 
 class LogprobTexts:
-    """Texts of the tokens of an answer by `model`."""
+    """Texts of the tokens of an answer by `model`; `as_ids`: each is `token_id:ID`, as vLLM writes it."""
 
-    def __init__(self, call: HttpCall, model: str) -> None:
+    def __init__(self, call: HttpCall, model: str, *, as_ids: bool = False) -> None:
         self._call = call
         self._model = model
+        self._as_ids = as_ids
 
     async def of_chat(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Return the logprobs of a chat's tokens. Raises LoraplexError."""
         token_bytes = await self._bytes(ids, logprobs)
+
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            own = token_bytes[token_id]
+            return {"token": self._text(token_id, own), "logprob": logprob, "bytes": list(own)}
+
         content = [
             {
-                **_entry(token_bytes[token_id], token.logprob),
-                "top_logprobs": [_entry(token_bytes[other], logprob) for other, logprob in token.alternatives],
+                **entry(token_id, token.logprob),
+                "top_logprobs": [entry(other, logprob) for other, logprob in token.alternatives],
             }
             for token_id, token in zip(ids, logprobs, strict=True)
         ]
@@ -60,28 +66,52 @@ class LogprobTexts:
         The first token of a prompt has None.
         """
         token_bytes = await self._bytes(ids, [token for token in logprobs if token is not None])
-        texts = [_text(token_bytes[token_id]) for token_id in ids]
         return {
-            "tokens": texts,
+            "tokens": [self._text(token_id, token_bytes[token_id]) for token_id in ids],
             "token_logprobs": [None if token is None else token.logprob for token in logprobs],
             "top_logprobs": [
-                None if token is None else {_text(token_bytes[other]): logprob for other, logprob in token.alternatives}
+                None
+                if token is None
+                else {self._text(other, token_bytes[other]): logprob for other, logprob in token.alternatives}
                 for token in logprobs
             ],
-            "text_offset": list(accumulate(map(len, texts[:-1]), initial=at)) if texts else [],
+            "text_offset": text_offsets([token_bytes[token_id] for token_id in ids], at),
         }
+
+    async def of_prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Any]:
+        """Return the log probabilities of a prompt in vLLM's shape. Raises LoraplexError."""
+        token_bytes = await self._bytes(ids, logprobs)
+        places: list[Any] = [None]
+        for token_id, token in zip(ids[1:], logprobs, strict=True):
+            ranks = {other: rank for rank, (other, _) in enumerate(token.alternatives, 1)}
+            ranked = {**dict(token.alternatives), token_id: token.logprob}
+            places.append(
+                {
+                    str(other): {
+                        "logprob": logprob,
+                        "rank": ranks.get(other),
+                        "decoded_token": token_bytes[other].decode(errors="replace"),
+                    }
+                    for other, logprob in ranked.items()
+                }
+            )
+        return places
+
+    def _text(self, token_id: int, own: bytes) -> str:
+        return f"token_id:{token_id}" if self._as_ids else own.decode(errors="replace")
 
     async def _bytes(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Mapping[int, bytes]:
         others = [other for token in logprobs for other, _ in token.alternatives]
         return await self._call.cluster.token_bytes(self._call.caller, self._model, [*ids, *others])
 
 
-def _text(token: bytes) -> str:
-    return token.decode(errors="replace")
+def text_offsets(tokens: Sequence[bytes], at: int) -> list[int]:
+    """Return the place of each token in a text, of which `at` characters come before them.
 
-
-def _entry(token: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": _text(token), "logprob": logprob, "bytes": list(token)}
+    A character may have several tokens; it counts for the one in which it begins.
+    """
+    begun = [sum(byte & 0xC0 != 0x80 for byte in token) for token in tokens]
+    return list(accumulate(begun[:-1], initial=at)) if tokens else []
 
 
 async def chat_completions(call: HttpCall) -> None:
@@ -91,23 +121,44 @@ async def chat_completions(call: HttpCall) -> None:
     messages = sdk_messages(request["messages"])
     named = await call.cluster.named(call.caller, request["model"])
     request_id = call.exchange.request_id
-    texts = LogprobTexts(call, named.get("model", "")) if "logprobs" in options else None
+    texts = _texts(call, request, named) if "logprobs" in options else None
+    shows_reasoning = request.get("include_reasoning") is not False
     stream = call.caller.chat_stream(messages, request_id=request_id, timeout_s=call.timeout_s, **named, **options)
     async with stream:
         if request.get("stream"):
             head = head_of("chat.completion.chunk", "chatcmpl", request_id, request["model"])
             count = partial(_prompt_tokens, call, [{"messages": messages}], {**named, **options})
-            await _ChatChunks(call, head, texts, options.get("n", 1), usage, count).send(stream)
+            chunks = _ChatChunks(call, head, texts, options.get("n", 1), usage, count)
+            chunks.shows_reasoning = shows_reasoning
+            await chunks.send(stream)
         else:
             head = head_of("chat.completion", "chatcmpl", request_id, request["model"])
-            await call.exchange.answer(head | await _completion(call.finished(await stream.result()), texts))
+            whole = call.finished(await stream.result())
+            if "prompt_logprobs" in options:
+                of_chat = {name: value for name, value in options.items() if name in _OF_CHATS}
+                special = options.get("add_special_tokens")
+                ids = await call.caller.tokenize(
+                    messages=messages, add_special_tokens=special, chat_options=of_chat, **named
+                )
+                head["prompt_logprobs"] = await _texts(call, request, named).of_prompt(ids, whole.prompt_logprobs)
+            await call.exchange.answer(head | await _completion(whole, texts, shows_reasoning))
 
 
-async def _completion(whole: Generation, texts: LogprobTexts | None) -> dict[str, Any]:
+# Options that a chat is rendered with.
+_OF_CHATS = (
+    "tools", "tool_choice", "continue_final_message", "add_generation_prompt", "template_args",
+)  # fmt: skip
+
+
+def _texts(call: HttpCall, request: Mapping[str, Any], named: Mapping[str, Any]) -> LogprobTexts:
+    return LogprobTexts(call, named.get("model", ""), as_ids=bool(request.get("return_tokens_as_token_ids")))
+
+
+async def _completion(whole: Generation, texts: LogprobTexts | None, shows_reasoning: bool) -> dict[str, Any]:
     choices = [
         {
             "index": index,
-            "message": _message(choice),
+            "message": _message(choice, shows_reasoning),
             "logprobs": None if texts is None else await texts.of_chat(choice.token_ids, choice.logprobs),
             "finish_reason": REASONS[choice.finish_reason],
         }
@@ -120,10 +171,10 @@ async def _completion(whole: Generation, texts: LogprobTexts | None) -> dict[str
     }
 
 
-def _message(choice: Choice) -> dict[str, Any]:
+def _message(choice: Choice, shows_reasoning: bool) -> dict[str, Any]:
     content = choice.text if choice.text or not choice.tool_calls else None
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if choice.reasoning:
+    if choice.reasoning and shows_reasoning:
         message["reasoning_content"] = choice.reasoning
     if choice.tool_calls:
         message["tool_calls"] = [
@@ -187,6 +238,8 @@ class _Chunks:
 class _ChatChunks(_Chunks):
     """The chunks of a chat."""
 
+    shows_reasoning = True
+
     async def send(self, stream: AsyncGenerationStream) -> None:
         """Send the whole stream. Raises LoraplexError."""
         exchange = self._call.exchange
@@ -207,7 +260,8 @@ class _ChatChunks(_Chunks):
 
     async def _chunk(self, piece: Piece) -> bytes:
         """Return the chunk of a piece; empty for one that shows nothing, such as an end token."""
-        is_text = self._texts is None and piece.choice in self._begun and not (piece.reasoning or piece.tool_calls)
+        reasoning = piece.reasoning if self.shows_reasoning else ""
+        is_text = self._texts is None and piece.choice in self._begun and not (reasoning or piece.tool_calls)
         if is_text and not piece.text:
             return b""
         if is_text and not self._usage.every:  # the usual case, made without a dictionary
@@ -218,7 +272,7 @@ class _ChatChunks(_Chunks):
             delta = {"role": "assistant", "content": ""}
         if piece.text:
             delta["content"] = piece.text
-        if piece.reasoning:
+        if piece.reasoning and self.shows_reasoning:
             delta["reasoning_content"] = piece.reasoning
         if piece.tool_calls:
             delta["tool_calls"] = _calls(piece.tool_calls)
@@ -262,7 +316,7 @@ async def completions(call: HttpCall) -> None:
     named = await call.cluster.named(call.caller, request["model"])
     request_id = call.exchange.request_id
     head = head_of("text_completion", "cmpl", request_id, request["model"])
-    texts = None if options["logprobs"] is None else LogprobTexts(call, named.get("model", ""))
+    texts = None if options["logprobs"] is None else _texts(call, request, named)
     async with AsyncExitStack() as stack:
         streams = [
             await stack.enter_async_context(
@@ -277,16 +331,24 @@ async def completions(call: HttpCall) -> None:
             await _CompletionChunks(call, head, texts, options.get("n", 1), usage, count).send(streams)
         else:
             wholes = [call.finished(whole) for whole in await _results(streams)]
-            echoed = await _echoed(call, prompts, named, options)
+            ids = await _prompt_ids(call, prompts, named, options)
+            echoes = texts is not None and options.get("echo")
             choices = [
-                (choice, ids, whole.prompt_logprobs)
-                for whole, ids in zip(wholes, echoed, strict=True)
+                (choice, own if echoes else (), whole.prompt_logprobs)
+                for whole, own in zip(wholes, ids, strict=True)
                 for choice in whole.choices
             ]
+            answered = [await _choice(index, texts, *choice) for index, choice in enumerate(choices)]
+            if request.get("prompt_logprobs") is not None:
+                of_prompts = _texts(call, request, named)
+                for index, choice in enumerate(answered):
+                    number = index // options.get("n", 1)
+                    told = await of_prompts.of_prompt(ids[number], wholes[number].prompt_logprobs)
+                    choice["prompt_logprobs"] = told
             await call.exchange.answer(
                 head
                 | {
-                    "choices": [await _choice(index, texts, *choice) for index, choice in enumerate(choices)],
+                    "choices": answered,
                     "usage": usage_of(_sum(wholes)),
                     "system_fingerprint": wholes[0].adapter_revision or None,
                 }
@@ -309,10 +371,10 @@ async def _results(streams: Sequence[AsyncGenerationStream]) -> list[Generation]
     return list(await asyncio.gather(*(stream.result() for stream in streams)))
 
 
-async def _echoed(
+async def _prompt_ids(
     call: HttpCall, prompts: Sequence[Mapping[str, Any]], named: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[Sequence[int]]:
-    """Return the ids of each prompt whose log probabilities come before the answer's. Raises LoraplexError."""
+    """Return the ids of each prompt whose log probabilities are in the answer. Raises LoraplexError."""
     if "prompt_logprobs" not in options:
         return [()] * len(prompts)
     special = options.get("add_special_tokens")

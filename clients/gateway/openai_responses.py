@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loraplex_client import AsyncGenerationStream, FinishReason, Generation, Piece, Usage
+from loraplex_client import AsyncGenerationStream, FinishReason, Generation, Piece, ToolCallPart, Usage
 
 from clients.gateway.endpoint import HttpCall, Protocol
 from clients.gateway.errors import HttpError
@@ -152,7 +152,9 @@ class _Answer:
         )
 
     async def _events(self, piece: Piece) -> bytes:
-        events = b""
+        # A message may end a call, go on with text, and begin another call.
+        begun = [call for call in piece.tool_calls if call.index != self._open]
+        events = self._arguments([call for call in piece.tool_calls if call.index == self._open])
         if piece.reasoning:
             events += self._reach("reasoning")
             self.output[-1]["content"][0]["text"] += piece.reasoning
@@ -166,7 +168,11 @@ class _Answer:
             part["text"] += piece.text
             part["logprobs"] += logprobs
             events += self._part_event("response.output_text.delta", delta=piece.text, logprobs=logprobs)
-        for call in piece.tool_calls:
+        return events + self._arguments(begun)
+
+    def _arguments(self, calls: Sequence[ToolCallPart]) -> bytes:
+        events = b""
+        for call in calls:
             events += self._reach(call.index, call_id=call.id, name=call.name)
             self.output[-1]["arguments"] += call.arguments
             if call.arguments:

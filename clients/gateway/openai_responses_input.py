@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from clients.gateway.bodies import Body
 from clients.gateway.conversation import ChatBuilder
 from clients.gateway.errors import check_served, invalid, not_served
-from clients.gateway.openai_api import Extensions, check_tool_choice, common_options
+from clients.gateway.openai_api import UNBOUNDED, Extensions, check_tool_choice, common_options
 from clients.gateway.openai_messages import LENIENT, Other, Part, text_of
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -224,6 +224,7 @@ def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
     if request.get("tools"):
         options["tools"] = [tool.function for tool in served_tools(request)]
     options["max_tokens"] = request.get("max_output_tokens")
+    options["default_max_tokens"] = UNBOUNDED
     included = request.get("include") or ()
     for index, name in enumerate(included):
         if name not in _INCLUDED:
@@ -233,7 +234,7 @@ def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
     elif request.get("top_logprobs"):
         raise invalid("top_logprobs", f"needs {_LOGPROBS} in include")
     if (effort := (request.get("reasoning") or {}).get("effort")) is not None:
-        options["template_args"] = {"reasoning_effort": effort}
+        options["template_args"] = {**options.get("template_args", {}), "reasoning_effort": effort}
     form = (request.get("text") or {}).get("format") or {"type": "text"}
     if form["type"] == "json_schema":
         options["response_format"] = {"type": "json_schema", "schema": form["schema"]}

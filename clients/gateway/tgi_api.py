@@ -115,7 +115,7 @@ class GenerateRequest(TypedDict, total=False):
 
 
 class TokenizeRequest(TypedDict, total=False):
-    """Body of a request to /tokenize: `inputs`, or vLLM's `prompt` or `messages` with a model."""
+    """Body of a request to /tokenize: `inputs`, or vLLM's `prompt`, or `messages` with what they are rendered with."""
 
     inputs: str
     parameters: Parameters | None
@@ -123,6 +123,10 @@ class TokenizeRequest(TypedDict, total=False):
     model: str | None
     prompt: str
     messages: list[ChatMessage]
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: dict[str, Any] | None
     return_token_strs: bool | None
 
 
@@ -297,6 +301,12 @@ async def _count(call: HttpCall, request: Mapping[str, Any]) -> None:
         request.get("prompt"),
         messages=sdk_messages(request["messages"]) if "messages" in request else None,
         add_special_tokens=request.get("add_special_tokens"),
+        chat_options={
+            "tools": request.get("tools"),
+            "add_generation_prompt": request.get("add_generation_prompt"),
+            "continue_final_message": request.get("continue_final_message"),
+            "template_args": request.get("chat_template_kwargs"),
+        },
         **named,
     )
     models = await call.cluster.models(call.caller)

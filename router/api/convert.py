@@ -30,6 +30,7 @@ from options import (
 )
 from router.catalog.models import Models, ServedModel
 from router.request import (
+    DEFAULT_MAX_TOKENS,
     Chat,
     ChatMessage,
     Delta,
@@ -316,6 +317,7 @@ def read_request(spec: pb.GenerateSpec, tenant: str) -> Request:
         stopping=_stopping(spec.stopping),
         skip_special_tokens=not spec.output.HasField("skip_special_tokens") or spec.output.skip_special_tokens,
         echo=spec.output.echo,
+        keep_stop=spec.output.keep_stop,
         stream_interval=max(1, interval),
         n=n,
         best_of=best_of,
@@ -430,6 +432,7 @@ def _stopping(message: pb.Stopping) -> Stopping:
         raise InvalidField("stopping.min_tokens", f"{message.min_tokens} is more than max_tokens ({max_tokens})")
     return Stopping(
         max_tokens=max_tokens,
+        default_max_tokens=message.default_max_tokens or DEFAULT_MAX_TOKENS,
         min_tokens=message.min_tokens,
         stop=stop,
         stop_token_ids=tuple(message.stop_token_ids),

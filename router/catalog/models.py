@@ -103,8 +103,6 @@ def _load(manifest: Manifest) -> ModelTokenizer:
 
 
 _NO_MODEL = "a base model to be registered (loraplex models push)"
-# Tokens of an answer where neither request nor model sets a maximum; fewer where the context ends before.
-DEFAULT_MAX_TOKENS = 128
 # Reasons of errors: the base model of a request was replaced; no live worker is large enough for a request.
 BASE_REPLACED, NO_WORKER_FITS = "BASE_REPLACED", "NO_WORKER_FITS"
 
@@ -146,17 +144,19 @@ class ServedModel:
     """A base model with its tokenizer, and its cells by name.
 
     `generation_config` has what requests get that leave it unset; it is empty where the router does not use it.
+    `unset_max_tokens` bounds answers whose requests set no max_tokens; 0: it does not.
     """
 
     manifest: Manifest
     tokenizer: ModelTokenizer
     cells: Mapping[str, ModelCell]
     generation_config: GenerationConfig = UNSAID
+    unset_max_tokens: int = 0
 
-    @property
-    def default_max_tokens(self) -> int:
+    def default_max_tokens(self, default: int) -> int:
         """Return the maximum number of tokens of an answer whose request sets none, before the context caps it."""
-        return self.generation_config.max_new_tokens or DEFAULT_MAX_TOKENS
+        own = self.generation_config.max_new_tokens or default
+        return min(own, self.unset_max_tokens or own)
 
 
 class Models:
@@ -192,6 +192,8 @@ class Models:
         self.default_model: Callable[[], str] = lambda: ""
         # False: requests get nothing of what models' files say of sampling.
         self.use_generation_config = True
+        # Maximum tokens of answers whose requests set none; 0: no maximum.
+        self.unset_max_tokens = 0
         # True: requests of a model without a worker wait for one, which the scaler starts.
         self.scales_from_zero = False
 
@@ -377,7 +379,7 @@ class Models:
             return None
         cells = {server.name: self._open_cell(manifest.name, server) for server in self._cells}
         config = manifest.generation_config if self.use_generation_config else UNSAID
-        return ServedModel(manifest, tokenizer, cells, config)
+        return ServedModel(manifest, tokenizer, cells, config, self.unset_max_tokens)
 
     def _open_cell(self, model: str, server: CellServer) -> ModelCell:
         keys = Keys(model, server.name)

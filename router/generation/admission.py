@@ -26,14 +26,14 @@ from router.catalog.adapters import (
     find_classifier,
     resolve_adapters,
 )
-from router.catalog.models import DEFAULT_MAX_TOKENS, Models, ServedModel
+from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import Manifest, StoreClient
 from router.dispatch.links import RelayReach
 from router.generation.chat_format import CallGrammar, call_grammar, chat_format, free_parts
 from router.generation.chat_reader import ChatFormat
 from router.generation.resume import Resumption
 from router.generation.rollouts import Side, choose_side
-from router.request import Chat, EncodeRequest, PromptOptions, Request
+from router.request import DEFAULT_MAX_TOKENS, Chat, EncodeRequest, PromptOptions, Request
 from router.text.chat import ChatTemplate
 from router.text.tokenizer import ModelTokenizer, PromptTokenizer, bad_word_ids, context_exceeded
 from rpc.errors import InvalidField, Unavailable
@@ -372,7 +372,8 @@ class Admission:
                 raise InvalidField(f"sampling.{name}", f"does not go with {request.format_field or 'chat.tools'}")
         sampling = await self._sampling(request, model)
         self._workers_for_new_jobs(model.manifest)
-        max_tokens = _max_tokens(request, len(prompt_ids), context, model.default_max_tokens)
+        default = model.default_max_tokens(request.stopping.default_max_tokens)
+        max_tokens = _max_tokens(request, len(prompt_ids), context, default)
         _check_all_ids(request, prompt_ids, model.manifest.vocab_size)
         stopping = StoppingParams(
             max_tokens, request.stopping.min_tokens, request.stopping.stop_token_ids, request.stopping.ignore_eos
@@ -400,7 +401,8 @@ class Admission:
 
     async def _tokenize(self, request: Request, model: ServedModel, template: ChatTemplate | None) -> tuple[int, ...]:
         prompt, tenant, context = request.prompt, request.tenant, model.manifest.context_length
-        options = _resolved(request, context, model.default_max_tokens)
+        default = model.default_max_tokens(request.stopping.default_max_tokens)
+        options = _resolved(request, context, default)
         if template is not None and isinstance(prompt, Chat):
             now = request.rendered_at_s or time.time()
             return await self.prompts.tokenize_chat(model.tokenizer, template, prompt, tenant, context, now, options)

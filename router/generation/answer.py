@@ -73,7 +73,7 @@ class StopStrings:
             return None
         # Of the stop strings that one token completes: the earliest; of two at the same place the longer.
         at, stop = min(matches, key=lambda match: (match[0], -len(match[1])))
-        return (len(text) if self._keep else at), stop
+        return (at + len(stop) if self._keep else at), stop
 
     def safe_length(self, text: str) -> int:
         """Return how many characters of the text no stop string can begin in, whatever follows."""

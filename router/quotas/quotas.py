@@ -172,6 +172,23 @@ def _limits(plan: Plan) -> Mapping[str, int]:
 
 log = logging.getLogger(__name__)
 
+# Number of open-ended answers, and fewest tokens of one, that a limit of tokens has room for at once.
+_OPEN_ENDED, _OPEN_ENDED_TOKENS = 16, 128
+
+
+def _bounded(job: Job, plans: Iterable[Plan]) -> Job:
+    """Return a job whose answers hold no more of the plans' limits than leaves room for others like it."""
+    most = job.stopping.max_tokens
+    for plan in plans:
+        for limit in (plan.output_tokens_per_minute, plan.tokens_per_day, plan.tokens_per_month):
+            if limit is not None:
+                most = min(most, max(_OPEN_ENDED_TOKENS, limit // _OPEN_ENDED // job.n))
+        if plan.context_tokens is not None:
+            most = min(most, max(1, plan.context_tokens - len(job.prompt_ids)))
+    most = max(most, min(job.stopping.min_tokens, job.stopping.max_tokens))
+    return replace(job, stopping=replace(job.stopping, max_tokens=most))
+
+
 # Interval in seconds between renewals, and between saves.
 RENEW_S = 1.0
 # Time in seconds for which the reservation of a call that ended before its answer is held, so that it may be resumed.
@@ -275,9 +292,15 @@ class Quotas:
         self._renews = False
         self._log_once = LogOnce(log)
 
-    def apply_plan(self, job: Job) -> Job:
-        """Return a new job within the plans of its tenant and the calling key. Raises Exhausted where it can't be."""
-        for owner in self._plans.owners(job.tenant, calling_key()):
+    def apply_plan(self, job: Job, *, is_open_ended: bool = False) -> Job:
+        """Return a new job within the plans of its tenant and the calling key. Raises Exhausted where it can't be.
+
+        An answer whose request sets no maximum is open ended: it is bounded to what the plans have room for.
+        """
+        owners = self._plans.owners(job.tenant, calling_key())
+        if is_open_ended:
+            job = _bounded(job, [owner.plan for owner in owners])
+        for owner in owners:
             for name, size, most in (
                 ("context_tokens", job.tokens, owner.plan.context_tokens),
                 ("answers_per_request", job.n, owner.plan.answers_per_request),

@@ -149,6 +149,7 @@ BROKEN = [
     ([header("tenants/acme/support")], "header.adapter: "),
     ([header("support@live")], "header.adapter: "),
     ([header(alias="NEW")], "header.alias: "),
+    *(([header(name)], f"header.adapter: {name} means the base model over HTTP") for name in ("hash", "tgi", "dummy")),
 ]
 
 

@@ -136,11 +136,13 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
         model: str = "",
         adapter_id: str | None = None,
         add_special_tokens: bool | None = None,
+        chat_options: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Script[tuple[int, ...]]:
         """Return the ids that generating from this prompt or chat would feed to the model. Raises LoraplexError.
 
-        A chat is rendered by the template of the adapter, where that has one.
+        A chat is rendered by the template of the adapter, where that has one, with `chat_options`: keywords of
+        ChatOptions from `tools` to `template_args`.
         """
         if (prompt is None) == (messages is None):
             raise InvalidRequestError("prompt: give exactly one of prompt and messages", field="prompt")
@@ -150,7 +152,7 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
         if prompt is not None:
             request.prompt = prompt
         else:
-            request.chat.CopyFrom(chat_of(messages or ()))
+            request.chat.CopyFrom(chat_of(messages or (), chat_options))
         response = yield Call("Tokenize", request, timeout_s=timeout_s)
         return tuple(response.token_ids)
 

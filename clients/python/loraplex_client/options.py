@@ -160,13 +160,17 @@ class ChatOptions(TypedDict, total=False):
     bad_words: str | Sequence[str] | None
     seed: int | None
 
-    # unset: the model's own, else 128
+    # unset: the adapter's own, the model's, else 128
     max_tokens: int | None
+    # in place of 128; the context is the bound
+    default_max_tokens: int | None
     min_tokens: int | None
     # ends the answer before the string
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
+    # the answer has the stop string that ends it
+    keep_stop: bool | None
 
     n: int | None
     best_of: int | None

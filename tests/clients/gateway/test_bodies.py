@@ -122,12 +122,25 @@ def test_what_would_be_lost_of_a_message_is_refused_by_name(message: dict[str, A
     assert caught.value.message.startswith(f"messages[0].{field}: ")
 
 
-@pytest.mark.parametrize("value", [b"null", b"false", b'""', b"[]", b"{}"])
+@pytest.mark.parametrize("value", [b"null", b'""', b"[]", b"{}"])
 def test_an_unknown_field_that_asks_for_nothing_is_ignored(value: bytes) -> None:
     whole = b'{"model":"a","foo":%s,"messages":[{"role":"user","content":"x","foo":%s}]}' % (value, value)
     assert CHAT.read(whole) == {"model": "a", "messages": [{"role": "user", "content": "x"}]}
-    with pytest.raises(HttpError, match="tempperature: unknown parameter"):
-        CHAT.read(chat(more=b',"tempperature":0'))
+    for name, other in (("tempperature", b"0"), ("uses_magic", b"false")):
+        with pytest.raises(HttpError, match=f"{name}: unknown parameter"):
+            CHAT.read(chat(more=b',"%s":%s' % (name.encode(), other)))
+    assert CHAT.read(chat(more=b',"return_token_ids":false')).keys() == {"model", "messages"}
+
+
+def test_a_byte_order_mark_is_no_part_of_a_body() -> None:
+    assert CHAT.read(b"\xef\xbb\xbf" + chat()).keys() == {"model", "messages"}
+
+
+def test_unknown_kinds_are_told_by_the_names_of_the_protocol() -> None:
+    with pytest.raises(
+        HttpError, match=r"response_format\.type: 'yaml' is not one of text, json_schema, json_object, json"
+    ):
+        CHAT.read(chat(more=b',"response_format":{"type":"yaml"}'))
 
 
 def test_an_optional_field_that_is_null_is_unset() -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("smg_grpc_proto", reason="the engine protocol's package is n
 
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
-MODEL = SimpleNamespace(manifest=SimpleNamespace(context_length=64), default_max_tokens=128)
+MODEL = SimpleNamespace(manifest=SimpleNamespace(context_length=64), default_max_tokens=lambda default: default)
 
 
 async def test_another_beginning_of_the_prompts_logprobs_is_another_request() -> None:

@@ -17,13 +17,22 @@ from grammars.build import regex_grammar
 from options import SamplingParams, TokenLogprobs
 from router.api.convert import read_request, write_message
 from router.catalog.adapters import AdapterConfigs
-from router.catalog.models import DEFAULT_MAX_TOKENS, ServedModel
+from router.catalog.models import ServedModel
 from router.catalog.store_client import Manifest
 from router.dispatch.links import RelayReach
 from router.dispatch.routed_job import READ_TOKENS
 from router.generation.admission import Admission, GrammarProofs, check_answer_size
 from router.generation.resume import Began, ResumePayload, Resumption
-from router.request import Delta, Message, PromptLogprobs, PromptOptions, Received, Request, Stopping
+from router.request import (
+    DEFAULT_MAX_TOKENS,
+    Delta,
+    Message,
+    PromptLogprobs,
+    PromptOptions,
+    Received,
+    Request,
+    Stopping,
+)
 from router.text.tokenizer import HashTokenizer, PromptTokenizer
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 from rpc.server import MESSAGE_BYTES

@@ -315,6 +315,24 @@ async def test_a_plan_bounds_what_one_request_may_ask_for(new: New) -> None:
         assert refused.value.retry_after_s is None
 
 
+@pytest.mark.parametrize(
+    ("plan", "n", "most"),
+    [
+        ({}, 1, 30_000),
+        ({"output_tokens_per_minute": 16_000, "tokens_per_day": 1_000_000}, 1, 1_000),
+        ({"output_tokens_per_minute": 16_000}, 4, 250),
+        ({"tokens_per_month": 500}, 1, 128),
+        ({"context_tokens": 50}, 1, 48),
+    ],
+)
+async def test_an_answer_without_a_maximum_leaves_room_for_others(new: New, plan: Any, n: int, most: int) -> None:
+    quotas = new(**plan)
+    asked = job(max_tokens=30_000, n=n)
+    assert quotas.apply_plan(asked, is_open_ended=True).stopping.max_tokens == most
+    if "context_tokens" not in plan:
+        assert quotas.apply_plan(asked) == asked
+
+
 KEY_PLANS = "[tenants.acme]\ntokens_per_day = 300\n[keys.k1]\ntokens_per_day = 150\npriority_ceiling = 1\n"
 
 

@@ -1,0 +1,132 @@
+"""Fields of vLLM's and other servers' clients beyond OpenAI's, and the values of OpenAI's that ask for little."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+import pytest_asyncio
+
+from tests.e2e.conftest import Cluster
+from tests.e2e.gateway.conftest import HEADERS, MESSAGES
+
+pytestmark = [pytest.mark.asyncio(loop_scope="package")]
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def http(cluster: Cluster) -> AsyncIterator[httpx2.AsyncClient]:
+    async with httpx2.AsyncClient(base_url=f"http://{cluster.local.http}", headers=HEADERS, timeout=60.0) as client:
+        yield client
+
+
+async def asked(http: httpx2.AsyncClient, path: str = CHAT, status: int = 200, **fields: Any) -> Any:
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "x"}
+    answer = await http.post(path, json={"model": "a", "max_tokens": 2, **prompt, **fields})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA), "guided_decoding_backend": "guidance"},
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"guided_grammar": 'start: "{\\"city\\":\\"x\\"}"'},
+    ],
+)
+async def test_formats(http: httpx2.AsyncClient, fields: Any) -> None:
+    text = (await asked(http, max_tokens=200, **fields))["choices"][0]["message"]["content"]
+    assert list(json.loads(text)) == ["city"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_choice": ["yes", "no"]},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"guided_regex": "yes|no"},
+        {"structured_outputs": {"regex": "yes|no"}},
+    ],
+)
+async def test_choices_and_expressions(http: httpx2.AsyncClient, fields: Any) -> None:
+    assert (await asked(http, COMPLETION, max_tokens=9, **fields))["choices"][0]["text"] in ("yes", "no")
+
+
+async def test_two_formats_are_refused(http: httpx2.AsyncClient) -> None:
+    two: Any = {"guided_regex": "a", "structured_outputs": {"json_object": True}}
+    assert (await asked(http, status=400, **two))["error"]["param"] == "structured_outputs.json_object"
+    both: Any = {"guided_regex": "a", "response_format": {"type": "json_object"}}
+    assert (await asked(http, status=400, **both))["error"]["param"] == "response_format"
+
+
+async def test_log_probabilities_of_prompts(http: httpx2.AsyncClient) -> None:
+    answer = await asked(http, COMPLETION, prompt=["xy", "z"], n=2, prompt_logprobs=1, temperature=0)
+    told = [choice["prompt_logprobs"] for choice in answer["choices"]]
+    assert [len(one) for one in told] == [2, 2, 1, 1]
+    assert told[0][0] is None
+    assert told[0][1][str(ord("y"))]["decoded_token"] == "y"
+    assert [entry["rank"] for entry in told[0][1].values() if entry["rank"]] == [1]
+    chat = await asked(http, prompt_logprobs=0, temperature=0)
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    refused = await asked(http, status=400, prompt_logprobs=0, stream=True)
+    assert refused["error"]["param"] == "prompt_logprobs"
+
+
+async def test_token_ids_in_place_of_texts_and_kept_stops(http: httpx2.AsyncClient) -> None:
+    answer = await asked(http, COMPLETION, logprobs=1, return_tokens_as_token_ids=True, temperature=0)
+    assert all(token.startswith("token_id:") for token in answer["choices"][0]["logprobs"]["tokens"])
+    text = (await asked(http, COMPLETION, max_tokens=20, temperature=0))["choices"][0]["text"]
+    for keeps in (False, True):
+        fields: Any = {"stop": text[3:5], "include_stop_str_in_output": keeps}
+        cut = (await asked(http, COMPLETION, max_tokens=20, temperature=0, **fields))["choices"][0]["text"]
+        assert cut.endswith(text[3:5]) == keeps
+
+
+async def test_values_that_ask_for_little(http: httpx2.AsyncClient) -> None:
+    nothing = await asked(http, max_tokens=None, max_completion_tokens=0)
+    assert nothing["usage"]["completion_tokens"] == 0
+    await asked(http, logprobs=False, top_logprobs=0)
+    await asked(http, use_beam_search=False, echo=False)
+    assert (await asked(http, status=400, use_beam_search=True))["error"]["param"] == "use_beam_search"
+    seeded = [
+        (await asked(http, seed=seed, max_tokens=20))["choices"][0]["message"]["content"] for seed in (-1, -1, 4, 4)
+    ]
+    assert seeded[0] != seeded[1]
+    assert seeded[2] == seeded[3]
+    await asked(http, logit_bias={"7": 1.5})
+    for reasoning in (True, False):
+        await asked(http, include_reasoning=reasoning, enable_thinking=reasoning)
+
+
+async def test_a_chat_without_max_tokens_ends_with_the_context(http: httpx2.AsyncClient) -> None:
+    context, left = 32_768, 300
+    messages = [{"role": "user", "content": "x" * (context - left - len("user: \nassistant: "))}]
+    long = await asked(http, messages=messages, max_tokens=None, logit_bias={"7": 99}, temperature=0)
+    assert long["usage"]["completion_tokens"] == left
+    assert long["choices"][0]["finish_reason"] == "length"
+    assert (await asked(http, COMPLETION, max_tokens=None))["usage"]["completion_tokens"] <= 16
+
+
+async def test_paths_and_names(http: httpx2.AsyncClient) -> None:
+    for path in ("/health", "/v1/models"):
+        head = await http.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert int(head.headers["content-length"]) > 0
+    assert (await http.head(CHAT)).status_code == 405
+    assert (await asked(http, model="hash:", status=404))["error"]["code"] == "model_not_found"
+    chat = {"model": "a", "messages": MESSAGES}
+    further: list[dict[str, Any]] = [{}, {"add_generation_prompt": False}, {"tools": []}]
+    counts = [(await http.post("/tokenize", json={**chat, **fields})).json()["count"] for fields in further]
+    assert counts[1] < counts[0] == counts[2]
