@@ -91,11 +91,11 @@ def lora_tensors(
             continue
         module, part = _place(name)
         if part is None or (part == _MAGNITUDE and not use_dora):
-            if part is None and name.endswith((".base_layer.weight", ".base_layer.bias")):
+            if part is None and (of_base := [one for one in header if one.endswith(f"{_BASE_LAYER}.weight")]):
                 raise ArtifactError(
                     WEIGHTS_FILE,
-                    f"has {name}, a weight of the base: it is the whole model's state; save the adapter alone, by "
-                    "model.save_pretrained(DIR) or get_peft_model_state_dict(model)",
+                    f"has {of_base[0]}, a weight of the base: it is the whole model's state; save the adapter alone, "
+                    "by model.save_pretrained(DIR) or get_peft_model_state_dict(model)",
                 )
             raise ArtifactError(WEIGHTS_FILE, f"tensor {name} is not a LoRA weight that is served")
         if len(tensor.shape) != (1 if part == _MAGNITUDE else 2) or 0 in tensor.shape:

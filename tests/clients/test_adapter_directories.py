@@ -1,0 +1,148 @@
+"""Each directory of docs/reference/adapter-directories.md is pushed: it answers as peft does, or is refused in the
+words of the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loraplex_client import LoraplexError, StoreClient
+from tokenizers import Tokenizer, models
+from typer.testing import CliRunner
+
+from artifacts.base_model import read_base_model
+from clients.cli.__main__ import app
+from clients.cli.models import registered
+from clients.cli.terminal import CommandError
+from options import StoppingParams
+from tests.clients.trained_directories import REFUSED, SERVED, TIED, load
+from tests.worker.engine.peft_oracle import MARGIN, PeftOracle
+from worker.engine_api import AdapterSource, EngineConfig, NewSequence
+
+pytestmark = [pytest.mark.model, pytest.mark.filterwarnings("ignore")]
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "adapter-directories.md"
+PROMPT = (3, 7, 1, 12, 5)
+TOKENS = 8
+
+
+def rows(title: str) -> dict[str, str]:
+    """What a push says, by directory, in the page's table under a title."""
+    lines = PAGE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0].splitlines()
+    cells = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines if line.startswith("| ")]
+    return {directory: said.strip() for directory, _, said in cells[2:]}
+
+
+SAYS, ERRORS = rows("Served"), rows("Refused, with what to do")
+
+
+def test_the_page_has_every_directory() -> None:
+    assert list(SAYS) == list(SERVED)
+    assert list(ERRORS) == list(REFUSED)
+    assert len(SERVED) + len(REFUSED) >= 35
+
+
+class Base:
+    """A tiny model in a directory, registered at a store, and an engine with it."""
+
+    def __init__(self, directory: Path, store: str, *, tied: bool) -> None:
+        from worker.engine.torch_engine import build_engine
+
+        self.name, self._store = "tied" if tied else "tiny", store
+        self.directory = PeftOracle(
+            "llama", directory, {"any": {"r": 1, "target_modules": ["q_proj"]}}, shape={"tie_word_embeddings": tied}
+        ).directory
+        tokenizer = Tokenizer(models.WordLevel({f"w{at}": at for at in range(18)}, unk_token="w0"))
+        tokenizer.save(str(self.directory / "tokenizer.json"))
+        manifest = read_base_model(str(self.directory), self.name)
+        with StoreClient(store, "acme") as client:
+            client.register_model(registered(manifest), manifest.files)
+        config = EngineConfig(
+            str(self.directory), dtype="float32", rows=2, kv_blocks=60, block_size=4, adapter_slots=2, max_rank=32
+        )
+        self.engine = build_engine(config, ahead=False, paced=False)
+
+    def push(self, directory: Path, name: str) -> str:
+        """Push a directory by the command; return what it prints. Raises CommandError."""
+        flags = ["--name", name, "--model", self.name, "--model-dir", str(self.directory), "--tenant", "acme"]
+        done = CliRunner().invoke(app, ["adapters", "push", str(directory), *flags, "--store", self._store])
+        if done.exception is not None:
+            raise done.exception
+        return done.output
+
+    def answer(self, name: str, directory: Path) -> tuple[int, ...]:
+        """Return the greedy ids with a stored adapter, as a worker has its files."""
+        with StoreClient(self._store, "acme") as client:
+            client.download(name, directory)
+        source = AdapterSource(f"digest of {name}", str(directory))
+        self.engine.add_sequence(NewSequence("0", PROMPT, adapter=source, stopping=StoppingParams(TOKENS)))
+        outputs: list[Any] = []
+        while not outputs or outputs[-1].finish is None:
+            outputs += self.engine.step()
+        assert outputs[-1].failure is None, outputs[-1].failure
+        return tuple(token for output in outputs for token in output.token_ids)
+
+    @torch.inference_mode()
+    def pefts_answer(self, reference: Path | None) -> tuple[int, ...]:
+        """Return the greedy ids of peft with an adapter, or without one."""
+        from peft import PeftModel
+
+        model = load(self.directory)
+        peft = model if reference is None else PeftModel.from_pretrained(model, str(reference))
+        ids = list(PROMPT)
+        for _ in range(TOKENS):
+            logits = peft.eval()(input_ids=torch.tensor([ids])).logits[0, -1]
+            best = logits.topk(2)
+            assert best.values[0] - best.values[1] > MARGIN, "peft's best two logits are too close"
+            ids.append(int(best.indices[0]))
+        return tuple(ids[len(PROMPT) :])
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory, store_address: str) -> Iterator[Callable[[bool], Base]]:
+    """Call with whether embeddings and head are tied: a base, made once."""
+    made: dict[bool, Base] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def base(tied: bool) -> Base:
+        if tied not in made:
+            made[tied] = Base(tmp_path_factory.mktemp("base"), store_address, tied=tied)
+        return made[tied]
+
+    yield base
+    for one in made.values():
+        one.engine.close()
+    torch.set_num_threads(threads)
+
+
+def says(error: Exception, directory: Path) -> str:
+    return str(error).replace(str(directory), "DIR")
+
+
+@pytest.mark.parametrize("title", SERVED)
+def test_the_answer_is_pefts(title: str, bases: Callable[[bool], Base], tmp_path: Path) -> None:
+    directory, base = tmp_path / "adapter", bases(title in TIED)
+    directory.mkdir()
+    reference = SERVED[title](base.directory, directory)
+    assert reference is not None
+    name = f"a{list(SERVED).index(title)}"
+    printed = base.push(directory, name).splitlines()
+    told = [line for line in printed if not line.startswith(("pushed ", "live ", "base_model_name_or_path"))]
+    assert " ".join(told) == SAYS[title], printed
+    expected, plain = base.pefts_answer(reference), base.pefts_answer(None)
+    assert base.answer(name, tmp_path / "downloaded") == expected
+    assert (expected == plain) == ("change nothing" in SAYS[title])
+
+
+@pytest.mark.parametrize("title", REFUSED)
+def test_the_refusal_says_what_to_do(title: str, bases: Callable[[bool], Base], tmp_path: Path) -> None:
+    directory, base = tmp_path / "adapter", bases(title in TIED)
+    directory.mkdir()
+    REFUSED[title](base.directory, directory)
+    with pytest.raises((CommandError, LoraplexError)) as caught:
+        base.push(directory, "refused")
+    assert str(caught.value).replace(str(directory), "DIR") == ERRORS[title]
