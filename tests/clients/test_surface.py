@@ -34,6 +34,10 @@ def test_sync_and_async_take_the_same(blocking: type, on_asyncio: type) -> None:
     assert inspect.signature(blocking).parameters == inspect.signature(on_asyncio).parameters
 
 
+def test_every_public_name_is_there() -> None:
+    assert [name for name in lx.__all__ if not hasattr(lx, name)] == []
+
+
 def test_the_sdk_stands_alone() -> None:
     code = "import loraplex_client, sys; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -52,6 +52,7 @@ from loraplex_client.options import ChatOptions, GenerateOptions
 from loraplex_client.resources import (
     Adapter,
     BaseModel,
+    Exported,
     FitnessCertificate,
     GenerationConfig,
     ModelFile,
@@ -59,6 +60,7 @@ from loraplex_client.resources import (
     Provenance,
     Pushed,
     Revision,
+    SourceFile,
 )
 
 __version__ = version("loraplex-client")
