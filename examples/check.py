@@ -81,11 +81,11 @@ async def score(router: str, task: Task, count: int, seed: int) -> Score:
     for adapter in (task.adapter, None):
         answers = await ask(router, task, adapter, questions)
         right = [task.is_right(*pair) for pair in zip(questions, answers, strict=True)]
-        shares.append(sum(right) / count)
+        shares.append(sum(right) / len(questions))
         for question, answer, good in zip(questions, answers, right, strict=True):
             if adapter and not good:
                 print(f"wrong: {question.text!r} -> {answer!r}, not {question.answer!r}", file=sys.stderr)
-    return Score(task.adapter, count, *shares)
+    return Score(task.adapter, len(questions), *shares)
 
 
 def check(router: str, count: int, seed: int) -> list[Score]:

@@ -46,6 +46,8 @@ class Lists:
     invented: float = 0.0
 
 
+# Number of draws for each question, after which the lists are taken to have no more.
+_DRAWS = 100
 Drawing: TypeAlias = Callable[[random.Random, Lists], Question]
 
 EXTRACT = "Extract the person from this sentence as JSON with name, age and city:"
@@ -127,9 +129,11 @@ class Task:
     read: Callable[[str], object]
 
     def questions(self, count: int, seed: int, lists: Lists) -> list[Question]:
-        """Draw questions, each text once. The same seed gives the same questions."""
+        """Draw questions, each text once, as many as the lists have at most. The same seed gives the same ones."""
         chance, drawn = random.Random(f"{self.adapter} {seed}"), dict[str, Question]()
-        while len(drawn) < count:
+        for _ in range(_DRAWS * count):
+            if len(drawn) == count:
+                break
             question = self.draw(chance, lists)
             drawn.setdefault(question.text, question)
         return list(drawn.values())

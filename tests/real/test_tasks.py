@@ -31,6 +31,10 @@ def test_questions_are_drawn_once_and_again(name: str) -> None:
     assert all(TASKS[name].is_right(question, question.answer) for question in drawn)
 
 
+def test_no_more_questions_are_drawn_than_there_are() -> None:
+    assert len(TASKS["sentiment"].questions(1000, 1, CHECK)) == 120
+
+
 @pytest.mark.parametrize(
     ("name", "right", "answers"),
     [
