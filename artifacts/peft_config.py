@@ -40,6 +40,8 @@ CHAT_FIELD = "loraplex_chat"
 # Maximum bytes of each setting.
 _SETTING_BYTES = 256 * 1024
 CONFIG_FILE = "adapter_config.json"
+# Maximum tokens of an answer whose request sets none. The SDK puts it there from a generation_config.json beside it.
+MAX_TOKENS_FIELD = "loraplex_max_tokens"
 # Tokens whose embeddings an adapter has trained: ids of the input embeddings, or ids by the name of embeddings or head.
 TOKENS_FIELD = "trainable_token_indices"
 # Modules that were trained in full: a classification head, embeddings or the output head.
@@ -72,6 +74,7 @@ _CHECKED = {
     "peft_version",
     CHAT_FIELD,
     ADDED_FIELD,
+    MAX_TOKENS_FIELD,
     PROMPTS_FIELD,
     TOKENS_FIELD,
 }
@@ -245,6 +248,15 @@ def parse_chat_settings(value: Any) -> ChatSettings:
     return ChatSettings(**value)
 
 
+def parse_max_tokens(value: Any) -> int:
+    """Return the field's value, 0 for none. Raises ArtifactError."""
+    if value is None:
+        return 0
+    if type(value) is not int or not 0 < value < 1 << 32:
+        raise ArtifactError(MAX_TOKENS_FIELD, f"{_shown(str(value))} is not a whole number from 1 on, of 32 bits")
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
     """The fields that decide an adapter's output. `base_model` is the file's hint, often a path, and is not checked."""
@@ -310,6 +322,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
     _check_init(config.get("init_lora_weights"))
     parse_chat_settings(config.get(CHAT_FIELD))
     parse_prompts(config.get(PROMPTS_FIELD))
+    parse_max_tokens(config.get(MAX_TOKENS_FIELD))
     for field in sorted(set(config) - ACCEPTED):
         if not _is_default(config[field]):
             why = WHY_REFUSED.get(field, "this version does not know the field, and it is not at its default")

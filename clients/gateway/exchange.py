@@ -92,6 +92,9 @@ class Exchange:
 
         Raises HttpError where it is too large, too slow, or the client left, or where its share does not allow it.
         """
+        if (encoding := self.headers.get("content-encoding", "identity")).lower() != "identity":
+            why = f"content-encoding: {encoding[:40]!r} is not taken; send the body as it is"
+            raise HttpError(415, "unsupported_content_encoding", why, "content-encoding")
         declared = self.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > BODY_BYTES:
             raise _too_large()

@@ -19,9 +19,11 @@ from artifacts.peft_config import (
     CONFIG_FILE,
     HEADS,
     LABELS_FIELD,
+    MAX_TOKENS_FIELD,
     SAVED_FIELD,
     ChatSettings,
     parse_chat_settings,
+    parse_max_tokens,
 )
 from broker.commands import is_of_tenant
 from broker.messages import AdapterRef, WeightedRef
@@ -39,12 +41,16 @@ _CACHED_REVISIONS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """An adapter's chat settings, whether it brings a classification head, its labels' names, and its added tokens."""
+    """An adapter's chat settings, whether it brings a classification head, its labels' names, and its added tokens.
+
+    `max_tokens` is the maximum of an answer whose request sets none; 0: the adapter has no such maximum.
+    """
 
     chat: ChatSettings = field(default_factory=ChatSettings)
     has_head: bool = False
     labels: tuple[str, ...] = ()
     tokens: tuple[AddedToken, ...] = ()
+    max_tokens: int = 0
 
     @property
     def characters(self) -> int:
@@ -97,10 +103,11 @@ def _read(config: bytes) -> AdapterSettings:
         parsed = parse_object(config, CONFIG_FILE)
         chat = parse_chat_settings(parsed.get(CHAT_FIELD))
         tokens = parse_added_tokens(parsed.get(ADDED_FIELD))
+        max_tokens = parse_max_tokens(parsed.get(MAX_TOKENS_FIELD))
     except ArtifactError:  # of a hash model's adapter, which may be any bytes: the store has checked the others
         return AdapterSettings()
     has_head = not set(parsed.get(SAVED_FIELD) or ()).isdisjoint(HEADS)
-    return AdapterSettings(chat, has_head, _labels(parsed), tokens)
+    return AdapterSettings(chat, has_head, _labels(parsed), tokens, max_tokens)
 
 
 def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:

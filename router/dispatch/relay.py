@@ -47,8 +47,8 @@ class PaceLimits:
 
     `messages_per_s`: paced messages a second from all workers together, which decide the interval between the bounds;
     at 60 us each they take a router a quarter of a core. `shortest_ms` and `longest_ms`: minimum and maximum of the
-    interval in ms, and so of the time that an id waits. Nobody sees 20 ms, and an engine that makes a token in 5 ms then
-    would spend as much on messages; 50 ms are 20 messages a second, of which a reader sees a flow.
+    interval in ms, and so of the time that an id waits. Nobody sees 20 ms, and an engine that makes a token in 5 ms
+    then would spend as much on messages; 50 ms are 20 messages a second, of which a reader sees a flow.
     """
 
     messages_per_s: int = 4000

@@ -337,11 +337,16 @@ class Admission:
     async def _resolve(
         self, request: Request | EncodeRequest, side: Side | None = None
     ) -> tuple[ServedModel, AdapterRef | None]:
-        """Return the revision of the base model, with the adapter's tokenizer, and the adapter of a new request."""
+        """Return the revision of the base model, as the adapter has it, and the adapter of a new request."""
         revisions = self.models.revisions(self.models.get(request.model).manifest.name)
         chosen = side.resolved if side is not None else None
         manifest, adapter = await resolve_adapters(request, [one.manifest for one in revisions], self._store, chosen)
         model = next(one for one in revisions if one.manifest is manifest)
+        most = 0
+        if isinstance(request, Request) and request.stopping.max_tokens is None:
+            most = (await self._configs.of(request.tenant, adapter)).max_tokens
+        if most:
+            model = replace(model, generation_config=replace(model.generation_config, max_new_tokens=most))
         return await self._with_tokens(model, request.tenant, adapter), adapter
 
     async def _with_tokens(self, model: ServedModel, tenant: str, adapter: AdapterRef | None) -> ServedModel:

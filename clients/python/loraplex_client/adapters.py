@@ -52,8 +52,12 @@ _TOKEN_FLAGS = ("special", "normalized", "single_word", "lstrip", "rstrip")
 # The place of the tokens in a tokenizer.json, before its vocabulary, and the maximum bytes up to their end.
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 _ADDED_BYTES = 2 * 1024 * 1024
+# Its max_new_tokens becomes a field of the configuration: the tokens of an answer whose request sets no maximum.
+GENERATION_FILE = "generation_config.json"
+MAX_TOKENS_FIELD = "loraplex_max_tokens"
 # Files beside the two that become fields of the configuration.
 FILES_BESIDE = (
+    GENERATION_FILE,
     TEMPLATE_FILE,
     TOOL_TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
@@ -396,7 +400,9 @@ def _why_no_weights(directory: Path) -> str:
 
 
 def read_config(directory: Path, *, tokens: bool = True) -> bytes:
-    """Return an adapter's configuration as it is uploaded, with the templates, prompts and added tokens in `directory`.
+    """Return an adapter's configuration as it is uploaded, with what the files in `directory` say.
+
+    These are templates, prompts, added tokens and the maximum of new tokens.
 
     What the configuration has already stays. Without `tokens` it is that of an adapter whose added tokens the base has.
     Raises InvalidRequestError if there is no adapter, or a file beside it is broken.
@@ -416,6 +422,8 @@ def read_config(directory: Path, *, tokens: bool = True) -> bytes:
         more[CHAT_FIELD] = {**chat, **templates}
     if tokens and TOKENS_FIELD not in fields and (added := _added_tokens(directory)):
         more[TOKENS_FIELD] = added
+    if MAX_TOKENS_FIELD not in fields and (most := _json_object(directory / GENERATION_FILE).get("max_new_tokens")):
+        more[MAX_TOKENS_FIELD] = most
     if PROMPTS_FIELD not in fields and (directory / PROMPTS_FILE).is_file():
         more[PROMPTS_FIELD] = read_prompts(directory / PROMPTS_FILE)
     return json.dumps({**fields, **more}).encode() if more else config

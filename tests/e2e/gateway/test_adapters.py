@@ -96,6 +96,19 @@ async def test_an_upload_is_served_listed_and_deleted(cluster: Cluster, client: 
     assert "multipart/form-data" in described["requestBody"]["content"]
 
 
+async def test_an_adapter_says_how_long_answers_are_whose_requests_do_not(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    beside = part("generation_config.json", b'{"max_new_tokens": 3}')
+    status, uploaded = await ask(cluster, "PUT", "/v1/adapters/brief", beside + form(b"brief"))
+    assert status == 200, uploaded
+    for asked, tokens in ((None, 3), (5, 5)):
+        answer = await client.chat.completions.create(model="brief", messages=MESSAGES, max_tokens=asked)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == tokens
+    await ask(cluster, "DELETE", "/v1/adapters/brief")
+
+
 async def test_a_large_upload_passes_without_being_kept_in_memory(cluster: Cluster) -> None:
     weights = random.Random(1).randbytes(40 << 20)
     peak = Path(f"/proc/{cluster.local.processes['gateway'].pid}/status")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -125,6 +126,8 @@ async def test_paths_and_names(http: httpx2.AsyncClient) -> None:
         assert (head.status_code, head.content) == (200, b"")
         assert int(head.headers["content-length"]) > 0
     assert (await http.head(CHAT)).status_code == 405
+    packed = await http.post(CHAT, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+    assert (packed.status_code, packed.json()["error"]["param"]) == (415, "content-encoding")
     assert (await asked(http, model="hash:", status=404))["error"]["code"] == "model_not_found"
     chat = {"model": "a", "messages": MESSAGES}
     further: list[dict[str, Any]] = [{}, {"add_generation_prompt": False}, {"tools": []}]
