@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 _HEADER_FLAGS = {"header.adapter": "--name", "header.alias": "--alias", "header.base_model": "--model"}
 _HEADER_FLAGS |= {field.removeprefix("header."): flag for field, flag in _HEADER_FLAGS.items()}
 
+# Timeout in seconds of asking a router what its workers take: an upload needs none.
+_ASK_S = 1.0
+
 app = typer.Typer(
     no_args_is_help=True,
     help="Push, list, show and delete a tenant's adapters; show and control where workers keep them.",
@@ -91,6 +94,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
         str, typer.Option(metavar="TIME", help="Delete the revision after it, such as 12h, unless an alias has it.")
     ] = "",
     store: StoreOption = STORE,
+    router: RouterOption = ROUTER,
     as_json: JsonOption = False,
 ) -> None:
     """Upload an adapter as a new revision, and make it the one that requests get.
@@ -116,6 +120,8 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
             if alias != "-":
                 client.set_alias(pushed.adapter.name, alias or "live", pushed.revision.digest)
             pushed = replace(pushed, revision=client.get(f"{pushed.adapter.name}@{pushed.revision.digest}")[1])
+    if warning := _rank_warning(pushed.revision, router, tenant):
+        pushed = replace(pushed, warnings=(*pushed.warnings, warning))
     if as_json:
         print_json({**vars(pushed.revision), "created": pushed.created, "warnings": pushed.warnings})
         return
@@ -201,6 +207,16 @@ def _notes(directory: Path) -> Iterator[str]:
 
     if name := template_file(directory):
         yield f"{name} was taken: chats with the adapter use its template"
+
+
+def _rank_warning(revision: Revision, router: str, tenant: str) -> str:
+    """Return that the workers do not take a revision's rank; empty where they do, or no router answers."""
+    from loraplex_client import Client, LoraplexError
+
+    with suppress(LoraplexError), Client(router, tenant, timeout_s=_ASK_S) as client:
+        named = (model for model in client.models() if model.name == revision.base_model)
+        return next((model.rank_warning(revision.rank) for model in named), "")
+    return ""
 
 
 @contextmanager

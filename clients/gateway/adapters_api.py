@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from loraplex_client import Adapter, AsyncStoreClient, LoraplexError, Revision
@@ -17,6 +18,8 @@ from clients.gateway.errors import HttpError, invalid, no_store, renamed
 from clients.gateway.exchange import encode
 
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
+# Timeout in seconds of asking a router what its workers take.
+_ASK_S = 1.0
 # Names in a request of the store's fields.
 _NAMES = {
     r"header\.adapter": "adapter",
@@ -181,8 +184,18 @@ async def put_adapter(call: HttpCall) -> None:
         raise HttpError(504, "deadline_exceeded", "the upload did not end within the request's deadline") from None
     moved = {} if alias == "-" else {alias or "live": pushed.revision.digest}
     answer = _described(pushed.adapter, pushed.revision)
-    told = {"created": pushed.created, "moved": moved, "warnings": list(pushed.warnings)}
+    warnings = [*pushed.warnings, *await _rank_warnings(call, pushed.revision)]
+    told = {"created": pushed.created, "moved": moved, "warnings": warnings}
     await call.exchange.answer({**answer, **told})
+
+
+async def _rank_warnings(call: HttpCall, revision: Revision) -> list[str]:
+    """Return that the workers do not take a revision's rank, if so; nothing where no router answers soon."""
+    with suppress(LoraplexError, TimeoutError):
+        async with asyncio.timeout(_ASK_S):
+            named = [model for model in await call.caller.models() if model.name == revision.base_model]
+            return [warning for model in named if (warning := model.rank_warning(revision.rank))]
+    return []
 
 
 async def get_adapter(call: HttpCall) -> None:

@@ -443,6 +443,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     context_length=m.manifest.context_length,
                     tasks=m.manifest.tasks,
                     labels=m.manifest.labels,
+                    max_rank=max((state.max_rank for state in self.models.serving(m.manifest.name)), default=0),
                 )
                 for m in self.models.served
             ]

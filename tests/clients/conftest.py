@@ -147,7 +147,7 @@ class ScriptedService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.DetokenizeResponse(text=text, token_bytes=each)
 
     async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
-        model = inference_pb2.Model(name="tiny", digest="sha256:00", context_length=512)
+        model = inference_pb2.Model(name="tiny", digest="sha256:00", context_length=512, max_rank=2)
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def list_workers(self, request: Any, context: Any) -> cluster_pb2.ListWorkersResponse:

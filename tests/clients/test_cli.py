@@ -487,6 +487,19 @@ def measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clients.cli.computations.ask_worker", ask_worker)
 
 
+def test_a_rank_above_the_workers_is_told_at_the_push(
+    run: Run, server: Any, store_address: str, adapter_directory: Path
+) -> None:
+    here = {"LORAPLEX_STORE_ADDRESS": store_address, "LORAPLEX_TENANT": "acme", "LORAPLEX_ADDRESS": server.address}
+    run("models", "push", "hash:?vocab=1024", "--name", "tiny", **here)
+    done = run("adapters", "push", str(adapter_directory), "--name", "ranked", "--model", "tiny", **here)
+    assert done.stdout.splitlines()[-1] == "its rank 4 is above the 2 that workers of tiny take (--max-rank)"
+    done = run(
+        "adapters", "push", str(adapter_directory), "--name", "ranked", "--model", "tiny", "--router", NOBODY, **here
+    )
+    assert (done.returncode, "rank" in done.stdout.partition("live")[2]) == (0, False)
+
+
 @pytest.mark.model
 @pytest.mark.usefixtures("measured_here", "one_thread")
 def test_certificates(run: Run, store_address: str, tiny_llama: TinyModel, tmp_path: Path) -> None:

@@ -309,11 +309,11 @@ async def test_other_calls(server: Any) -> None:
         assert client.count_tokens("hi", adapter_id="a") == 7
         scores = client.score("hi", [" a", [1, 2]], adapter_id="a", request_id="r")
         assert (scores.best, scores.scores[1].sum, scores.scores[0].is_greedy) == (0, -2.0, False)
-        assert client.models() == (lx.ServedModel("tiny", "sha256:00", 512),)
+        assert client.models() == (lx.ServedModel("tiny", "sha256:00", 512, max_rank=2),)
     async with lx.AsyncClient(server.address) as client:
         assert await client.tokenize("hi") == (104, 105)
         assert await client.detokenize([104, 105]) == "hi"
-        assert await client.models() == (lx.ServedModel("tiny", "sha256:00", 512),)
+        assert await client.models() == (lx.ServedModel("tiny", "sha256:00", 512, max_rank=2),)
 
 
 async def test_texts_are_encoded_in_calls_of_one_revision(server: Any) -> None:

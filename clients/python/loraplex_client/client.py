@@ -231,7 +231,10 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
         """Return the base models that the router serves. Raises LoraplexError."""
         response = yield Call("ListModels", inference_pb2.ListModelsRequest(), timeout_s=timeout_s)
         return tuple(
-            ServedModel(model.name, model.digest, model.context_length, tuple(model.tasks), tuple(model.labels))
+            ServedModel(
+                *(model.name, model.digest, model.context_length, tuple(model.tasks), tuple(model.labels)),
+                model.max_rank,
+            )
             for model in response.models
         )
 

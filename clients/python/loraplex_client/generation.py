@@ -204,6 +204,7 @@ class ServedModel:
     """A base model that the router serves; `context_length` counts tokens of prompt and answer together.
 
     `tasks` are those of generate, embed and classify that it does without an adapter, `labels` its own classifier's.
+    `max_rank` is the largest rank of an adapter that a worker takes, 0 where that is not known.
     """
 
     name: str
@@ -211,6 +212,13 @@ class ServedModel:
     context_length: int
     tasks: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    max_rank: int = 0
+
+    def rank_warning(self, rank: int) -> str:
+        """Return that workers do not take an adapter of this rank; empty where they do, or nobody knows."""
+        if not 0 < self.max_rank < rank:
+            return ""
+        return f"its rank {rank} is above the {self.max_rank} that workers of {self.name} take (--max-rank)"
 
 
 # Reasons for which one router refuses a token that another may accept: their keys or versions differ for a while.

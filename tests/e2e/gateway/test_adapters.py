@@ -89,6 +89,9 @@ async def test_an_upload_is_served_listed_and_deleted(cluster: Cluster, client: 
     assert shown["revision"] == other["revision"]
     _, listed = await ask(cluster, "GET", "/v1/adapters")
     assert f"tenants/{TENANT}/adapters/over-http" in [one["name"] for one in listed["adapters"]]
+    large = part(CONFIG, b'{"peft_type": "LORA", "r": 100}') + part(WEIGHTS, b"x") + END
+    _, high = await ask(cluster, "PUT", "/v1/adapters/over-http?alias=-", large)
+    assert high["warnings"] == ["its rank 100 is above the 64 that workers of hash take (--max-rank)"]
     assert await ask(cluster, "DELETE", "/v1/adapters/over-http") == (200, {"name": "over-http", "deleted": True})
     status, gone = await ask(cluster, "GET", "/v1/adapters/over-http")
     assert (status, gone["error"]["code"]) == (404, "not_found")
