@@ -235,7 +235,7 @@ def chat_options(request: Mapping[str, Any]) -> dict[str, Any]:
             raise not_served(f"tools[{index}].type", f"{tool['type']} is not served, only function")
     check_tool_choice(request)
     if (form := _format(request.get("response_format"))) is not None:
-        if not options.keys().isdisjoint(_GUIDED.values()):
+        if has_format(options):
             raise invalid("response_format", "cannot be combined with another format")
         options["response_format"] = form
     return options
@@ -290,6 +290,11 @@ def common_options(request: Mapping[str, Any]) -> dict[str, Any]:
     if request.get("logit_bias"):
         options["logit_bias"] = _biases(request["logit_bias"])
     return options
+
+
+def has_format(options: Mapping[str, Any]) -> bool:
+    """Return whether options of the SDK have a format in vLLM's words."""
+    return not options.keys().isdisjoint(_GUIDED.values())
 
 
 def _guided(request: Mapping[str, Any]) -> dict[str, Any]:

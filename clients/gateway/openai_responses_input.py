@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from clients.gateway.bodies import Body
 from clients.gateway.conversation import ChatBuilder
 from clients.gateway.errors import check_served, invalid, not_served
-from clients.gateway.openai_api import UNBOUNDED, Extensions, check_tool_choice, common_options
+from clients.gateway.openai_api import UNBOUNDED, Extensions, check_tool_choice, common_options, has_format
 from clients.gateway.openai_messages import LENIENT, Other, Part, text_of
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -236,6 +236,8 @@ def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
     if (effort := (request.get("reasoning") or {}).get("effort")) is not None:
         options["template_args"] = {**options.get("template_args", {}), "reasoning_effort": effort}
     form = (request.get("text") or {}).get("format") or {"type": "text"}
+    if form["type"] != "text" and has_format(options):
+        raise invalid("text.format", "cannot be combined with another format")
     if form["type"] == "json_schema":
         options["response_format"] = {"type": "json_schema", "schema": form["schema"]}
     elif form["type"] != "text":

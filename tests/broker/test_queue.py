@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from broker import claims
 from broker.messages import MAX_ANSWERS, AdapterRef, AdapterRequest, WeightedRef, decode_job, encode_record
 from broker.queue import JobQueue
-from broker.terms import QueueState, UsageReport
+from broker.terms import QueueState, UsageReport, work_of
 from options import Encode, Pooling, SamplingParams, StoppingParams, Task
 from tests.broker.queued_jobs import KEYS, ROOMY, claim, job
 
@@ -292,3 +292,9 @@ async def test_a_long_job_is_written_and_read_in_threads(
         await queue.enqueue(each)
         assert (await queue.claim("sha256:0", replace(ROOMY, tokens=200_000))).jobs == [each]
     assert [ident == threading.get_ident() for ident in threads] == [True, True, False, False]
+
+
+async def test_the_queue_reckons_with_a_bounded_answer(queue: JobQueue) -> None:
+    endless = job("a", stopping=StoppingParams(max_tokens=30_000))
+    await queue.enqueue(endless)
+    assert (await queue.load()).waiting_work == work_of(endless) == 3 + 2 * 2_048

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -184,6 +185,16 @@ async def test_schemas_that_cannot_be_enforced_leave_the_rest_enforced(client: C
     asked |= {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 2}
     whole = await client.chat.completions.with_raw_response.create(**asked)
     assert "x-loraplex-not-enforced" not in whole.headers
+
+
+async def test_a_chat_with_the_tools_of_any_mcp_server_is_answered(client: Client) -> None:
+    for path in (Path(__file__).parents[2] / "mcp_tools").glob("*.json"):
+        tools: Any = [
+            {"type": "function", "function": {"name": one["name"], "parameters": one["inputSchema"]}}
+            for one in json.loads(path.read_text())
+        ]
+        for choice in ("auto", "required"):
+            await client.chat.completions.create(**CHAT, tools=tools, tool_choice=choice, max_tokens=9)
 
 
 async def test_tool_choices_and_formats_of_tgi(client: Client) -> None:

@@ -25,6 +25,8 @@ from router.generation.admission import Admission, GrammarProofs, check_answer_s
 from router.generation.resume import Began, ResumePayload, Resumption
 from router.request import (
     DEFAULT_MAX_TOKENS,
+    Chat,
+    ChatMessage,
     Delta,
     Message,
     PromptLogprobs,
@@ -32,6 +34,7 @@ from router.request import (
     Received,
     Request,
     Stopping,
+    Tool,
 )
 from router.text.tokenizer import HashTokenizer, PromptTokenizer
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
@@ -111,6 +114,22 @@ async def test_bad_words_become_ids_of_the_job(admission: Admission) -> None:
     error = await refusal(admission, replace(request, grammar='start: "a"', format_field="grammar"))
     assert isinstance(error, InvalidField)
     assert str(error) == "sampling.bad_words: does not go with grammar"
+
+
+async def test_what_no_grammar_holds_of_a_tool_stays_out_where_the_request_is_resumed(admission: Admission) -> None:
+    bad = '{"properties": {"a": {"type": "string", "pattern": "("}, "b": {"type": "integer"}}}'
+    chat = Chat((ChatMessage("user", "x"),), (Tool("f", "", bad),))
+    request = Request("acme", chat, "chat", request_id="r", seed=7, stopping=Stopping(max_tokens=9))
+    admitted = await admission.admit(request, None)
+    left_out = ("chat.tools[0].parameters.properties.a",)
+    assert (admitted.calls.not_enforced, tuple(admitted.calls.free)) == (left_out, left_out)
+    payload = msgspec.structs.replace(PAYLOAD, adapter=None, free_parts=left_out)
+    resumed = await admission.readmit(request, Resumption(payload), None)
+    assert resumed.job.grammar == admitted.job.grammar
+    strict = replace(request, prompt=replace(chat, tools=(Tool("f", "", bad, strict=True),)))
+    error = await refusal(admission, strict)
+    assert isinstance(error, InvalidField)
+    assert error.field == left_out[0]
 
 
 async def test_candidates_are_computed_with_log_probabilities(admission: Admission) -> None:
