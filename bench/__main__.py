@@ -24,6 +24,7 @@ NAMES = (
     "gateway",
     "overload",
     "structured",
+    "json_lists",
     "quantized",
     "llama",
     "prompts",

@@ -4,8 +4,8 @@
     python -m bench.json_schema_suite DIR [--write docs/results/json-schema.md]
 
 A case is an instance that a schema allows or forbids. A schema is refused, with all its cases, where the router refuses
-it. Of the others a forbidden instance must be no text of the grammar, and an allowed one must be a text: compact, with
-its properties in some order, and 1.0 written as 1.
+it. Of the others a forbidden instance must be no text of the grammar, and an allowed one must be a text: as json.dumps
+writes it, with its properties in some order, and 1.0 written as 1.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def _check_group(texts: Texts, group: Mapping[str, Any], tally: Tally) -> None:
 
 
 def spellings(value: Any) -> Iterator[str]:
-    """Yield the compact texts of a value, with its properties in each order, as far as there are not too many."""
+    """Yield the texts of a value, with its properties in each order, as far as there are not too many."""
     for ordered in islice(_orders(value), ORDERS):
-        yield json.dumps(ordered, ensure_ascii=False, separators=(",", ":"))
+        yield json.dumps(ordered, ensure_ascii=False)
 
 
 def _orders(value: Any) -> Iterator[Any]:

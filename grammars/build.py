@@ -87,6 +87,38 @@ def lark_grammar(text: str, path: str = "grammar") -> str:
     return HEADER + _check_lark(text, path) + "\n"
 
 
+# What is in front of a format behind reasoning. No client's format has it: %llguidance is refused in them.
+_NESTED = f"%lark {{\n{HEADER}"
+
+
+def behind_reasoning(start: str, grammar: str) -> str:
+    """Return the grammar of a format with reasoning in front; `start` has the rules for it, which use `answer`."""
+    return f"{HEADER}{start}answer: {_NESTED}{grammar.removeprefix(HEADER)}}}\n"
+
+
+def format_alone(grammar: str) -> str:
+    """Return a grammar without the reasoning in front of its format."""
+    _, nested, rest = grammar.partition(_NESTED)
+    return HEADER + rest.removesuffix("}\n") if nested else grammar
+
+
+# Maximum characters of whitespace, outside of strings, of an answer whose whitespace the model chooses.
+SPACES = 1_000
+# Such a schema in a grammar, and a regex of all texts with so little whitespace.
+_FLEXIBLE_JSON = re.compile(r'%json \{"x-guidance": \{"whitespace_pattern": .*')
+_WORDS = r'([^" \t\n\r]|"([^"\\]|\\.)*")*'
+_FEW_SPACES = rf"/{_WORDS}([ \t\n\r]{_WORDS}){{0,{SPACES}}}/"
+
+
+def space_bound(grammar: str) -> str:
+    """Return the grammar of the texts with at most SPACES characters of whitespace, behind the same reasoning.
+
+    An answer keeps to both. It is empty where the model does not choose the whitespace.
+    """
+    bound, flexible = _FLEXIBLE_JSON.subn(lambda _: _FEW_SPACES, grammar)
+    return bound if flexible else ""
+
+
 def grammar_digest(grammar: str, tenant: str = "") -> str:
     """Return the digest of a tenant's grammar: from what one has used nobody's time tells another anything."""
     return hashlib.sha256(f"{tenant}\0{grammar}".encode()).hexdigest()

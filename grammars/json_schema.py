@@ -17,6 +17,8 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -95,11 +97,21 @@ _URI = (
 )
 
 
+class Whitespace(Enum):
+    """The whitespace outside of strings, as llguidance's options."""
+
+    # As json.dumps and the tojson of chat templates write it.
+    SPACED = MappingProxyType({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
+    COMPACT = MappingProxyType({"whitespace_flexible": False})
+    # The model chooses.
+    FLEXIBLE = MappingProxyType({"whitespace_pattern": _FLEXIBLE})
+
+
 @dataclass(frozen=True, slots=True)
 class JsonStyle:
-    """The way in which JSON is written: compact, or with whitespace; properties as in the schema, or sorted."""
+    """The way in which JSON is written: its whitespace; properties as in the schema, or sorted."""
 
-    flexible: bool = False
+    whitespace: Whitespace = Whitespace.SPACED
     sorted_properties: bool = False
 
 
@@ -122,13 +134,7 @@ def check_schema(
     checked = _Check(style, path, left_out, free).schema(schema)
     if not isinstance(checked, dict):
         raise GrammarError(path, "is not a JSON object")
-    return {"x-guidance": _GUIDANCE[style.flexible], **checked}
-
-
-_GUIDANCE: Mapping[bool, Mapping[str, Any]] = {
-    False: {"whitespace_flexible": False},
-    True: {"whitespace_pattern": _FLEXIBLE},
-}
+    return {"x-guidance": dict(style.whitespace.value), **checked}
 
 
 class _Check:

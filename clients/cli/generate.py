@@ -67,8 +67,8 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
         list[str] | None,
         typer.Option(
             metavar="STYLE",
-            help="Of --json-schema: compact (default) or flexible whitespace; properties as in the schema, or sorted. "
-            "Repeatable.",
+            help="Of --json-schema: whitespace spaced (default), compact or flexible; properties as in the schema, or "
+            "sorted. Repeatable.",
         ),
     ] = None,
     regex: Annotated[str | None, typer.Option(metavar="PATTERN", help="The whole answer matches PATTERN.")] = None,

@@ -109,7 +109,7 @@ Tool = Annotated[Annotated[CustomTool, Tag("Custom")] | Annotated[HostedTool, Ta
 
 
 class MessagesRequest(MessageCreateParamsBase, total=False):
-    """Body of a request to /v1/messages. Older versions of the protocol have the fields of sampling."""
+    """Body of a request to /v1/messages. Older versions of the protocol have sampling; json_style is ours."""
 
     messages: Required[list[Message]]  # type: ignore[misc]
     system: str | list[TextOrOther]  # type: ignore[misc]
@@ -122,6 +122,7 @@ class MessagesRequest(MessageCreateParamsBase, total=False):
     temperature: float | None
     top_p: float | None
     top_k: int | None
+    json_style: str | list[str] | None
     tools: list[Tool]  # type: ignore[misc]
 
 
@@ -153,6 +154,7 @@ def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
         "default_temperature": _TEMPERATURE,
         "top_p": request.get("top_p"),
         "top_k": request.get("top_k"),
+        "json_style": request.get("json_style"),
         "max_tokens": request.get("max_tokens"),
         "stop": request.get("stop_sequences"),
     }

@@ -106,7 +106,7 @@ class StructuredOutputs(TypedDict, total=False):
 
 
 class Extensions(TypedDict, total=False):
-    """Fields beyond OpenAI's, with vLLM's names; openai sends them as `extra_body`."""
+    """Fields beyond OpenAI's, with vLLM's names, but for json_style, the SDK's; openai sends them as `extra_body`."""
 
     top_k: int | None
     min_p: float | None
@@ -122,6 +122,7 @@ class Extensions(TypedDict, total=False):
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
     priority: int | None
+    json_style: str | list[str] | None
     include_stop_str_in_output: bool | None
     structured_outputs: StructuredOutputs | None
     guided_json: str | dict[str, Any] | None
@@ -213,7 +214,7 @@ _SAME = (
     "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message",
     "top_k", "min_p", "typical_p", "top_n_sigma", "repetition_penalty", "min_tokens", "stop_token_ids",
     "allowed_token_ids", "bad_words", "ignore_eos", "skip_special_tokens", "add_special_tokens",
-    "truncate_prompt_tokens", "priority",
+    "truncate_prompt_tokens", "priority", "json_style",
 )  # fmt: skip
 
 
@@ -308,7 +309,9 @@ def _guided(request: Mapping[str, Any]) -> dict[str, Any]:
     if not given:
         return {}
     _, name, value = given[0]
-    return {"response_format": {"type": "json_object"}} if name == "json_object" else {_GUIDED[name]: value}
+    found = {"response_format": {"type": "json_object"}} if name == "json_object" else {_GUIDED[name]: value}
+    compact = inside.get("disable_any_whitespace") and "response_format" in found and request.get("json_style") is None
+    return found | {"json_style": "compact"} if compact else found
 
 
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:

@@ -17,7 +17,7 @@ from loraplex.inference.v1 import inference_pb2 as pb
 from broker.terms import PRIORITY_LIMIT
 from grammars import GrammarError
 from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
-from grammars.json_schema import JsonStyle
+from grammars.json_schema import JsonStyle, Whitespace
 from options import (
     ALLOWED_TOKEN_IDS,
     CLIENT_REASONS,
@@ -262,7 +262,13 @@ def _json_style(spec: pb.GenerateSpec) -> JsonStyle | None:
         raise InvalidField("json_style.whitespace", f"{whitespace} is not known")
     if order not in pb.PropertyOrder.values():
         raise InvalidField("json_style.property_order", f"{order} is not known")
-    return JsonStyle(whitespace == pb.JSON_WHITESPACE_FLEXIBLE, order == pb.PROPERTY_ORDER_SORTED)
+    return JsonStyle(_WHITESPACE.get(whitespace, Whitespace.SPACED), order == pb.PROPERTY_ORDER_SORTED)
+
+
+_WHITESPACE = {
+    pb.JSON_WHITESPACE_COMPACT: Whitespace.COMPACT,
+    pb.JSON_WHITESPACE_FLEXIBLE: Whitespace.FLEXIBLE,
+}
 
 
 # For each tenant: the time of a request must not tell what another has asked.

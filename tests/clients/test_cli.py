@@ -127,7 +127,7 @@ def test_a_failure_leaves_nothing_else_on_stderr() -> None:
         (["generate", "hi", "--tenant", "a\tb"], ["tenant"]),
         (["generate", "hi", "--top-k", "-1"], ["sampling.top_k"]),
         (["generate", "hi", "--adapter", "a=much"], ["--adapter", "a=much", "not a number"]),
-        (["generate", "hi", "--json-style", "nice"], ["json_style", "'nice'", "compact, flexible, schema, sorted"]),
+        (["generate", "hi", "--json-style", "nice"], ["json_style", "'nice'", "spaced, compact, flexible, sch"]),
         (["generate", "hi", "--json-style", "compact", "--json-style", "flexible"], ["json_style", "contradicts"]),
         (["generate"], ["PROMPT", "loraplex generate --help"]),
         (["generate", "hi", "--temprature", "1"], ["--temprature"]),

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from grammars.build import choices_grammar, json_grammar, lark_grammar, regex_grammar
-from grammars.json_schema import JsonStyle
+from grammars.json_schema import JsonStyle, Whitespace
 from grammars.matching import compile_grammar, proof_vocabulary
 
 
@@ -69,16 +69,19 @@ PERSON: dict[str, Any] = {
 }
 
 
-def test_json_is_compact_and_in_the_schema_s_order_by_default(vocabulary: LLTokenizer) -> None:
+def test_json_is_spaced_and_in_the_schema_s_order_by_default(vocabulary: LLTokenizer) -> None:
     grammar = json_grammar(json.dumps(PERSON))
-    assert accepts(vocabulary, grammar, '{"name":"Ada","age":36}')
-    assert not accepts(vocabulary, grammar, '{"name": "Ada","age":36}')
-    assert not accepts(vocabulary, grammar, '{"age":36,"name":"Ada"}')
-    assert not accepts(vocabulary, grammar, '{"name":"Ada Lovelace","age":36}')
+    assert accepts(vocabulary, grammar, '{"name": "Ada", "age": 36}')
+    assert not accepts(vocabulary, grammar, '{"name":"Ada","age":36}')
+    assert not accepts(vocabulary, grammar, '{"age": 36, "name": "Ada"}')
+    assert not accepts(vocabulary, grammar, '{"name": "Ada Lovelace", "age": 36}')
+    compact = json_grammar(json.dumps(PERSON), JsonStyle(Whitespace.COMPACT))
+    assert accepts(vocabulary, compact, '{"name":"Ada","age":36}')
+    assert not accepts(vocabulary, compact, '{"name": "Ada","age":36}')
 
 
 def test_the_style_of_json_can_be_set(vocabulary: LLTokenizer) -> None:
-    grammar = json_grammar(json.dumps(PERSON), JsonStyle(flexible=True, sorted_properties=True))
+    grammar = json_grammar(json.dumps(PERSON), JsonStyle(Whitespace.FLEXIBLE, sorted_properties=True))
     assert accepts(vocabulary, grammar, json.dumps({"age": 36, "name": "Ada"}, indent=4))
     assert accepts(vocabulary, grammar, '{"age":36,"name":"Ada"}')
     assert not accepts(vocabulary, grammar, '{"name":"Ada","age":36}')
@@ -108,7 +111,7 @@ def test_a_property_whose_name_is_another_s_path_is_a_part_of_its_own(vocabulary
     inner = {"type": "object", "required": ["b"], "properties": {"b": {"type": "string"}}}
     properties = {"a": inner, "a.properties.b": {"type": "string"}}
     grammar = json_grammar(json.dumps({"type": "object", "required": ["a"], "properties": properties}))
-    assert accepts(vocabulary, grammar, '{"a":{"b":""}}')
+    assert accepts(vocabulary, grammar, '{"a": {"b": ""}}')
 
 
 def test_references_are_followed(vocabulary: LLTokenizer) -> None:
@@ -120,8 +123,8 @@ def test_references_are_followed(vocabulary: LLTokenizer) -> None:
         "additionalProperties": False,
     }
     grammar = json_grammar(json.dumps(schema))
-    assert accepts(vocabulary, grammar, '{"value":1,"next":{"value":2,"next":{}},"a~/b":3}')
-    assert not accepts(vocabulary, grammar, '{"value":"1"}')
+    assert accepts(vocabulary, grammar, '{"value": 1, "next": {"value": 2, "next": {}}, "a~/b": 3}')
+    assert not accepts(vocabulary, grammar, '{"value": "1"}')
 
 
 def test_a_schema_in_a_lark_text_is_checked_like_any_other(vocabulary: LLTokenizer) -> None:

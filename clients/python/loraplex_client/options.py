@@ -21,6 +21,7 @@ M = TypeVar("M")
 _ANY_OBJECT = {"type": "object"}
 # The words of a style, as a field of JsonStyle and its value.
 _STYLES = {
+    "spaced": ("whitespace", inference_pb2.JSON_WHITESPACE_SPACED),
     "compact": ("whitespace", inference_pb2.JSON_WHITESPACE_COMPACT),
     "flexible": ("whitespace", inference_pb2.JSON_WHITESPACE_FLEXIBLE),
     "schema": ("property_order", inference_pb2.PROPERTY_ORDER_SCHEMA),
@@ -186,7 +187,7 @@ class ChatOptions(TypedDict, total=False):
     regex: str | None
     grammar: str | None
     choices: Sequence[str] | None
-    # how the JSON of a schema is written: `compact` or `flexible` whitespace, properties as in the `schema` or `sorted`
+    # how the JSON of a schema is written: `spaced`, `compact` or `flexible`; properties as in the `schema` or `sorted`
     json_style: str | Sequence[str] | None
 
 

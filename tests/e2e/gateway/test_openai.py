@@ -8,13 +8,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from options import Encode, SamplingParams
 from tests.e2e.conftest import Cluster
-from tests.e2e.gateway.conftest import MESSAGES, MODEL, PROMPT, Eventually, expected
+from tests.e2e.gateway.conftest import HEADERS, MESSAGES, MODEL, PROMPT, Eventually, expected
 from tests.hash_oracle import expected_vector
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -165,6 +166,32 @@ async def test_tools_and_schemas(client: Client, cluster: Cluster) -> None:
     shape: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": WEATHER["function"]["parameters"]}}
     shaped = await client.chat.completions.create(**CHAT, response_format=shape, max_tokens=200, seed=3)
     assert list(json.loads(shaped.choices[0].message.content or "")) == ["city"]
+
+
+async def test_the_whitespace_of_json_is_asked_for_in_each_protocol(client: Client, cluster: Cluster) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"const": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    named = {"name": "n", "schema": schema}
+    for style, text in ((None, '{"n": [1, 2]}'), ("compact", '{"n":[1,2]}'), (["spaced", "sorted"], '{"n": [1, 2]}')):
+        extra: Any = {"extra_body": {} if style is None else {"json_style": style}}
+        shape: Any = {"type": "json_schema", "json_schema": named}
+        chat = await client.chat.completions.create(**CHAT, response_format=shape, max_tokens=60, **extra)
+        assert chat.choices[0].message.content == text
+        form: Any = {"format": {"type": "json_schema", **named}}
+        response = await client.responses.create(model="a", input="Hi", text=form, max_output_tokens=60, **extra)
+        assert response.output_text == text
+        url, config = f"http://{cluster.local.http}", {"format": {"type": "json_schema", "schema": schema}}
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="none", default_headers=HEADERS) as of_anthropic:
+            message: Any = await of_anthropic.messages.create(
+                model="a", messages=MESSAGES, max_tokens=60, output_config=config, **extra
+            )
+        assert message.content[0].text == text
+    with pytest.raises(openai.BadRequestError, match="json_style: 'nice' is none of spaced, compact, flexible"):
+        await client.chat.completions.create(**CHAT, extra_body={"json_style": "nice"})
 
 
 async def test_schemas_that_cannot_be_enforced_leave_the_rest_enforced(client: Client) -> None:

@@ -50,6 +50,7 @@ async def asked(http: httpx2.AsyncClient, path: str = CHAT, status: int = 200, *
 async def test_formats(http: httpx2.AsyncClient, fields: Any) -> None:
     text = (await asked(http, max_tokens=200, **fields))["choices"][0]["message"]["content"]
     assert list(json.loads(text)) == ["city"]
+    assert text.startswith('{"city":"' if fields.keys() & {"structured_outputs", "guided_grammar"} else '{"city": "')
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 
 from grammars.build import json_grammar
-from grammars.json_schema import JsonStyle
+from grammars.json_schema import JsonStyle, Whitespace
 from options import FinishReason, TokenLogprobs
 from router.api import convert
 from router.api.convert import (
@@ -80,7 +80,7 @@ def test_a_format_becomes_the_grammar_of_the_request() -> None:
     assert (plain.format_field, plain.grammar) == ("json_schema", json_grammar(schema))
     style = pb.JsonStyle(whitespace=pb.JSON_WHITESPACE_FLEXIBLE, property_order=pb.PROPERTY_ORDER_SORTED)
     styled = read_request(pb.GenerateSpec(prompt="x", json_schema=schema, json_style=style), "acme")
-    assert styled.grammar == json_grammar(schema, JsonStyle(flexible=True, sorted_properties=True))
+    assert styled.grammar == json_grammar(schema, JsonStyle(Whitespace.FLEXIBLE, sorted_properties=True))
     chosen = read_request(pb.GenerateSpec(prompt="x", choices=pb.Choices(values=["a", "b"])), "acme")
     assert chosen.format_field == "choices.values"
     assert read_request(pb.GenerateSpec(prompt="x"), "acme").grammar == ""

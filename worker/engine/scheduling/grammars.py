@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from artifacts import ArtifactError
 from grammars import GrammarError
-from grammars.build import choices_grammar, grammar_digest
+from grammars.build import choices_grammar, grammar_digest, space_bound
 from grammars.matching import Vocabulary, compile_grammar, plain_error
 from grammars.prover import Prover, ProverBusyError
 from worker.engine.scheduling.loader_threads import LoaderThreads
@@ -45,11 +45,15 @@ _FAILED = Failure("INTERNAL", "GRAMMAR_FAILED", "the format could not be compile
 class GrammarState:
     """A matcher that has taken the ids of an answer. Two that have taken the same ids allow the same next ones.
 
-    `hides_end`: the model's end tokens are not to come where anything else may.
+    `hides_end`: the model's end tokens are not to come where anything else may. `bound` allows fewer ids, and the
+    answer keeps to both.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, *, hides_end: bool = False) -> None:
+    def __init__(
+        self, matcher: LLMatcher, vocabulary: Vocabulary, *, hides_end: bool = False, bound: LLMatcher | None = None
+    ) -> None:
         self.matcher = matcher
+        self._bound = bound
         self.vocabulary = vocabulary
         self.complete = False
         self._hidden_ids = vocabulary.end_ids if hides_end else frozenset[int]()
@@ -59,10 +63,14 @@ class GrammarState:
 
     def advance(self, token: int) -> Failure | None:
         """Take the next id of the answer; return why the answer fails where the grammar does not allow it."""
-        if not self.complete and (not self.matcher.consume_token(token) or self.matcher.is_error()):
+        if not self.complete and not self._take(token):
             return grammar_failure(f"token {token} is not allowed: {plain_error(self.matcher.get_error())}")
         self._look()
         return None
+
+    def _take(self, token: int) -> bool:
+        taken = self.matcher.consume_token(token) and not self.matcher.is_error()
+        return taken and (self._bound is None or self._bound.consume_token(token))
 
     def replay(self, ids: Iterable[int]) -> Failure | None:
         """Take the ids of earlier attempts."""
@@ -88,9 +96,13 @@ class GrammarState:
         return np.flatnonzero(bits[: self.vocabulary.size])
 
     def trim(self, mask: np.ndarray, banned: frozenset[int]) -> None:
-        """Take out of a mask [words] the ids beyond the vocabulary and, unless none would be left, the banned ones."""
+        """Take out of a mask [words] ids beyond the vocabulary or the bound; banned ones, unless none would be left."""
         import numpy as np
 
+        if self._bound is not None:
+            within = np.zeros_like(mask)
+            self._bound.unsafe_compute_mask_ptr(within.ctypes.data, within.nbytes)
+            mask &= within
         words, bits = divmod(self.vocabulary.size, 32)
         if words < len(mask):
             mask[words] &= (1 << bits) - 1
@@ -243,11 +255,13 @@ class GrammarThread:
     def _prepare(self, spec: NewSequence) -> Prepared:
         try:
             matcher, vocabulary = self._matcher(spec.grammar, spec.tenant)
+            text = space_bound(spec.grammar)
+            bound = self._matcher(text, spec.tenant)[0].deep_copy() if text else None
         except (GrammarError, ArtifactError) as error:
             return grammar_failure(error.message)
         except ProverBusyError:
             return Failure("UNAVAILABLE", "GRAMMAR_NOT_READY", "the worker is too busy to compile the format")
-        state = GrammarState(matcher.deep_copy(), vocabulary, hides_end=spec.stopping.ignore_eos)
+        state = GrammarState(matcher.deep_copy(), vocabulary, hides_end=spec.stopping.ignore_eos, bound=bound)
         return state.replay(spec.emitted_ids) or state
 
     def _matcher(self, grammar: str, tenant: str) -> tuple[LLMatcher, Vocabulary]:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from artifacts.hash_model import parse_hash_model
-from grammars.build import json_grammar, lark_grammar, regex_grammar
+from grammars.build import SPACES, behind_reasoning, json_grammar, lark_grammar, regex_grammar, space_bound
+from grammars.json_schema import JsonStyle, Whitespace
 from grammars.matching import Vocabulary, compile_grammar, hash_vocabulary, read_vocabulary
 from tests.drawn_schemas import byte_tokenizer, draw_schema
 from tests.hash_formats import GRAMMARS
@@ -19,6 +20,9 @@ from worker.engine.scheduling.grammars import GrammarState
 END_LESS = hash_vocabulary(parse_hash_model("hash:?vocab=600"))
 ENDING = hash_vocabulary(parse_hash_model("hash:?vocab=600&end_after=9"))
 BYTES = read_vocabulary(byte_tokenizer(320).encode(), 320, {2})
+# A short block of reasoning, which a slash ends.
+THOUGHT = "start: thought answer\nthought[lazy]: /[^\\/]{0,9}\\//\n"
+LETTERS = {letter: i for i in range(320) for letter in [BYTES.tokens.decode_bytes([i])] if len(letter) == 1}
 NOTHING = frozenset[int]()
 
 
@@ -31,6 +35,7 @@ def test_the_mask_after_a_replay_is_the_mask_before_the_crash(seed: int) -> None
     """With every kind of format and vocabulary; the replay is of a copy, as a cached grammar's is."""
     chance = Random(seed)
     grammars = [*filter(None, GRAMMARS.values()), json_grammar(json.dumps(draw_schema(chance)))]
+    grammars += [behind_reasoning(THOUGHT, grammar) for grammar in grammars]
     vocabulary, hides_end = chance.choice([END_LESS, ENDING, BYTES]), chance.random() < 0.5
     for grammar in grammars:
         compiled = compile_grammar(vocabulary.tokens, grammar)
@@ -45,6 +50,29 @@ def test_the_mask_after_a_replay_is_the_mask_before_the_crash(seed: int) -> None
             assert not replayed.complete
             ids.append(int(chance.choice(allowed)))
             assert state.advance(ids[-1]) is None
+
+
+@pytest.mark.parametrize("reasoned", [False, True])
+def test_whitespace_is_bounded_over_the_whole_answer(reasoned: bool) -> None:
+    """By the most that a model can write; it goes on without, and spaces in strings and in reasoning do not count."""
+    item = ' a\\" b  '
+    schema = {"type": "array", "items": {"const": item}, "minItems": 30, "maxItems": 30}
+    grammar = json_grammar(json.dumps(schema), JsonStyle(Whitespace.FLEXIBLE))
+    grammar = behind_reasoning(THOUGHT, grammar) if reasoned else grammar
+    bound = compile_grammar(BYTES.tokens, space_bound(grammar))
+    state = GrammarState(compile_grammar(BYTES.tokens, grammar), BYTES, bound=bound)
+    data = bytearray()
+    for letter in (b" ", b" ", b"/") if reasoned else ():
+        assert state.advance(LETTERS[letter]) is None
+    while not state.complete:
+        allowed = {BYTES.tokens.decode_bytes([int(token)]): int(token) for token in state.allowed_ids(NOTHING)}
+        text = b" " if b" " in allowed else min(allowed, key=lambda one: (len(one), one))
+        assert state.advance(allowed[text]) is None
+        data += text
+    value = json.loads(data)
+    assert value == [item] * 30
+    assert len(data) - len(json.dumps(value, separators=(",", ":"))) == SPACES
+    assert space_bound(json_grammar(json.dumps(schema))) == ""
 
 
 @pytest.mark.parametrize("vocabulary", [END_LESS, ENDING, BYTES])
