@@ -171,6 +171,10 @@ def _with_end(tokens: LLTokenizer, size: int) -> LLTokenizer:
 
 
 def special_tokens(tokenizer_json: bytes) -> Mapping[int, str]:
-    """Return the texts of a tokenizer's special tokens by their ids."""
+    """Return the texts of a tokenizer's special tokens by their ids; llguidance takes any added `<...>` for one."""
     added = json.loads(tokenizer_json).get("added_tokens") or []
-    return {token["id"]: token["content"] for token in added if token.get("special")}
+    return {
+        token["id"]: text
+        for token in added
+        if (text := token["content"]) and (token.get("special") or (text[0] == "<" and text[-1] == ">"))
+    }

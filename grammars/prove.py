@@ -20,7 +20,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from grammars import GrammarError
-from grammars.build import HEADER
+from grammars.build import HEADER, format_alone
 from grammars.json_schema import direct_parts
 from grammars.matching import compile_grammar, plain_error, proof_vocabulary
 
@@ -56,10 +56,12 @@ def main() -> None:
 
 def prove(vocabulary: LLTokenizer, grammar: str) -> dict[str, str]:
     """Compile a grammar and make the beginning of an answer; return an error, and where it is in a schema."""
+    alone = format_alone(grammar)
     try:
-        _begin_answer(compile_grammar(vocabulary, grammar))
+        for each in dict.fromkeys((alone, grammar)):  # an answer that begins with reasoning proves little of its format
+            _begin_answer(compile_grammar(vocabulary, each))
     except GrammarError as error:
-        path, message = find_place(partial(_error_of, vocabulary), grammar, error.message)
+        path, message = find_place(partial(_error_of, vocabulary), alone, error.message)
         return {"path": path, "error": message}
     return {}
 

@@ -26,6 +26,7 @@ from router.api.convert import STOP_STRINGS, STOP_TOKEN_IDS, check_count, read_s
 from router.api.encoding import read_embed
 from router.catalog.models import Models
 from router.dispatch.block_feed import MOST_AT_ONCE, BlockEvent, FollowedBlock
+from router.generation.chat_format import behind_open_block
 from router.request import DEFAULT_MAX_TOKENS, Delta, EncodeRequest, Finished, PromptLogprobs, Request, Summary
 from router.text.chat import REASONING
 from router.text.tokenizer import ModelTokenizer, PromptTokenizer
@@ -158,8 +159,13 @@ async def read_generate(request: Any, tenant: str, adapter: str, models: Models,
             raise NotBuilt("sampling_params.structural_tag")
     read = await read_spec(spec, tenant, models, prompts)
     _check_size(read, 0 if start is None else len(ids) - start, models.get("").default_max_tokens(DEFAULT_MAX_TOKENS))
-    # The spec has no such field: two requests that differ in it alone are two.
-    fingerprint = f"{read.fingerprint}/{start or 0}"
+    if request.require_reasoning and read.grammar:
+        tokenizer = models.get("").tokenizer
+        end = reasoning_end(tokenizer)
+        mark = tokenizer.decode([end], skip_special_tokens=False)
+        read = replace(read, grammar=behind_open_block(mark, end, read.grammar))
+    # The spec has no such fields: two requests that differ in them alone are two.
+    fingerprint = f"{read.fingerprint}/{start or 0}/{request.require_reasoning}"
     return replace(read, keep_stop=True, prompt_logprobs_start=start or 0, fingerprint=fingerprint)
 
 

@@ -29,7 +29,7 @@ from router.catalog.adapters import (
 from router.catalog.models import Models, ServedModel
 from router.catalog.store_client import Manifest, StoreClient
 from router.dispatch.links import RelayReach
-from router.generation.chat_format import CallGrammar, call_grammar, chat_format, free_parts
+from router.generation.chat_format import CallGrammar, call_grammar, chat_format, format_grammar, free_parts
 from router.generation.chat_reader import ChatFormat
 from router.generation.resume import Resumption
 from router.generation.rollouts import Side, choose_side
@@ -439,9 +439,10 @@ class Admission:
 
         def make() -> tuple[ChatFormat | None, CallGrammar]:
             form = chat_format(chat, template, tokenizer, prompt_ids, request.request_id)
-            if not chat.tools:
-                return form, CallGrammar(request.grammar)
-            return form, call_grammar(chat, template, tokenizer, prompt_ids, request.tenant, free)
+            if chat.tools:
+                return form, call_grammar(chat, template, tokenizer, prompt_ids, request.tenant, free)
+            grammar = request.grammar
+            return form, CallGrammar(grammar and format_grammar(chat, template, tokenizer, prompt_ids, grammar))
 
         if chat.tools:  # the schemas of many take tens of milliseconds
             return await self.prompts.in_turn(request.tenant, make)

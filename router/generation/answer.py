@@ -4,6 +4,7 @@
 
 A token that lies wholly in a stop string is neither delivered nor counted; one that reaches into it is delivered, its
 text cut where the stop string begins. A request may keep stop strings: then their tokens are delivered as all others.
+Reasoning is not searched for stop strings.
 """
 
 from __future__ import annotations
@@ -240,6 +241,7 @@ class Answer:
                     None if chat_format is None else ChatReader(chat_format, choice),
                 ),
                 request.keep_stop,
+                ChatReader(chat_format) if request.stopping.stop and chat_format and chat_format.reasoning else None,
             )
             for choice in range(routed.job.n)
         ]
@@ -294,7 +296,10 @@ class _PendingToken(msgspec.Struct, frozen=True):
 
 
 class ChoiceAnswer:
-    """A choice of an answer. The client has the first `received` of its tokens already."""
+    """A choice of an answer. The client has the first `received` of its tokens already.
+
+    `reasoning` finds the reasoning, which is not searched for stop strings.
+    """
 
     def __init__(
         self,
@@ -305,6 +310,7 @@ class ChoiceAnswer:
         received: int = 0,
         resume_filter: ResumeFilter | None = None,
         keep_stop: bool = False,
+        reasoning: ChatReader | None = None,
     ) -> None:
         self._choice = choice
         self._received = received
@@ -315,6 +321,9 @@ class ChoiceAnswer:
         # Tokens that are not delivered yet, each with its text; `_pending_text` is all of that text.
         self._pending: list[_PendingToken] = []
         self._pending_text = ""
+        # The pending text as it was searched for stop strings, as far as it was.
+        self._searched = ""
+        self._reasoning = reasoning
         # Number of tokens that the client has, with those returned so far.
         self.delivered = 0
 
@@ -333,7 +342,7 @@ class ChoiceAnswer:
         if finish is None:
             if len(self._pending) < self._interval:
                 return None, None
-            return self._release(self._stop.safe_length(self._pending_text), self._interval, ended=False), None
+            return self._release(self._stop.safe_length(self._searched), self._interval, ended=False), None
         if stopped := self._flush(self._stream.flush()):
             return stopped
         delta = self._release(len(self._pending_text), 0, ended=True)
@@ -344,34 +353,36 @@ class ChoiceAnswer:
     ) -> tuple[Delta | None, Finished] | None:
         """Add tokens to the pending ones; return the end if a stop string is complete now."""
         tokens = list(map(_PendingToken, ids, texts, logprobs or repeat(None)))
-        text = self._pending_text + "".join(texts)
-        if self._stop.find(text, len(self._pending_text)) is None:
+        before, length = len(self._searched), len(self._pending_text)
+        if self._search("".join(texts)) is None:
             self._pending += tokens
-            self._pending_text = text
             return None
         for token in tokens:  # the first one that completes a stop string ends the answer
             self._pending.append(token)
-            if stopped := self._append_text(token.text):
-                return stopped
+            length += len(token.text)
+            if match := self._stop.find(self._searched[:length], before):
+                self._pending_text = self._pending_text[:length]
+                return self._stopped(*match)
         return None
 
     def _flush(self, text: str) -> tuple[Delta | None, Finished] | None:
         """Add text that comes after the last token to that token."""
-        if not text:
-            return None
-        if not self._pending:  # its tokens are delivered already; the text belongs to none that is left
-            self._pending.append(_PendingToken(None, ""))
-        last = self._pending[-1]
-        self._pending[-1] = _PendingToken(last.token_id, last.text + text, last.logprobs)
-        return self._append_text(text)
+        if text:
+            if not self._pending:  # its tokens are delivered already; the text belongs to none that is left
+                self._pending.append(_PendingToken(None, ""))
+            last = self._pending[-1]
+            self._pending[-1] = _PendingToken(last.token_id, last.text + text, last.logprobs)
+        match = self._search(text, ended=True)
+        return self._stopped(*match) if match else None
 
-    def _append_text(self, more: str) -> tuple[Delta | None, Finished] | None:
-        """Add to the pending text; return the end if a stop string is complete now."""
-        before = len(self._pending_text)
+    def _search(self, more: str, *, ended: bool = False) -> tuple[int, str] | None:
+        """Add to the pending text; return the first stop string in it, and where the answer ends then."""
+        before = len(self._searched)
         self._pending_text += more
-        if (match := self._stop.find(self._pending_text, before)) is None:
-            return None
-        at, stop = match
+        self._searched += more if self._reasoning is None else self._reasoning.hide_reasoning(more, ended=ended)
+        return self._stop.find(self._searched, before)
+
+    def _stopped(self, at: int, stop: str) -> tuple[Delta | None, Finished]:
         return self._cut(at), Finished(FinishReason.STOP, stop_string=stop, choice=self._choice)
 
     def _cut(self, at: int) -> Delta | None:
@@ -383,7 +394,7 @@ class ChoiceAnswer:
             start += len(token.text)
             whole_tokens += 1
         delta = self._delta(self._pending[:whole_tokens], self._pending_text[:at], ended=True)
-        self._pending, self._pending_text = [], ""
+        self._pending, self._pending_text, self._searched = [], "", ""
         return delta
 
     def _release(self, safe: int, least: int, *, ended: bool) -> Delta | None:
@@ -401,6 +412,7 @@ class ChoiceAnswer:
             return None
         delta = self._delta(self._pending[:count], self._pending_text[:end], ended=ended)
         self._pending, self._pending_text = self._pending[count:], self._pending_text[end:]
+        self._searched = self._searched[end:]
         return delta
 
     def _delta(self, tokens: Sequence[_PendingToken], text: str, *, ended: bool) -> Delta | None:

@@ -1,10 +1,11 @@
-"""A chat's answer: what tells its reasoning and calls of tools apart, and the grammar that holds it to calls.
+"""A chat's answer: what tells its reasoning and calls of tools apart, and the grammar of its calls or its format.
 
     required   start: reasoning? call+            auto   start: reasoning? (text up to a mark, call)* text
+    format     start: reasoning? format
 
-A call is written as the model's template writes it: JSON with a space behind commas and colons. Marks that are special
-tokens stand in the grammar as tokens, others as text. Format and grammar are functions of the request, its chat
-template and the prompt's ids: a router that resumes the request finds the same.
+A call is written as the model's template writes it: JSON with a space behind commas and colons. Marks that are added
+tokens of the tokenizer stand in the grammar as tokens, others as text. Format and grammar are functions of the request,
+its chat template and the prompt's ids: a router that resumes the request finds the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from artifacts import ArtifactError
 from artifacts.json_object import parse_object
 from artifacts.peft_config import ToolCallFormat
 from grammars import GrammarError
-from grammars.build import GRAMMAR_BYTES, HEADER
+from grammars.build import GRAMMAR_BYTES, HEADER, behind_reasoning
 from grammars.json_schema import JsonStyle, check_schema
 from router.generation.chat_reader import ChatFormat
 from router.request import Chat, Tool, ToolMode
@@ -28,13 +29,11 @@ from router.text.chat import ChatTemplate
 from router.text.tokenizer import ModelTokenizer
 from rpc.errors import InvalidField
 
-# Writes JSON as json.dumps and the templates' tojson do.
-_SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Maximum number of characters of the paths that are told as not enforced: they go into headers.
 _TOLD_CHARACTERS = 1_000
 # Maximum number of parts of schemas that are freed one after the other, where a grammar cannot be compiled.
 _FREED = 16
-_ANY_OBJECT = f"%json {json.dumps({'x-guidance': _SPACED, 'type': 'object'})}"
+_ANY_OBJECT = f"%json {json.dumps(check_schema({'type': 'object'}, JsonStyle(), ''))}"
 # Arguments of a tool that takes none.
 _NO_ARGUMENTS = '{"type": "object", "additionalProperties": false}'
 _ANY_TEXT = r"/(.|\n)*/"
@@ -44,7 +43,7 @@ _CACHED_FORMATS = 512
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """The text around calls. `token_ids`: those of the marks that are special tokens.
+    """The text around calls. `token_ids`: those of the marks that are tokens of their own.
 
     `ends_reasoning`: the mark behind a reasoning block in which the answer begins; `begins_reasoning`: one that it may
     begin with.
@@ -60,10 +59,16 @@ class CallSyntax:
         """Return a mark as an item of a rule."""
         return f"<[{self.token_ids[text]}]>" if text in self.token_ids else json.dumps(text)
 
+    def text_without(self, mark: str) -> str:
+        """Return a terminal for any text; for one without the mark's letters where the mark is a token."""
+        letters = re.escape(mark).replace("/", r"\/")
+        return rf"{_ANY_TEXT} & ~/(.|\n)*{letters}(.|\n)*/" if mark in self.token_ids else _ANY_TEXT
+
     def text_up_to(self, rule: str, mark: str, then: str = "") -> str:
         """Return a rule for any text, the mark that ends it, and what follows."""
         if mark in self.token_ids:
-            return f"{rule}: {_ANY_TEXT} {self.mark(mark)} {then}\n"
+            text = f"{rule.upper()}_TEXT"
+            return f"{rule}: {text} {self.mark(mark)} {then}\n{text}: {self.text_without(mark)}\n"
         return f"{rule}: {rule}_mark {then}\n{rule}_mark[lazy]: {_ANY_TEXT} {self.mark(mark)}\n"
 
 
@@ -138,10 +143,9 @@ def _start(syntax: CallSyntax, *, required: bool) -> str:
         return "start: answer\n"
     if not syntax.begins_reasoning:
         return f"start: thought answer\n{thought}"
-    # An answer that may be text may have the block in it.
-    return (
-        f"start: ({syntax.mark(syntax.begins_reasoning)} thought)? answer\n{thought}" if required else "start: answer\n"
-    )
+    if not required and syntax.begins_reasoning not in syntax.token_ids:  # an answer's text may have the block in it
+        return "start: answer\n"
+    return f"start: ({syntax.mark(syntax.begins_reasoning)} thought)? answer\n{thought}"
 
 
 def _hermes(syntax: CallSyntax, *, required: bool, several: bool) -> str:
@@ -175,7 +179,7 @@ def _answer(syntax: CallSyntax, mark: str, call: str, between: str, *, required:
     if required:
         return f"answer: call{_again(several, f'{between}call')}\ncall: {syntax.mark(mark)} {call}\n"
     answer = "answer: called* TEXT" if several else "answer: TEXT | called"
-    return f"{answer}\nTEXT: {_ANY_TEXT}\n{syntax.text_up_to('called', mark, call)}"
+    return f"{answer}\nTEXT: {syntax.text_without(mark)}\n{syntax.text_up_to('called', mark, call)}"
 
 
 def _again(several: bool, more: str) -> str:
@@ -227,7 +231,7 @@ def _schema_rule(
         left_out.append(f"{path}.type")
     schema["type"] = "object"
     checked = check_schema(schema, JsonStyle(), path, None if strict else left_out, free)
-    return f"%json {json.dumps({**checked, 'x-guidance': _SPACED})}", tuple(left_out)
+    return f"%json {json.dumps(checked)}", tuple(left_out)
 
 
 # Number of ids at the end of the prompt among which a template opens or closes a reasoning block.
@@ -268,15 +272,48 @@ def call_grammar(
             message = "the chat template shows no format of calls that is known; name it in loraplex_chat.tool_calls"
             raise InvalidField("chat.tool_choice", message, reason="UNKNOWN_CALL_FORMAT")
         return CallGrammar()
-    begins = ends = ""
-    if form.reasoning is not None:
-        end = _end_of_prompt(chat, tokenizer, prompt_ids)
-        closed = end.rstrip().endswith(form.reasoning[1])  # the template leaves the reasoning out
-        begins = "" if form.begins_in_reasoning else form.reasoning[0]
-        ends = "" if closed else form.reasoning[1]
-    ids = {mark: token_id for mark in form.marks if (token_id := tokenizer.special_token(mark)) is not None}
     named_first = "[ARGS]" in template.source_for(chat)
-    return tool_grammar(chat, CallSyntax(form.tool_calls, ids, named_first, begins, ends), tenant, free)
+    return tool_grammar(chat, _syntax(chat, form, tokenizer, prompt_ids, named_first=named_first), tenant, free)
+
+
+def format_grammar(
+    chat: Chat, template: ChatTemplate, tokenizer: ModelTokenizer, prompt_ids: tuple[int, ...], grammar: str
+) -> str:
+    """Return the grammar of an answer that reasons first, where the template knows how, and then keeps to a format."""
+    form = chat_format(chat, template, tokenizer, prompt_ids, "")
+    syntax = None if form is None else _syntax(chat, form, tokenizer, prompt_ids)
+    if syntax is None or not syntax.ends_reasoning:
+        return grammar
+    return behind_reasoning(_start(syntax, required=True), grammar)
+
+
+def behind_open_block(mark: str, token_id: int, grammar: str) -> str:
+    """Return the grammar of a format behind a reasoning block that is open, and that a token ends."""
+    syntax = CallSyntax(ToolCallFormat.NONE, {mark: token_id}, ends_reasoning=mark)
+    return behind_reasoning(_start(syntax, required=True), grammar)
+
+
+def _syntax(
+    chat: Chat, form: ChatFormat, tokenizer: ModelTokenizer, prompt_ids: tuple[int, ...], *, named_first: bool = False
+) -> CallSyntax:
+    begins, ends = form.reasoning or ("", "")
+    if form.begins_in_reasoning:
+        begins = ""
+    elif ends and (
+        chat.continue_final_message
+        or _end_of_prompt(chat, tokenizer, prompt_ids).rstrip().endswith(ends)  # the template leaves the reasoning out
+        or _turned_off(chat)
+    ):
+        begins = ends = ""
+    ids = {mark: token_id for mark in form.marks if (token_id := tokenizer.added_token(mark)) is not None}
+    return CallSyntax(form.tool_calls, ids, named_first, begins, ends)
+
+
+def _turned_off(chat: Chat) -> bool:
+    """Tell whether the template's variables turn reasoning off."""
+    arguments = json.loads(chat.template_args or "{}")
+    switches = (arguments.get("enable_thinking"), arguments.get("thinking"))
+    return False in switches or arguments.get("reasoning_effort") == "none"
 
 
 def _end_of_prompt(chat: Chat, tokenizer: ModelTokenizer, prompt_ids: tuple[int, ...]) -> str:

@@ -42,6 +42,11 @@ class MarkFinder:
         return self.partial if self.partial in self._marks else ""
 
     @property
+    def skips(self) -> bool:
+        """Tell whether a line break now would be dropped."""
+        return self._skip_breaks
+
+    @property
     def spaces(self) -> str:
         """Return the space that is held back."""
         return "".join(self._spaces)
@@ -340,6 +345,10 @@ class ChatFormat:
         return (*(self.reasoning or ()), *([beginning] if beginning else ()), *_INNER.get(self.tool_calls, ()))
 
 
+# Stands for a character of reasoning: half of a surrogate pair, which is in no stop string.
+_HIDDEN = "\ud800"
+
+
 @dataclass(slots=True)
 class Parts:
     """The text, reasoning and calls that a piece of an answer adds."""
@@ -362,6 +371,8 @@ class ChatReader:
         self._sink = self._text
         # True if text was sent since the beginning, or since the last call.
         self._has_text = False
+        # Characters that hide_reasoning has not returned yet.
+        self._undecided = ""
         self._machine = self._read_all()
         next(self._machine)
 
@@ -375,6 +386,32 @@ class ChatReader:
         for character in text:
             self._machine.send(character)
         return self._take()
+
+    def hide_reasoning(self, text: str, *, ended: bool = False) -> str:
+        """Return the next text of the answer with each character of reasoning replaced by one that no text has.
+
+        Reasoning has its marks and the line breaks behind it. An end that may begin a block waits for the next text.
+        """
+        hidden: list[str] = []
+        for character in text:
+            self.feed(character)
+            self._undecided += character
+            if self._sink is self._reasoning or self._finder.skips:
+                hidden.append(_HIDDEN * len(self._undecided))
+                self._undecided = ""
+            else:
+                decided = len(self._undecided) - self._may_begin_reasoning()
+                hidden.append(self._undecided[:decided])
+                self._undecided = self._undecided[decided:]
+        if ended:
+            hidden.append(self._undecided)
+            self._undecided = ""
+        return "".join(hidden)
+
+    def _may_begin_reasoning(self) -> int:
+        """Return the number of the last characters that may begin a reasoning block."""
+        marks, partial = self._format.reasoning, self._finder.partial
+        return len(partial) if marks is not None and marks[0].startswith(partial) else 0
 
     def finish(self) -> Parts:
         """Return what is left at the end of the answer: a beginning of a mark or of a call is text after all."""

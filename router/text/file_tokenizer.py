@@ -162,7 +162,9 @@ class Detokenizer:
         kinds = {part["type"] for part in _parts(decoder)}
         self._letters = _letters() if "ByteLevel" in kinds else None
         self._byte_fallback = "ByteFallback" in kinds
-        self.special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        added = tokenizer.get_added_tokens_decoder()
+        self.added = frozenset(added)
+        self.special = frozenset(i for i, token in added.items() if token.special)
         self.inner = _InnerBytes(self)
         self._anchor, self._anchor_text = self._find_anchor()
 
@@ -396,16 +398,16 @@ class FileTokenizer(ModelTokenizer):
         """See ModelTokenizer."""
         return self._detokenizer.inner[token_id]
 
-    def special_token(self, text: str) -> int | None:
+    def added_token(self, text: str) -> int | None:
         """See ModelTokenizer."""
         token_id = self._tokenizer.token_to_id(text)
-        return token_id if token_id in self._detokenizer.special else None
+        return token_id if token_id in self._detokenizer.added else None
 
     def stream(
         self, prompt_ids: Sequence[int], *, skip_special_tokens: bool, echo: bool = False, marks: Sequence[str] = ()
     ) -> TextStream:
         """See ModelTokenizer."""
-        shown = frozenset(map(self.special_token, marks))
+        shown = frozenset(map(self.added_token, marks))
         skipped = self._detokenizer.special - shown if skip_special_tokens else frozenset[int]()
         return self._detokenizer.stream(prompt_ids, skipped=skipped, echo=echo)
 

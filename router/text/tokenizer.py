@@ -105,8 +105,8 @@ class ModelTokenizer:
         """Return the bytes that a token adds in the middle of a text."""
         return self.push(token_id).encode()
 
-    def special_token(self, text: str) -> int | None:
-        """Return the id of the special token with this text; None where there is none."""
+    def added_token(self, text: str) -> int | None:
+        """Return the id of the added token with this text, special or not; None where there is none."""
         return None
 
     def stream(

@@ -14,16 +14,19 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from artifacts.peft_config import ToolCallFormat
-from grammars.matching import compile_grammar, read_vocabulary
+from grammars.build import choices_grammar, format_alone, json_grammar, lark_grammar, regex_grammar
+from grammars.matching import compile_grammar, proof_vocabulary, read_vocabulary
+from grammars.prove import prove
 from options import FinishReason
 from router.generation.answer import ChoiceAnswer, ResumeFilter
-from router.generation.chat_format import call_grammar, chat_format
+from router.generation.chat_format import call_grammar, chat_format, format_grammar
 from router.generation.chat_reader import ChatFormat, ChatReader
 from router.request import Chat, ChatMessage, Delta, Tool, ToolMode
 from router.text.chat import ChatTemplate
 from router.text.file_tokenizer import FileTokenizer
 from router.text.tokenizer import HashTokenizer
 from rpc.errors import InvalidField
+from tests.grammars.test_formats import accepts
 from tests.router.generation.test_tool_grammar import SCHEMAS, TOOLS, calls_of
 from tests.router.small_tokenizers import id_of, tokenizer_of
 
@@ -77,6 +80,90 @@ def test_a_grammar_has_the_reasoning_that_may_come_before_a_call() -> None:
     assert 'start: ("<think>" thought)? answer' in grammars["x"]
     assert "start: thought answer" in grammars["<think>"]
     assert "start: answer" in grammars["</think>\n"]
+
+
+FORMATS = {
+    "json_schema": (
+        json_grammar('{"type": "object", "properties": {"n": {"const": 5}}, "required": ["n"]}'),
+        '{"n": 5}',
+    ),
+    "regex": (regex_grammar("[0-9/\n]+"), "4/2"),
+    "choices": (choices_grammar(["yes", "no}"]), "no}"),
+    "grammar": (
+        lark_grammar('start: "(" %json {"type": "null"} WORD ")" // }\n%ignore / +/\nWORD: /[a-z]+/'),
+        "(null  a)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_format_holds_behind_the_reasoning(kind: str) -> None:
+    grammar, text = FORMATS[kind]
+    vocabulary = proof_vocabulary(300, {})
+    opened = format_grammar(CHAT, THINKING, TEXT, ids("a: <think>\n"), grammar)
+    optional = format_grammar(CHAT, THINKING, TEXT, ids("a: "), grammar)
+    thought = 'Hm {"n": ( no} </thin\n'
+    for answer, by_opened, by_optional in (
+        (f"{thought}</think>\n\n{text}", True, False),
+        (f"</think>{text}", True, False),
+        (f"<think>{thought}</think>{text}", True, True),
+        (text, False, True),
+        (f"<think>{thought}</think>x", False, False),
+    ):
+        assert accepts(vocabulary, opened, answer) == by_opened, answer
+        assert accepts(vocabulary, optional, answer) == by_optional, answer
+    assert format_alone(opened) == format_alone(optional) == format_alone(grammar) == grammar
+    assert prove(vocabulary, opened) == prove(vocabulary, optional) == {}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chat"),
+    [
+        ("a: <think>\n\n</think>\n\n", CHAT),
+        ("a: ", replace(CHAT, template_args='{"enable_thinking": false}')),
+        ("a: ", replace(CHAT, template_args='{"thinking": false}')),
+        ("a: ", replace(CHAT, template_args='{"reasoning_effort": "none"}')),
+        ("a: It is", replace(CHAT, continue_final_message=True)),
+    ],
+)
+def test_without_reasoning_a_format_holds_at_once(prompt: str, chat: Chat) -> None:
+    grammar, _ = FORMATS["regex"]
+    assert format_grammar(chat, THINKING, TEXT, ids(prompt), grammar) == grammar
+    assert format_grammar(CHAT, ChatTemplate("{{ messages }}"), TEXT, ids("a: "), grammar) == grammar
+
+
+def test_a_format_that_accepts_nothing_is_found_behind_reasoning() -> None:
+    grammar = format_grammar(CHAT, THINKING, TEXT, ids("<think>"), json_grammar('{"type": "string", "pattern": "("}'))
+    assert prove(proof_vocabulary(300, {}), grammar) == {"path": "", "error": "unclosed group"}
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_marks_that_are_tokens_end_reasoning_as_tokens(special: bool) -> None:
+    """A model writes the token of a mark. Its letters would end reasoning for the reader alone: they are in none."""
+    tokenizer = Tokenizer.from_str(tokenizer_of("byte-level").to_str())
+    marks = [AddedToken(mark, special=special) for mark in ("<think>", "</think>")]
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(marks)
+    text = FileTokenizer({"tokenizer.json": tokenizer.to_str().encode()})
+    begin, end = map(text.added_token, ("<think>", "</think>"))
+    assert begin is not None
+    assert end is not None
+    vocabulary = read_vocabulary(tokenizer.to_str().encode(), tokenizer.get_vocab_size(), [])
+    letters, word = ([id_of("byte-level", letter) for letter in said] for said in ("</think>", "no"))
+    grammar = format_grammar(CHAT, THINKING, text, (begin,), choices_grammar(["no"]))
+    assert takes(vocabulary.tokens, grammar, [*word, *letters[:-1], end, *word])
+    assert not takes(vocabulary.tokens, grammar, letters)
+    optional = format_grammar(CHAT, THINKING, text, (), choices_grammar(["no"]))
+    assert takes(vocabulary.tokens, optional, [begin, *word, end, *word])
+    assert takes(vocabulary.tokens, optional, word)
+    calling = call_grammar(WITH_TOOLS, THINKING, text, ()).text
+    assert takes(vocabulary.tokens, calling, [begin, *word, end, *word])
+    assert takes(vocabulary.tokens, calling, word)
+
+
+def takes(tokens: Any, grammar: str, ids: list[int]) -> bool:
+    """Tell whether a grammar takes these ids, one after the other."""
+    matcher = compile_grammar(tokens, grammar)
+    return all(matcher.consume_token(token_id) for token_id in ids)
 
 
 FAMILIES = Path(__file__).parents[1] / "text/families"

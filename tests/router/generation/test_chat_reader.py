@@ -153,6 +153,40 @@ def test_an_answer_ends_with_calls_if_one_is_complete(text: str, end: FinishReas
     assert finished.reason is reason
 
 
+OPEN = ChatFormat(reasoning=THINK, begins_in_reasoning=True)
+STOPPED = [
+    (OPEN, "a\nb STOP</think>\n\nYes STOP no", ("\n\n", "STOP", "</think>", "think"), "Yes ", "STOP", "a\nb STOP"),
+    (REASONING, "<think>a\nb</think>\nYes\nno", ("\n", "<", "th"), "Yes", "\n", "a\nb"),
+    (REASONING, "<thin STOP", ("<", "STOP"), "", "<", ""),
+    (REASONING, "a<think>b", ("k>",), "a<thin", "k>", ""),
+    (REASONING, "<thi", ("<th", "i"), "", "<th", ""),
+    (BOTH, "STOP</think><tool_call>STOP", ("STOP",), "<tool_call>", "STOP", "STOP"),
+    (REASONING, "<think>a STOP", ("STOP",), "", None, "a STOP"),
+]
+
+
+@pytest.mark.parametrize(("chat_format", "text", "stop", "shown", "found", "reasoning"), STOPPED)
+def test_reasoning_is_not_searched_for_stop_strings(
+    chat_format: ChatFormat, text: str, stop: tuple[str, ...], shown: str, found: str | None, reasoning: str
+) -> None:
+    for size in (1, 2, 3, 7, len(text)):
+        answer = ChoiceAnswer(
+            HashTokenizer(), stop, 1, resume_filter=ResumeFilter(None, ChatReader(chat_format)),
+            reasoning=ChatReader(chat_format),
+        )  # fmt: skip
+        deltas, finished = [], None
+        for at in range(0, len(text), size):
+            delta, finished = answer.push(text[at : at + size].encode(), None)
+            deltas += [delta] if delta is not None else []
+            if finished:
+                break
+        if not finished:
+            delta, finished = answer.push([2], FinishReason.END)
+            deltas += [delta] if delta is not None else []
+        assert finished is not None
+        assert (told(deltas).text, told(deltas).reasoning, finished.stop_string) == (shown, reasoning, found), size
+
+
 def test_ids_of_calls_are_unlike_each_other_and_the_same_again() -> None:
     text = '<tool_call>{"name": "now"}</tool_call>' * 2
 
