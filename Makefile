@@ -114,7 +114,7 @@ rehearsal: $(STAMP) $(KUBERNETES)/.unpacked ## Run the Helm chart's pods as proc
 hostile: $(STAMP) ## Send hostile uploads and requests to a cluster while another tenant's requests are timed
 	$(BIN)/python -m tests.hostile
 
-fuzz: $(STAMP) ## Fuzz every reader of strangers' bytes and every method, FUZZ_SECONDS each
+fuzz: $(STAMP) ## Fuzz every reader of strangers' bytes, every method and every HTTP body, FUZZ_SECONDS each
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) --seed $(SEED)
 

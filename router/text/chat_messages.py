@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, NoReturn
 
 Json = dict[str, Any]
@@ -27,12 +27,14 @@ class MessageForm:
 
     takes_parts     contents are lists of parts, not texts
     knows_developer there is a role developer; else its messages are the system's
+    late_system     messages of the system may be anywhere; else later ones are a part of the user's
     arguments       the type of a call's arguments: dict, or str for their JSON text
     no_content      the field `content` of a message with calls and without a text, or none
     """
 
     takes_parts: bool = False
     knows_developer: bool = False
+    late_system: bool = True
     arguments: type = dict
     no_content: tuple[tuple[str, str | None], ...] = ()
 
@@ -41,6 +43,8 @@ def template_messages(messages: Sequence[Json], form: MessageForm) -> list[Json]
     """Return messages without what is not given, each call and its result with an id."""
     made: list[Json] = []
     ids, open_calls = (f"call{number:05d}" for number in count()), list[str]()
+    # Whether the conversation has begun, and whether its last turn is the user's for a message of the system.
+    begun = in_place = False
     for message in messages:
         turn = _message(message, form, ids)
         if turn["role"] == "tool":
@@ -49,11 +53,23 @@ def template_messages(messages: Sequence[Json], form: MessageForm) -> list[Json]
             if turn.get("tool_call_id") in open_calls:
                 open_calls.remove(turn["tool_call_id"])
         open_calls += (call["id"] for call in turn.get("tool_calls", ()))
-        if message["role"] == "developer" and turn["role"] == "system" and made and made[-1]["role"] == "system":
+        moved = turn["role"] == "system" and begun and not form.late_system
+        if moved:
+            turn["role"] = "user"
+        before = made[-1]["role"] if made else ""
+        is_developer = message["role"] == "developer" and turn["role"] == before == "system"
+        if is_developer or (turn["role"] == before == "user" and (moved or in_place)):
             made[-1]["content"] = _joined(made[-1]["content"], turn["content"])
         else:
             made.append(turn)
+        begun, in_place = begun or turn["role"] != "system", moved
     return made
+
+
+def has_late_system(messages: Sequence[Json]) -> bool:
+    """Return whether a message of the system comes behind others."""
+    is_system = [message["role"] in ("system", "developer") for message in messages]
+    return any(later and not earlier for earlier, later in pairwise(is_system))
 
 
 def _message(message: Json, form: MessageForm, ids: Iterator[str]) -> Json:

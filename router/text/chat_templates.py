@@ -24,7 +24,15 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
-from router.text.chat_messages import Json, MessageForm, RefusedError, json_object, template_messages, template_tool
+from router.text.chat_messages import (
+    Json,
+    MessageForm,
+    RefusedError,
+    has_late_system,
+    json_object,
+    template_messages,
+    template_tool,
+)
 from rpc.children.child import LAST, serve
 
 
@@ -101,15 +109,18 @@ class Template:
             takes_parts=any(map(_is_content, (loop.iter for loop in tree.find_all(jinja2.nodes.For)))),
             knows_developer=re.search("""(['"])developer\\1""", source) is not None,
         )
-        # Whether the form of messages with calls was tried out.
-        self._tried = False
+        # Whether the forms of messages with calls and of late messages of the system were tried out.
+        self._calls_tried = self._system_tried = False
         self.renders_tools = re.search(r"\btools\b", source) is not None
         self._template = environment.from_string(source)
 
-    def form(self, tokens: Mapping[str, str], *, with_calls: bool) -> MessageForm:
+    def form(self, messages: Sequence[Json], tokens: Mapping[str, str]) -> MessageForm:
         """Return the form of its messages. For the first chat with calls it renders some that differ in their form."""
-        if with_calls and not self._tried:
-            self._form, self._tried = max(self._forms(), key=lambda form: self._shown(form, tokens)), True
+        if not self._calls_tried and any(message["tool_calls"] for message in messages):
+            self._form, self._calls_tried = max(self._forms(), key=lambda form: self._shown(form, tokens)), True
+        if not self._system_tried and has_late_system(messages):
+            late_system = "tried_system" in self._try(_TRIED_SYSTEM, self._form, tokens)
+            self._form, self._system_tried = replace(self._form, late_system=late_system), True
         return self._form
 
     def _forms(self) -> Iterator[MessageForm]:
@@ -120,15 +131,19 @@ class Template:
 
     def _shown(self, form: MessageForm, tokens: Mapping[str, str]) -> int:
         """Return how much the template shows of a call in this form: 0 nothing, 1 its name, 2 its arguments too."""
-        messages = template_messages(_TRIED, form)
-        variables = {**tokens, "messages": messages, "tools": None, "add_generation_prompt": True}
-        try:
-            text = self.render(variables, 0.0, _TRIED_CHARACTERS)
-        except Exception:  # anybody may have written the template: it may raise anything
-            return 0
+        text = self._try(_TRIED_CALLS, form, tokens)
         if "tried_name" not in text:
             return 0
         return 2 if "tried_key" in text and "'tried_key'" not in text else 1  # not as Python writes a mapping
+
+    def _try(self, messages: Sequence[Json], form: MessageForm, tokens: Mapping[str, str]) -> str:
+        """Return the text of messages in a form; empty where the template refuses them."""
+        made = template_messages(messages, form)
+        variables = {**tokens, "messages": made, "tools": None, "add_generation_prompt": True}
+        try:
+            return self.render(variables, 0.0, _TRIED_CHARACTERS)
+        except Exception:  # anybody may have written the template: it may raise anything
+            return ""
 
     def render(self, variables: Mapping[str, Any], now: float, limit: int) -> str:
         """Return the text, of at most `limit` characters. Raises RefusedError and whatever the template raises."""
@@ -142,9 +157,9 @@ class Template:
         return "".join(pieces)
 
 
-# A chat with a call, of which a template shows what it knows, and the maximum number of its characters.
+# Chats of which a template shows what it knows, and the maximum number of their characters.
 _NOTHING: Json = {"content": "", "parts": [], "tool_calls": [], "tool_call_id": "", "name": "", "reasoning": ""}
-_TRIED: Sequence[Json] = [
+_TRIED_CALLS: Sequence[Json] = [
     {**_NOTHING, "role": "user", "content": "x"},
     {
         **_NOTHING,
@@ -152,6 +167,11 @@ _TRIED: Sequence[Json] = [
         "tool_calls": [{"id": "abcdefghi", "name": "tried_name", "arguments": '{"tried_key": "x"}'}],
     },
     {**_NOTHING, "role": "tool", "tool_call_id": "abcdefghi", "name": "x", "content": "x"},
+]
+_TRIED_SYSTEM: Sequence[Json] = [
+    {**_NOTHING, "role": "user", "content": "x"},
+    {**_NOTHING, "role": "system", "content": "tried_system"},
+    {**_NOTHING, "role": "assistant", "content": "x"},
 ]
 _TRIED_CHARACTERS = 100_000
 
@@ -178,8 +198,7 @@ def render(template: Template, request: Mapping[str, Any]) -> str:
     chat = request["chat"]
     if chat["tools"] and not template.renders_tools:
         raise RefusedError("the chat template renders no tools", "chat.tools")
-    with_calls = any(message["tool_calls"] for message in chat["messages"])
-    messages = template_messages(chat["messages"], template.form(request["tokens"], with_calls=with_calls))
+    messages = template_messages(chat["messages"], template.form(chat["messages"], request["tokens"]))
     final = _mark_end(messages) if chat["continue_final_message"] else None
     variables = {
         **request["tokens"],

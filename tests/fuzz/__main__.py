@@ -1,4 +1,4 @@
-"""`make fuzz`: fuzzes every reader of strangers' bytes, and every method of a real cluster, for some time each.
+"""`make fuzz`: fuzzes readers of strangers' bytes, every method and HTTP body of a cluster, for some time each.
 
 Readers are guided by coverage where atheris is installed, which `make fuzz` does.
 """
@@ -16,13 +16,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 from tests.fuzz.plain import fuzz
 from tests.fuzz.targets import TARGETS
 from tests.hostile.cases import Case
 
-CALLS = "calls"
+CALLS, BODIES = "calls", "bodies"
+_ALL = (*TARGETS, CALLS, BODIES)
 # Number of calls at once, and maximum time in seconds of one.
 _AT_ONCE, _CALL_S = 4, 1.0
 # libFuzzer's limits: seconds of a read that hangs, MiB of memory, bytes of a text.
@@ -32,18 +34,20 @@ _LIMITS = ("-timeout=20", "-rss_limit_mb=2048", "-max_len=8192", "-verbosity=0",
 def main() -> int:
     """Fuzz what the command line names; print a line for each and what was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join((*TARGETS, CALLS))}; default: all")
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(_ALL)}; default: all")
     parser.add_argument("--seconds", type=float, default=60.0, help="time for each target (default 60)")
     parser.add_argument("--seed", type=int, default=1, help="number that the draws come from (default 1)")
     parser.add_argument("--corpus", type=Path, default=Path(".fuzz"), help="folder of the texts that reach new code")
     given = parser.parse_args()
-    if unknown := set(given.targets) - {*TARGETS, CALLS}:
-        parser.error(f"no target {min(unknown)}; there are {', '.join((*TARGETS, CALLS))}")
+    if unknown := set(given.targets) - set(_ALL):
+        parser.error(f"no target {min(unknown)}; there are {', '.join(_ALL)}")
     failed = 0
-    for name in given.targets or (*TARGETS, CALLS):
+    for name in given.targets or _ALL:
         print(f"{name:16}", end="", flush=True)
         if name == CALLS:
             failed += asyncio.run(_calls(given.seconds, given.seed))
+        elif name == BODIES:
+            failed += asyncio.run(_bodies(given.seconds, given.seed))
         elif find_spec("atheris"):
             failed += _guided(name, given.seconds, given.seed, given.corpus)
         else:
@@ -105,6 +109,21 @@ async def _calls(seconds: float, seed: int) -> bool:
     for line in [*failures[:20], *(f"{name}: {took:.2f} s" for name, took in list(slow.items())[:20])]:
         print(f"  {line}")
     return bool(failures or slow)
+
+
+async def _bodies(seconds: float, seed: int) -> bool:
+    from tests.fuzz.bodies import changed_requests, fuzz_bodies, running
+
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as directory:
+        async with running(Path(directory)) as cluster:
+            ends_at = time.monotonic() + seconds
+            requests = takewhile(lambda _: time.monotonic() < ends_at, changed_requests(random.Random(seed)))
+            answers = await fuzz_bodies(cluster.local.http, requests)
+    statuses = "  ".join(f"{count} {status}" for status, count in sorted(answers.statuses.items()))
+    print(f"{answers.statuses.total():>9} bodies, {len(answers.findings)} internal errors: {statuses}")
+    for finding in answers.findings[:20]:
+        print(f"  {finding}")
+    return bool(answers.findings)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,8 @@ _OTHERS: tuple[tuple[str, Any], ...] = (
         | {"top_logprobs": 2, "logit_bias": {"5": 1}, "response_format": {"type": "json_object"}, "n": 2},
     ),
 )
+# Number of bodies after which the next are made of the recorded ones again.
+_ROUND = 500
 # Maximum time in seconds of an answer: a few tokens of one request among a few.
 _ANSWER_S = 20.0
 # What the events of a stream, or an answer, have where the gateway or a router failed.
@@ -75,7 +77,7 @@ def changed_body(data: bytes, draw: random.Random) -> bytes:
         value = json.loads(data)
     except (ValueError, RecursionError):
         value = {}
-    for _ in range(draw.randint(1, 3)):
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
         value = changed_value(value, draw)
     return json.dumps(value, ensure_ascii=draw.random() < 0.5, default=repr).encode(errors="replace")
 
@@ -88,11 +90,12 @@ def changed_requests(draw: random.Random) -> Iterator[tuple[str, bytes]]:
         seeds.setdefault(request.path, []).append(json.dumps(request.body_for(model), ensure_ascii=False).encode())
     for path, body in _OTHERS:
         seeds.setdefault(path, []).append(json.dumps(body).encode())
-    made = {path: mutants(bodies, (), draw, changed_body) for path, bodies in seeds.items()}
     paths = [path for path, bodies in seeds.items() for _ in bodies]
     while True:
-        path = draw.choice(paths)
-        yield path, next(made[path])
+        # What others are made of in turn is soon refused whole.
+        made = {path: mutants(bodies, (), draw, changed_body) for path, bodies in seeds.items()}
+        for path in draw.choices(paths, k=_ROUND):
+            yield path, next(made[path])
 
 
 @dataclass

@@ -120,6 +120,27 @@ async def test_a_second_turn_and_calls_of_functions(client: Client, cluster: Clu
     assert by_id.usage.input_tokens == by_items.usage.input_tokens
 
 
+async def test_functions_in_a_namespace_are_called_beside_a_web_search_that_is_left_out(client: Client) -> None:
+    own: Any = {"type": "namespace", "name": "outside", "description": "", "tools": [WEATHER]}
+    search = {"type": "web_search"}
+    other = {**WEATHER, "name": "other"}
+    options: Any = {"tools": [search, other, own], "max_output_tokens": 200, "extra_body": {"seed": 3}}
+    for choice in ("auto", "none"):
+        answer = await client.responses.create(model="a", input="Hi", tool_choice=choice, **options)
+        assert [tool.type for tool in answer.tools] == ["function", "namespace"]
+    only: Any = {**options, "tools": [own], "tool_choice": {"type": "function", "name": "weather"}}
+    (call,) = (await client.responses.create(model="a", input="Hi", **only)).output
+    assert call.type == "function_call"
+    assert (call.name, call.namespace) == ("weather", "outside")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model="a", input="Hi", tool_choice="required", **options)
+    assert caught.value.param == "tools[0].type"
+    bad: Any = {**options, "tools": [search, {**own, "tools": [WEATHER, {**WEATHER, "name": "a b"}]}]}
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model="a", input="Hi", **bad)
+    assert caught.value.param == "tools[1].tools[1].name"
+
+
 async def test_schemas(client: Client) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "n", "schema": WEATHER["parameters"]}}
     shaped = _strict(

@@ -178,6 +178,30 @@ async def test_the_role_developer_is_system_where_the_template_does_not_know_it(
     assert await render(renderer, knows, asked) == "".join(f"[{role}]" for role, _ in messages)
 
 
+# Templates that take a system message at the beginning alone, by a check of their own or because roles alternate.
+FIRST = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+ALTERNATE = (
+    "{% if messages[0].role == 'system' %}[system]{{ messages[0].content }}{% set turns = messages[1:] %}"
+    "{% else %}{% set turns = messages %}{% endif %}{% for m in turns %}"
+    "{% if (m.role == 'user') != (loop.index0 is even) %}{{ raise_exception('no') }}{% endif %}"
+)
+SHOWN = "[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [FIRST + SHOWN, ALTERNATE + SHOWN, "{% for m in messages %}" + SHOWN])
+async def test_a_system_message_in_the_middle_is_the_user_s_where_the_template_refuses_it(
+    renderer: TemplateRenderer, source: str
+) -> None:
+    """Claude Code sends one behind its first message."""
+    roles = ("system", "user", "system", "assistant", "system", "user", "assistant", "developer")
+    asked = [{"role": role, "content": str(number)} for number, role in enumerate(roles)]
+    text = await render(renderer, ChatTemplate(source), asked)
+    if source.startswith(("{% if", FIRST)):
+        assert text == "[system]0[user]1\n\n2[assistant]3[user]4\n\n5[assistant]6[user]7"
+    else:
+        assert text == "[system]0[user]1[system]2[assistant]3[system]4[user]5[assistant]6[system]7"
+
+
 async def test_calls_and_results_without_ids_get_some(renderer: TemplateRenderer) -> None:
     source = ChatTemplate(
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.type }} {% endfor %}"
