@@ -32,6 +32,7 @@ class Asked:
     prompt_logprobs: int | None = None
     grammar: str = ""
     echo: bool = False
+    keep_stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ def _candidate(model: str, asked: Asked, number: int) -> ExpectedChoice:
         found = [(at, -len(string), string) for string in asked.stop if (at := shown.find(string)) >= 0]
         if found:
             at, _, stop = min(found)
+            at += len(stop) if asked.keep_stop else 0
             kept, text, reason = _tokens_before(ids, at), shown[:at], "stop"
             break
     logprobs = tuple(logprobs_of(token) for _, token in made[:kept])

@@ -29,6 +29,7 @@ def asked_of(request: Request, adapter_digest: str) -> Asked:
         request.prompt_logprobs,
         request.grammar,
         request.echo,
+        request.keep_stop,
     )
 
 
@@ -72,7 +73,8 @@ def draw_options(chance: Random, request: Request, adapter_digest: str, model: s
         request = _with_bad_words(own, request, adapter_digest, model)
     if candidates and chance.random() < 0.05:  # the prompt's log probabilities alone
         return replace(request, stopping=replace(request.stopping, max_tokens=0, min_tokens=0), prompt_logprobs=1)
-    request = _with_stop(chance, request, adapter_digest, model)
+    keeps = Random(f"keep {request.prompt}").random() < 0.3
+    request = replace(_with_stop(chance, request, adapter_digest, model), keep_stop=keeps)
     return _with_text(request) if candidates else request
 
 
