@@ -226,7 +226,7 @@ def prompt_options_of(request: Request) -> dict[str, Any]:
 
 def options_of(request: Request) -> dict[str, Any]:
     """Return the options of generate."""
-    named = ("n", "best_of", "ignore_eos", "logprobs", "prompt_logprobs", "skip_special_tokens", "echo")
+    named = ("n", "best_of", "ignore_eos", "keep_stop", "logprobs", "prompt_logprobs", "skip_special_tokens", "echo")
     options: dict[str, Any] = {
         **prompt_options_of(request),
         "stream_interval": request.stream_interval,
@@ -243,6 +243,7 @@ def options_of(request: Request) -> dict[str, Any]:
     }
     if request.default_temperature:
         options["default_temperature"] = options.pop("temperature", None)
+        options["default_max_tokens"] = 1  # beside max_tokens it has no effect
     return {name: value for name, value in options.items() if value is not None and value not in ([], {})}
 
 

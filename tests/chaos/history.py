@@ -59,6 +59,7 @@ class Request(msgspec.Struct, frozen=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    keep_stop: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True

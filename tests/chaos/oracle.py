@@ -93,6 +93,7 @@ def _asked(request: Request) -> Asked:
         request.prompt_logprobs,
         GRAMMARS[request.format],
         request.echo,
+        request.keep_stop,
     )
 
 

@@ -173,7 +173,9 @@ def make_request(seed: int, number: int, revisions: Sequence[Revision]) -> Reque
         # Forbid so many that some answers would have one of them.
         words = tuple(listed.sample(string.ascii_letters + string.digits, 60))
         request = msgspec.structs.replace(request, bad_words=words)
-    request = msgspec.structs.replace(request, default_temperature=listed.random() < 0.1)
+    request = msgspec.structs.replace(
+        request, default_temperature=listed.random() < 0.1, keep_stop=listed.random() < 0.3
+    )
     own = random.Random(f"prompt {seed} {number}")
     request = msgspec.structs.replace(
         request,
