@@ -66,7 +66,7 @@ class CalledFunction(TypedDict, total=False):
     arguments: str | dict[str, Any]
 
 
-class FunctionCall(TypedDict, total=False):
+class ChatToolCall(TypedDict, total=False):
     """A call of a function by the model. Some servers leave out its type and its id."""
 
     id: str
@@ -80,7 +80,7 @@ class ChatMessage(TypedDict, total=False):
     role: Required[Literal["system", "developer", "user", "assistant", "tool", "function"]]
     content: str | list[Part]
     name: str
-    tool_calls: list[FunctionCall]
+    tool_calls: list[ChatToolCall]
     tool_call_id: str
     # What an answer had in place of a content, and the reasoning before it, which has two names.
     refusal: str
@@ -93,7 +93,7 @@ class ChatMessage(TypedDict, total=False):
 
 
 # Kinds whose unknown fields are ignored.
-LENIENT = (ChatMessage, TextPart, RefusalPart, FunctionCall, CalledFunction)
+LENIENT = (ChatMessage, TextPart, RefusalPart, ChatToolCall, CalledFunction)
 # Roles whose messages may have no content: an answer that is only calls, the result of a function that returns nothing.
 _MAY_BE_EMPTY = ("assistant", "tool", "function")
 
