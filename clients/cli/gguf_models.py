@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -72,7 +73,7 @@ def peft_directory(path: Path, base: Path | None) -> Iterator[Path]:
 
     One in GGUF needs the directory or the GGUF file of its base model. Raises CommandError, OSError.
     """
-    from loraplex_client.adapters import why_no_adapter
+    from loraplex_client.adapters import FILES_BESIDE, why_no_adapter
 
     from artifacts import ArtifactError
     from clients.cli.mlx_adapters import is_mlx, write_peft_files
@@ -96,6 +97,9 @@ def peft_directory(path: Path, base: Path | None) -> Iterator[Path]:
         else:
             flags = {"file": file, "base": local_model(str(base))[0], "out": directory}
             run_to_its_end("convert-adapter", flags)
+        for name in FILES_BESIDE if path.is_dir() else ():
+            if (path / name).is_file():
+                shutil.copy(path / name, directory)
         yield Path(directory)
 
 

@@ -4,6 +4,7 @@ words of the page.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,9 @@ def test_the_answer_is_pefts(title: str, bases: Callable[[bool], Base], tmp_path
     assert " ".join(told) == SAYS[title], printed
     expected, plain = base.pefts_answer(reference), base.pefts_answer(None)
     assert base.answer(name, tmp_path / "downloaded") == expected
+    config = json.loads((tmp_path / "downloaded" / "adapter_config.json").read_text())
+    assert ("loraplex_chat" in config) == ("its template" in SAYS[title])
+    assert ("loraplex_tokens" in config) == ("added tokens" in SAYS[title])
     assert (expected == plain) == ("change nothing" in SAYS[title])
 
 

@@ -158,6 +158,7 @@ def mlx(base: Path, directory: Path, kind: str = "lora") -> Path:
     parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": [f"self_attn.{name}" for name in ATTENTION]}
     config = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters, "model": str(base), "iters": 100}
     (directory / CONFIG).write_text(json.dumps(config))
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
     return reference
 
 

@@ -343,6 +343,7 @@ async def test_extra_files_and_checkpoints_are_left_out_with_a_word(client: Clie
     hub.files = {
         **FILES,
         "chat_template.jinja": b"{{ messages }}",
+        "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
         "README.md": b"#",
         "adapter_model.bin": b"pickle",
         "added_tokens.json": b'{"<x>": 5}',
@@ -350,7 +351,9 @@ async def test_extra_files_and_checkpoints_are_left_out_with_a_word(client: Clie
     }
     imported = await import_(client)
     kept = (await client.download(imported.revision.name))[1]
-    assert json.loads(kept[CONFIG_FILE])["loraplex_chat"] == {"template": "{{ messages }}"}
+    assert json.loads(kept[CONFIG_FILE])["loraplex_chat"] == {
+        "template": "{{ messages }}", "tool_template": "{{ tools }}"
+    }  # fmt: skip
     assert kept[WEIGHTS_FILE] == BIG
     words = " ".join(imported.warnings)
     for left_out in ("adapter_model.bin", "checkpoint-5", "added tokens", "chat_template.jinja was taken"):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 
+from artifacts.added_tokens import as_field
 from artifacts.generation_config import UNSAID, GenerationConfig
 from broker.messages import AdapterRef, Job
 from grammars.build import regex_grammar
@@ -36,9 +39,12 @@ from router.request import (
     Stopping,
     Tool,
 )
+from router.text.file_tokenizer import FileTokenizer
 from router.text.tokenizer import HashTokenizer, PromptTokenizer
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
 from rpc.server import MESSAGE_BYTES
+from tests.router.small_tokenizers import files_of
+from tests.router.text.test_added_tokens import added
 
 MANIFEST = Manifest("tiny", "sha256:0", "hash", context_length=300, vocab_size=512, files={})
 ADAPTER = AdapterRef("tenants/acme/adapters/a/revisions/sha256:1", "sha256:1", 8, 1000)
@@ -104,6 +110,30 @@ async def test_a_request_becomes_a_job(admission: Admission) -> None:
     assert (job.tenant, job.model, job.base_digest, job.reply_to) == ("acme", "tiny", "sha256:0", "router:1")
     assert (job.attempt, job.stopping.max_tokens, job.deadline_ms) == (1, DEFAULT_MAX_TOKENS, 1500)
     assert (await admission.admit(REQUEST, None)).job.job_id != job.job_id
+
+
+async def test_requests_of_an_adapter_have_its_added_tokens(cluster: Cluster) -> None:
+    """New ones, and those that are resumed."""
+    trained, tokens = added("byte-level")
+    base = replace(cluster.served["tiny"], tokenizer=FileTokenizer(files_of("byte-level")))
+    cluster.served["tiny"] = base
+    config = {"peft_type": "LORA", "r": 8, "loraplex_tokens": [as_field(token) for token in tokens]}
+    resolved = SimpleNamespace(ref=ADAPTER, base_digest=MANIFEST.adapted_digest, breaches={})
+    store: Any = SimpleNamespace(
+        config_of=AsyncMock(return_value=json.dumps(config).encode()), resolve=AsyncMock(return_value=resolved)
+    )
+    models: Any = cluster
+    admission = Admission(models, store, AdapterConfigs(store), "router:1", RelayReach(), PromptTokenizer(1))
+    text = "the<call>fox"
+    request = Request("acme", text, "prompt", request_id="r", seed=7, stopping=Stopping(max_tokens=9))
+    expected = tuple(trained.encode(text).ids)
+    admitted = await admission.admit(replace(request, adapter="a"), None)
+    assert admitted.job.prompt_ids == expected
+    assert admitted.tokenizer.decode(expected, skip_special_tokens=False).endswith(text)
+    assert (await admission.readmit(request, Resumption(PAYLOAD), None)).job.prompt_ids == expected
+    assert (await admission.admit(request, None)).job.prompt_ids == tuple(
+        base.tokenizer.tokenize(text, special_tokens=True)
+    )
 
 
 async def test_bad_words_become_ids_of_the_job(admission: Admission) -> None:
