@@ -58,7 +58,7 @@ TOOL: dict[str, Any] = {"name": "look", "description": "Look.", "parameters": SC
 
 @dataclass
 class Found:
-    """What came of an answer."""
+    """The text of an answer, its reasoning, and the arguments of its calls."""
 
     text: str = ""
     reasoning: str = ""
