@@ -58,7 +58,7 @@ TOOLS = 128
 # Maximum bytes of all tools together, and of the variables for the template.
 TOOLS_BYTES = 256 * 1024
 TEMPLATE_ARGS_BYTES = 16 * 1024
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _MODES = {pb.TOOL_MODE_UNSPECIFIED: ToolMode.AUTO} | {
     pb.ToolMode.Value(f"TOOL_MODE_{mode.name}"): mode for mode in ToolMode
 }
@@ -133,7 +133,7 @@ def _tools(tools: Sequence[pb.Tool]) -> tuple[Tool, ...]:
     for index, tool in enumerate(tools):
         field = f"chat.tools[{index}].name"
         if not _TOOL_NAME.fullmatch(tool.name):
-            raise InvalidField(field, f"{tool.name[:80]!r} is not 1 to 64 letters, digits, '_' and '-'")
+            raise InvalidField(field, f"{tool.name[:80]!r} is not 1 to 128 letters, digits, '_', '.' and '-'")
         if tool.name in seen:
             raise InvalidField(field, f"{tool.name} is there twice")
         seen.add(tool.name)

@@ -87,7 +87,7 @@ _SPACE = frozenset(" \t\r\n")
 _ARGUMENTS = ("arguments", "parameters")
 # Keys that a call of Llama 3 may have beside its name and arguments: any other object is an answer in JSON.
 _OTHER_KEYS = ("type", "id")
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 # Characters and length of the ids of calls: Mistral's templates accept these alone.
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
@@ -185,7 +185,7 @@ class CallReader:
         name: list[str] = []
         while character not in "[{":
             name.append(character)
-            if len(name) > 64:
+            if len(name) > 128:
                 raise _BrokenError(character)
             character = yield from self._one()
         while character == "[":  # [CALL_ID]...[ARGS]

@@ -16,6 +16,11 @@ ASSISTANT = pb.ChatMessage(role="assistant", content="The")
 TOOL = pb.Tool(name="f", parameters="{}")
 
 
+def test_names_of_tools_are_as_long_as_those_of_mcp_servers() -> None:
+    name = "mcp__server.of-teams__" + "n" * 106
+    assert read_chat(pb.Chat(messages=[USER], tools=[pb.Tool(name=name)])).tools[0].name == name
+
+
 def test_a_chat_is_read_whole() -> None:
     calling = pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(id="1", name="f", arguments="{}")])
     result = pb.ChatMessage(role="tool", tool_call_id="1", name="f", content="rain")
@@ -55,6 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "chat.messages[0].tool_calls[0].name",
     ),
     ({"messages": [USER], "tools": [pb.Tool(name="a b")]}, "chat.tools[0].name"),
+    ({"messages": [USER], "tools": [pb.Tool(name="n" * 129)]}, "chat.tools[0].name"),
     ({"messages": [USER], "tools": [TOOL, TOOL]}, "chat.tools[1].name"),
     ({"messages": [USER], "tools": [pb.Tool(name=f"f{i}") for i in range(129)]}, "chat.tools"),
     ({"messages": [USER], "tools": [pb.Tool(name="f", description="x" * 300_000)]}, "chat.tools"),
