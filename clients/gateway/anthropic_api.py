@@ -141,14 +141,13 @@ class CountRequest(MessageCountTokensParams, total=False):
 MESSAGES, COUNT = Body(MessagesRequest, LENIENT), Body(CountRequest, LENIENT)
 
 # Fields that are refused, unless their value asks for nothing.
-_NOT_SERVED = ("container", "diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id", "workspace_id")
-_NOTHING = {"service_tier": ("auto", "standard_only"), "speed": ("standard",)}
+_NOT_SERVED = ("container", "diagnostics", "inference_geo", "user_profile_id", "workspace_id")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the SDK beside the messages. Raises HttpError on a field that is not served."""
-    check_served(request, _NOT_SERVED, _NOTHING)
+    check_served(request, _NOT_SERVED, {})
     options: dict[str, Any] = {
         "temperature": request.get("temperature"),
         "default_temperature": _TEMPERATURE,

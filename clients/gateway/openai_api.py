@@ -196,13 +196,11 @@ EMBEDDING = Body(EmbeddingCreateParams)
 
 # Fields that are refused, unless their value asks for nothing.
 _NOT_SERVED = (
-    "audio", "function_call", "functions", "modalities", "moderation", "prediction", "service_tier", "store", "suffix",
+    "audio", "function_call", "functions", "modalities", "moderation", "prediction", "suffix",
     "use_beam_search", "verbosity", "web_search_options",
 )  # fmt: skip
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "use_beam_search": (False,),
 }
 # vLLM's fields that are the SDK's options of another name, and those of formats, which are also in

@@ -132,9 +132,9 @@ RESPONSE = Body(ResponseRequest, [*LENIENT, InputMessage, AnsweredMessage, Funct
 # Fields that are refused, unless their value asks for nothing.
 _NOT_SERVED = (
     "access_programs", "background", "background_options", "context_management", "conversation", "image",
-    "max_tool_calls", "moderation", "prompt", "service_tier", "truncation",
+    "max_tool_calls", "moderation", "prompt",
 )  # fmt: skip
-_NOTHING = {"background": (False,), "service_tier": ("auto", "default"), "truncation": ("disabled", "auto")}
+_NOTHING = {"background": (False,)}
 
 
 @dataclass(frozen=True)

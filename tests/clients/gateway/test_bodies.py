@@ -11,10 +11,14 @@ from loraplex_client.chat import chat_of
 from openai.types.chat import ChatCompletionMessage
 
 from clients.gateway import bodies
+from clients.gateway.anthropic_api import MESSAGES
+from clients.gateway.anthropic_api import options_of as messages_options
 from clients.gateway.errors import HttpError
 from clients.gateway.exchange import BODY_BYTES
-from clients.gateway.openai_api import CHAT
+from clients.gateway.openai_api import CHAT, chat_options
 from clients.gateway.openai_messages import sdk_messages
+from clients.gateway.openai_responses_input import RESPONSE
+from clients.gateway.openai_responses_input import options_of as responses_options
 
 USER = b'{"role":"user","content":"x"}'
 
@@ -80,6 +84,16 @@ def test_what_programs_send_back_is_taken(name: str) -> None:
     assert len(sent.tool_calls) == (1 if given.get("function_call") else len(given.get("tool_calls") or ()))
     assert all((call.name, call.arguments) == ("f", "{}") for call in sent.tool_calls)
     assert (sent.reasoning == "hm") == (name in ("ours", "vLLM's"))
+
+
+def test_what_cannot_change_an_answer_is_ignored() -> None:
+    """Where it is computed, for what price, and whether it is stored."""
+    user = USER.decode()
+    chat_options(CHAT.read(chat(more=b',"service_tier":"priority","store":true')))
+    given = '{"model":"a","input":"x","service_tier":"flex","truncation":"auto","client_metadata":{"a":1}}'
+    responses_options(RESPONSE.read(given.encode()))
+    given = f'{{"model":"a","max_tokens":1,"messages":[{user}],"speed":"fast","service_tier":"auto"}}'
+    messages_options(MESSAGES.read(given.encode()))
 
 
 ROLES: dict[str, dict[str, Any]] = {
