@@ -127,13 +127,17 @@ async def send(
     return (int(answer.split(b" ", 2)[1]), answer) if answer else (0, b"")
 
 
+# A chat without max_tokens would go on to the context's end.
+_ENDS = {"x-request-timeout-ms": "5000"}
+
+
 async def fuzz_bodies(address: str, requests: Iterator[tuple[str, bytes]], at_once: int = 8) -> Answers:
     """Send all requests; those that no answer is the sender's fault of are findings."""
     answers = Answers()
 
     async def work() -> None:
         for path, body in requests:
-            status, answer = await send(address, path, body)
+            status, answer = await send(address, path, body, _ENDS)
             answers.statuses[status] += 1
             if status in (0, 500, 502) or any(failure in answer for failure in _FAILURES):
                 answers.findings.append(f"{path}: {status} {answer[-300:]!r}, sent {body[:2_000]!r}")
