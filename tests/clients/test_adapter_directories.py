@@ -31,7 +31,7 @@ TOKENS = 8
 
 
 def rows(title: str) -> dict[str, str]:
-    """What a push says, by directory, in the page's table under a title."""
+    """Return what a push says of each directory, as the page's table under a title has it."""
     lines = PAGE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0].splitlines()
     cells = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines if line.startswith("| ")]
     return {directory: said.strip() for directory, _, said in cells[2:]}

@@ -145,7 +145,7 @@ def converted_pissa(base: Path, directory: Path) -> Path:
 
 
 def mlx(base: Path, directory: Path, kind: str = "lora") -> Path:
-    """What mlx_lm.lora writes."""
+    """Write a directory as mlx_lm.lora does."""
     reference = directory.with_name("reference")
     train(base, reference, use_dora=kind == "dora")
     tensors = {}
@@ -163,7 +163,7 @@ def mlx(base: Path, directory: Path, kind: str = "lora") -> Path:
 
 
 def gguf(base: Path, directory: Path) -> Path:
-    """What convert_lora_to_gguf.py writes."""
+    """Write a file as convert_lora_to_gguf.py does."""
     from tests.worker.engine.gguf.written import write_adapter
 
     reference = directory.with_name("reference")

@@ -87,7 +87,7 @@ def test_what_programs_send_back_is_taken(name: str) -> None:
 
 
 def test_what_cannot_change_an_answer_is_ignored() -> None:
-    """Where it is computed, for what price, and whether it is stored."""
+    """Fields that say where an answer is computed, for what price, and whether it is stored have no effect."""
     user = USER.decode()
     chat_options(CHAT.read(chat(more=b',"service_tier":"priority","store":true')))
     given = '{"model":"a","input":"x","service_tier":"flex","truncation":"auto","client_metadata":{"a":1}}'
