@@ -67,7 +67,9 @@ async def running(directory: Path) -> AsyncIterator[Cluster]:
         chat = {"template": template, "tool_calls": "hermes"}
         (files / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 1, "loraplex_chat": chat}))
         (files / WEIGHTS_FILE).write_bytes(name.encode())
-    async with running_cluster(directory / "cluster", MODEL, adapters, http=True) as cluster:
+    # Changed bodies may have lost their number, and then ask for answers up to the context's end.
+    flags = ("--default-max-tokens", "8")
+    async with running_cluster(directory / "cluster", MODEL, adapters, http=True, router_flags=flags) as cluster:
         yield cluster
 
 
