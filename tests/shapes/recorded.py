@@ -1,7 +1,7 @@
 """Requests as today's clients send them: a file for each client, whose next version is one more.
 
 `origin` says whether a client's requests were recorded, by a server that answers with a call and then with a text, or
-written from its source. Long texts are shortened and most tools left out; nothing else is changed.
+written by hand. Long texts are shortened and most tools left out; nothing else is changed.
 """
 
 from __future__ import annotations

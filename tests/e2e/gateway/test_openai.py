@@ -184,7 +184,8 @@ async def test_the_whitespace_of_json_is_asked_for_in_each_protocol(client: Clie
         form: Any = {"format": {"type": "json_schema", **named}}
         response = await client.responses.create(model="a", input="Hi", text=form, max_output_tokens=60, **extra)
         assert response.output_text == text
-        url, config = f"http://{cluster.local.http}", {"format": {"type": "json_schema", "schema": schema}}
+        config: Any = {"format": {"type": "json_schema", "schema": schema}}
+        url = f"http://{cluster.local.http}"
         async with anthropic.AsyncAnthropic(base_url=url, api_key="none", default_headers=HEADERS) as of_anthropic:
             message: Any = await of_anthropic.messages.create(
                 model="a", messages=MESSAGES, max_tokens=60, output_config=config, **extra

@@ -46,8 +46,8 @@ def test_ids_are_those_of_the_tokenizer_that_was_trained_with(kind: str, text: s
     ).decode(ids, skip_special_tokens=False)
     assert base.tokenize(text, special_tokens=True) == before, "the model's own stays as it is"
     assert base.with_tokens(tokens) is own
-    assert own.special_token("<call>") == tokens[0].id
-    assert base.special_token("<call>") is None
+    assert own.added_token("<call>") == tokens[0].id
+    assert base.added_token("<call>") is None
 
 
 def test_the_special_tokens_of_an_adapter_are_shielded_and_skipped() -> None:
