@@ -175,9 +175,13 @@ class ImportSettings:
 
 def _interrupt(*_: object) -> None:
     """Raise KeyboardInterrupt at the first signal: what is written is removed, which a second one must not stop."""
+    _ignore_signals()
+    raise KeyboardInterrupt
+
+
+def _ignore_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def import_gguf(argv: Sequence[str]) -> int:
@@ -189,6 +193,7 @@ def import_gguf(argv: Sequence[str]) -> int:
         from worker.engine.gguf import import_gguf as write
 
         base = write(settings.file, settings.out, settings.dtype, partial(_show, "imported"))
+        _ignore_signals()  # the directory is whole
     except KeyboardInterrupt:
         return 130
     except ModuleNotFoundError as error:

@@ -24,4 +24,5 @@ def test_the_page_has_the_versions_that_are_tried() -> None:
     page = (ROOT / "docs/reference/http.md").read_text(encoding="utf-8")
     _, section = page.split("\n## Client libraries\n")
     rows = re.findall(r"^\| `(\S+)`(?: of npm)? \| ([\d.]+) \|", section, re.MULTILINE)
-    assert rows == [(re.split("==|@", library.packages[0])[0], library.version) for library in LIBRARIES]
+    tried = [library for library in LIBRARIES if library.packages]
+    assert rows == [(re.split("==|@", library.packages[0])[0], library.version) for library in tried]

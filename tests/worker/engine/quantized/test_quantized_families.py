@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
 # Each family once, each scheme several times. Rows of 32 and 48 columns: groups of 32 end with a shorter one.
 CASES = {
-    "llama": "int4-128", "qwen2": "int8", "gemma2": "int8-zero-point", "gemma3_text": "int4-64+embeddings",
+    "llama": "int8", "qwen2": "int4-128", "gemma2": "int8-zero-point", "gemma3_text": "int4-64+embeddings",
     "gpt2": "int4", "gpt_neox": "int8-zero-point", "opt": "int4-64", "phi3": "int4", "mixtral": "int4",
     "deepseek_v3": "int8", "cohere": "int8+embeddings", "starcoder2": "int8-zero-point+embeddings", "gpt_oss": "",
 }  # fmt: skip
