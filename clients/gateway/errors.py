@@ -109,6 +109,8 @@ def http_error(error: sdk.LoraplexError) -> HttpError:
         message = _GROUPS.sub("", message).replace("truncate_to", "truncate_prompt_tokens")
     if isinstance(error, sdk.NotFoundError):
         field = "model"
+    if isinstance(error, sdk.DeadlineExceededError) and not error.reason:  # its words are for the gateway's operator
+        message = "the answer was not complete when x-request-timeout-ms was over"
     if error.reason == "DEADLINE_UNATTAINABLE":
         status = 504
     if error.reason == "UPLOAD_TOO_SLOW":
