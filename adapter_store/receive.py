@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from loraplex.adapters.v1 import adapters_pb2 as pb
 from loraplex_client import InvalidRequestError
-from loraplex_client.adapters import read_config, template_file, why_no_adapter
+from loraplex_client.adapter_directory import read_config, template_file, why_no_adapter
 
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog

@@ -24,6 +24,7 @@ from artifacts.revision import (
     TENSOR_PREFIX,
     WEIGHTS_FILE,
     LoraShape,
+    as_peft_names,
     check_copies,
     lora_tensors,
     ranks_of,
@@ -32,7 +33,6 @@ from artifacts.revision import (
     trained_ends,
     trained_tokens,
 )
-from artifacts.trainer_names import as_peft_names
 from rpc.children.child import LAST, Json, serve
 
 # By dtype: an unsigned type of its size, and the bits of the exponent; infinities and NaNs alone have all of them set.

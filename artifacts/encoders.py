@@ -16,8 +16,7 @@ from artifacts.base_modules import LinearWeight
 from artifacts.checkpoint import Checkpoint, TensorInfo
 from artifacts.families import FAMILIES, HEAD, is_embedding, is_head
 from artifacts.peft_config import LABELS_FIELD, SAVED_FIELD, PeftConfig
-from artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE
-from artifacts.trainer_names import as_peft_names
+from artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE, as_peft_names
 
 _V = TypeVar("_V")
 # Others ("dynamic", "longrope") rescale by the longest position of the whole batch: one request would change another.

@@ -91,7 +91,7 @@ def is_right(answer: str, expected: str) -> bool:
         values = json.loads(answer), json.loads(expected)
     except (ValueError, RecursionError):
         return False
-    # As text: in Python 1 and True are equal.
+    # Compare texts of JSON: in Python 1 and True are equal.
     first, second = (json.dumps(value, sort_keys=True) for value in values)
     return first == second
 

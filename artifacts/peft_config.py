@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -313,6 +314,25 @@ class PeftConfig:
         """Return the factor of B·A: alpha/rank, or alpha/sqrt(rank) with rsLoRA. `rank` is the module's own."""
         alpha = self.alpha_pattern.value_of(module, self.alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def lora_fields(ranks: Mapping[str, int], alphas: Mapping[str, float], *, use_dora: bool = False) -> dict[str, Any]:
+    """Return the content of an adapter_config.json for LoRA of linear layers, by their modules' names; at least one."""
+    rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {module: own for module, own in ranks.items() if own != rank},
+        "alpha_pattern": {module: own for module, own in alphas.items() if own != alpha},
+        "target_modules": sorted({module.rpartition(".")[2] for module in ranks}),
+        "use_dora": use_dora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
 
 
 def parse_peft_config(data: bytes) -> PeftConfig:

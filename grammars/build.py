@@ -87,7 +87,7 @@ def lark_grammar(text: str, path: str = "grammar") -> str:
     return HEADER + _check_lark(text, path) + "\n"
 
 
-# What is in front of a format behind reasoning. No client's format has it: %llguidance is refused in them.
+# Opens the nested grammar of a format behind reasoning. Clients cannot write it: %llguidance is refused in formats.
 _NESTED = f"%lark {{\n{HEADER}"
 
 

@@ -100,7 +100,7 @@ _URI = (
 class Whitespace(Enum):
     """The whitespace outside of strings, as llguidance's options."""
 
-    # As json.dumps and the tojson of chat templates write it.
+    # Written as by json.dumps and by the tojson of chat templates.
     SPACED = MappingProxyType({"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "})
     COMPACT = MappingProxyType({"whitespace_flexible": False})
     # The model chooses.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from loraplex_client.adapters import FILES_BESIDE, TOKENIZER_FILE, TOOL_TEMPLATE_FILE
+from loraplex_client.adapter_directory import FILES_BESIDE, TOKENIZER_FILE, TOOL_TEMPLATE_FILE
 
 from adapter_store.records import Provenance
 from adapter_store.sources import MAX_FILES, Interrupted, Listing, Source, SourceFile, broken, down

@@ -203,7 +203,7 @@ def _digest_of(client: StoreClient, name: str, alias: str) -> str:
 
 def _notes(directory: Path) -> Iterator[str]:
     """Yield what an upload took from a directory beside the weights."""
-    from loraplex_client.adapters import template_file
+    from loraplex_client.adapter_directory import template_file
 
     if name := template_file(directory):
         yield f"{name} was taken: chats with the adapter use its template"

@@ -301,7 +301,7 @@ def _quantization_of(base: str, original: BaseModel) -> str:
 
 def _use_prompts(file: Path, directory: Path) -> None:
     """Put the prompts of a file into the configuration of a downloaded adapter. Raises CommandError, LoraplexError."""
-    from loraplex_client.adapters import CONFIG_FILE, PROMPTS_FIELD, read_prompts
+    from loraplex_client.adapter_directory import CONFIG_FILE, PROMPTS_FIELD, read_prompts
 
     config = json.loads((directory / CONFIG_FILE).read_bytes())
     (directory / CONFIG_FILE).write_text(json.dumps({**config, PROMPTS_FIELD: read_prompts(file)}), encoding="utf-8")

@@ -203,7 +203,7 @@ def _check(where: str, gate: Gate, directory: Path) -> None:
 def _read_questions(where: str, path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file of questions, each with an answer. Raises CommandError."""
     from loraplex_client import InvalidRequestError
-    from loraplex_client.adapters import read_prompts
+    from loraplex_client.adapter_directory import read_prompts
 
     if not path.is_file():
         raise CommandError(f"{where}: {path} is not a file")

@@ -73,7 +73,7 @@ def peft_directory(path: Path, base: Path | None) -> Iterator[Path]:
 
     One in GGUF needs the directory or the GGUF file of its base model. Raises CommandError, OSError.
     """
-    from loraplex_client.adapters import FILES_BESIDE, why_no_adapter
+    from loraplex_client.adapter_directory import FILES_BESIDE, why_no_adapter
 
     from artifacts import ArtifactError
     from clients.cli.mlx_adapters import is_mlx, write_peft_files

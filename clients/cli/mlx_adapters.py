@@ -4,16 +4,14 @@
     adapter_config.json     fine_tune_type; lora_parameters: rank, scale
 
 The layer adds scale * (x a) b: peft's A and B are a and b transposed, and lora_alpha is scale * rank. No tensor is
-rounded.
+rounded. This stands apart from gguf_models because it needs numpy, which commands start without.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +19,7 @@ from artifacts import ArtifactError
 from artifacts.checkpoint import ADAPTER_HEADER_BYTES, ITEM_BYTES, TensorInfo, read_header
 from artifacts.families import is_embedding
 from artifacts.json_object import parse_object
-from artifacts.peft_config import CONFIG_FILE
+from artifacts.peft_config import CONFIG_FILE, lora_fields
 from artifacts.revision import WEIGHTS_FILE, tensor_names
 
 MLX_FILE = "adapters.safetensors"
@@ -59,26 +57,9 @@ def write_peft_files(directory: Path, out: Path) -> None:
         placed[tensor_names(module)[_PARTS[end]]] = tensor
     if not ranks:
         raise ArtifactError(MLX_FILE, "has no LoRA tensors")
-    (out / CONFIG_FILE).write_text(json.dumps(_peft_config(ranks, scale, dora=kind == "dora"), indent=2), "utf-8")
+    alphas = {module: scale * rank for module, rank in ranks.items()}
+    (out / CONFIG_FILE).write_text(json.dumps(lora_fields(ranks, alphas, use_dora=kind == "dora"), indent=2), "utf-8")
     _write_transposed(source, placed, out / WEIGHTS_FILE)
-
-
-def _peft_config(ranks: dict[str, int], scale: float, *, dora: bool) -> dict[str, Any]:
-    rank = Counter(ranks.values()).most_common(1)[0][0]
-    others = {module: own for module, own in ranks.items() if own != rank}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": rank,
-        "lora_alpha": scale * rank,
-        "rank_pattern": others,
-        "alpha_pattern": {module: scale * own for module, own in others.items()},
-        "target_modules": sorted({module.rpartition(".")[2] for module in ranks}),
-        "use_dora": dora,
-        "bias": "none",
-        "inference_mode": True,
-    }
 
 
 def _write_transposed(source: Path, placed: dict[str, TensorInfo], target: Path) -> None:

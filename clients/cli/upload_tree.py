@@ -100,7 +100,7 @@ def _check_no_link(path: Path, at: str) -> None:
 
 def checked_adapter(tenant: str, name: str, directory: Path, at: str = FLAG) -> AdapterDirectory:
     """Return a directory as an adapter. Raises CommandError that names `at` where it is none, or its name is bad."""
-    from loraplex_client.adapters import why_no_adapter  # it imports gRPC
+    from loraplex_client.adapter_directory import why_no_adapter  # it imports gRPC
 
     for part in (CONFIG_FILE, WEIGHTS_FILE):
         _check_no_link(directory / part, at)
@@ -190,7 +190,7 @@ async def _in_store(
     `bases` are the digests of the models as they are now, by name. Raises LoraplexError, OSError.
     """
     from loraplex_client import NotFoundError
-    from loraplex_client.adapters import read_config
+    from loraplex_client.adapter_directory import read_config
 
     weights = await asyncio.to_thread(sha256_file, local.directory / WEIGHTS_FILE)
     digest = revision_digest(read_config(local.directory, tokens=False), weights)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from loraplex_client import Adapter, AsyncStoreClient, LoraplexError, Revision
-from loraplex_client.adapters import CONFIG_FILE, FILES_BESIDE, WEIGHTS_FILE
+from loraplex_client.adapter_directory import CONFIG_FILE, FILES_BESIDE, WEIGHTS_FILE
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.datastructures import QueryParams

@@ -82,8 +82,9 @@ class ChatMessage(TypedDict, total=False):
     name: str
     tool_calls: list[ChatToolCall]
     tool_call_id: str
-    # What an answer had in place of a content, and the reasoning before it, which has two names.
+    # The text of a refusal, which an answer has in place of its content.
     refusal: str
+    # The reasoning of an answer: DeepSeek's name and OpenRouter's.
     reasoning_content: str
     reasoning: str
     # OpenAI's first form of calls.

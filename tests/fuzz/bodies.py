@@ -53,7 +53,7 @@ _OTHERS: tuple[tuple[str, Any], ...] = (
 _ROUND = 500
 # Maximum time in seconds of an answer: a few tokens of one request among a few.
 _ANSWER_S = 20.0
-# What the events of a stream, or an answer, have where the gateway or a router failed.
+# Parts of an answer, or of an event of a stream, that show an internal error.
 _FAILURES = (b'"internal_error"', b'"code":"internal', b'"type":"api_error"', b'"error_type":"internal')
 
 
@@ -94,7 +94,7 @@ def changed_requests(draw: random.Random) -> Iterator[tuple[str, bytes]]:
         seeds.setdefault(path, []).append(json.dumps(body).encode())
     paths = [path for path, bodies in seeds.items() for _ in bodies]
     while True:
-        # What others are made of in turn is soon refused whole.
+        # Begin again: after many changes a body is refused as a whole.
         made = {path: mutants(bodies, (), draw, changed_body) for path, bodies in seeds.items()}
         for path in draw.choices(paths, k=_ROUND):
             yield path, next(made[path])

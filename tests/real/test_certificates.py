@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from loraplex_client.adapters import read_config
+from loraplex_client.adapter_directory import read_config
 
 from adapter_store.app import StoreSettings
 from artifacts.fitness import FitnessLimits

@@ -41,7 +41,7 @@ TEMPLATES = {
     "hermes": MESSAGES + "<a><think>\n{# </think> <tool_call> #}",
     "mistral": MESSAGES + "<a>[THINK]{# [/THINK] [TOOL_CALLS] #}",
     "llama3": MESSAGES + '<a><think>{# </think> <|start_header_id|> "parameters" #}',
-    # It knows blocks, and leaves it to the model to begin one.
+    # Opens no block; the model may.
     "optional": MESSAGES
     + "<a>{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{# <think> </think> <tool_call> #}",
 }
@@ -299,7 +299,7 @@ async def test_a_constraint_of_the_engine_protocol_begins_behind_the_reasoning(c
 
 
 async def test_max_tokens_in_reasoning_leaves_no_text(clients: Clients) -> None:
-    """So does a stop string: it is not looked for there."""
+    """Stop strings are not looked for in reasoning, so they do not end the answer sooner."""
     found = await clients.own.chat(
         SAID, adapter_id="hermes", max_tokens=2, logit_bias={clients.tokenizer.token_to_id("</think>"): -100.0},
         temperature=1.0, seed=1, **OWN["json_schema"],

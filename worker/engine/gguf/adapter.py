@@ -11,7 +11,6 @@ needed, for the number of heads and for the modules' names.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from artifacts import ArtifactError
 from artifacts.families import is_embedding
-from artifacts.peft_config import CONFIG_FILE
+from artifacts.peft_config import CONFIG_FILE, lora_fields
 from artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE
 from worker.engine.gguf.config import ARCHITECTURES, TRANSFORMERS_NAMES, tensor_names
 from worker.engine.gguf.file import GgufFile, TensorEntry
@@ -130,19 +129,5 @@ def _peft_config(file: GgufFile, ranks: Mapping[str, int]) -> dict[str, Any]:
     alpha = file.get("adapter.lora.alpha")
     if not isinstance(alpha, int | float):
         raise ArtifactError(file.name, "lacks adapter.lora.alpha, without which nobody knows its scale")
-    rank = Counter(ranks.values()).most_common(1)[0][0]
-    others = {module: own for module, own in ranks.items() if own != rank}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": rank,
-        # llama.cpp takes 0 for a scale of 1.
-        "lora_alpha": alpha or rank,
-        "rank_pattern": others,
-        "alpha_pattern": {} if alpha else others,
-        "target_modules": sorted({module.rpartition(".")[2] for module in ranks}),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-    }
+    # llama.cpp takes 0 for a scale of 1.
+    return lora_fields(ranks, {module: alpha or rank for module, rank in ranks.items()})

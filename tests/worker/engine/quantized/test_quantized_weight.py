@@ -29,7 +29,7 @@ def test_codes_are_about_half_a_step_from_the_weight(bits: int, group: int | Non
 
 
 def test_weights_on_a_grid_without_zero_lose_little_in_4_bits() -> None:
-    """As those of GGUF's Q4_1: numbers of 16 levels from any first one on."""
+    """Weights of 16 levels from any first one on, like those of GGUF's Q4_1."""
     generator = torch.Generator().manual_seed(3)
     levels = torch.randint(16, (40, 3, 32), generator=generator).float()
     levels[..., :2] = torch.tensor([0.0, 15.0])

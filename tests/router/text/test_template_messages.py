@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 
 from router.api.convert import read_chat
 from router.text.chat import ChatTemplate, TemplateRenderer, shielded_chat
-from router.text.chat_messages import MessageForm, template_messages
+from router.text.chat_templates import MessageForm, template_messages
 from router.text.file_tokenizer import SpecialTokens
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

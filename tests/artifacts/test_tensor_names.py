@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from artifacts import ArtifactError
-from artifacts.trainer_names import as_peft_names
+from artifacts.revision import as_peft_names
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
