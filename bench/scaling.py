@@ -2,8 +2,8 @@
 
 Clusters of up to 1,000 workers and 100,000 adapters run in virtual time and show how often a job's worker has its
 adapter, how long jobs wait, how service is shared, and how often workers claim. The cost of a claim is measured on a
-real Valkey and gives the number of workers that a cell serves. With --write-docs its figures and plots go into
-docs/results/scaling.md.
+real Valkey and gives the number of workers that a cell serves; so is that of many routers' looks at all workers. With
+--write-docs its figures and plots go into docs/results/scaling.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from bench.command import run_command
 from bench.plots import PLOTS, Panel, draw
 from bench.report import Aim, Report, progress
 from bench.scaling_cluster import REPORT_MS, Result, Scale, VirtualCluster
-from bench.scaling_redis import CHARGE, CLAIM, CLAIM_8, EMPTY_CLAIM, ENQUEUE, FULL_CLAIM, WAITING, measure_costs
+from bench.scaling_redis import (
+    CHARGE,
+    CLAIM,
+    CLAIM_8,
+    EMPTY_CLAIM,
+    ENQUEUE,
+    FULL_CLAIM,
+    WAITING,
+    measure_costs,
+    measure_looks,
+)
 
 AIMS = {
     "hit_rate_100_workers": Aim(at_least=0.9),
@@ -29,6 +39,7 @@ AIMS = {
     "claims_per_s_of_a_redis_core": Aim(),
     "jobs_per_s_of_one_cell": Aim(at_least=3_000),
     "workers_of_one_cell": Aim(),
+    "cores_of_looks": Aim(at_most=0.1),
 }
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "scaling.md"
 # Maximum share of a core that a cell's Redis should use, so that it has reserves for bursts.
@@ -54,6 +65,8 @@ class Setup:
     middle: int = 100
     few: int = 20
     flood: int = 24_000
+    # Routers that look at all workers and renew their reservations.
+    routers: int = 100
 
 
 FULL = Setup(
@@ -111,6 +124,7 @@ def measure(setup: Setup, quick: bool) -> Report:
     flood = _run("one of ten tenants sends half, load 3", replace(ten, load=3.0))
     progress("timing the scripts on a real server")
     costs = measure_costs(setup.calls)
+    looks = measure_looks(max(setup.workers), setup.routers)
     by_size = {run.scale.workers: run for run in sizes if run.name == _UNIFORM}
     share = {workers: _core_share(run, costs) for workers, run in by_size.items()}
     at_100 = {run.name: run for run in sizes if run.scale.workers == max(s for s in setup.workers if s <= 100)}
@@ -125,6 +139,7 @@ def measure(setup: Setup, quick: bool) -> Report:
             *map(_row, (*sizes, *loads, loud, flood)),
             *({"run": f"Redis: {name}", "us": us} for name, us in costs.items()),
             *({"run": f"Redis at {workers} workers", "cores": used} for workers, used in share.items()),
+            *({"run": f"{kind} of {setup.routers} routers", "cores": used} for kind, used in looks.items()),
         ],
         ratios={
             "hit_rate_100_workers": at_100[_UNIFORM].result.hit_rate,
@@ -136,6 +151,7 @@ def measure(setup: Setup, quick: bool) -> Report:
             "claims_per_s_of_a_redis_core": 1e6 / costs[CLAIM],
             "jobs_per_s_of_one_cell": _CORE_SHARE / share[largest] * _row(by_size[largest])["jobs/s"],
             "workers_of_one_cell": _CORE_SHARE / share[largest] * largest,
+            "cores_of_looks": sum(looks.values()),
         },
         aims=AIMS,
         draw=lambda: _plot(sizes, loads, share),

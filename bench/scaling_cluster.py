@@ -253,7 +253,7 @@ class VirtualCluster:
         loads = [
             WorkerLoad(
                 *(worker.worker_id, len(worker.running), scale.rows),
-                frozenset(worker.adapters if scale.by_demand else ()),
+                frozenset(digest[-ADAPTER_DIGITS:] for digest in worker.adapters) if scale.by_demand else frozenset(),
                 len(worker.adapters) < scale.slots,
             )
             for worker in self._worker_list

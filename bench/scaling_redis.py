@@ -1,21 +1,27 @@
-"""The cost of the queue's scripts: a real server's processor time for each call, over its socket."""
+"""The cost of the queue's scripts, and of what routers ask: a real server's processor time, over its socket."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import count
 from statistics import median
+from typing import Any
 
 from redis.asyncio import Redis
 
 from bench.scaling_cluster import BASE
 from bench.valkey import running_valkey
 from broker.connection import connect
-from broker.keys import Keys
-from broker.messages import AdapterRef, Capacity, Job
+from broker.functions import Library, shipped_functions
+from broker.keys import LEDGER, Keys
+from broker.ledger import Ledger
+from broker.liveness import Liveness
+from broker.messages import AdapterRef, Capacity, Job, WorkerPhase, WorkerState
 from broker.queue import JobQueue
-from broker.terms import Placement, QueueLimits, UsageReport
+from broker.terms import ROLL_MS, Placement, QueueLimits, UsageReport
 from options import SamplingParams, StoppingParams
 
 # Waiting jobs during the measurement, their tenants, and the adapters that a claiming worker reports.
@@ -103,6 +109,101 @@ async def _measure(url: str, calls: int) -> dict[str, float]:
     costs[EMPTY_CLAIM] = await cost(calls, claim(32, 0))
     await redis.aclose()
     return costs
+
+
+# Adapters on a worker; of so many workers one has loaded an adapter since its last beat half a second before: at 3 jobs
+# a second, of which 3% find no adapter.
+_HELD, _UNCHANGED = 64, 20
+# Looks that are measured, the interval of a router's looks in seconds, and routers that have ended in the last day.
+_LOOKS, _LOOK_S, _ENDED = 8, 0.5, 1_000
+
+
+def measure_looks(workers: int, routers: int) -> dict[str, float]:
+    """Return what share of a core the censuses of so many routers take, and their renewals in the ledger."""
+    with running_valkey() as url:
+        return asyncio.run(_measure_looks(url, workers, routers))
+
+
+async def _measure_looks(url: str, workers: int, routers: int) -> dict[str, float]:
+    redis = await connect(url)
+    keys = Keys("model", "main")
+    # One makes the roll in each look, the others read one.
+    made, kept = (Library(shipped_functions(ROLL_MS=ms)) for ms in (0, 1 << 30))
+    first, *others = [Liveness(redis, keys, library=library) for library in (made, *[kept] * _CALLERS)]
+    states = [_state(number) for number in range(workers)]
+    for number in range(routers):
+        await first.take_census(f"10.0.0.{number}:50053")
+
+    async def beat(look: int) -> None:
+        for number, state in enumerate(states):
+            held = state.adapters
+            if number % _UNCHANGED == look % _UNCHANGED:
+                held = (*held[1:], f"sha256:{workers * _HELD + look * workers + number:064x}")
+            states[number] = replace(state, rows_running=(state.rows_running + 1) % 32, adapters=held)
+            await first.beat(states[number])
+            # This process has all beats and all looks, and is slow.
+            await redis.pexpire(keys.worker(state.incarnation), 3_600_000)
+
+    async def census(number: int, liveness: Liveness) -> None:
+        found = await liveness.take_census(f"10.0.0.{number}:50053", workers * 0.75)
+        if len(found.workers) != workers:
+            raise RuntimeError(f"a census has {len(found.workers)} workers of {workers}")
+
+    async def took(*calls: Awaitable[None]) -> float:
+        before = await used_s(redis)
+        await asyncio.gather(*calls)
+        return (await used_s(redis) - before) / len(calls)
+
+    makes, reads = [], []
+    for look in range(_LOOKS + 1):
+        await beat(look)
+        await Liveness(redis, keys, library=kept).take_census()
+        makes.append(await took(census(0, first)))
+        reads.append(await took(*(census(number, one) for number, one in enumerate(others, 1))))
+        await redis.delete(f"{keys.prefix}roll:{kept.name}_")
+    # The first look reads all states.
+    make, read = median(makes[1:]), median(reads[1:])
+    censuses = routers / _LOOK_S * read + 1e3 / ROLL_MS * max(0.0, make - read)
+
+    ledgers = [Ledger(redis, router=f"{number:012x}") for number in range(routers)]
+    for ledger in ledgers:
+        await ledger.fill([], [], closes=False)
+    ended: Any = {f"ended{number}": f"5 {int(time.time() * 1e3) - 60_000}" for number in range(_ENDED)}
+    await redis.hset(LEDGER + "routers", mapping=ended)
+    renewals = [routers * await took(*map(_renew, ledgers)) for _ in range(_LOOKS + 1)]
+    await redis.aclose()
+    return {"censuses": censuses, "renewals": median(renewals[1:])}
+
+
+async def _renew(ledger: Ledger) -> None:
+    await ledger.tell([], renews=True)
+
+
+def _state(number: int) -> WorkerState:
+    return WorkerState(
+        worker_id=f"worker-{number:04d}",
+        incarnation=f"{number:016x}",
+        phase=WorkerPhase.SERVING,
+        model="model",
+        base_digest=BASE,
+        rows_running=24,
+        rows_waiting=0,
+        rows_limit=32,
+        blocks_total=10_000,
+        blocks_free=5_000,
+        blocks_cached=100,
+        blocks_referenced=4_000,
+        slots_total=_HELD,
+        slots_used=_HELD,
+        slots_pinned=0,
+        adapters=tuple(f"sha256:{number * _HELD + held:064x}" for held in range(_HELD)),
+        max_rank=64,
+        max_tokens=8_192,
+        steps=1_000,
+        host="host",
+        pid=1,
+        engine_pid=2,
+    )
 
 
 async def used_s(redis: Redis) -> float:

@@ -47,8 +47,8 @@ ROLES: Mapping[str, Role] = {
     "router": Role(
         commands=(
             *("fcall", "function|load", "time", "type", "rename", "exists", "del", "pexpire"),
-            *("get", "set", "incr"),
-            *("hget", "hmget", "hgetall", "hkeys", "hexists", "hrandfield", "hset", "hdel"),
+            *("get", "getrange", "mget", "set", "incr"),
+            *("hget", "hmget", "hgetall", "hkeys", "hexists", "hlen", "hrandfield", "hset", "hdel"),
             *("lindex", "lrange", "lpush", "lpop", "rpush", "lset", "lrem", "ltrim"),
             *("sadd", "scard", "srandmember", "srem"),
             *("zadd", "zcard", "zlexcount", "zmscore", "zrandmember", "zrange", "zrangebyscore", "zrem"),
@@ -66,7 +66,8 @@ ROLES: Mapping[str, Role] = {
         ),
         keys=_of_model(
             *("job:*", "waiting", "queue:*", "again", "tenants", "idle", "floor", "uses", "totals", "charged"),
-            *("wake", "wake:*", "passed_on", "claimed_work", "rooms", "suspects", "worker:*", "workers", "commands:*"),
+            *("wake", "wake:*", "passed_on", "claimed_work", "rooms", "suspects"),
+            *("worker:*", "workers", "cards", "commands:*"),
         ),
         read_keys=_of_model("routers", "quarantine", "arrivals", "news", "pins"),
     ),

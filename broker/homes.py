@@ -19,6 +19,8 @@ from hashlib import blake2b
 from heapq import nlargest
 from itertools import chain
 
+from broker.terms import ADAPTER_DIGITS
+
 # Maximum number of preferred workers of a job; each counts where those before it have no free rows.
 PREFERRED = 3
 # Minimum number of workers, the first of the ranking, among which those are looked for that have the adapter: after a
@@ -34,7 +36,10 @@ _BITS = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A live worker: its used rows and all its rows, the adapters on its device, and whether it has a free slot."""
+    """A live worker: its used rows and all its rows, the adapters on its device, and whether it has a free slot.
+
+    Of adapters it has the last ADAPTER_DIGITS of the digests.
+    """
 
     worker_id: str
     used: int
@@ -97,8 +102,9 @@ class Roster:
         ranking = _ranking(digest, self._ids, max(RANKED, homes + CANDIDATES))
         by_rank = [self._workers[place] for place in ranking]
         first = by_rank[: max(homes, CANDIDATES)]
-        have = [worker for worker in first if digest in worker.adapters]
-        ready = [worker for worker in first[:homes] if digest in worker.adapters and worker.used < worker.rows]
+        digits = digest[-ADAPTER_DIGITS:]
+        have = [worker for worker in first if digits in worker.adapters]
+        ready = [worker for worker in first[:homes] if digits in worker.adapters and worker.used < worker.rows]
         start = turn % max(1, len(ready))
         ready = ready[start:] + ready[:start]
         holders = (worker for worker in have if worker.used < worker.rows)
@@ -106,7 +112,7 @@ class Roster:
         best = dict.fromkeys(map(_id_of, chain(sorted(ready[:2], key=_used_of), ready[2:PREFERRED], holders)))
         while len(best) < PREFERRED and (worker := next(others, None)) is not None:
             best[worker.worker_id] = None
-        lacking = (worker for worker in first[:homes] if digest not in worker.adapters)
+        lacking = (worker for worker in first[:homes] if digits not in worker.adapters)
         to_warm = tuple(worker.worker_id for worker in lacking if homes > 1 or worker.has_free_slot)
         return Preference(tuple(best)[:PREFERRED], to_warm if have else ())
 

@@ -35,9 +35,11 @@ lp:{MODEL/CELL}:quarantine   zset    tenants, and tenants with an adapter, whose
 lp:{MODEL/CELL}:suspects     hash    jobs that engines may have died of, and jobs of their tenants and adapters that
                                      workers have; expires
 lp:{MODEL/CELL}:pins         hash    adapters that every worker keeps on its device, by digest and tenant
-lp:{MODEL/CELL}:workers      hash    worker incarnations that may live, and the workers that they belong to
+lp:{MODEL/CELL}:workers      hash    worker incarnations that may live, the workers that they belong to, and their rows
+lp:{MODEL/CELL}:cards        hash    what routers need of the workers' states and changes seldom, by incarnation
 lp:{MODEL/CELL}:commands:INC list    operators' commands to an incarnation; expires
 lp:{MODEL/CELL}:worker:INC   string  state of a live incarnation; expires without beats
+lp:{MODEL/CELL}:roll:LIBRARY string  what all routers are told of the live workers, for a moment; expires
 lp:{MODEL/CELL}:routers      zset    routers, by the time from which they are taken for dead
 lp:{MODEL/CELL}:born         string  random name of this data, made when it began
 lp:{MODEL/CELL}:aside        hash    names and types of keys that had another type than here, for a router to report
@@ -50,6 +52,7 @@ lp:{ledger}:account:NAME     string  charges of a tenant or API key in the runni
 lp:{ledger}:of:ID            string  a reservation, open or ended; expires once it has ended
 lp:{ledger}:held:ROUTER      set     ids of a router's open reservations
 lp:{ledger}:routers          hash    number of each router's last call, and when others may end its reservations
+lp:{ledger}:ended:ROUTER      string  that of a router whose reservations have all ended; expires
 lp:{ledger}:usage            stream  charges whose usage events no router has written yet, where events are written
 """
 
@@ -127,8 +130,13 @@ class Keys:
 
     @property
     def workers(self) -> str:
-        """Key of the incarnations of workers that may live, with their workers."""
+        """Key of the incarnations of workers that may live, with their workers and rows."""
         return self.prefix + "workers"
+
+    @property
+    def cards(self) -> str:
+        """Key of what routers need of the workers' states and changes seldom, by incarnation."""
+        return self.prefix + "cards"
 
     def job(self, job_id: str) -> str:
         """Key of a waiting job."""

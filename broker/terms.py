@@ -68,6 +68,8 @@ BELOW_SHARE_MS = 100
 RESERVE_MS = 3_000
 # Time in ms for which a worker's count of free rows is believed; workers claim at least once a second.
 FREE_ROWS_MS = 1_500
+# Time in ms for which all routers are told the same roll of workers: half of the interval of a router's censuses.
+ROLL_MS = 250
 # Time in ms after a worker's last beat at which it is taken for dead.
 WORKER_TTL_MS = 3_000
 # Time in ms after a router's last beat at which it is taken for dead, unless no router has beaten for ROUTERS_QUIET_MS.

@@ -157,6 +157,16 @@ end
 
 function commands.GET(key) return find(key, 'string') or false end
 
+function commands.GETRANGE(key, first, last)
+  return sub(find(key, 'string') or '', whole(first) + 1, whole(last) + 1)
+end
+
+function commands.MGET(...)
+  local found = {}
+  for place, key in ipairs({...}) do found[place] = find(key, 'string') or false end
+  return found
+end
+
 function commands.SET(key, value, ...)
   local options, is_new_only, ms = {...}, false, nil
   for place, option in ipairs(options) do

@@ -17,7 +17,7 @@ end
 -- Types of the keys that all tenants of a cell share, which broker/keys.py describes.
 local KEY_TYPES = {waiting = 'zset', again = 'zset', uses = 'zset', tenants = 'zset', idle = 'zset', quarantine = 'zset',
   routers = 'zset', demand = 'zset', homes = 'hash', totals = 'hash', charged = 'hash', rooms = 'hash', suspects = 'hash', deaths = 'hash', pins = 'hash',
-  workers = 'hash', aside = 'hash', news = 'list', wake = 'list', dead = 'list', arrivals = 'string', floor = 'string',
+  workers = 'hash', cards = 'hash', aside = 'hash', news = 'list', wake = 'list', dead = 'list', arrivals = 'string', floor = 'string',
   passed_on = 'string', born = 'string', arrived_work = 'string',
   claimed_work = 'string'}
 -- The names of these keys, by the cell's prefix and the name without it, kept from call to call.

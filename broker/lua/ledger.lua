@@ -28,6 +28,9 @@ function ledger.of_type(key, answer)
   return false
 end
 
+-- Return the key of the row of a router that is gone, which no renewal reads, for when it comes back.
+function ledger.ended_row(router) return LEDGER .. 'ended:' .. router end
+
 -- Return the state of a call, of its packed message. It has accounts that it has read, and those that it has charged,
 -- by name, and the events of its charges.
 function ledger.new_call(packed)
@@ -35,6 +38,8 @@ function ledger.new_call(packed)
   -- The time at which the ledger opens, or nothing if it has lost its data, and the number of the router.
   local opens_at = tonumber(ledger.of_type(STATE, redis.pcall('GET', STATE)) or '')
   local row = ledger.of_type(ROUTERS, redis.pcall('HGET', ROUTERS, call.message.router))
+  call.is_listed = row
+  row = row or redis.call('GET', ledger.ended_row(call.message.router))
   call.number = tonumber(string.match(row or '', '^(%d+) %d+$') or '0')
   -- Whether this ledger has lost what the router told it, so that the router has to fill it first.
   call.is_behind = not opens_at or call.number < call.message.number
@@ -264,7 +269,7 @@ register_admission('ledger_reserve', function(_, arguments)
   r.requests, r.input, r.output, r.streams = needs.requests, input, output, 1
   ledger.add(call, r, 'held_', r.requests, input, output, 1)
   ledger.write(r)
-  if call.number == 0 then ledger.count_call(call) end
+  if not call.is_listed then ledger.count_call(call) end
   return ledger.reply(call, {reservation = r})
 end)
 
@@ -341,8 +346,9 @@ function ledger.end_expired(call, rows)
         end
         if redis.call('EXISTS', ledger.held_by(router)) == 1 then expires = now end
       end
-      if not calls or expires < now - DAY_MS then
+      if not calls or expires < now then
         redis.call('HDEL', ROUTERS, router)
+        if calls then redis.call('SET', ledger.ended_row(router), rows[i + 1], 'PX', DAY_MS) end
       elseif expires ~= tonumber(until_ms) then
         redis.call('HSET', ROUTERS, router, string.format('%s %.0f', calls, expires))
       end

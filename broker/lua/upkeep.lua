@@ -62,25 +62,39 @@ function upkeep.drop_remains(call)
   end
 end
 
--- Return the states of the live workers. Incarnations whose key has expired are taken off the list.
+-- Return which of the incarnations at every second place have no key, from `first` to `last`, in `dead`. Those that all
+-- live are asked for at once: a command takes as long as a hundred keys.
+function upkeep.find_dead(call, found, first, last, dead)
+  local keys = {}
+  for i = first, last, 2 do keys[#keys + 1] = call.prefix .. 'worker:' .. found[i] end
+  if redis.call('EXISTS', unpack(keys)) == #keys then return end
+  if #keys == 1 then dead[found[first]] = true return end
+  local middle = first + 2 * math.floor(#keys / 2)
+  upkeep.find_dead(call, found, first, middle - 2, dead)
+  upkeep.find_dead(call, found, middle, last, dead)
+end
+
+-- Return a line of each live incarnation: with its row, if it has any. Those whose key has expired are taken off.
 function upkeep.read_workers(call)
-  local states, living, lapsed = {}, {}, {}
-  local incarnations = redis.call('HGETALL', call.keys.workers)
-  for i = 1, #incarnations, 2 do
-    local incarnation, worker = incarnations[i], incarnations[i + 1]
-    local state = redis.pcall('GET', call.prefix .. 'worker:' .. incarnation)
-    if type(state) == 'string' then
-      states[#states + 1] = state
-      living[worker] = true
-    else
+  local rows, living, lapsed, dead = {}, {}, {}, {}
+  local found = redis.call('HGETALL', call.keys.workers)
+  for first = 1, #found, 200 do upkeep.find_dead(call, found, first, math.min(first + 198, #found - 1), dead) end
+  for i = 1, #found, 2 do
+    local incarnation = found[i]
+    local worker, row = string.match(found[i + 1], '^([^\n]*)\n?(.*)')
+    if dead[incarnation] then
       redis.call('HDEL', call.keys.workers, incarnation)
+      redis.call('HDEL', call.keys.cards, incarnation)
       lapsed[#lapsed + 1] = worker
+    else
+      rows[#rows + 1] = incarnation .. ' ' .. row
+      living[worker] = true
     end
   end
   for _, worker in ipairs(lapsed) do
     if not living[worker] then workers.clear_free_rows(call, worker) end
   end
-  return states
+  return rows
 end
 
 -- Return {waiting jobs, their work, the work that the cell claims in a second, 0 where nothing tells, tenants with a
@@ -93,27 +107,45 @@ function upkeep.load(call)
     number_of(redis.pcall('GET', keys.arrivals))}
 end
 
--- Answers {the server's run and the name of its data, the states of all live workers, keys that were set aside and
--- their types, adapters with several homes and how many, the cell's load}. A router that asks is recorded as alive.
-register('census', function(_, arguments)
-  local call, router, new_data_name, busy = new_call(arguments), arguments[2], arguments[3], arguments[4]
+-- Repair what lost keys have left. Returns keys that were set aside and their types.
+function upkeep.repair(call)
   set_aside_unless(call, 'hash', 'aside')
   for name, wanted in pairs(KEY_TYPES) do set_aside_unless(call, wanted, name) end
   for _, tenant in ipairs(redis.call('ZRANDMEMBER', call.keys.tenants, QUEUES_PER_CENSUS)) do
     set_aside_unless(call, 'zset', 'queue:' .. tenant)
     redis.call('ZADD', call.keys.uses, 'NX', '+inf', tenant) -- one that was lost: too high, it is corrected
   end
-  if router ~= '' then routers.beat(call, router) end
-  local states = upkeep.read_workers(call)
   tenants.rebase_counters(call)
   upkeep.drop_remains(call)
   charges.drop_old(call)
   workers.drop_old_rooms(call)
-  redis.call('SET', call.keys.born, new_data_name, 'NX')
-  local run = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
   local aside = redis.call('HGETALL', call.keys.aside)
   redis.call('DEL', call.keys.aside)
-  return {run .. ' ' .. redis.call('GET', call.keys.born), states, aside, demand.homes(call, busy), upkeep.load(call)}
+  return aside
+end
+
+-- Return the lines of a roll: its time and the number of workers, the server's run and the name of its data, and each
+-- live worker's incarnation and row.
+function upkeep.make_roll(call, new_data_name)
+  redis.call('SET', call.keys.born, new_data_name, 'NX')
+  local run, rows = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)'), upkeep.read_workers(call)
+  return string.format('%.0f %d\n%s %s\n%s', call.now, #rows, run, redis.call('GET', call.keys.born), table.concat(rows, '\n'))
+end
+
+-- Answers {key of the roll, keys that were set aside and their types, adapters with several homes and how many, the cell's
+-- load}. A router that asks is recorded as alive. The roll is made once in ROLL_MS for all routers, and anew where their
+-- number has changed.
+register('census', function(_, arguments)
+  local call, router, new_data_name, busy = new_call(arguments), arguments[2], arguments[3], arguments[4]
+  local key, aside = call.prefix .. 'roll:' .. LIBRARY, {}
+  local head, known = redis.pcall('GETRANGE', key, 0, 31), redis.pcall('HLEN', call.keys.workers)
+  local made_ms, count = string.match(type(head) == 'string' and head or '', '^(%d+) (%d+)\n')
+  local age_ms = call.now - number_of(made_ms)
+  local is_due = tonumber(count) ~= known or age_ms < 0 or age_ms >= ROLL_MS
+  if is_due then aside = upkeep.repair(call) end
+  if router ~= '' then routers.beat(call, router) end
+  if is_due then redis.call('SET', key, upkeep.make_roll(call, new_data_name), 'PX', WORKER_TTL_MS) end
+  return {key, aside, demand.homes(call, is_due and busy or ''), upkeep.load(call)}
 end)
 
 -- Answers for each job, given by id and attempt, 1 if that attempt or a newer one waits, 2 if it was displaced, else 0.

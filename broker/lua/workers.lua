@@ -42,12 +42,15 @@ end
 
 -- Shorten what was to expire by the clock before it went back: the keys of workers, and their free rows.
 function workers.shorten(call)
-  local incarnations = redis.call('HGETALL', call.keys.workers)
-  for i = 1, #incarnations, 2 do
-    redis.call('PEXPIRE', call.prefix .. 'worker:' .. incarnations[i], WORKER_TTL_MS)
-    redis.call('HDEL', call.keys.rooms, incarnations[i + 1])
+  local found = redis.call('HGETALL', call.keys.workers)
+  for i = 1, #found, 2 do
+    redis.call('PEXPIRE', call.prefix .. 'worker:' .. found[i], WORKER_TTL_MS)
+    redis.call('HDEL', call.keys.rooms, workers.id_in(found[i + 1]))
   end
 end
+
+-- Return the worker's id in what `workers` has of an incarnation: the id, and after a line break its row.
+function workers.id_in(value) return string.match(value, '^[^\n]*') end
 
 -- Return the rows of a packed room. Raises an error on one that this library cannot have packed, or that is too old.
 function workers.checked_room(now, rows, until_ms)
@@ -105,10 +108,11 @@ function workers.clear_free_rows(call, worker)
   if redis.call('ZCARD', call.keys.waiting) > 0 then workers.wake_any(call) end
 end
 
--- Record that a worker's incarnation lives, with its state. Answers the addresses of the live routers.
+-- Record that a worker's incarnation lives, with its state, row and card. Answers the addresses of the live routers.
 register('beat', function(_, arguments)
-  local call, incarnation, worker, state = new_call(arguments), arguments[2], arguments[3], arguments[4]
-  redis.call('HSET', call.keys.workers, incarnation, worker)
+  local call, incarnation, worker, state, row, card = new_call(arguments), unpack(arguments, 2, 6)
+  redis.call('HSET', call.keys.workers, incarnation, worker .. '\n' .. row)
+  redis.call('HSET', call.keys.cards, incarnation, card)
   redis.call('SET', call.prefix .. 'worker:' .. incarnation, state, 'PX', WORKER_TTL_MS)
   return routers.live(call)
 end)
@@ -119,7 +123,8 @@ register('declare_dead', function(_, arguments)
   local worker = redis.call('HGET', call.keys.workers, incarnation)
   redis.call('DEL', call.prefix .. 'worker:' .. incarnation)
   redis.call('HDEL', call.keys.workers, incarnation)
-  if worker then workers.clear_free_rows(call, worker) end
+  redis.call('HDEL', call.keys.cards, incarnation)
+  if worker then workers.clear_free_rows(call, workers.id_in(worker)) end
 end)
 
 -- Answers the addresses of the live routers.

@@ -206,6 +206,20 @@ async def test_a_router_that_comes_long_after_all_others_died_ends_their_reserva
     assert (account["day_tokens"], account["held_streams"]) == (40, 0)
 
 
+async def test_renewals_read_no_routers_that_have_ended_and_know_one_that_comes_back(cluster: Cluster) -> None:
+    for number in range(20):
+        await cluster.router(f"ended{number}")
+    paused = await cluster.router("a")
+    await paused.tell([])
+    await cluster.renew_for(2 * terms.HELD_MS)
+    assert await cluster.redis.hkeys(f"{LEDGER}routers") == [b"b"]
+    one = await cluster.reserve(1)  # not told to fill a ledger that has lost nothing
+    one.use(10, 30)
+    await paused.tell([one])
+    await cluster.renew_for(2 * terms.HELD_MS)
+    assert (await cluster.account())["held_day_tokens"] == 0, "one that comes back and dies ends as others do"
+
+
 async def test_a_request_whose_first_router_tells_of_tokens_late_counts_once(cluster: Cluster) -> None:
     first = await cluster.reserve()
     second = await cluster.reserve(router="b", received=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
@@ -100,6 +101,49 @@ async def test_nothing_waits_for_a_worker_that_is_gone(redis: Redis, liveness: L
     assert await queues["w2"].wait_for_work(30)
     claimed = await queues["w2"].claim("sha256:0", ROOMY)
     assert [one.job_id for one in claimed.jobs] == ["k"]
+
+
+async def test_a_census_reads_a_workers_adapters_once(redis: Redis, liveness: Liveness) -> None:
+    adapters = tuple(f"sha256:{number:064x}" for number in range(64))
+    states = [replace(worker(f"w{number:02}"), adapters=adapters) for number in range(32)]
+
+    async def look() -> int:
+        """Return how many bytes a census has taken, which must tell the workers' counts and adapters."""
+        for state in states:
+            await liveness.beat(state)
+        before = int((await redis.info("stats"))["total_net_output_bytes"])
+        census = await liveness.take_census("router")
+        assert census.workers == [
+            replace(
+                state, adapters=tuple(digest[-16:] for digest in state.adapters), sets={}, steps=0, tiers=AdapterTiers()
+            )
+            for state in states
+        ]
+        return int((await redis.info("stats"))["total_net_output_bytes"]) - before
+
+    await look()
+    states = [replace(state, rows_running=number, blocks_free=number) for number, state in enumerate(states)]
+    states[7] = replace(states[7], adapters=adapters[1:])
+    assert await look() < 32 * 100 + 2 * len(encode_record(states[7])) + 5_000  # of INFO
+    await liveness.declare_dead(states.pop().incarnation)
+    await look()
+
+
+async def test_many_routers_share_one_look_at_the_workers(redis: Redis) -> None:
+    async def calls() -> int:
+        return sum(of["calls"] for of in (await redis.info("commandstats")).values())
+
+    liveness = [Liveness(redis, KEYS) for _ in range(40)]
+    for number in range(100):
+        await liveness[0].beat(worker(f"w{number:02}"))
+    await asyncio.gather(*(one.take_census(f"router{number}") for number, one in enumerate(liveness)))
+    before = await calls()
+    await asyncio.gather(*(one.take_census(f"router{number}") for number, one in enumerate(liveness)))
+    assert await calls() - before < 100 * len(liveness) / 2
+    await liveness[0].beat(worker("new"))
+    assert [state.worker_id for state in (await liveness[1].take_census()).workers[:2]] == ["new", "w00"]
+    await liveness[0].declare_dead("w00-inc")
+    assert [state.worker_id for state in (await liveness[1].take_census()).workers[:2]] == ["new", "w01"]
 
 
 async def test_an_incarnation_that_ends_after_the_next_one_began_takes_no_room(

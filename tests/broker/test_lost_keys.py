@@ -134,6 +134,7 @@ async def test_every_job_is_claimed_and_no_count_is_left(redis: Redis, seed: int
         "rooms",
         "routers",
         "born",
+        "roll:",
         "passed_on",
         "charged",
     )

@@ -298,7 +298,8 @@ class Walk:
         for key, made in self.running.items():
             await self.queue.charge(UsageReport(*key, made, ended=True))
         kept = ("arrivals", "arrived_work", "claimed_work", "news", "floor", "idle", "wake", "rooms", "routers", "born",
-                "demand", "passed_on", "deaths", "quarantine", "suspects", "charged", "totals", CLOCK)  # fmt: skip
+                "demand", "roll:", "passed_on", "deaths", "quarantine", "suspects", "charged", "totals",
+                CLOCK)  # fmt: skip
         assert {name for name in await self.queue.names() if not name.startswith(kept)} == set()
         assert set(await self.queue.totals()) <= {"/cell"}
 

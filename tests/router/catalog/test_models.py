@@ -197,6 +197,7 @@ async def test_a_redis_that_does_not_answer_ends_nobody_and_is_named(server: Val
                 assert await router.look() == ["w1"]
         assert len(router.live) == 1
         router.ahead_s = 20
+        await redis.delete(*await redis.keys(KEYS.prefix + "roll:*"))  # as its time to live would
         assert await router.look() == []
         assert "a worker that serves tiny" in router.models.waits_for()
         assert router.live[1:] == [set()]

@@ -9,6 +9,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from broker.commands import Command, Verb
+from broker.functions import Library, shipped_functions
 from broker.homes import Roster, WorkerLoad
 from broker.liveness import Liveness
 from broker.messages import AdapterRef, AdapterRequest, WorkerState
@@ -45,7 +46,8 @@ class Router:
     """The part of a router that places jobs, by its last census."""
 
     def __init__(self, redis: Redis) -> None:
-        self.redis, self.queue, self.liveness = redis, JobQueue(redis, KEYS), Liveness(redis, KEYS)
+        self.redis, self.queue = redis, JobQueue(redis, KEYS)
+        self.liveness = Liveness(redis, KEYS, library=Library(shipped_functions(ROLL_MS=0)))
         self.live = LiveWorkers(time.monotonic)
         placer = Placer(lambda *_: self.live.of("tiny") or [], lambda _: 1.0, 0.0, homes_of=self.live.homes_of)
         self.dispatcher = Dispatcher(lambda *_: self.queue, placer.place)
