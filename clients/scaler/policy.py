@@ -71,10 +71,12 @@ class CellSums:
         self._last: dict[str, float] = {}
 
     def add(self, numbers: Mapping[str, float]) -> float:
-        """Take the numbers of the cells that answered; return the sum of their growth since the first look."""
+        """Take the numbers of the cells that answered; return the sum of their growth since the first look.
+
+        Of a lower number than before, which a Redis has that lost its data or came back older, the growth is not known.
+        """
         for cell, number in numbers.items():
-            last = self._last.get(cell, number)
-            self._total += number - last if number >= last else number
+            self._total += max(0.0, number - self._last.get(cell, number))
             self._last[cell] = number
         return self._total
 
