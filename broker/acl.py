@@ -23,6 +23,10 @@ from broker.functions import LIBRARY, load
 
 Passwords = Mapping[str, Sequence[str]]
 
+# The default user signs nobody in, but keeps all rights: Redis 7.0 reads its append-only file as that user, and drops
+# each write of a function or transaction that the user may not make.
+DEFAULT_USER = ("default", "off", "~*", "&*", "+@all")
+
 # Random bytes of a password: nobody can guess it, so that the server may keep it as a plain hash.
 _PASSWORD_BYTES = 32
 _CELL, _MODEL = "CELL", "MODEL"
@@ -112,7 +116,7 @@ async def set_users(redis: Redis, models: Sequence[str], cells: Sequence[str], p
     for user in ROLES:
         await _run(redis, "ACL SETUSER", user, "reset", *rules(user, models, cells, passwords[user]))
     await load(redis, LIBRARY)
-    await _run(redis, "ACL SETUSER", "default", "off")
+    await _run(redis, "ACL SETUSER", *DEFAULT_USER)
     try:
         await _run(redis, "ACL SAVE")
     except ResponseError:  # it has no ACL file

@@ -19,8 +19,10 @@ from rpc.children.process import Process
 class ValkeyServer:
     """A server in `directory`, which must be short enough for a socket's path."""
 
-    def __init__(self, directory: Path, *flags: str) -> None:
+    def __init__(self, directory: Path, *flags: str, program: str | None = None) -> None:
+        """`program`: another server that speaks Redis, instead of Valkey from the wheel."""
         self._directory = directory
+        self._program = program
         self._flags = flags
         self._process: Process | None = None
         self.url = valkey.socket_url(directory)
@@ -33,7 +35,8 @@ class ValkeyServer:
         self._directory.mkdir(parents=True, exist_ok=True)
         flags = ["--bind", "127.0.0.1", "--port", str(self.port), "--repl-diskless-sync-delay", "0"]
         flags += self._flags
-        command = [*valkey.command(self._directory), *flags]
+        binary, *settings = valkey.command(self._directory)
+        command = [self._program or binary, *settings, *flags]
         log_path = self._directory / "valkey.log"
         self._process = await Process.start("valkey", command, log_path=log_path, ready=valkey.READY)
         await self._process.wait_ready()

@@ -330,7 +330,7 @@ def acl(  # one parameter a flag
     """
     from artifacts import ArtifactError
     from artifacts.names import check_base_name
-    from broker.acl import ROLES, acl_file, read_passwords, rotated, write_passwords
+    from broker.acl import DEFAULT_USER, ROLES, acl_file, read_passwords, rotated, write_passwords
     from broker.cells import is_cell_name
 
     try:
@@ -352,7 +352,7 @@ def acl(  # one parameter a flag
         saved = asyncio.run(_apply(url, models, cells, passwords))
     write_passwords(directory, passwords)
     if not apply:
-        print("\n".join([*acl_file(models, cells, passwords), "user default off"]))
+        print("\n".join([*acl_file(models, cells, passwords), " ".join(["user", *DEFAULT_USER])]))
         return
     say(f"set the users {', '.join(ROLES)} and turned the default user off")
     if not saved:

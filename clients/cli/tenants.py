@@ -322,13 +322,31 @@ def read_tenants(file: Path) -> list[TenantSpec]:
 
     try:
         text = read_text(file, "--file")
-        values = _mapping(yaml.safe_load(text), "the file", {"tenants"})
+        values = _mapping(_load_yaml(text), "the file", {"tenants"})
     except yaml.YAMLError as error:
         raise CommandError(f"--file: {file}: {' '.join(str(error).split())}") from error
     except RecursionError:
         raise CommandError(f"--file: {file}: lists within lists, too deep") from None
     listed = _mapping(values.get("tenants"), "tenants")
     return [_tenant(name, value, file.parent) for name, value in listed.items()]
+
+
+def _load_yaml(text: str) -> Any:
+    """Parse YAML; raises YAMLError for a key that stands twice in a mapping, of which PyYAML would take the last."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            names = set[str]()
+            for key, _ in node.value:
+                if key.value in names:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{key.value!r} is written twice; keep one of them", key.start_mark
+                    )
+                names.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)
 
 
 def _tenant(name: str, value: Any, directory: Path) -> TenantSpec:

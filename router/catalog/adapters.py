@@ -34,7 +34,7 @@ from rpc.tasks import SharedCalls
 
 log = logging.getLogger(__name__)
 
-# Maximum characters of the settings that are kept, and maximum number of adapters; beyond them all are read anew.
+# Maximum characters of the cached settings, and maximum number of adapters; beyond them the longest unused is dropped.
 _KEPT_CHARACTERS = 32 * 1024 * 1024
 _CACHED_REVISIONS = 10_000
 
@@ -77,17 +77,17 @@ class AdapterConfigs:
             return AdapterSettings()
         if adapter.digest not in self._cached:
             return await self._reading.run((tenant, adapter.digest), lambda: self._ask(tenant, adapter))
-        return self._cached[adapter.digest][1]
+        kept = self._cached[adapter.digest] = self._cached.pop(adapter.digest)  # to the end, as the last one used
+        return kept[1]
 
     async def _ask(self, tenant: str, adapter: AdapterRef) -> AdapterSettings:
         config = await self._store.config_of(tenant, adapter.revision)
         settings = await asyncio.to_thread(_read, config)
         if adapter.digest not in self._cached:
-            if len(self._cached) >= _CACHED_REVISIONS or self._characters + settings.characters > _KEPT_CHARACTERS:
-                self._cached.clear()
-                self._characters = 0
             self._cached[adapter.digest] = adapter.revision, settings
             self._characters += settings.characters
+            while len(self._cached) > _CACHED_REVISIONS or self._characters > _KEPT_CHARACTERS:
+                self._characters -= self._cached.pop(next(iter(self._cached)))[1].characters
         return settings
 
     def forget_tenant(self, tenant: str) -> int:

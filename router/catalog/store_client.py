@@ -30,6 +30,7 @@ from rpc.tls import LiveChannel, TlsFiles
 from telemetry.logging import LogOnce
 from tenancy.api_keys import STALE_S, USED_AT_ONCE, HashedKey, HashedSecret, KeyDirectory
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ PAUSE_S = 0.1
 DOWNLOAD_S = 60.0
 # Maximum number of names that the store is asked for at once, in turns of the tenants: it answers a thousand a second.
 ASKS_AT_ONCE = 64
-# Maximum number of cached names; beyond it the cache is emptied.
+# Maximum number of cached names; beyond it the name that was asked for longest ago is dropped.
 NAMES_KEPT = 10_000
 # Maximum number of accounts in a message of the store.
 ACCOUNTS_AT_ONCE = 1_000
@@ -142,6 +143,14 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
+
+
+def keep_newest(cache: dict[K, T], key: K, value: T, limit: int) -> None:
+    """Put a value into a cache, which keeps the `limit` values that were put last."""
+    cache.pop(key, None)
+    cache[key] = value
+    if len(cache) > limit:
+        del cache[next(iter(cache))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +237,7 @@ class StoreClient:
             resolved = await self._ask(tenant, name, cached=cached)
         finally:
             self._asking.give(tenant)
-        if len(self._names) >= NAMES_KEPT:
-            self._names.clear()
-        self._names[tenant, name] = (time.monotonic(), resolved)
+        keep_newest(self._names, (tenant, name), (time.monotonic(), resolved), NAMES_KEPT)
         return resolved
 
     async def _ask(self, tenant: str, name: str, *, cached: bool) -> ResolvedAdapter:
@@ -263,9 +270,7 @@ class StoreClient:
             for certificate in revision.certificates
             if certificate.verdict in {pb.VERDICT_REFUSED, pb.VERDICT_WARNED}
         }
-        if len(self._epochs) >= NAMES_KEPT:
-            self._epochs.clear()
-        self._epochs[ref.revision] = epoch
+        keep_newest(self._epochs, ref.revision, epoch, NAMES_KEPT)
         return ResolvedAdapter(ref, revision.base_digest, breaches, epoch)
 
     def epoch_of(self, revision: str) -> int:

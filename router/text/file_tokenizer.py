@@ -341,7 +341,7 @@ class FileTokenizer(ModelTokenizer):
         """See ModelTokenizer."""
         if tokens not in self._with_tokens:
             if len(self._with_tokens) >= _WITH_TOKENS:
-                self._with_tokens.clear()
+                del self._with_tokens[next(iter(self._with_tokens))]
             own = copy(self)
             own._tokenizer = _with_tokens(self._tokenizer, tokens)
             if self.longest_token is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,10 +16,15 @@ from typer.testing import CliRunner
 from broker.connection import RedisUnreachableError, connect
 from broker.keys import Keys
 from broker.liveness import Liveness
+from broker.queue import JobQueue
 from broker.startup import connect_once_up
+from broker.terms import QueueState
 from clients.cli.__main__ import app
 from clients.cli.terminal import CommandError
+from tests.broker.clocked_queue import make_job
 from tests.valkey_server import ValkeyServer
+
+REDIS = shutil.which("redis-server")
 
 
 async def acl(*arguments: str) -> str:
@@ -68,6 +74,28 @@ async def test_a_server_with_the_printed_file(server: ValkeyServer, users: Path)
     await server.restart(keeps=False)
     async with await connect(as_user(server, users, "router")) as router:
         await Liveness(router, keys).take_census("here")
+
+
+@pytest.mark.skipif(REDIS is None, reason="redis-server is not installed (Debian's package has Redis 7.0)")
+async def test_redis_itself_keeps_what_functions_wrote_over_a_restart(
+    tmp_path_factory: pytest.TempPathFactory, users: Path
+) -> None:
+    directory = tmp_path_factory.mktemp("v")
+    (directory / "users.acl").write_text(await acl(str(users), "--model", "tiny"))
+    flags = ("--aclfile", str(directory / "users.acl"), "--appendonly", "yes")
+    server = ValkeyServer(directory, *flags, program=REDIS)
+    await server.start()
+    try:
+        async with await connect(as_user(server, users, "router")) as router:
+            queue = JobQueue(router, Keys("tiny", "main"))
+            await queue.enqueue(make_job("a", "acme"))
+            assert await queue.look_up([("a", 1)]) == [QueueState.WAITS]
+        await server.kill()
+        await server.start()
+        async with await connect(as_user(server, users, "router")) as router:
+            assert await JobQueue(router, Keys("tiny", "main")).look_up([("a", 1)]) == [QueueState.WAITS]
+    finally:
+        await server.kill()
 
 
 async def test_passwords_are_rotated_while_processes_run(server: ValkeyServer, users: Path) -> None:

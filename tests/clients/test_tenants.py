@@ -89,6 +89,7 @@ async def test_a_file_of_tenants_is_applied_once(store: str, tmp_path: Path, ada
         (("plan: {}", "- x"), "tenants.globex: write NAME: VALUE lines"),
         (("ci:", "a/b:"), "tenants.acme.keys.a/b: a label has"),
         (("{}", "{"), "--file: .*teams.yaml: while parsing"),
+        (("weight: 2.5", "tokens_per_day: 3"), "--file: .*teams.yaml: .tokens_per_day. is written twice"),
     ],
 )
 async def test_a_mistake_in_a_file_of_tenants_changes_nothing(

@@ -122,6 +122,25 @@ async def test_names_outlive_a_store_that_is_away(monkeypatch: pytest.MonkeyPatc
     await store.close()
 
 
+async def test_a_name_beyond_the_cached_ones_drops_only_the_one_asked_for_longest_ago(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_client, "NAME_TTL_S", 0.0)
+    monkeypatch.setattr(store_client, "NAMES_KEPT", 2)
+    monkeypatch.setattr(store_client, "CALL_S", 0.2)
+    names = Names()
+    names.known |= {"c"}
+    names.answers.set()
+    server, port = await names.serve()
+    store = StoreClient(f"127.0.0.1:{port}")
+    known = {name: await store.resolve("acme", name) for name in ("a", "b", "a", "c")}
+    await server.stop(0)
+    assert [await store.resolve("acme", name) for name in "ac"] == [known["a"], known["c"]]
+    with pytest.raises(Unavailable):
+        await store.resolve("acme", "b")
+    await store.close()
+
+
 async def test_a_store_that_is_killed_and_comes_back_fails_no_new_name() -> None:
     names = Names()
     server, port = await names.serve()
