@@ -441,7 +441,8 @@ def purge(
 
     In the store: adapters, grants, API keys and plans. In a cell: calls, waiting jobs, what Redis keeps by the name,
     caches of the routers, adapters and prefixes at the workers. Prints what was removed, and what another look still
-    found; exits with 1 if anything was, or if a part of a cell did not answer.
+    found; exits with 1 if anything was, or if a part of a cell did not answer. HTTP gateways keep
+    answers stored for /v1/responses in memory, readable by nobody, until --responses-kept-s has passed.
 
     [bold]loraplex tenants purge acme --yes[/]
     """
