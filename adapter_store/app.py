@@ -37,7 +37,6 @@ from adapter_store.signers import Signers, read_signers
 from adapter_store.sources.policy import Sources
 from adapter_store.storage import DataDirectory
 from adapter_store.transfer import Transfers
-from adapter_store.webhooks import LOOK_S as WEBHOOKS_LOOK_S
 from adapter_store.webhooks import Webhooks, read_webhooks
 from artifacts.fitness import FitnessLimits
 from rpc.errors import CallError
@@ -276,7 +275,7 @@ class Store:
             every(PLANS_LOOK_S, self._look_at_plans),
             every(RELEASES_LOOK_S, self._releases.look),
             every(EXPIRY_S, self._remove_expired),
-            every(WEBHOOKS_LOOK_S, self._webhooks.look),
+            self._webhooks.follow(),
         ]
         if self._settings.bucket:
             looks += [every(BUCKET_LOOK_S, self._follow_bucket), every(TIDY_S, self._tidy_bucket)]

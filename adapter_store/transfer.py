@@ -8,7 +8,6 @@ where it ended; a store that stops or is killed has nothing of it left.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from adapter_store.sources.fetch import Cancelled, Fetched, Progress, fetch
 from adapter_store.sources.policy import Rule, Sources, SourceUri, parse_uri
 from adapter_store.storage import BlobReader, CorruptBlob, DataDirectory, Upload
 from artifacts.checkpoint import ADAPTER_HEADER_BYTES
+from artifacts.json_object import parse_bounded
 from artifacts.names import AdapterName
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import TENSOR_PREFIX, WEIGHTS_FILE
@@ -81,7 +81,7 @@ class Transfers:
         """End the threads, and remove what was fetched of imports that did not end."""
         self._closed = True
         for progress in self._running.values():
-            progress.cancelled.set()
+            progress.cancel()
         await asyncio.to_thread(self._threads.shutdown)
         for key in list(self._kept):
             self._forget(key)
@@ -110,7 +110,7 @@ class Transfers:
                 yield replace(new, warnings=(*progress.warnings, *new.warnings)), into.upload
             finally:
                 # The thread may still write: what it has is kept or removed after its end.
-                progress.cancelled.set()
+                progress.cancel()
                 working.add_done_callback(partial(self._ended, key, into))
 
     async def exported(
@@ -129,7 +129,7 @@ class Transfers:
                     yield progress
                 revision, pin = working.result()
             finally:
-                progress.cancelled.set()
+                progress.cancel()
                 working.add_done_callback(lambda done: done.cancelled() or done.exception())
             yield revision, pin
 
@@ -203,12 +203,13 @@ def _push(
             name: (blob.digest, blob.size, partial(_told_pieces, readers[name], progress))
             for name, blob in ((CONFIG_FILE, revision.config), (WEIGHTS_FILE, revision.weights))
         }
-        return revision, push_files(uri, rule, files, annotations_of(revision, modules))
+        return revision, push_files(uri, rule, files, annotations_of(revision, modules), progress.sockets)
     except CorruptBlob as error:
         raise DataLoss("revision", str(revision.name), str(error)) from error
     except Interrupted as error:
         raise down(f"the registry does not answer or breaks off: {error}") from error
     finally:
+        progress.sockets.close()
         for reader in readers.values():
             reader.close()
 
@@ -231,7 +232,7 @@ def _modules(opened: Callable[[], tuple[Revision, Files]]) -> list[str]:
             return []
         with suppress(ValueError, RecursionError, AttributeError):
             names = [
-                name.removeprefix(TENSOR_PREFIX).partition(".lora_")[0] for name in json.loads(weights.read(length))
+                name.removeprefix(TENSOR_PREFIX).partition(".lora_")[0] for name in parse_bounded(weights.read(length))
             ]
             return sorted({name.rpartition(".")[2] for name in names} - {"__metadata__"})
         return []

@@ -20,26 +20,28 @@ import json
 import logging
 import time
 import tomllib
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from adapter_store.database import Database
 from adapter_store.rollouts import ReleaseEvent
 from rpc.errors import CallError
+from rpc.tasks import every
+from rpc.timed_http import timed_call
 
 log = logging.getLogger(__name__)
 
 # Interval in seconds between looks for events.
 LOOK_S = 0.5
-# Timeout in seconds of a call. Pauses in seconds after calls that failed: the first, and the longest.
+# Timeout in seconds of a whole call. Pauses in seconds after calls that failed: the first, and the longest.
 _CALL_S, _PAUSE_S, _LONGEST_S = 5.0, 1.0, 60.0
 # Number of tries after which an event is left out, so that those after it are sent: about ten minutes.
 _TRIES = 15
@@ -81,7 +83,7 @@ def _webhook(path: Path, name: str, values: Any) -> Webhook:
     if unknown := values.keys() - _FIELDS:
         raise WebhooksError(f"{where}.{min(unknown)} is not one of {', '.join(sorted(_FIELDS))}")
     url, secret, tenants = values.get("url"), values.get("secret_file"), values.get("tenants", [])
-    if not isinstance(url, str) or not url.startswith(("https://", "http://")):
+    if not isinstance(url, str) or not url.startswith(("https://", "http://")) or not _has_host(url):
         raise WebhooksError(f"{where}.url: give an address such as https://ci.example.com/hook")
     if not isinstance(secret, str):
         raise WebhooksError(f"{where}.secret_file: give the name of a file")
@@ -99,6 +101,14 @@ def _webhook(path: Path, name: str, values: Any) -> Webhook:
             f"{where}.secret_file: {path.parent / secret} is not {_PREFIX} and base64 of 24 to 64 bytes"
         )
     return Webhook(name, url, key, frozenset(tenants))
+
+
+def _has_host(url: str) -> bool:
+    """Return whether a URL has a host, and a port that can be read."""
+    try:
+        return bool(urlsplit(url).port != 0 and urlsplit(url).hostname)
+    except ValueError:
+        return False
 
 
 def signed_headers(key: bytes, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
@@ -120,11 +130,12 @@ class _Message:
 
 
 class Webhooks:
-    """Sends the events of the catalog to webhooks, each of which waits for none of the others."""
+    """Sends the events of the catalog to webhooks, each in a thread of its own, which waits for none of the others."""
 
     def __init__(self, database: Database, webhooks: list[Webhook]) -> None:
         self._database = database
         self._webhooks = webhooks
+        self._threads = ThreadPoolExecutor(max(1, len(webhooks)), thread_name_prefix="webhook")
         database.repeated(self._begin)
 
     def _begin(self) -> None:
@@ -139,17 +150,20 @@ class Webhooks:
                 "DELETE FROM webhooks WHERE name NOT IN (SELECT value FROM json_each(?))", (json.dumps(names),)
             )
 
-    async def look(self) -> None:
-        """Send what has happened since the last look; called every LOOK_S."""
-        now = time.monotonic()
-        due = [webhook for webhook in self._webhooks if webhook.paused_until <= now]
+    async def follow(self) -> None:
+        """Send what happens, with a look of each webhook every LOOK_S; returns where there are none."""
+        await asyncio.gather(*(every(LOOK_S, partial(self._look, webhook)) for webhook in self._webhooks))
+
+    async def _look(self, webhook: Webhook) -> None:
         try:
-            await asyncio.gather(*(asyncio.to_thread(self._send, webhook) for webhook in due))
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._send, webhook)
         except CallError as error:  # the disk is full, or the bucket does not answer: the event is sent again
-            log.warning("what webhooks have taken is not kept: %s", error)
+            log.warning("webhook %s: what it has taken is not kept: %s", webhook.name, error)
 
     def _send(self, webhook: Webhook) -> None:
-        """Send a webhook its next events, until there are none, or a call fails."""
+        """Send a webhook its next events, until there are none, or a call fails, unless it pauses."""
+        if time.monotonic() < webhook.paused_until:
+            return
         while (message := self._next(webhook.name)) is not None:
             if not webhook.tenants or message.tenant in webhook.tenants:
                 # All tries of an event have the same id, by which a receiver recognizes repeats.
@@ -198,21 +212,10 @@ class Webhooks:
         return _Message(row["event"], row["tenant"], json.dumps(body).encode())
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: what is sent goes to the address of the file alone."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """Return nothing, so that the redirect is an error."""
-
-
 def call(url: str, body: bytes, headers: Mapping[str, str]) -> str:
-    """Send a message; returns why that failed, or nothing."""
-    request = urllib.request.Request(url, body, dict(headers), method="POST")
+    """Send a message; returns why that failed, or nothing. A redirect is not followed: it is a failure."""
     try:
-        with urllib.request.build_opener(_NoRedirects).open(request, timeout=_CALL_S) as answer:
-            return "" if 200 <= answer.status < 300 else f"status {answer.status}"
-    except urllib.error.HTTPError as error:
-        error.close()
-        return f"status {error.code}"
+        status, _ = timed_call(_CALL_S, "POST", urlsplit(url), body, dict(headers))
     except (OSError, http.client.HTTPException) as error:
         return str(error) or type(error).__name__
+    return "" if 200 <= status < 300 else f"status {status}"

@@ -90,7 +90,7 @@ class BaseTokens:
 
     def __init__(self, tokenizer: bytes) -> None:
         """Read a tokenizer.json. Raises ArtifactError."""
-        data = parse_object(tokenizer, TOKENIZER_FILE)
+        data = parse_object(tokenizer, TOKENIZER_FILE, values=len(tokenizer))
         try:
             vocabulary = data["model"]["vocab"]
             pairs = (

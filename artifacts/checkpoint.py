@@ -42,6 +42,8 @@ _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 16 * 1024 * 1024
 # Maximum size of an adapter's header: some 25,000 tensors.
 ADAPTER_HEADER_BYTES = 4 * 1024 * 1024
+# Minimum bytes of a header for each of its values, names included: a tensor has eight of them.
+_VALUE_BYTES = 16
 _MAX_DIMENSIONS = 8
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -80,15 +82,15 @@ def read_header(path: str | Path, max_bytes: int = _MAX_HEADER_BYTES) -> dict[st
                     f"the file has {file_bytes} and a header at most {max_bytes}",
                 )
             text = file.read(header_bytes)
+            if not text.startswith(b"{"):
+                raise ArtifactError(path.name, "is not a safetensors file: its header is not a JSON object")
     except OSError as error:
         raise ArtifactError(path.name, f"cannot be read: {error.strerror}") from error
-    return _parse(path.name, text, data_start=_LENGTH_BYTES + header_bytes, file_bytes=file_bytes)
+    header = parse_object(text, path.name, values=max_bytes // _VALUE_BYTES)
+    return _parse(path.name, header, data_start=_LENGTH_BYTES + header_bytes, file_bytes=file_bytes)
 
 
-def _parse(subject: str, text: bytes, data_start: int, file_bytes: int) -> dict[str, TensorInfo]:
-    if not text.startswith(b"{"):
-        raise ArtifactError(subject, "is not a safetensors file: its header is not a JSON object")
-    header = parse_object(text, subject)
+def _parse(subject: str, header: dict[str, Any], data_start: int, file_bytes: int) -> dict[str, TensorInfo]:
     header.pop("__metadata__", None)
     tensors = {name: _tensor(subject, name, entry, data_start) for name, entry in header.items()}
     ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)))

@@ -10,21 +10,49 @@ from typing import Any
 from urllib.parse import SplitResult
 
 
-class _Plain(http.client.HTTPConnection):
-    """A connection that keeps a copy of its socket, made before the TLS handshake if there is one."""
+class OpenSockets:
+    """The sockets of some work, which `cut` ends in whatever step a thread waits for them."""
 
-    opened: socket.socket | None = None
+    def __init__(self) -> None:
+        self._copies: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self.is_cut = False
+
+    def add(self, opened: socket.socket) -> None:
+        """Keep a copy of a socket, since TLS takes over the socket itself; one that comes after `cut` ends at once."""
+        with self._lock:
+            self._copies.append(opened.dup())
+            if self.is_cut:
+                _shut(self._copies[-1])
+
+    def cut(self) -> None:
+        """End the connections, and those that are added later. Any thread may call it."""
+        with self._lock:
+            self.is_cut = True
+            for copy in self._copies:
+                _shut(copy)
+
+    def close(self) -> None:
+        """Close the copies."""
+        with self._lock:
+            while self._copies:
+                self._copies.pop().close()
+
+
+def _shut(opened: socket.socket) -> None:
+    with suppress(OSError):
+        opened.shutdown(socket.SHUT_RDWR)
+
+
+class _Plain(http.client.HTTPConnection):
+    """A connection whose socket is added to `sockets`, before the TLS handshake if there is one."""
+
+    sockets: OpenSockets
 
     def connect(self) -> None:
         """See http.client."""
         super().connect()
-        self.opened = self.sock.dup()
-
-    def cut(self) -> None:
-        """End the connection, whatever it is doing."""
-        if self.opened is not None:
-            with suppress(OSError):
-                self.opened.shutdown(socket.SHUT_RDWR)
+        self.sockets.add(self.sock)
 
 
 class _Tls(http.client.HTTPSConnection, _Plain):
@@ -39,7 +67,8 @@ def timed_call(limit_s: float, method: str, url: SplitResult, *request: Any, mos
     kind, usual_port = (_Tls, 443) if url.scheme == "https" else (_Plain, 80)
     # Without a port http.client takes the last part of an IPv6 address for one.
     connection = kind(url.hostname or "", url.port or usual_port, timeout=limit_s)
-    timer = threading.Timer(limit_s, connection.cut)
+    connection.sockets = OpenSockets()
+    timer = threading.Timer(limit_s, connection.sockets.cut)
     timer.daemon = True
     timer.start()
     try:
@@ -49,5 +78,6 @@ def timed_call(limit_s: float, method: str, url: SplitResult, *request: Any, mos
     finally:
         timer.cancel()
         connection.close()
-        if connection.opened is not None:
-            connection.opened.close()
+        connection.sockets.close()
+        if connection.sockets.is_cut:  # the end of a cut connection may look like that of the answer
+            raise TimeoutError(f"no whole answer within {limit_s:g} s")

@@ -10,8 +10,11 @@ import asyncio
 import ipaddress
 import socket
 import threading
+import time
+from collections import Counter as Counts
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
@@ -143,9 +146,10 @@ class BoundedNames:
         return name
 
 
-# Maximum number of connections, and timeout in seconds for each piece of a request: anybody may connect to a gateway's.
+# Maximum number of connections, and timeout in seconds for each piece of a request and for a whole one, which may hold
+# a large answer or wait for LOOP_S: anybody may connect to a gateway's.
 CONNECTIONS = 64
-PIECE_S = 2.0
+PIECE_S, WHOLE_S = 2.0, 10.0
 
 
 class QuietHandler(WSGIRequestHandler):
@@ -158,7 +162,11 @@ class QuietHandler(WSGIRequestHandler):
 
 
 class BoundedServer(ThreadingWSGIServer):
-    """Serves at most CONNECTIONS at a time, each in a thread; further ones are closed."""
+    """Serves at most CONNECTIONS at a time, each in a thread; a further one takes the place of the oldest.
+
+    That is the oldest one of the address that has most, so that Kubernetes' probes and a scrape find a place beside
+    connections that send half a request.
+    """
 
     # Maximum number of connections that wait to be accepted. With socketserver's 5, a burst waits a second and more,
     # until its SYNs are sent again.
@@ -166,22 +174,39 @@ class BoundedServer(ThreadingWSGIServer):
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler], family: int) -> None:
         self.address_family = family
-        self._free = threading.Semaphore(CONNECTIONS)
+        # Open connections with their hosts and the times of `time.monotonic` at which they end; the oldest come first.
+        self._open: dict[socket.socket, tuple[str, float]] = {}
+        self._lock = threading.Lock()
         super().__init__(address, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """See BaseServer; called for each connection."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        with self._lock:
+            if len(self._open) >= CONNECTIONS:
+                hosts = Counts(host for host, _ in self._open.values())
+                host = max(hosts, key=hosts.__getitem__)
+                self._end(next(each for each in self._open if self._open[each][0] == host))
+            self._open[request] = client_address[0], time.monotonic() + WHOLE_S
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """See ThreadingMixIn."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+    def service_actions(self) -> None:
+        """See BaseServer; called about twice a second."""
+        with self._lock:
+            now = time.monotonic()
+            while self._open and (first := next(iter(self._open.items())))[1][1] < now:
+                self._end(first[0])
+
+    def _end(self, request: socket.socket) -> None:
+        """End a connection, whose thread closes it."""
+        del self._open[request]
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        """See BaseServer; called at the end of each connection."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """See BaseServer: nothing is logged of a client that breaks off."""

@@ -21,6 +21,7 @@ from adapter_store.validate import CONFIG_BYTES
 from artifacts.names import DIGEST_PREFIX
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
+from rpc.timed_http import OpenSockets
 
 T = TypeVar("T")
 _PICKLE = "adapter_model.bin"
@@ -36,7 +37,7 @@ class Cancelled(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of an import. One thread fetches, the loop reads the numbers, and may set `cancelled`."""
+    """The progress of an import or export. One thread does the work, the loop reads the numbers, and may cancel it."""
 
     received: int = 0
     total: int = 0
@@ -44,6 +45,12 @@ class Progress:
     pin: str = ""
     warnings: list[str] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
+    sockets: OpenSockets = field(default_factory=OpenSockets)
+
+    def cancel(self) -> None:
+        """End the work, also where it waits for a source that sends nothing, or a byte now and then."""
+        self.cancelled.set()
+        self.sockets.cut()
 
     def check(self) -> None:
         """Raise Cancelled if the import is to end."""
@@ -72,7 +79,7 @@ def fetch(uri: SourceUri, rule: Rule, into: Fetched, max_weights: int, progress:
 
     Raises errors of a call, and Cancelled; after Cancelled and Unavailable the same call goes on with `into`.
     """
-    source = _open(uri, rule)
+    source = _open(uri, rule, progress.sockets)
     try:
         listing = _repeated(source.list, progress)
         files = {
@@ -88,26 +95,27 @@ def fetch(uri: SourceUri, rule: Rule, into: Fetched, max_weights: int, progress:
         return Provenance(str(uri), listing.pin, tuple(files.values()))
     finally:
         source.close()
+        progress.sockets.close()
 
 
-def _open(uri: SourceUri, rule: Rule) -> Source:
+def _open(uri: SourceUri, rule: Rule, sockets: OpenSockets) -> Source:
     # Imported late: a store that imports nothing starts without the libraries.
     match uri.scheme:
         case "hf":
             from adapter_store.sources.hub import HubRepository
 
-            return HubRepository(uri, rule)
+            return HubRepository(uri, rule, sockets)
         case "oci":
             from adapter_store.sources.oci import Registry
 
-            return Registry(uri, rule)
+            return Registry(uri, rule, sockets)
         case "file":
             from adapter_store.sources.folder import Folder
 
             return Folder(uri, rule)
     from adapter_store.sources.objects import ObjectFolder
 
-    return ObjectFolder(uri, rule)
+    return ObjectFolder(uri, rule, sockets)
 
 
 def _chosen(uri: str, listing: Listing, warnings: list[str]) -> dict[str, SourceFile]:

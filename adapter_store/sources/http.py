@@ -21,6 +21,7 @@ import httpx2
 
 from adapter_store.sources import PIECE_BYTES, Interrupted, SourceFile, broken, changed, down, not_found, refused
 from rpc.errors import CallError, PermissionDenied
+from rpc.timed_http import OpenSockets
 
 # The library logs every URL, which may be signed for whoever has it.
 logging.getLogger("httpx2").setLevel(logging.WARNING)
@@ -65,36 +66,41 @@ def _is_public(address: str) -> bool:
 class _Backend(httpcore2.SyncBackend):
     """Connects to the addresses that were checked, so that a name cannot get another one in between."""
 
-    def __init__(self, allow_private: bool) -> None:
+    def __init__(self, sockets: OpenSockets, allow_private: bool) -> None:
         super().__init__()
-        self._allow_private = allow_private
+        self._sockets, self._allow_private = sockets, allow_private
 
     def connect_tcp(self, host: str, port: int, *args: Any, **kwargs: Any) -> Any:
         error: Exception | None = None
         for address in public_addresses(host, port, allow_private=self._allow_private):
             try:
-                return super().connect_tcp(address, port, *args, **kwargs)
+                stream = super().connect_tcp(address, port, *args, **kwargs)
             except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as failed:
                 error = failed
+            else:
+                self._sockets.add(stream.get_extra_info("socket"))
+                return stream
         raise error or httpcore2.ConnectError(f"{host} has no address")
 
 
 class _Transport(httpx2.HTTPTransport):
-    def __init__(self, allow_private: bool) -> None:
+    def __init__(self, sockets: OpenSockets, allow_private: bool) -> None:
         context = ssl.create_default_context()
         super().__init__(verify=context, trust_env=False)
         self._pool.close()
-        self._pool = httpcore2.ConnectionPool(ssl_context=context, network_backend=_Backend(allow_private))
+        self._pool = httpcore2.ConnectionPool(ssl_context=context, network_backend=_Backend(sockets, allow_private))
 
 
 class CheckedProxy:
     """A proxy on loopback for a library that resolves names and follows redirects by itself.
 
-    It connects to public addresses alone. `refusal` is the error of an address that it has refused.
+    Without `allow_private` it connects to public addresses alone. `refusal` is the error of an address that it has
+    refused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sockets: OpenSockets, *, allow_private: bool) -> None:
         self.refusal: PermissionDenied | None = None
+        self._sockets, self._allow_private = sockets, allow_private
         serve = self._serve
 
         class Connection(socketserver.BaseRequestHandler):
@@ -114,6 +120,7 @@ class CheckedProxy:
 
     def _serve(self, client: socket.socket) -> None:
         """Serve a connection: a tunnel (CONNECT), or requests in clear, all of which are for one server."""
+        self._sockets.add(client)
         client.settimeout(CONNECT_S)
         head = b""
         while b"\r\n\r\n" not in head:
@@ -143,7 +150,7 @@ class CheckedProxy:
             answers.join()
 
     def _connect(self, host: str, port: int) -> socket.socket:
-        for address in (addresses := public_addresses(host, port, allow_private=False)):
+        for address in (addresses := public_addresses(host, port, allow_private=self._allow_private)):
             try:
                 server = socket.create_connection((address, port), CONNECT_S)
             except OSError:
@@ -168,10 +175,10 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
 class SourceClient:
     """Makes requests for one import or export. No proxy is asked, since it would resolve names itself."""
 
-    def __init__(self, uri: str, *, allow_private: bool) -> None:
+    def __init__(self, uri: str, sockets: OpenSockets, *, allow_private: bool) -> None:
         self._uri = uri
         self._client = httpx2.Client(
-            transport=_Transport(allow_private),
+            transport=_Transport(sockets, allow_private),
             trust_env=False,
             timeout=httpx2.Timeout(SILENT_S, connect=CONNECT_S),
             max_redirects=_REDIRECTS,

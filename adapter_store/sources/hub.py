@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,9 @@ from huggingface_hub.utils._headers import build_hf_headers
 from adapter_store.sources import MAX_FILES, Listing, SourceFile, broken, not_found
 from adapter_store.sources.http import SourceClient, check_status
 from adapter_store.sources.policy import Rule, SourceUri
+from artifacts.json_object import parse_bounded
 from rpc.errors import InvalidField
+from rpc.timed_http import OpenSockets
 
 _INFO: Any = ModelInfo
 
@@ -22,7 +23,7 @@ _INFO: Any = ModelInfo
 class HubRepository:
     """A source that is a repository. A branch or a tag is resolved to its commit once, by `list`."""
 
-    def __init__(self, uri: SourceUri, rule: Rule) -> None:
+    def __init__(self, uri: SourceUri, rule: Rule, sockets: OpenSockets) -> None:
         repository, _, folder = uri.path.partition("/")
         repository, _, self._revision = repository.partition("@")
         if not repository:
@@ -34,7 +35,7 @@ class HubRepository:
         token = rule.read_secrets().get("token") or False
         self._headers = list(build_hf_headers(token=token, library_name="loraplex").items())
         self._commit = ""
-        self._client = SourceClient(self._uri, allow_private=rule.allow_private)
+        self._client = SourceClient(self._uri, sockets, allow_private=rule.allow_private)
 
     def list(self) -> Listing:
         """Resolve the revision, and return the files of the folder with their sizes."""
@@ -45,7 +46,7 @@ class HubRepository:
             raise not_found(self._uri, f"the hub has no {self._name} with a revision {revision}, or hides it")
         check_status(self._uri, response)
         try:
-            model: ModelInfo = _INFO(**{"id": self._name, **json.loads(body)})
+            model: ModelInfo = _INFO(**{"id": self._name, **parse_bounded(body)})
             siblings = model.siblings or []
             files = [
                 SourceFile(

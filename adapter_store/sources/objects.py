@@ -17,6 +17,7 @@ from adapter_store.sources import MAX_FILES, PIECE_BYTES, Interrupted, Listing, 
 from adapter_store.sources.http import CONNECT_S, CheckedProxy
 from adapter_store.sources.policy import Rule, SourceUri
 from rpc.errors import InvalidField
+from rpc.timed_http import OpenSockets
 
 # Time in seconds for which the library repeats a request by itself.
 _RETRY_S = 10.0
@@ -52,14 +53,14 @@ def open_bucket(uri: SourceUri, rule: Rule, proxy: str) -> ObjectStore:
 class ObjectFolder:
     """A source that is a folder of an object store. Files keep their version and ETag between list and read."""
 
-    def __init__(self, uri: SourceUri, rule: Rule) -> None:
+    def __init__(self, uri: SourceUri, rule: Rule, sockets: OpenSockets) -> None:
         if not uri.path:
             raise InvalidField("source", f"{uri}: write {uri.scheme}://{uri.authority}/FOLDER")
         self._uri, self._folder = str(uri), f"{uri.path}/"
-        # The library has no option for redirects: it follows them.
-        self._proxy = None if rule.allow_private else CheckedProxy()
+        # The library has no option for redirects, which it follows, and none to end a call.
+        self._proxy = CheckedProxy(sockets, allow_private=rule.allow_private)
         try:
-            self._bucket = open_bucket(uri, rule, self._proxy.url if self._proxy else "")
+            self._bucket = open_bucket(uri, rule, self._proxy.url)
         except BaseException:
             self.close()
             raise
@@ -107,8 +108,7 @@ class ObjectFolder:
 
     def close(self) -> None:
         """Close the proxy; the library closes its connections with the bucket."""
-        if self._proxy is not None:
-            self._proxy.close()
+        self._proxy.close()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -119,7 +119,7 @@ class ObjectFolder:
         except (NotFoundError, FileNotFoundError) as error:
             raise not_found(self._uri) from error
         except BaseError as error:
-            if self._proxy is not None and self._proxy.refusal is not None:
+            if self._proxy.refusal is not None:
                 raise self._proxy.refusal from error
             if isinstance(error, PermissionDeniedError | UnauthenticatedError):
                 raise refused(self._uri, 403 if isinstance(error, PermissionDeniedError) else 401) from error

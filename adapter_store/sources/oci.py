@@ -21,10 +21,12 @@ from adapter_store.records import Revision
 from adapter_store.sources import Listing, SourceFile, broken, not_found, refused
 from adapter_store.sources.http import SourceClient, check_status
 from adapter_store.sources.policy import Rule, SourceUri
+from artifacts.json_object import parse_bounded
 from artifacts.names import DIGEST_PREFIX, is_digest, sha256_bytes
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
 from rpc.errors import InvalidField
+from rpc.timed_http import OpenSockets
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT = "application/vnd.cncf.model.manifest.v1+json"
@@ -44,13 +46,13 @@ _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 class Registry:
     """A repository of a registry, which is a source, and a place to export to."""
 
-    def __init__(self, uri: SourceUri, rule: Rule) -> None:
+    def __init__(self, uri: SourceUri, rule: Rule, sockets: OpenSockets) -> None:
         self._uri = str(uri)
         self._name, self._reference = _split(uri)
         self._registry = uri.authority
         self._root = f"{(rule.endpoint or f'https://{uri.authority}').rstrip('/')}/v2/{self._name}"
         self._secrets = rule.read_secrets()
-        self._client = SourceClient(self._uri, allow_private=rule.allow_private)
+        self._client = SourceClient(self._uri, sockets, allow_private=rule.allow_private)
         self._authorization: dict[str, str] = {}
 
     def list(self) -> Listing:
@@ -63,7 +65,7 @@ class Registry:
         if is_digest(self._reference) and digest != self._reference:
             raise broken(f"{self._uri}: the manifest that the registry sent has the digest {digest}")
         try:
-            files = tuple(map(_file_of, _manifest(json.loads(body))["layers"]))
+            files = tuple(map(_file_of, _manifest(parse_bounded(body))["layers"]))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise broken(f"{self._uri} is not a model artifact: {error or type(error).__name__}") from error
         return Listing(self.pinned(digest), files)
@@ -158,15 +160,15 @@ class Registry:
         )
         check_status(self._uri, response)
         try:
-            answer = json.loads(body)
+            answer = parse_bounded(body)
             return f"Bearer {answer.get('token') or answer['access_token']}"
         except (ValueError, KeyError, AttributeError) as error:
             raise refused(self._uri, 401) from error
 
 
-def push_files(uri: SourceUri, rule: Rule, files: Files, notes: Mapping[str, str]) -> str:
+def push_files(uri: SourceUri, rule: Rule, files: Files, notes: Mapping[str, str], sockets: OpenSockets) -> str:
     """Push files as an artifact to a tag; returns its URI by digest. Raises errors of a call, and Interrupted."""
-    registry = Registry(uri, rule)
+    registry = Registry(uri, rule, sockets)
     try:
         return registry.pinned(registry.push(files, notes))
     finally:

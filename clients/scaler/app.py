@@ -20,7 +20,8 @@ from clients.scaler.policy import CellSums, Observation, Pool, divide
 from clients.scaler.settings import LOOK_S, ScalerSettings
 from rpc.errors import InvalidField, Unavailable
 from rpc.interceptors import Context
-from rpc.server import Server, stop_signal
+from rpc.server import WATCHES, Server, stop_signal
+from rpc.shares import Shares
 from telemetry.logging import LogOnce
 from telemetry.metrics import Meters, serve_metrics
 from tenancy.certificates import end_of
@@ -143,8 +144,9 @@ class Scaler:
 class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
     """Serves externalscaler.ExternalScaler to KEDA."""
 
-    def __init__(self, scaler: Scaler) -> None:
+    def __init__(self, scaler: Scaler, streams: int = WATCHES) -> None:
         self._scaler = scaler
+        self._streams = Shares(streams)
 
     def _wanted(self, of: pb.ScaledObjectRef) -> int:
         return self._scaler.wanted(of.scalerMetadata.get("model", ""), of.scalerMetadata.get("cell", ""))
@@ -154,14 +156,16 @@ class ExternalScaler(externalscaler_pb2_grpc.ExternalScalerServicer):
         return pb.IsActiveResponse(result=self._wanted(request) > 0)
 
     async def StreamIsActive(self, request: pb.ScaledObjectRef, context: Context) -> AsyncIterator[pb.IsActiveResponse]:
-        """Tell whether a model needs a worker, whenever that changes."""
+        """Tell whether a model needs a worker, whenever that changes. Raises Exhausted, since anybody may call it."""
+        host, what = context.peer().rpartition(":")[0], "StreamIsActive calls of this process; call IsActive instead"
         told = None
-        while True:
-            active = self._wanted(request) > 0
-            if active != told:
-                yield pb.IsActiveResponse(result=active)
-                told = active
-            await self._scaler.changed()
+        with self._streams.held(host, subject="scaler/streams", what=what, reason="SCALER_WATCHED"):
+            while True:
+                active = self._wanted(request) > 0
+                if active != told:
+                    yield pb.IsActiveResponse(result=active)
+                    told = active
+                await self._scaler.changed()
 
     async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Context) -> pb.GetMetricSpecResponse:
         """Return the metric, whose target 1 makes its value the number of workers."""

@@ -6,8 +6,10 @@ import asyncio
 import base64
 import hmac
 import json
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import releases_pb2
 
+from adapter_store import webhooks
 from adapter_store.app import Store, StoreSettings
 from adapter_store.webhooks import WebhooksError, read_webhooks, signed_headers
 from artifacts.base_model import BaseModel
@@ -71,10 +74,32 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture
-def store_settings(data: Path, tmp_path: Path, receiver: Receiver) -> StoreSettings:
+def dripping() -> Iterator[str]:
+    """The URL of a receiver that answers its first call one byte after the other, without an end."""
+    listening, ended = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def answer() -> None:
+        client, _ = listening.accept()
+        with client, suppress(OSError):
+            client.recv(1 << 16)
+            client.sendall(b"HTTP/1.1 204 No Content\r\nx: ")
+            while not ended.wait(0.02):
+                client.sendall(b"a")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+    ended.set()
+    thread.join()
+    listening.close()
+
+
+@pytest.fixture
+def store_settings(data: Path, tmp_path: Path, receiver: Receiver, dripping: str) -> StoreSettings:
     (tmp_path / "ci.secret").write_text(SECRET)
     table = '[{}]\nurl = "{}"\nsecret_file = "ci.secret"\ntenants = ["{}"]\n'
     text = table.format("ci", receiver.url, "acme") + table.format("others", receiver.url + "/others", "globex")
+    text += table.format("slow", dripping, "acme")
     (tmp_path / "webhooks.toml").write_text(text)
     return StoreSettings(data=data, port=0, webhooks=str(tmp_path / "webhooks.toml"))
 
@@ -86,9 +111,20 @@ def test_the_signature_is_that_of_the_specification() -> None:
     assert headers["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
 
 
-async def test_events_arrive_in_order_and_again_after_failures(
-    store: Store, client: Client, tiny_base: BaseModel, receiver: Receiver, store_settings: StoreSettings
+def test_a_call_ends_in_its_time(dripping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhooks, "_CALL_S", 0.3)
+    assert webhooks.call(dripping, b"{}", {}) == "no whole answer within 0.3 s"
+
+
+async def test_events_arrive_in_order_and_again_after_failures_though_another_receiver_drips(
+    store: Store,
+    client: Client,
+    tiny_base: BaseModel,
+    receiver: Receiver,
+    store_settings: StoreSettings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(webhooks, "_CALL_S", 100.0)
     await client.register(tiny_base)
     digest = (await client.upload("support", files_of(1), alias="-")).revision.digest
     receiver.statuses = [503, 302]

@@ -10,6 +10,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -21,7 +22,6 @@ from telemetry.metrics import (
     BoundedNames,
     Meters,
     MetricsPortError,
-    QuietHandler,
     serve_metrics,
 )
 from telemetry.tracing import Spans, asked_for, set_up_tracing, traceparent_in, traceparent_of
@@ -96,21 +96,32 @@ def test_a_plain_line_has_them_too_and_lower_levels_are_silent(
     assert line.endswith("WARNING worker somewhere: slow request_id=r-2 code=OK")
 
 
-def test_silent_connections_do_not_keep_metrics_from_a_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(QuietHandler, "timeout", 0.05)
+def test_half_sent_requests_keep_no_probe_and_no_scrape_from_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     meters, before = Meters(), threading.active_count()
     server = serve_metrics(meters, "127.0.0.1", 0)
     assert server is not None
     address = meters.ready_word.removeprefix(" metrics=")
     host, _, port = address.rpartition(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(CONNECTIONS + 1)]
-    silent[0].sendall(b"GET /metrics HTTP/1.1\r\n")  # and never the rest
-    silent[-1].settimeout(60)
-    assert silent[-1].recv(1) == b""  # one too many
-    for connection in silent[:-1]:
-        connection.settimeout(60)
-        assert not connection.recv(1)  # its time has passed
-    assert threading.active_count() <= before + 1 + CONNECTIONS
+    with socket.create_connection((host, int(port)), source_address=("127.0.0.2", 0)) as other:
+        half = [socket.create_connection((host, int(port))) for _ in range(2 * CONNECTIONS)]
+        for connection in half[CONNECTIONS:]:
+            connection.sendall(b"GET /livez")
+        with urllib.request.urlopen(f"http://{address}/livez", timeout=60) as answer:
+            assert answer.status == 200
+        half[0].settimeout(60)
+        assert half[0].recv(1) == b""  # the oldest of the address that has most
+        other.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+        other.settimeout(60)
+        assert other.recv(12) == b"HTTP/1.0 200"
+    monkeypatch.setattr("telemetry.metrics.WHOLE_S", 0.2)
+    with socket.create_connection((host, int(port))) as drips, suppress(OSError):  # each piece comes in time
+        while True:
+            drips.sendall(b"x")
+            threading.Event().wait(0.02)
+    for connection in half:
+        connection.close()
+    while threading.active_count() > before + 1:
+        threading.Event().wait(0.02)
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         assert b"process_open_fds" in answer.read()
     for name in (
@@ -119,8 +130,6 @@ def test_silent_connections_do_not_keep_metrics_from_a_scrape(monkeypatch: pytes
     ):  # a page of another site, under a name that it lets mean this machine
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(urllib.request.Request(f"http://{address}/metrics", headers={"Host": name}))
-    for connection in silent:
-        connection.close()
     server.close()
 
 

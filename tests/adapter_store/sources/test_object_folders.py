@@ -21,6 +21,7 @@ from adapter_store.storage import DataDirectory
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
 from rpc.errors import Aborted, Mismatch, NotFound, PermissionDenied
+from rpc.timed_http import OpenSockets
 from tests.adapter_store.sources.places import (
     AZURE_ACCOUNT,
     AZURE_KEY,
@@ -97,7 +98,7 @@ def test_a_folder_is_fetched_with_its_versions(bucket: Bucket, allow: Rule, tmp_
 
 
 def test_the_rest_of_an_object_is_read_and_another_object_is_noticed(bucket: Bucket, allow: Rule) -> None:
-    folder = ObjectFolder(parse_uri(f"{bucket.scheme}://acme/lora/changing"), allow)
+    folder = ObjectFolder(parse_uri(f"{bucket.scheme}://acme/lora/changing"), allow, OpenSockets())
     bucket.put(f"lora/changing/{WEIGHTS_FILE}", BIG)
     (file,) = folder.list().files
     pinned = folder.pin(file)
@@ -111,7 +112,7 @@ def test_the_rest_of_an_object_is_read_and_another_object_is_noticed(bucket: Buc
 
 def test_an_empty_folder_is_not_found(bucket: Bucket, allow: Rule) -> None:
     with pytest.raises(NotFound, match="no files"):
-        ObjectFolder(parse_uri(f"{bucket.scheme}://acme/lora/nothing"), allow).list()
+        ObjectFolder(parse_uri(f"{bucket.scheme}://acme/lora/nothing"), allow, OpenSockets()).list()
 
 
 def test_refused_credentials_are_said_without_their_values(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_refused_credentials_are_said_without_their_values(tmp_path: Path) -> No
         (tmp_path / "secret").write_text("s3cr3t")
         rule = Sources(path).rule(parse_uri("s3://acme/x"), "acme")
         with pytest.raises(Mismatch, match="refuses the store's credentials") as refused:
-            ObjectFolder(parse_uri("s3://acme/x"), rule).list()
+            ObjectFolder(parse_uri("s3://acme/x"), rule, OpenSockets()).list()
     assert "s3cr3t" not in str(refused.value)
     assert "AKIA123" not in str(refused.value)
 
@@ -157,12 +158,12 @@ def test_a_redirect_to_a_private_address_is_refused(scheme: str, monkeypatch: py
     uri, secrets = parse_uri(f"{scheme}://acme/lora/x"), {"account_name": ("env", "OWN_ACCOUNT")}
     with served(redirect) as url, served(answer, "127.0.0.2") as private:
         rule = Rule(uri, endpoint=url, secrets=secrets if scheme == "az" else {})
-        with closing(ObjectFolder(uri, rule)) as folder:
+        with closing(ObjectFolder(uri, rule, OpenSockets())) as folder:
             with pytest.raises(PermissionDenied, match=r"127\.0\.0\.2, of a private network") as refused:
                 folder.list()
             assert refused.value.reason == "SOURCE_ADDRESS_REFUSED"
         if scheme == "gs":  # the stub answers in Google's way
-            with closing(ObjectFolder(uri, rule)) as folder:
+            with closing(ObjectFolder(uri, rule, OpenSockets())) as folder:
                 redirects = False
                 (file,) = folder.list().files
                 assert b"".join(folder.read(folder.pin(file), 0)) == BIG
@@ -175,7 +176,10 @@ def test_a_redirect_to_a_private_address_is_refused(scheme: str, monkeypatch: py
 @pytest.mark.usefixtures("two_networks")
 def test_a_tunnel_leads_to_public_addresses_alone() -> None:
     """For an endpoint with TLS the library asks the proxy for a tunnel."""
-    with closing(http.CheckedProxy()) as proxy, served(lambda handler: handler.send(200, b"public")) as url:
+    with (
+        closing(http.CheckedProxy(OpenSockets(), allow_private=False)) as proxy,
+        served(lambda handler: handler.send(200, b"public")) as url,
+    ):
         place, port = proxy.url.removeprefix("http://").split(":"), url.rpartition(":")[2]
         for host, answer in (("127.0.0.1", b"HTTP/1.1 200"), ("127.0.0.2", b"HTTP/1.1 403"), ("no such", b"")):
             with socket.create_connection((place[0], int(place[1])), 10) as tunnel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from loraplex.scaler.v1.externalscaler_pb2_grpc import ExternalScalerStub
 from clients.scaler.app import STALE_S, Scaler, ScalerMetrics, new_server
 from clients.scaler.settings import ScalerSettings
 from rpc.errors import InvalidField
+from rpc.server import WATCHES
 from tenancy.development_ca import DevelopmentCa
 
 
@@ -69,6 +71,27 @@ async def metric(stub: Any, model: str) -> Any:
     assert value.metricName == spec.metricName
     assert value.metricValueFloat == value.metricValue
     return value
+
+
+async def test_streams_of_an_address_have_a_bound_and_other_calls_have_none() -> None:
+    seen = Seen()
+    seen.look(workers=0)
+    async with serving(seen) as address:
+        open_, refused = list[Any](), 0
+        async with (
+            grpc.aio.insecure_channel(address) as loud,
+            grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as second,
+        ):
+            for channel in (loud, second):
+                calls: list[Any] = [ExternalScalerStub(channel).StreamIsActive(of("base")) for _ in range(WATCHES // 2)]
+                firsts = await asyncio.gather(*(call.read() for call in calls), return_exceptions=True)
+                refused += sum(isinstance(first, grpc.aio.AioRpcError) for first in firsts)
+                open_ += calls
+            assert refused == WATCHES // 2
+            stub: Any = ExternalScalerStub(loud)
+            assert not (await stub.IsActive(of("base"))).result
+            for call in open_:
+                call.cancel()
 
 
 async def test_keda_gets_the_wanted_workers_and_so_does_prometheus() -> None:
