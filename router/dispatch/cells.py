@@ -138,19 +138,18 @@ class Cells:
         return None if here.takes(job.tokens, job.rank) else patience_s
 
     def _candidates(self, job: Job) -> list[_Cell]:
-        """Return the cells of which one is chosen; a drained one only where its workers alone can take the job."""
-        if fit := self._fit(job):
-            return fit
+        """Return the cells of which one is chosen: where no workers can take the job, open ones, best that answer."""
         everywhere = self._all(job)
         return (
-            [cell for cell in everywhere if cell.answers and cell.takes(job.tokens, job.rank)]
+            self._fit(job)
             or [cell for cell in everywhere if cell.answers and cell.is_open]
             or [cell for cell in everywhere if cell.is_open]
         )
 
     def _fit(self, job: Job) -> list[_Cell]:
-        tokens, rank = job.tokens, job.rank
-        return [cell for cell in self._all(job) if cell.is_open and cell.answers and cell.takes(tokens, rank)]
+        """Return the cells whose workers can take the job; drained ones only where no others can."""
+        fit = [cell for cell in self._all(job) if cell.answers and cell.takes(job.tokens, job.rank)]
+        return [cell for cell in fit if cell.is_open] or fit
 
     def _all(self, job: Job) -> list[_Cell]:
         key = job.model, job.base_digest

@@ -106,6 +106,15 @@ def test_a_drained_cell_gets_the_jobs_that_its_workers_alone_can_take(seen: Seen
     assert (seen.cells.choose(JOB), seen.cells.leaves_after_s(JOB, seen.home, 5.0)) == (seen.home, None)
 
 
+def test_jobs_leave_an_open_cell_that_is_away_for_a_drained_one(seen: Seen) -> None:
+    seen.cells.note_drained({seen.other})
+    seen.home_is(answers=False, away=True)
+    assert (seen.cells.choose(JOB), seen.cells.leaves_after_s(JOB, seen.home, 5.0)) == (seen.other, 0.0)
+    assert seen.cells.another(JOB, seen.home) == seen.other
+    seen.look()
+    assert (seen.cells.choose(JOB), seen.cells.leaves_after_s(JOB, seen.other, 5.0)) == (seen.home, 0.0)
+
+
 def test_where_all_cells_are_drained_all_get_jobs_and_one_line_says_so(
     seen: Seen, caplog: pytest.LogCaptureFixture
 ) -> None:
