@@ -36,8 +36,12 @@ def draw_acts(chance: Random, until_s: float, keys: int) -> list[Fault]:
 
 
 def draw_drain(chance: Random, until_s: float) -> list[Fault]:
-    """Draw the drain of a cell, whose number `worker` is."""
-    return [Fault(Kind.CELL_DRAINED, chance.uniform(0.5, until_s), chance.uniform(0.5, 3.0), chance.randrange(2), 0)]
+    """Draw the drain of a cell, whose number `worker` is; in every third the Redis of the other one is lost in it."""
+    drain = Fault(Kind.CELL_DRAINED, chance.uniform(0.5, until_s), chance.uniform(0.5, 3.0), chance.randrange(2), 0)
+    if chance.random() < 2 / 3:
+        return [drain]
+    drain = replace(drain, length_s=chance.uniform(5.0, 9.0))
+    return [drain, Fault(Kind.REDIS_DOWN, drain.at_s + chance.uniform(0.0, 1.0), drain.length_s, 1 - drain.worker, 0)]
 
 
 async def _drain_cell(fault: Fault, cluster: Cluster) -> None:

@@ -99,6 +99,11 @@ def draw_wipe(chance: Random) -> list[Fault]:
     return [Fault(Kind.REDIS_WIPE, chance.uniform(1.05, 1.3), 0.0, 0, 0)] if chance.random() < 0.5 else []
 
 
+def draw_older(chance: Random) -> list[Fault]:
+    """Draw, for some seeds, a Redis that comes back 10 s older."""
+    return [Fault(Kind.REDIS_ROLL_BACK, chance.uniform(0.1, 3.0), 10.0, 0, 0)] if chance.random() < 0.1 else []
+
+
 def draw_clock(chance: Random, until_s: float) -> Fault:
     """Draw a time in which Redis's clock is ahead."""
     return Fault(Kind.REDIS_CLOCK, chance.uniform(0.1, until_s), chance.choice(_LENGTHS_S), 0, 0)

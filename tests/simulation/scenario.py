@@ -19,6 +19,7 @@ from tests.simulation.faults import (
     Fault,
     draw_clock,
     draw_faults,
+    draw_older,
     draw_outage,
     draw_restart,
     draw_restart_wipe,
@@ -94,6 +95,7 @@ def draw(seed: int) -> Scenario:
     cells = 2 if not backlog and workers > 1 and own.random() < 0.4 else 1
     drain = draw_drain(own, 3.0) if cells > 1 and own.random() < 0.5 else []
     wipe = draw_wipe(Random(f"wipe {seed}")) if backlog and not count else []
+    older = [] if quotas else draw_older(Random(f"an older Redis {seed}"))
     return Scenario(
         seed=seed,
         workers=workers,
@@ -111,6 +113,7 @@ def draw(seed: int) -> Scenario:
             *acts,
             *wipe,
             *drain,
+            *older,
         ),
         backlog=backlog,
         # In every fifth the queue is soon full: newcomers are refused, or displaced, and what has begun is not.
