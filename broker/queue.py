@@ -44,12 +44,16 @@ _WHEN_FULL = 3
 
 
 class QueueFullError(Exception):
-    """A limit of the queue, or Redis's memory, is reached; the limit is this tenant's or API key's, or of all."""
+    """A limit of the queue is reached: this tenant's or API key's, or that of all."""
 
     def __init__(self, message: str, tenant: str = "", key: str = "") -> None:
         super().__init__(message)
         self.tenant = tenant
         self.key = key
+
+
+class RedisFullError(QueueFullError):
+    """Redis is out of memory."""
 
 
 class QuarantinedError(Exception):
@@ -164,8 +168,8 @@ class JobQueue:
         """Put a job into the queue; a newer attempt replaces an older one. `entry`: the job's, if it is made already.
 
         `reserve` is sent in the same round trip, before it. Raises QuarantinedError; QueueFullError or
-        DeadlineUnattainableError of a first attempt that has not begun, and QueueFullError of others where Redis is out
-        of memory; UnreservedError where the ledger does not grant `reserve`.
+        DeadlineUnattainableError of a first attempt that has not begun, RedisFullError of any where Redis is out of
+        memory; UnreservedError where the ledger does not grant `reserve`.
         """
         placement = placement or Placement()
         entry, limits = entry or await self._entry(job, placement), self._limits.for_placement(placement)
@@ -181,7 +185,7 @@ class JobQueue:
             answer = await self._send_entry(arguments, reserve)
         except OutOfMemoryError as error:
             if not entry.begun:
-                raise QueueFullError("Redis is out of memory") from error
+                raise RedisFullError("Redis is out of memory") from error
             arguments[_WHEN_FULL] = BEGUN_BYTES_WHEN_FULL
             answer = await self._enqueue_when_full(self.keys.waiting, arguments)
         if answer[0] == b"unreserved":
@@ -317,7 +321,7 @@ class JobQueue:
 
 def _full(limit: str, owner: str, limits: QueueLimits) -> QueueFullError:
     if limit == "begun_bytes_when_full":
-        return QueueFullError(f"Redis is out of memory, and {BEGUN_BYTES_WHEN_FULL} bytes of jobs that have begun wait")
+        return RedisFullError(f"Redis is out of memory, and {BEGUN_BYTES_WHEN_FULL} bytes of jobs that have begun wait")
     whose, _, unit = limit.rpartition("_")
     may_wait = f"{getattr(limits, limit)} {unit} may wait"
     if whose == "key":

@@ -21,6 +21,7 @@ from router.catalog.adapters import check_fitness, check_rank
 from router.catalog.models import Living, ModelCell, Models, ServedModel, asking_redis, redis_is_silent
 from router.catalog.store_client import ResolvedAdapter, StoreClient
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.outbox import redis_full
 from router.dispatch.routed_job import RoutedJob
 from router.generation.resume import GivenKeys
 from router.metrics import RouterMetrics
@@ -31,8 +32,6 @@ from rpc.principal import caller, calling_tenant
 
 log = logging.getLogger(__name__)
 
-# Seconds after which an operator may try again to pin an adapter when Redis is out of memory.
-FULL_RETRY_S = 5.0
 # Maximum number of tenants that pin the same bytes: each has a record in Redis, which workers read when they start.
 PIN_TENANTS = 64
 # Maximum number of warms of one tenant within so many seconds, the time that a command waits for its worker.
@@ -71,8 +70,9 @@ class AdapterCommands:
                 if verb is Verb.UNPIN or resolved.ref.rank <= state.max_rank:
                     await cell.queue.commands.send(state.incarnation, Command(verb, request))
         except OutOfMemoryError as error:
-            message = "Redis is out of memory: it cannot keep the pin; raise its maxmemory, or try again"
-            raise Exhausted("redis", message, retry_after_s=FULL_RETRY_S, reason="REDIS_FULL") from error
+            raise redis_full(
+                "Redis is out of memory: it cannot keep the pin; raise its maxmemory, or try again"
+            ) from error
         except REDIS_DOWN as error:
             raise Unavailable("Redis does not answer", reason="QUEUE_DOWN") from error
 

@@ -19,7 +19,7 @@ from broker.commands import COMMAND_TTL_MS, Command, Verb
 from broker.connection import REDIS_DOWN
 from broker.homes import Roster, WorkerLoad
 from broker.messages import AdapterRequest, DeadJob, Job, WorkerState
-from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError
+from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError, RedisFullError
 from broker.terms import NO_KEY, KeyTerms, Placement
 from router.dispatch.cells import Cells
 from router.dispatch.links import DispatchTiming
@@ -117,6 +117,8 @@ REFUSALS = (QueueFullError, DeadlineUnattainableError, QuarantinedError)
 
 def refusal(error: QueueFullError | DeadlineUnattainableError | QuarantinedError, tenant: str) -> CallError:
     """Return the error of a call of this tenant whose job was refused."""
+    if isinstance(error, RedisFullError):
+        return redis_full(str(error))
     if isinstance(error, QueueFullError):
         return queue_full(error.tenant, str(error), error.key)
     if isinstance(error, QuarantinedError):
@@ -132,6 +134,11 @@ def queue_full(tenant: str, why: str, key: str = "") -> Exhausted:
     subject = f"tenants/{tenant}/queue" if tenant else f"keys/{key}/quotas/queue_share" if key else "queue"
     after_s = spread(FULL_RETRY_S)
     return Exhausted(subject, f"the queue is full: {why}", retry_after_s=after_s, reason="QUEUE_FULL")
+
+
+def redis_full(message: str = "Redis is out of memory") -> Exhausted:
+    """Return the error of a call for which Redis has no memory: an operator is to raise its maxmemory."""
+    return Exhausted("redis", message, retry_after_s=spread(FULL_RETRY_S), reason="REDIS_FULL")
 
 
 # Maximum number of operations at once, of each kind: half of the connections to Redis, since new requests need some.

@@ -36,7 +36,7 @@ from broker.ledger import (
 from broker.messages import Job
 from broker.terms import NO_KEY, KeyTerms
 from router.catalog.store_client import StoreChanges, StoreClient
-from router.dispatch.outbox import queue_full
+from router.dispatch.outbox import redis_full
 from router.dispatch.routed_job import RoutedJob
 from router.metrics import RouterMetrics
 from router.quotas.usage import NO_FACTS, Facts, UsageLog
@@ -358,7 +358,7 @@ class Quotas:
             alone = "the request alone is more"
             raise self._refusal(owners[error.account], error.limit, alone, error.wait_ms) from error
         except OutOfMemoryError as error:
-            raise queue_full("", "Redis is out of memory") from error
+            raise redis_full() from error
         except BaseException as error:
             # The ledger may hold the reservation though its answer was lost or not awaited.
             budget.settle() if received is None else budget.leave()

@@ -52,6 +52,20 @@ async def test_a_full_queue_names_whose_it_is_and_spreads_the_retries(redis: Red
     await dispatcher.drain_tasks()
 
 
+async def test_a_full_redis_is_told_as_such(redis: Redis) -> None:
+    dispatcher, _ = dispatcher_of(redis)
+    async with dispatched(dispatcher, JOB):
+        await redis.config_set("maxmemory", "1")
+        try:
+            with pytest.raises(Exhausted, match="Redis is out of memory") as refused:
+                async with dispatched(dispatcher, replace(JOB, job_id="other", request_id="other")):
+                    pass
+        finally:
+            await redis.config_set("maxmemory", "0")
+    assert (refused.value.reason, refused.value.subject) == ("REDIS_FULL", "redis")
+    await dispatcher.drain_tasks()
+
+
 async def test_a_call_beyond_its_key_s_share_of_the_queue_is_told_of_the_key(redis: Redis) -> None:
     queue, terms = JobQueue(redis, KEYS, limits=QueueLimits(jobs=8)), KeyTerms("0123456789abcdef", queue_share=0.125)
     placer = Placer(lambda *_: [], lambda _: 1.0, 0.0, calling_key_terms=lambda: terms)

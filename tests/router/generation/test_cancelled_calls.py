@@ -17,7 +17,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from broker.functions import BatchedFunction, PreparedCall
 from broker.keys import LEDGER
 from broker.ledger import Ledger
-from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError
+from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError, RedisFullError
 from broker.terms import Placement
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import DispatchTiming
@@ -124,6 +124,7 @@ async def test_a_call_over_its_quota_is_neither_queued_nor_removed(
 
 FAILURES = [
     ("enqueue", QueueFullError("full"), "QUEUE_FULL"),
+    ("enqueue", RedisFullError("full"), "REDIS_FULL"),
     ("enqueue", QuarantinedError(5), "QUARANTINED"),
     ("enqueue", DeadlineUnattainableError(5), "DEADLINE_UNATTAINABLE"),
     ("enqueue", RedisConnectionError("away"), "QUEUE_DOWN"),
