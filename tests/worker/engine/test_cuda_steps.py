@@ -69,7 +69,11 @@ def directory(tiny_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("dtype", "more"), [("float32", {"batch_invariant": True}), ("bfloat16", {"kv_cache_dtype": "int8"})]
+    ("dtype", "more"),
+    [
+        pytest.param("float32", {"batch_invariant": True}, marks=pytest.mark.nightly),
+        ("bfloat16", {"kv_cache_dtype": "int8"}),
+    ],
 )
 def test_no_kernel_is_compiled_once_the_engine_serves(
     dtype: str, more: dict[str, Any], directory: Path, monkeypatch: pytest.MonkeyPatch

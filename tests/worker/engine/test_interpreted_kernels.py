@@ -67,28 +67,59 @@ QUANTIZED = "int4"
 Asked = dict[str, tuple[str | None, NewSequence]]
 
 
+Case = tuple[PeftOracle, Asked, dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Interpreted:
-    """Hold what the programs printed: differences by dtype and case; of the engine also the oracles and requests."""
+    """Hold what the programs printed, by program; of the engine with the oracles and requests."""
 
-    lora: dict[str, dict[str, float]]
-    attention: dict[str, dict[str, float]]
-    sampling: dict[str, tuple[int, int]]
-    rows: dict[str, dict[str, float]]
-    families: dict[str, tuple[float, dict[str, int]]]
-    products: dict[str, dict[str, float]]
-    invariant: dict[str, dict[str, int]]
-    engine: list[tuple[PeftOracle, Asked, dict[str, Any]]]
+    kernels: dict[str, Any]
+    engine: list[Case]
+
+
+def interpret(programs: list[str], cases: list[Case]) -> Interpreted:
+    """Run the engine's cases and the programs of some kernels."""
+    files = ["cuda_engine_cases.py", *(f"{program}_cases.py" for program in programs)]
+    engine, *of_kernels = results_of(files, "cpu", [settings for *_, settings in cases], WITHOUT_OTHERS)
+    of_engine = [(oracle, asked, result) for (oracle, asked, _), result in zip(cases, engine, strict=True)]
+    return Interpreted(dict(zip(programs, of_kernels, strict=True)), of_engine)
+
+
+def case(oracle: PeftOracle, chosen: Any, buffers: bool, **settings: Any) -> Case:
+    """Make an engine's case of an oracle's adapters and prompts: more adapters than slots, prompts in chunks."""
+    asked = {f"{i}: {name}": (name, oracle.request(f"{i}", prompt, 2, name)) for i, (name, prompt) in enumerate(chosen)}
+    requests = {
+        key: (request.prompt_ids, request.stopping.max_tokens, request.adapter and request.adapter.directory)
+        for key, (_, request) in asked.items()
+    }
+    settings = {"model": str(oracle.directory), "settings": SETTINGS | settings, "requests": requests}
+    return oracle, asked, settings | {"buffers": buffers}
+
+
+def drawn(names: list[str | None]) -> list[tuple[str | None, list[int]]]:
+    """Pair adapters' names with prompts."""
+    chance = random.Random(2)
+    prompts = [chance.choices(range(VOCAB), k=length) for length in (2, 11, 5, 7, 1, 20)]
+    return list(zip(names, prompts, strict=False))
+
+
+EVERY = drawn([*CONFIGS, None, "all"])
+OF_EXPERTS = drawn([*EXPERT_CONFIGS, None, "some"])
 
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Interpreted:
-    """Run all programs. The engine has more adapters than slots, rows without one, and prompts in chunks.
+    """Run the kernels, and the engine with every kind of adapter. Qwen2 has biases on q, k and v alone."""
+    exact = PeftOracle("qwen2", tmp_path_factory.mktemp("oracles") / "exact", CONFIGS, shape=SHAPE)
+    cases = [case(exact, EVERY, True, ahead=True)]
+    return interpret(["lora", "attention", "sampling", "row", "product"], cases)
 
-    Qwen2 has biases on q, k and v alone. The engine's first case has every other request, because interpreting takes
-    its time; the third, of DoRA and the base, is quantized; the last two have adapters of experts.
-    """
-    chance, directory = random.Random(2), tmp_path_factory.mktemp("oracles")
+
+@pytest.fixture(scope="module")
+def interpreted_at_night(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Interpreted:
+    """Run families, rows in every company, and engines without buffers, quantized, and with adapters of experts."""
+    directory, sizes = tmp_path_factory.mktemp("oracles"), SHAPE | EXPERTS | {"head_dim": 8}
     exact = PeftOracle("qwen2", directory / "exact", CONFIGS, shape=SHAPE)
     quantized = PeftOracle(
         "qwen2",
@@ -97,43 +128,20 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> I
         shape=SHAPE,
         change=lambda base, at: dequantize_into(base, at, QUANTIZED),
     )
-    sizes = SHAPE | EXPERTS | {"head_dim": 8}
     experts, plain = (
         PeftOracle(family, directory / family, EXPERT_CONFIGS, shape=sizes) for family in ("gpt_oss", "mixtral")
     )
-    prompts = [chance.choices(range(VOCAB), k=length) for length in (2, 11, 5, 7, 1, 20)]
-    every = list(zip([*CONFIGS, None, "all"], prompts, strict=True))
-    of_experts = list(zip([*EXPERT_CONFIGS, None, "some"], prompts, strict=False))
-
-    def case(oracle: PeftOracle, chosen: Any, buffers: bool, **settings: Any) -> tuple[PeftOracle, Asked, Any]:
-        asked = {
-            f"{i}: {name}": (name, oracle.request(f"{i}", prompt, 2, name)) for i, (name, prompt) in enumerate(chosen)
-        }
-        requests = {
-            key: (request.prompt_ids, request.stopping.max_tokens, request.adapter and request.adapter.directory)
-            for key, (_, request) in asked.items()
-        }
-        settings = {"model": str(oracle.directory), "settings": SETTINGS | settings, "requests": requests}
-        return oracle, asked, settings | {"buffers": buffers}
-
     cases = [
-        case(exact, every[1::2], False),
-        case(exact, every, True, ahead=True),
-        case(quantized, every[3:5], True, ahead=True, quantize=QUANTIZED),
-        case(experts, of_experts, True, ahead=True, max_expert_rank=5),
-        case(plain, of_experts[:2], False, max_expert_rank=5),
+        case(exact, EVERY[1::2], False),
+        case(quantized, EVERY[3:5], True, ahead=True, quantize=QUANTIZED),
+        case(experts, OF_EXPERTS, True, ahead=True, max_expert_rank=5),
+        case(plain, OF_EXPERTS[:2], False, max_expert_rank=5),
     ]
-    kernels = {name: name for name in ("lora", "attention", "sampling")}
-    kernels |= {"rows": "row", "families": "family", "products": "product", "invariant": "invariant"}
-    programs = ["cuda_engine_cases.py", *(f"{program}_cases.py" for program in kernels.values())]
-    inputs = [settings for *_, settings in cases]
-    engine, *of_kernels = results_of(programs, "cpu", inputs, WITHOUT_OTHERS)
-    of_engine = [(oracle, asked, result) for (oracle, asked, _), result in zip(cases, engine, strict=True)]
-    return Interpreted(**dict(zip(kernels, of_kernels, strict=True)), engine=of_engine)
+    return interpret(["family", "invariant"], cases)
 
 
 def test_adapters_kernels_compute_what_a_loop_computes(interpreted: Interpreted) -> None:
-    differences = interpreted.lora
+    differences = interpreted.kernels["lora"]
     assert [len(differences[name]) for name in LORA_TOLERANCES] == [12, 3]
     assert [differences["float32"].pop(one) for one in ("alone, exact", "swapped", "tiles")] == [0, 0, 0]
     for name, tolerance in LORA_TOLERANCES.items():
@@ -141,7 +149,7 @@ def test_adapters_kernels_compute_what_a_loop_computes(interpreted: Interpreted)
 
 
 def test_attentions_kernels_compute_what_torch_computes(interpreted: Interpreted) -> None:
-    differences = interpreted.attention
+    differences = interpreted.kernels["attention"]
     assert [len(differences[name]) for name in ATTENTION_TOLERANCES] == [15, 4]
     same = [differences["float32"].pop(case) for case in ("alone", "parts", "parts, window", "codes")]
     assert same == [0] * 4, "a row's bits depend on nothing but the row"
@@ -151,22 +159,27 @@ def test_attentions_kernels_compute_what_torch_computes(interpreted: Interpreted
 
 def test_the_kernels_of_rows_compute_what_torch_computes(interpreted: Interpreted) -> None:
     for name, tolerance in {"float32": 1e-6, "float16": 1e-3}.items():
-        assert len(interpreted.rows[name]) == 39
-        assert {case: value for case, value in interpreted.rows[name].items() if value > tolerance} == {}, name
+        assert len(interpreted.kernels["row"][name]) == 39
+        assert {case: value for case, value in interpreted.kernels["row"][name].items() if value > tolerance} == {}, (
+            name
+        )
 
 
 def test_products_with_codes_are_those_of_the_definition(interpreted: Interpreted) -> None:
     """Of every scheme, in float32; in float16 the definition rounds the weights, and the kernel does not."""
     for name, tolerance in {"float32": 3e-6, "float16": 1e-3}.items():
-        assert interpreted.products[name].pop("alone") == 0
-        assert len(interpreted.products[name]) == 42
-        assert {case: value for case, value in interpreted.products[name].items() if value > tolerance} == {}, name
+        assert interpreted.kernels["product"][name].pop("alone") == 0
+        assert len(interpreted.kernels["product"][name]) == 42
+        assert {
+            case: value for case, value in interpreted.kernels["product"][name].items() if value > tolerance
+        } == {}, name
 
 
-def test_families_with_the_kernels_of_rows_give_the_same_logits(interpreted: Interpreted) -> None:
+@pytest.mark.nightly
+def test_families_with_the_kernels_of_rows_give_the_same_logits(interpreted_at_night: Interpreted) -> None:
     """Only modules of the kernels' forms are replaced, of layers that rotate, by their position alone."""
-    assert {name: found for name, (found, _) in interpreted.families.items() if found > 2e-6} == {}
-    assert {name: kinds for name, (_, kinds) in interpreted.families.items()} == {
+    assert {name: found for name, (found, _) in interpreted_at_night.kernels["family"].items() if found > 2e-6} == {}
+    assert {name: kinds for name, (_, kinds) in interpreted_at_night.kernels["family"].items()} == {
         "llama": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 5},
         "gemma3_text": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 13},
         "olmo2": {"_layer_forward": 2, "_attention_forward": 2, "_gated_forward": 2, "Norm": 9},
@@ -176,23 +189,34 @@ def test_families_with_the_kernels_of_rows_give_the_same_logits(interpreted: Int
     }
 
 
-def test_a_row_has_the_same_bits_alone_and_beside_others(interpreted: Interpreted) -> None:
+@pytest.mark.nightly
+def test_a_row_has_the_same_bits_alone_and_beside_others(interpreted_at_night: Interpreted) -> None:
     """Computes a prompt at once and in chunks, with an adapter. Without batch invariance the bits differ."""
-    single = interpreted.invariant["float32"]
+    single = interpreted_at_night.kernels["invariant"]["float32"]
     assert single.pop("decode kernel") > 0, "the test would not see it"
     assert list(single.values()) == [0]
 
 
 def test_samplings_kernel_chooses_the_ids_that_the_cpu_chooses(interpreted: Interpreted) -> None:
     """Of greedy rows and rows with every limit, with forbidden and equal logits, and those that are not numbers."""
-    assert len(interpreted.sampling) == 19
-    assert {case: counts for case, counts in interpreted.sampling.items() if counts[0]} == {}
+    assert len(interpreted.kernels["sampling"]) == 19
+    assert {case: counts for case, counts in interpreted.kernels["sampling"].items() if counts[0]} == {}
 
 
 def test_mixed_adapters_give_pefts_logits_and_tokens(interpreted: Interpreted) -> None:
+    """With decode steps in padded buffers."""
+    check_engine(interpreted, [True])
+
+
+@pytest.mark.nightly
+def test_mixed_adapters_give_pefts_logits_and_tokens_in_every_engine(interpreted_at_night: Interpreted) -> None:
     """With decode steps in padded buffers and without."""
-    padded = [result["padded"] for *_, result in interpreted.engine]
-    assert padded[0] == padded[-1] == 0 < min(padded[1:-1])
+    check_engine(interpreted_at_night, [False, True, True, False])
+
+
+def check_engine(interpreted: Interpreted, padded: list[bool]) -> None:
+    """Compare the engines' answers with peft's; `padded` says whose steps ran in padded buffers."""
+    assert [result["padded"] > 0 for *_, result in interpreted.engine] == padded
     for oracle, asked, result in interpreted.engine:
         answers = result["answers"]
         for key, (name, request) in asked.items():

@@ -51,7 +51,9 @@ def test_vectors_are_those_of_transformers_and_peft(
         assert (vector - vectors[key]).abs().max() <= ALONE * vectors[key].abs().max().clamp(min=1.0)
 
 
-@pytest.mark.parametrize("name", ["deberta-v2", "deberta-v3", "modernbert"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("deberta-v2", "modernbert")), "deberta-v3"]
+)
 def test_quantized_weights_give_the_vectors_of_their_dequantized_numbers(
     name: str, tmp_path: Path, make_encoder: Callable[..., Any], run_until_idle: Callable[..., Any]
 ) -> None:

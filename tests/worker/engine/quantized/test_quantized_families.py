@@ -33,6 +33,8 @@ CASES = {
     "gpt2": "int4", "gpt_neox": "int8-zero-point", "opt": "int4-64", "phi3": "int4", "mixtral": "int4",
     "deepseek_v3": "int8", "cohere": "int8+embeddings", "starcoder2": "int8-zero-point+embeddings", "gpt_oss": "",
 }  # fmt: skip
+# Families of whose forms others stand in `make test`.
+AT_NIGHT = {"gemma2", "gpt2", "gpt_neox", "opt", "phi3", "cohere"}
 # Those with a KV cache of int8 as well, or alone: windows, softcaps, sinks, values narrower than keys. A number that
 # lies between two codes may get either, which in models as narrow as these changes logits by about a hundredth.
 KV_INT8 = {"llama", "qwen2", "gemma2", "gemma3_text", "deepseek_v3", "starcoder2", "gpt_oss"}
@@ -41,7 +43,10 @@ KV_MARGIN = 1e-2
 GIVEN = 5
 
 
-@pytest.mark.parametrize(("model_type", "scheme"), CASES.items())
+@pytest.mark.parametrize(
+    ("model_type", "scheme"),
+    [pytest.param(*case, marks=[pytest.mark.nightly] if case[0] in AT_NIGHT else []) for case in CASES.items()],
+)
 def test_a_quantized_family_answers_as_its_dequantized_weights(
     model_type: str,
     scheme: str,
