@@ -182,10 +182,10 @@ real: $(STAMP) $(REAL) ## Fetch a real model and encoder and compare hundreds of
 	$(BIN)/python -m examples.check
 
 company: $(STAMP) ## Compare answers alone and in random batches, bit by bit, in every dtype of the CPU
-	PROMPTS=$(PROMPTS) COMPOSITIONS=$(COMPOSITIONS) SEED=$(SEED) $(BIN)/pytest -q -s tests/worker/engine/test_company.py
+	PROMPTS=$(PROMPTS) COMPOSITIONS=$(COMPOSITIONS) SEED=$(SEED) $(BIN)/pytest -q -s -m "" tests/worker/engine/test_company.py
 
 compilations: $(STAMP) ## Run over 500 drawn steps on a fake CUDA device; none may compile a kernel
-	REQUESTS=300 $(BIN)/pytest -s --timeout 600 tests/worker/engine/test_cuda_steps.py -k compiled
+	REQUESTS=300 $(BIN)/pytest -s -m "" --timeout 600 tests/worker/engine/test_cuda_steps.py -k compiled
 
 cancels: $(STAMP) ## Cancel CANCELS requests at random moments; nothing of them may be left
 	CANCELS=$(CANCELS) $(BIN)/pytest --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_cancels.py

@@ -159,20 +159,18 @@ def test_attentions_kernels_compute_what_torch_computes(interpreted: Interpreted
 
 def test_the_kernels_of_rows_compute_what_torch_computes(interpreted: Interpreted) -> None:
     for name, tolerance in {"float32": 1e-6, "float16": 1e-3}.items():
-        assert len(interpreted.kernels["row"][name]) == 39
-        assert {case: value for case, value in interpreted.kernels["row"][name].items() if value > tolerance} == {}, (
-            name
-        )
+        differences = interpreted.kernels["row"][name]
+        assert len(differences) == 39
+        assert {case: value for case, value in differences.items() if value > tolerance} == {}, name
 
 
 def test_products_with_codes_are_those_of_the_definition(interpreted: Interpreted) -> None:
     """Of every scheme, in float32; in float16 the definition rounds the weights, and the kernel does not."""
     for name, tolerance in {"float32": 3e-6, "float16": 1e-3}.items():
-        assert interpreted.kernels["product"][name].pop("alone") == 0
-        assert len(interpreted.kernels["product"][name]) == 42
-        assert {
-            case: value for case, value in interpreted.kernels["product"][name].items() if value > tolerance
-        } == {}, name
+        differences = interpreted.kernels["product"][name]
+        assert differences.pop("alone") == 0
+        assert len(differences) == 42
+        assert {case: value for case, value in differences.items() if value > tolerance} == {}, name
 
 
 @pytest.mark.nightly
