@@ -75,11 +75,13 @@ DEFAULT_MAX_TOKENS = 128
 class Stopping:
     """Conditions that end an answer.
 
-    `max_tokens` None: the adapter's number, the model's, or `default_max_tokens`, capped by the context.
+    `max_tokens` None: the adapter's number, the model's, or `default_max_tokens`, capped by the context. With
+    `cap_max_tokens` the context caps a request's own number too, which is refused otherwise.
     """
 
     max_tokens: int | None = None
     default_max_tokens: int = DEFAULT_MAX_TOKENS
+    cap_max_tokens: bool = False
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
@@ -145,3 +146,19 @@ class FairTurns:
                 refused += 1
             if queue:
                 self._waiting[tenant] = queue
+
+
+class FairThreads:
+    """Threads for work that would hold an event loop; tenants take turns."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._turns, self._threads = FairTurns(threads), ThreadPoolExecutor(threads, thread_name_prefix=name)
+
+    async def run(self, tenant: str, work: Callable[[], T]) -> T:
+        """Return what a work returns that is done in a thread, at the tenant's turn. Raises what it raises."""
+        run = asyncio.get_running_loop().run_in_executor
+        return await self._turns.run(tenant, lambda: run(self._threads, work))
+
+    def close(self) -> None:
+        """Take no more work; a thread that works ends by itself."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -58,6 +58,8 @@ class Other(TypedDict):
     type: str
 
 
+# Text in front of the result of a call that failed, for which templates have no field.
+_ERROR = "Error: "
 # Reasoning that Anthropic alone can read.
 _REDACTED = "redacted_thinking"
 _BLOCKS = {"text": "Text", "tool_use": "Use", "tool_result": "Result", "thinking": "Thinking"}
@@ -80,6 +82,7 @@ class ToolResult(TypedDict, total=False):
 
     type: Required[Literal["tool_result"]]
     tool_use_id: str
+    is_error: Any
     content: str | list[TextOrOther]
 
 
@@ -126,7 +129,7 @@ def _add_user(chat: ChatBuilder, at: str, blocks: Sequence[Mapping[str, Any]]) -
     for index, block in enumerate(blocks):
         place = f"{at}.content[{index}]"
         if block["type"] == "tool_result":
-            content = _text(f"{place}.content", block.get("content", ""))
+            content = _ERROR * (block.get("is_error") is True) + _text(f"{place}.content", block.get("content", ""))
             chat.add(place, role="tool", tool_call_id=block.get("tool_use_id"), content=content)
         else:
             rest.append({"type": "text", "text": _text_of(place, block)})
@@ -252,7 +255,7 @@ class MessagesRequest(MessageCreateParamsBase, total=False):
 
     messages: Required[list[Message]]  # type: ignore[misc]
     system: str | list[TextOrOther]  # type: ignore[misc]
-    # Not checked, because they are without effect: prompts are cached, and are what the client sends.
+    # Not checked: of thinking, `disabled` alone has an effect; prompts are cached, and are what the client sends.
     thinking: Any
     cache_control: Any
     context_management: Any
@@ -294,6 +297,7 @@ def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
         "top_k": request.get("top_k"),
         "json_style": request.get("json_style"),
         "max_tokens": request.get("max_tokens"),
+        "cap_max_tokens": True,
         "stop": request.get("stop_sequences"),
     }
     if user := (request.get("metadata") or {}).get("user_id"):
@@ -308,8 +312,12 @@ def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
     output = request.get("output_config") or {}
     if output.get("format"):
         options["response_format"] = {"type": "json_schema", "schema": output["format"]["schema"]}
-    if output.get("effort"):
-        options["template_args"] = {"reasoning_effort": output["effort"]}
+    variables = {"reasoning_effort": output["effort"]} if output.get("effort") else {}
+    thinking = request.get("thinking")
+    if isinstance(thinking, dict) and thinking.get("type") == "disabled":
+        variables["enable_thinking"] = False
+    if variables:
+        options["template_args"] = variables
     return options
 
 
@@ -327,7 +335,7 @@ def _tool(at: str, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 async def messages(call: HttpCall) -> None:
     """Answer a conversation, whole or as a stream. Raises HttpError, LoraplexError."""
-    request = MESSAGES.read(call.body)
+    request = await call.read(MESSAGES)
     options, chat = options_of(request), conversation(request)
     model = await call.cluster.named(call.caller, request["model"])
     request_id = call.exchange.request_id
@@ -348,7 +356,7 @@ async def messages(call: HttpCall) -> None:
 
 async def count_tokens(call: HttpCall) -> None:
     """Answer with the number of tokens of a conversation. Raises HttpError, LoraplexError."""
-    request = COUNT.read(call.body)
+    request = await call.read(COUNT)
     options, chat = options_of(request), conversation(request)
     model = await call.cluster.named(call.caller, request["model"])
     with chat.naming_origins():

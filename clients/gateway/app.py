@@ -52,6 +52,7 @@ from clients.gateway.tgi_api import (
     generate_stream,
     info,
     tokenize,
+    tokenizer_info,
 )
 from clients.gateway.tgi_api import PROTOCOL as TGI
 from clients.gateway.turns import Turns
@@ -123,6 +124,7 @@ PATHS: Mapping[str, tuple[Protocol, Mapping[str, Handler]]] = {
     "/info": (TGI, {"GET": info}),
     "/tokenize": (TGI, {"POST": tokenize}),
     "/detokenize": (TGI, {"POST": detokenize}),
+    "/tokenizer_info": (TGI, {"GET": tokenizer_info}),
     "/health": (OPENAI, {"GET": health}),
     "/ping": (OPENAI, {"GET": ping, "POST": ping}),
     "/openapi.json": (OPENAI, {"GET": show_description}),
@@ -220,6 +222,7 @@ async def serving(settings: GatewaySettings, metrics: GatewayMetrics) -> AsyncIt
             # Answers that were cut send their last events.
             if rest := set(server.server_state.tasks):
                 await asyncio.wait(rest, timeout=_LAST_EVENTS_S)
+            gateway.long.close()
             await cluster.close()
 
 

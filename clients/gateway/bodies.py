@@ -14,8 +14,9 @@ from clients.gateway.errors import HttpError, invalid
 # Maximum length in characters of a value that an error shows.
 _SHOWN = 60
 # Maximum number of objects and lists of a body, of strings, names of fields included, and of all values: about 0.1 s of
-# parsing for each. Routers take messages of 10,000 fields, and a list of numbers is one.
-CONTAINERS, STRINGS, VALUES = 20_000, 100_000, 1_000_000
+# parsing for objects and lists, between which it gives way to the event loop, and 50 ms for other values. Routers take
+# messages of 10,000 fields, and a list of numbers is one.
+CONTAINERS, STRINGS, VALUES = 20_000, 100_000, 400_000
 # Types of the errors that these schemas add: an object of no known kind; an object with too many fields.
 UNKNOWN_KIND, TOO_MANY = "unknown_kind", "too_many_fields"
 # Maximum number of fields of an object, and of keys of a mapping; values that may be anything have no limit.

@@ -34,7 +34,7 @@ _NAMES_S = 5.0
 _HEALTH_S = 2.0
 # Timeout in seconds for a router's answer to whether it accepts a credential.
 _ACCEPTED_S = 1.0
-# Maximum number of accepted credentials that are remembered, of which each is a hash of 32 bytes.
+# Maximum number of accepted credentials that are remembered: of each a hash of 32 bytes and a tenant's name.
 _ACCEPTED = 100_000
 # Maximum length in characters of a tenant's name or a credential: a gRPC server reads headers of 8 KiB.
 _WHO_CHARACTERS = 6_000
@@ -71,8 +71,8 @@ class Cluster:
         self._names_until = 0.0
         self._digests: frozenset[str] = frozenset()
         self._bytes: dict[tuple[str, int], bytes] = {}
-        # Hashes of credentials that a router has accepted. One that was revoked since may stay: it is still one caller.
-        self._accepted: set[bytes] = set()
+        # Tenants of credentials that a router has accepted, by their hashes; revoked ones may stay.
+        self._tenants: dict[bytes, str] = {}
 
     async def close(self) -> None:
         """Close the channels."""
@@ -98,44 +98,48 @@ class Cluster:
         return [(address, connection.for_caller(*who)) for address, connection in self._operators.items()]
 
     async def counted_as(self, headers: Headers, address: str) -> str:
-        """Return the name of the caller whose share a request takes: its tenant, or its credential once accepted.
+        """Return the name of the caller whose share a request takes: its tenant, once a router has told it.
 
-        A request without a credential, or with one that no router has accepted yet, is its address's: names that
+        A request without a credential, or with one for which no router tells a tenant, is its address's: names that
         anybody can make up would each have a share. Raises UnauthenticatedError where a router refuses the credential.
         """
         try:
             tenant, credential = self._who(headers)
         except HttpError:  # the handler raises it, where it needs a caller
             return address
-        if not self._checks_credentials:
-            return f"tenant {tenant}"
-        if not credential or not await self._accepts(credential):
-            return address
-        return _name_of(credential)
+        if self._checks_credentials:
+            tenant = credential and await self._tenant_of(credential)
+        return f"tenant {tenant}" if tenant or not self._checks_credentials else address
 
     def claimed(self, headers: Headers) -> str:
         """Return the name of the caller that a request claims to be of, accepted or not. Raises HttpError."""
         tenant, credential = self._who(headers)
-        return _name_of(credential) if self._checks_credentials else f"tenant {tenant}"
+        if self._checks_credentials:
+            key = sha256(credential.encode())
+            tenant = self._tenants.get(key.digest(), "")
+            return f"tenant {tenant}" if tenant else f"credential {key.hexdigest()}"
+        return f"tenant {tenant}"
 
-    async def _accepts(self, credential: str) -> bool:
-        """Return whether a router accepts a credential; False where none says. Raises UnauthenticatedError."""
+    async def _tenant_of(self, credential: str) -> str:
+        """Return the tenant of a credential; empty where no router tells it. Raises UnauthenticatedError."""
         key = sha256(credential.encode()).digest()
-        if key in self._accepted:
-            return True
+        if key in self._tenants:
+            return self._tenants[key]
         try:
             async with asyncio.timeout(_ACCEPTED_S):
-                await self._client.for_caller(api_key=credential).models()
+                tenant = await self._client.for_caller(api_key=credential).tenant()
+            if not tenant:  # from an older router
+                return ""
         except UnauthenticatedError:
             raise
         except PermissionDeniedError:  # a known caller, who may call something else
-            pass
+            tenant = ""
         except (LoraplexError, TimeoutError):
-            return False
-        if len(self._accepted) >= _ACCEPTED:
-            self._accepted.clear()
-        self._accepted.add(key)
-        return True
+            return ""
+        if len(self._tenants) >= _ACCEPTED:
+            self._tenants.clear()
+        self._tenants[key] = tenant
+        return tenant
 
     def _who(self, headers: Headers) -> tuple[str, str]:
         """Return the tenant and the credential of a request, each empty for none. Raises HttpError."""
@@ -203,12 +207,6 @@ class Cluster:
                 part_bytes = await _bytes_of(caller, model, part)
                 known.update(zip(((model, token_id) for token_id in part), part_bytes, strict=True))
         return {token_id: known[model, token_id] for token_id in distinct}
-
-
-def _name_of(credential: str) -> str:
-    # Leave the signature out: one signature can be spelled in several ways, the signed part cannot.
-    signed = credential.rpartition(".")[0] or credential
-    return f"credential {sha256(signed.encode()).hexdigest()}"
 
 
 async def _bytes_of(caller: AsyncClient, model: str, ids: Sequence[int]) -> tuple[bytes, ...]:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from loraplex_client import AsyncClient, AsyncGenerationStream, Generation, LoraplexError
@@ -18,17 +19,22 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from clients.gateway.bodies import Body
 from clients.gateway.cluster import Cluster
 from clients.gateway.errors import HttpError, full, http_error
 from clients.gateway.exchange import BODIES_BYTES, Exchange
 from clients.gateway.settings import GatewaySettings
 from clients.gateway.turns import Turns
-from rpc.shares import Shares
+from rpc.shares import FairThreads, Shares
 from telemetry.metrics import LONG_S, Meters
 from tenancy.guard import is_loopback
 
 # Maximum length in characters of a header that an error shows.
 _SHOWN = 100
+# Maximum number of bytes or values of a work that is done on the event loop, in some milliseconds. Longer work is done
+# in threads, which leave the interpreter to the loop every few milliseconds; a caller alone gets half of them.
+_SHORT, LONG_THREADS = 4_096, 4
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 TRACEPARENT = "traceparent"
@@ -133,6 +139,7 @@ class Gateway:
     # Whether callers prove who they are, by a header that no page of another site has.
     checks_credentials: bool = False
     turns: Turns = field(default_factory=Turns)
+    long: FairThreads = field(default_factory=lambda: FairThreads(LONG_THREADS, "long-work"))
 
     def reader(self, headers: Headers) -> str:
         """Return the site whose pages may read the answer to a request; empty for none, `*` for any.
@@ -161,8 +168,11 @@ def _preflight(headers: Headers) -> list[tuple[str, str]]:
 class HttpCall:
     """A request with its body, on whose behalf `caller` calls the cluster. Path parameters are in `parameters`."""
 
-    def __init__(self, exchange: Exchange, gateway: Gateway, body: bytes, parameters: Mapping[str, str]) -> None:
+    def __init__(
+        self, exchange: Exchange, gateway: Gateway, body: bytes, parameters: Mapping[str, str], counted_as: str
+    ) -> None:
         self.exchange = exchange
+        self._long, self._counted_as = gateway.long, counted_as
         self.cluster = gateway.cluster
         self.metrics = gateway.metrics
         self.turns = gateway.turns
@@ -174,6 +184,14 @@ class HttpCall:
     def caller(self) -> AsyncClient:
         """Return the client of the request's tenant. Raises HttpError, LoraplexError."""
         return self.cluster.caller(self.exchange.headers)
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """Return what a work on so many bytes or values returns; long work is done in a thread at the caller's turn."""
+        return work() if size <= _SHORT else await self._long.run(self._counted_as, work)
+
+    async def read(self, kind: Body) -> dict[str, Any]:
+        """Return the fields of the body. Raises HttpError naming one that is wrong."""
+        return await self.run(len(self.body), partial(kind.read, self.body))
 
     @property
     def claimed(self) -> str:
@@ -301,7 +319,7 @@ class HttpEndpoint:
             body = b"" if streamed else await exchange.read_body(self._open.bytes)
             caller = await self._gateway.cluster.counted_as(exchange.headers, exchange.client)
         with self._open.running(caller), self._open.streaming(caller) if streamed else nullcontext():
-            call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}))
+            call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}), caller)
             with trace_of(exchange.headers):
                 work = asyncio.create_task(_run(handler, call))
             await _unless_left(exchange, work)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Required
 
+import msgspec
 import numpy as np
 from loraplex_client import Adapter, FinishReason, ServedModel, Usage
 from openai.types import EmbeddingCreateParams
@@ -26,7 +27,7 @@ from clients.gateway.bodies import Body
 from clients.gateway.conversation import SESSION_CHARACTERS
 from clients.gateway.endpoint import HttpCall, Protocol
 from clients.gateway.errors import HttpError, check_served, invalid, named_model, not_served, renamed
-from clients.gateway.exchange import encode
+from clients.gateway.exchange import encode, raw
 from clients.gateway.openai_messages import LENIENT, ChatMessage
 
 DONE = b"data: [DONE]\n\n"
@@ -270,7 +271,7 @@ def common_options(request: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: request[name] for name in _SAME if request.get(name) is not None}
     options |= {ours: request[name] for name, ours in _RENAMED.items() if request.get(name) is not None}
     options |= _guided(request)
-    options["default_temperature"] = _TEMPERATURE
+    options["default_temperature"], options["cap_max_tokens"] = _TEMPERATURE, True
     if options.get("top_k") == -1:  # vLLM's word for no limit
         options["top_k"] = 0
     if (seed := request.get("seed")) not in (None, -1):  # -1 is vLLM's word for none
@@ -398,7 +399,7 @@ def _adapter(adapter: Adapter) -> dict[str, Any]:
 
 async def embeddings(call: HttpCall) -> None:
     """Answer with a vector of each text. Raises HttpError, LoraplexError."""
-    request = EMBEDDING.read(call.body)
+    request = await call.read(EMBEDDING)
     if request.get("dimensions") is not None:
         raise not_served("dimensions")
     texts = _texts(request["input"])
@@ -406,17 +407,16 @@ async def embeddings(call: HttpCall) -> None:
     answer = await call.caller.embed(texts, timeout_s=call.timeout_s, **named)
     as_text = request.get("encoding_format") == "base64"
     tokens = answer.usage.prompt_tokens
-    await call.exchange.answer(
-        {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": index, "embedding": _encoded(vector) if as_text else vector}
-                for index, vector in enumerate(answer.vectors)
-            ],
-            "model": request["model"],
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
-    )
+
+    def told() -> list[msgspec.Raw]:
+        return [
+            raw({"object": "embedding", "index": index, "embedding": _encoded(vector) if as_text else vector})
+            for index, vector in enumerate(answer.vectors)
+        ]
+
+    data = await call.run(sum(map(len, answer.vectors)), told)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    await call.exchange.answer({"object": "list", "data": data, "model": request["model"], "usage": usage})
 
 
 def _texts(value: Any) -> list[Any]:

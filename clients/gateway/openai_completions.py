@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from loraplex_client import AsyncGenerationStream, Choice, Generation, Piece, TokenLogprobs, ToolCallPart, Usage
 
 from clients.gateway.endpoint import HttpCall
 from clients.gateway.errors import invalid
-from clients.gateway.exchange import encode
+from clients.gateway.exchange import encode, raw
 from clients.gateway.openai_api import (
     CHAT,
     COMPLETION,
@@ -31,6 +32,7 @@ from clients.gateway.openai_messages import sdk_messages
 
 # Maximum number of prompts of a request; each becomes a request of its own.
 _PROMPTS = 64
+T = TypeVar("T")
 
 
 class LogprobTexts:
@@ -43,20 +45,23 @@ class LogprobTexts:
 
     async def of_chat(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """Return the logprobs of a chat's tokens. Raises LoraplexError."""
-        token_bytes = await self._bytes(ids, logprobs)
 
-        def entry(token_id: int, logprob: float) -> dict[str, Any]:
-            own = token_bytes[token_id]
-            return {"token": self._text(token_id, own), "logprob": logprob, "bytes": list(own)}
+        def told(token_bytes: Mapping[int, bytes]) -> list[msgspec.Raw]:
+            def entry(token_id: int, logprob: float) -> dict[str, Any]:
+                own = token_bytes[token_id]
+                return {"token": self._text(token_id, own), "logprob": logprob, "bytes": list(own)}
 
-        content = [
-            {
-                **entry(token_id, token.logprob),
-                "top_logprobs": [entry(other, logprob) for other, logprob in token.alternatives],
-            }
-            for token_id, token in zip(ids, logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+            return [
+                raw(
+                    {
+                        **entry(token_id, token.logprob),
+                        "top_logprobs": [entry(other, logprob) for other, logprob in token.alternatives],
+                    }
+                )
+                for token_id, token in zip(ids, logprobs, strict=True)
+            ]
+
+        return {"content": await self._told(ids, logprobs, told), "refusal": None}
 
     async def of_completion(
         self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], at: int
@@ -65,44 +70,55 @@ class LogprobTexts:
 
         The first token of a prompt has None.
         """
-        token_bytes = await self._bytes(ids, [token for token in logprobs if token is not None])
-        return {
-            "tokens": [self._text(token_id, token_bytes[token_id]) for token_id in ids],
-            "token_logprobs": [None if token is None else token.logprob for token in logprobs],
-            "top_logprobs": [
-                None
-                if token is None
-                else {self._text(other, token_bytes[other]): logprob for other, logprob in token.alternatives}
-                for token in logprobs
-            ],
-            "text_offset": text_offsets([token_bytes[token_id] for token_id in ids], at),
-        }
+
+        def told(token_bytes: Mapping[int, bytes]) -> dict[str, Any]:
+            return {
+                "tokens": [self._text(token_id, token_bytes[token_id]) for token_id in ids],
+                "token_logprobs": [None if token is None else token.logprob for token in logprobs],
+                "top_logprobs": [
+                    None
+                    if token is None
+                    else raw({self._text(other, token_bytes[other]): logprob for other, logprob in token.alternatives})
+                    for token in logprobs
+                ],
+                "text_offset": text_offsets([token_bytes[token_id] for token_id in ids], at),
+            }
+
+        return await self._told(ids, logprobs, told)
 
     async def of_prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Any]:
         """Return the log probabilities of a prompt in vLLM's shape. Raises LoraplexError."""
-        token_bytes = await self._bytes(ids, logprobs)
-        places: list[Any] = [None]
-        for token_id, token in zip(ids[1:], logprobs, strict=True):
-            ranks = {other: rank for rank, (other, _) in enumerate(token.alternatives, 1)}
-            ranked = {**dict(token.alternatives), token_id: token.logprob}
-            places.append(
-                {
-                    str(other): {
+
+        def told(token_bytes: Mapping[int, bytes]) -> list[Any]:
+            places: list[Any] = [None]
+            for token_id, token in zip(ids[1:], logprobs, strict=True):
+                ranks = {other: rank for rank, (other, _) in enumerate(token.alternatives, 1)}
+                ranked = {**dict(token.alternatives), token_id: token.logprob}
+                place = {
+                    other: {
                         "logprob": logprob,
                         "rank": ranks.get(other),
                         "decoded_token": token_bytes[other].decode(errors="replace"),
                     }
                     for other, logprob in ranked.items()
                 }
-            )
-        return places
+                places.append(raw(place))
+            return places
+
+        return await self._told(ids, logprobs, told)
 
     def _text(self, token_id: int, own: bytes) -> str:
         return f"token_id:{token_id}" if self._as_ids else own.decode(errors="replace")
 
-    async def _bytes(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> Mapping[int, bytes]:
-        others = [other for token in logprobs for other, _ in token.alternatives]
-        return await self._call.cluster.token_bytes(self._call.caller, self._model, [*ids, *others])
+    async def _told(
+        self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], tell: Callable[[Mapping[int, bytes]], T]
+    ) -> T:
+        """Return what `tell` makes of the bytes of these tokens and of their alternatives."""
+        alternatives = [token.alternatives for token in logprobs if token is not None]
+        size = len(ids) + sum(map(len, alternatives))
+        distinct = await self._call.run(size, lambda: {*ids, *(other for of in alternatives for other, _ in of)})
+        token_bytes = await self._call.cluster.token_bytes(self._call.caller, self._model, distinct)
+        return await self._call.run(size, partial(tell, token_bytes))
 
 
 def text_offsets(tokens: Sequence[bytes], at: int) -> list[int]:
@@ -116,7 +132,7 @@ def text_offsets(tokens: Sequence[bytes], at: int) -> list[int]:
 
 async def chat_completions(call: HttpCall) -> None:
     """Answer a chat, whole or as a stream. Raises HttpError, LoraplexError."""
-    request = CHAT.read(call.body)
+    request = await call.read(CHAT)
     options, usage = chat_options(request), stream_usage(request)
     messages = sdk_messages(request["messages"])
     named = await call.cluster.named(call.caller, request["model"])
@@ -310,7 +326,7 @@ def _calls(parts: Sequence[ToolCallPart]) -> list[dict[str, Any]]:
 
 async def completions(call: HttpCall) -> None:
     """Answer prompts, whole or as a stream. Raises HttpError, LoraplexError."""
-    request = COMPLETION.read(call.body)
+    request = await call.read(COMPLETION)
     options, usage = completion_options(request), stream_usage(request)
     prompts = _prompts(request["prompt"])
     named = await call.cluster.named(call.caller, request["model"])

@@ -81,7 +81,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 async def responses(call: HttpCall) -> None:
     """Answer a turn of a conversation, whole or as a stream of events. Raises HttpError, LoraplexError."""
-    request = RESPONSE.read(call.body)
+    request = await call.read(RESPONSE)
     options, items = options_of(request), items_of(request)
     before = request.get("previous_response_id")
     earlier = [] if before is None else call.turns.items(call.claimed, before)
@@ -91,28 +91,41 @@ async def responses(call: HttpCall) -> None:
     request_id = call.exchange.request_id
     response_id, as_events = f"resp_{request_id}", bool(request.get("stream"))
     namespaces = {tool.function["name"]: tool.namespace for tool in served_tools(request) if tool.namespace}
-    answer = _Answer(call, _head(request, response_id), texts, namespaces)
+    answer = _Answer(call, _head(request, response_id), texts, namespaces, as_events=as_events)
     with chat.naming_origins():
         stream = call.caller.chat_stream(
             chat.messages, request_id=request_id, timeout_s=call.timeout_s, **model, **options
         )
         async with stream:
-            last = await answer.receive(stream, as_events=as_events)
+            last = await answer.receive(stream)
     if request.get("store", True):
-        call.turns.keep(call.claimed, response_id, [*earlier, *items, *answer.output])
+        call.turns.keep(call.claimed, response_id, [*earlier, *items, *map(_without_logprobs, answer.output)])
     if as_events:
         await call.exchange.end(last)
     else:
         await call.exchange.answer(answer.whole)
 
 
+def _without_logprobs(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
+
+
 class _Answer:
     """An answer that grows by pieces: items of reasoning, text and calls, one after the other, told by events."""
 
     def __init__(
-        self, call: HttpCall, head: dict[str, Any], texts: LogprobTexts | None, namespaces: Mapping[str, str]
+        self,
+        call: HttpCall,
+        head: dict[str, Any],
+        texts: LogprobTexts | None,
+        namespaces: Mapping[str, str],
+        *,
+        as_events: bool,
     ) -> None:
         self._call = call
+        self._as_events = as_events
         self._head = head
         self._texts = texts
         # Those of the functions that have one.
@@ -125,9 +138,9 @@ class _Answer:
         self.output: list[dict[str, Any]] = []
         self.whole: dict[str, Any] = {}
 
-    async def receive(self, stream: AsyncGenerationStream, *, as_events: bool) -> bytes:
+    async def receive(self, stream: AsyncGenerationStream) -> bytes:
         """Receive the whole stream and send its events but the last, which are returned. Raises LoraplexError."""
-        exchange = self._call.exchange
+        exchange, as_events = self._call.exchange, self._as_events
         if as_events:
             await self._call.begin_when_admitted([stream], self._start())
         async for piece in stream:
@@ -136,11 +149,13 @@ class _Answer:
             if piece.finished is not None:
                 return self._finish(self._call.finished(piece.finished))
             events = await self._events(piece)
-            if as_events and events:
+            if events:
                 await exchange.write(events)
         raise AssertionError("a stream ends with the whole answer, or an error")
 
     def _event(self, kind: str, **fields: Any) -> bytes:
+        if not self._as_events:
+            return b""
         payload = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode(payload))

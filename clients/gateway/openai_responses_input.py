@@ -224,7 +224,7 @@ def options_of(request: Mapping[str, Any]) -> dict[str, Any]:
     if request.get("tools"):
         options["tools"] = [tool.function for tool in served_tools(request)]
     options["max_tokens"] = request.get("max_output_tokens")
-    options["default_max_tokens"] = UNBOUNDED
+    options["default_max_tokens"], options["cap_max_tokens"] = UNBOUNDED, True
     included = request.get("include") or ()
     for index, name in enumerate(included):
         if name not in _INCLUDED:

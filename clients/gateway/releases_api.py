@@ -79,7 +79,7 @@ async def get_release(call: HttpCall) -> None:
 
 async def change_release(call: HttpCall) -> None:
     """Promote a release, abort it or roll it back, if it is still of this etag. Raises HttpError, LoraplexError."""
-    body = CHANGE.read(call.body)
+    body = await call.read(CHANGE)
     method, kind = _METHODS[body["action"]]
     fields: dict[str, Any] = {"name": _name(call), "etag": body["etag"]}
     if not body["etag"]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, Literal, Required
 
+import msgspec
 from loraplex_client.lorax.ask import Ask
-from loraplex_client.lorax.types import StreamDetails, StreamResponse, Token
+from loraplex_client.lorax.types import AlternativeToken, StreamDetails, StreamResponse, Token
 from typing_extensions import TypedDict
 
 from clients.gateway.bodies import Body
 from clients.gateway.endpoint import HttpCall, Protocol
 from clients.gateway.errors import HttpError, invalid, not_served, renamed
-from clients.gateway.exchange import encode
+from clients.gateway.exchange import encode, raw
 from clients.gateway.openai_messages import LENIENT, ChatMessage, sdk_messages
 
 # Names of this protocol for the cluster's.
@@ -170,18 +170,18 @@ def ask_of(request: Mapping[str, Any]) -> Ask:
 
 async def generate(call: HttpCall) -> None:
     """Answer a prompt. Raises HttpError, LoraplexError."""
-    request = GENERATE.read(call.body)
+    request = await call.read(GENERATE)
     await call.exchange.answer(await _whole(call, request))
 
 
 async def generate_stream(call: HttpCall) -> None:
     """Answer a prompt token by token. Raises HttpError, LoraplexError."""
-    await _stream(call, GENERATE.read(call.body))
+    await _stream(call, await call.read(GENERATE))
 
 
 async def generate_either(call: HttpCall) -> None:
     """Answer a prompt as the request's `stream` says; a whole answer is in a list. Raises HttpError, LoraplexError."""
-    request = GENERATE.read(call.body)
+    request = await call.read(GENERATE)
     if request.get("stream"):
         await _stream(call, request)
     else:
@@ -242,13 +242,20 @@ async def _event(call: HttpCall, index: int, response: StreamResponse) -> dict[s
 
 async def _tokens(call: HttpCall, tokens: Sequence[Token]) -> list[dict[str, Any]]:
     """Return tokens; the texts of their alternatives are asked for, all at once."""
-    values = [asdict(token) for token in tokens]
-    others = [other for token in values for other in token["alternative_tokens"] or ()]
-    if others:
-        texts = await call.cluster.token_bytes(call.caller, "", (other["id"] for other in others))
-        for other in others:
-            other |= {"text": texts[other["id"]].decode(errors="replace"), "special": False}
-    return values
+    size = sum(1 + len(token.alternative_tokens or ()) for token in tokens)
+    others = await call.run(size, lambda: {other.id for token in tokens for other in token.alternative_tokens or ()})
+    texts = await call.cluster.token_bytes(call.caller, "", others) if others else {}
+
+    def alternative(other: AlternativeToken) -> dict[str, Any]:
+        return {**vars(other), "text": texts[other.id].decode(errors="replace"), "special": False}
+
+    def told() -> list[dict[str, Any]]:
+        alternatives = (
+            token.alternative_tokens and raw([*map(alternative, token.alternative_tokens)]) for token in tokens
+        )
+        return [{**vars(token), "alternative_tokens": made} for token, made in zip(tokens, alternatives, strict=True)]
+
+    return await call.run(size, told)
 
 
 def _tops(tokens: list[dict[str, Any]]) -> list[Any] | None:
@@ -273,7 +280,7 @@ async def info(call: HttpCall) -> None:
     """Answer with what is served. Raises HttpError, LoraplexError."""
     models = await call.cluster.models(call.caller)
     if not models:
-        raise HttpError(503, "not_serving", "no base model is registered", retry_after_s=1.0)
+        raise _no_model()
     first = models[0]
     await call.exchange.answer(
         {
@@ -288,6 +295,18 @@ async def info(call: HttpCall) -> None:
             "version": version("loraplex"),
         }
     )
+
+
+async def tokenizer_info(call: HttpCall) -> None:
+    """Answer with the first base model's tokenizer_config.json and chat template. Raises HttpError, LoraplexError."""
+    models = await call.caller.models(tokenizer_config=True)
+    if not models:
+        raise _no_model()
+    await call.exchange.answer(msgspec.Raw((models[0].tokenizer_config or "{}").encode()))
+
+
+def _no_model() -> HttpError:
+    return HttpError(503, "not_serving", "no base model is registered", retry_after_s=1.0)
 
 
 # Fields of /tokenize that have the text.
@@ -319,7 +338,8 @@ async def _count(call: HttpCall, request: Mapping[str, Any]) -> None:
     }
     if request.get("return_token_strs"):
         texts = await call.cluster.token_bytes(call.caller, named.get("model", ""), ids)
-        answer["token_strs"] = [texts[token_id].decode(errors="replace") for token_id in ids]
+        decoded = {token_id: own.decode(errors="replace") for token_id, own in texts.items()}
+        answer["token_strs"] = list(map(decoded.__getitem__, ids))
     await call.exchange.answer(answer)
 
 
@@ -329,14 +349,14 @@ async def _model(call: HttpCall, request: Mapping[str, Any]) -> Mapping[str, Any
 
 async def detokenize(call: HttpCall) -> None:
     """Answer with the text of ids. Raises HttpError, LoraplexError."""
-    request = DETOKENIZE.read(call.body)
+    request = await call.read(DETOKENIZE)
     model = (await _model(call, request)).get("model", "")
     await call.exchange.answer({"prompt": await call.caller.detokenize(request["tokens"], model=model)})
 
 
 async def tokenize(call: HttpCall) -> None:
     """Answer with the tokens of a prompt, each with its place in it. Raises HttpError, LoraplexError."""
-    request = TOKENIZE.read(call.body)
+    request = await call.read(TOKENIZE)
     if len(request.keys() & _PROMPTS) != 1:
         raise invalid("inputs", f"give one of {', '.join(_PROMPTS)}")
     if "inputs" not in request:
@@ -347,11 +367,15 @@ async def tokenize(call: HttpCall) -> None:
     add = request.get("add_special_tokens")
     ids = await call.caller.tokenize(text, adapter_id=adapter, add_special_tokens=add)
     token_bytes = await call.cluster.token_bytes(call.caller, "", ids)
-    data, begin, at, tokens = text.encode(), 0, 0, []
-    for token_id in ids:
-        own, start = token_bytes[token_id], at
-        if data.startswith(own, begin):  # others, such as a beginning of sequence, are not in the text
-            begin += len(own)
-            at += sum(byte & 0xC0 != 0x80 for byte in own)  # characters that begin in the token
-        tokens.append({"id": token_id, "text": own.decode(errors="replace"), "start": start, "stop": at})
-    await call.exchange.answer(tokens)
+
+    def told() -> list[msgspec.Raw]:
+        data, begin, at, tokens = text.encode(), 0, 0, []
+        for token_id in ids:
+            own, start = token_bytes[token_id], at
+            if data.startswith(own, begin):  # others, such as a beginning of sequence, are not in the text
+                begin += len(own)
+                at += sum(byte & 0xC0 != 0x80 for byte in own)  # characters that begin in the token
+            tokens.append(raw({"id": token_id, "text": own.decode(errors="replace"), "start": start, "stop": at}))
+        return tokens
+
+    await call.exchange.answer(await call.run(len(ids), told))

@@ -439,6 +439,7 @@ def _stopping(message: pb.Stopping) -> Stopping:
     return Stopping(
         max_tokens=max_tokens,
         default_max_tokens=message.default_max_tokens or DEFAULT_MAX_TOKENS,
+        cap_max_tokens=message.cap_max_tokens,
         min_tokens=message.min_tokens,
         stop=stop,
         stop_token_ids=tuple(message.stop_token_ids),

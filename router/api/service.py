@@ -48,6 +48,7 @@ from router.generation.admission import Admission
 from router.generation.generation import Generation, OnAdmitted
 from router.generation.unary_calls import ContinuationScore, UnaryCalls
 from router.request import Message, Request, Stopping, Summary
+from router.text.chat import tokenizer_config
 from rpc.errors import CallError, InvalidField
 from rpc.interceptors import Context, Handler, Interceptor, current_call
 from rpc.principal import caller, calling_tenant
@@ -435,7 +436,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """List the base models."""
+        configs = {}
+        for m in self.models.served if request.tokenizer_config else ():
+            tell = partial(tokenizer_config, m.manifest.files, m.tokenizer.chat)
+            configs[m.manifest.name] = await self.prompts.in_turn(calling_tenant(), tell)
         return pb.ListModelsResponse(
+            tenant=caller().tenant,
             models=[
                 pb.Model(
                     name=m.manifest.name,
@@ -444,7 +450,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     tasks=m.manifest.tasks,
                     labels=m.manifest.labels,
                     max_rank=max((state.max_rank for state in self.models.serving(m.manifest.name)), default=0),
+                    tokenizer_config=configs.get(m.manifest.name, ""),
                 )
                 for m in self.models.served
-            ]
+            ],
         )

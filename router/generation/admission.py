@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -38,7 +36,7 @@ from router.text.chat import ChatTemplate
 from router.text.tokenizer import ModelTokenizer, PromptTokenizer, bad_word_ids, context_exceeded
 from rpc.errors import InvalidField, Unavailable
 from rpc.server import MESSAGE_BYTES
-from rpc.shares import FairTurns
+from rpc.shares import FairThreads
 
 # Maximum bytes of a message's other fields: the resume token, the numbers of choice and offset.
 _REST_BYTES = 64 * 1024
@@ -94,8 +92,7 @@ class GrammarProofs:
     def __init__(self) -> None:
         # By the digest of the base model.
         self._provers: dict[str, Prover] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-proofs")
-        self._turns = FairTurns(1)
+        self._thread = FairThreads(1, "grammar-proofs")
 
     async def check(self, grammar: str, field: str, tenant: str, model: Manifest) -> None:
         """Raise InvalidField, naming `field`, for a grammar that the model's workers would refuse."""
@@ -106,9 +103,7 @@ class GrammarProofs:
             if prover is not None and prover.known(grammar, tenant):
                 prover.prove(grammar, field, tenant)
             else:
-                prove = partial(self._prove, tenant, grammar, field, model)
-                run = asyncio.get_running_loop().run_in_executor
-                await self._turns.run(tenant, lambda: run(self._thread, prove))
+                await self._thread.run(tenant, partial(self._prove, tenant, grammar, field, model))
         except GrammarError as error:
             raise InvalidField(error.path, error.message, reason="INVALID_FORMAT") from error
         except ProverBusyError as error:
@@ -130,7 +125,7 @@ class GrammarProofs:
         """End the child processes."""
         for prover in self._provers.values():
             prover.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +376,10 @@ class Admission:
         max_tokens = _max_tokens(request, len(prompt_ids), context, default)
         _check_all_ids(request, prompt_ids, model.manifest.vocab_size)
         stopping = StoppingParams(
-            max_tokens, request.stopping.min_tokens, request.stopping.stop_token_ids, request.stopping.ignore_eos
+            max_tokens,
+            min(request.stopping.min_tokens, max_tokens),
+            request.stopping.stop_token_ids,
+            request.stopping.ignore_eos,
         )
         job = replace(
             self._job(request, model.manifest, adapter, prompt_ids, stopping),
@@ -493,7 +491,8 @@ def _resolved(request: Request, context: int, default: int) -> PromptOptions:
     if request.prompt_options.truncate_to != 0:
         return request.prompt_options
     asked = request.stopping.max_tokens
-    answer = min(default, DEFAULT_MAX_TOKENS) if asked is None else asked
+    is_open = asked is None or (request.stopping.cap_max_tokens and asked >= context)
+    answer = min(default, DEFAULT_MAX_TOKENS) if asked is None or is_open else asked
     return replace(request.prompt_options, truncate_to=max(1, context - answer))
 
 
@@ -501,12 +500,12 @@ def _max_tokens(request: Request, prompt: int, context: int, default: int) -> in
     if prompt == 0:
         raise InvalidField(request.prompt_field, "has no tokens")
     remaining = context - prompt
-    asked = request.stopping.max_tokens
-    least = 1 if asked is None else asked
+    asked, caps = request.stopping.max_tokens, request.stopping.cap_max_tokens
+    least = 1 if asked is None else min(asked, 1) if caps else asked
     if least > remaining:
         field = request.prompt_field if remaining < 1 else "stopping.max_tokens"
         raise context_exceeded(field, f"{prompt} prompt tokens and {least} more", context)
-    return min(default, remaining) if asked is None else asked
+    return min(default if asked is None else asked, remaining)
 
 
 def _check_all_ids(request: Request, prompt_ids: tuple[int, ...], vocab_size: int) -> None:

@@ -483,7 +483,8 @@ class Generation:
         with self._runs.admitting(request):
             if resumption is None:
                 admitted = await self._admission.admit(request, call.deadline_s, side)
-                job = self._quotas.apply_plan(admitted.job, is_open_ended=request.stopping.max_tokens is None)
+                is_open_ended = request.stopping.max_tokens != admitted.job.stopping.max_tokens
+                job = self._quotas.apply_plan(admitted.job, is_open_ended=is_open_ended)
             else:
                 admitted = await self._admission.readmit(request, resumption, call.deadline_s)
                 job = admitted.job

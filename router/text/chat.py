@@ -135,6 +135,12 @@ class ChatTemplate:
         return next((marks for marks in REASONING if marks[1] in source), None)
 
 
+def tokenizer_config(files: Mapping[str, bytes], template: ChatTemplate) -> str:
+    """Return a tokenizer's configuration as JSON, with special tokens as texts and the template of chats."""
+    config = _json(files, "tokenizer_config.json")
+    return json.dumps({**config, **template.tokens, "chat_template": template.source or None}, ensure_ascii=False)
+
+
 def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     value = json.loads(files.get(name, b"{}"))
     if not isinstance(value, dict):

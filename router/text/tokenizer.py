@@ -11,10 +11,8 @@ their number bounds both. A short prompt waits for nobody.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -22,7 +20,7 @@ from artifacts.added_tokens import AddedToken
 from router.request import Chat, EncodeInput, EncodeRequest, PromptOptions, TextPair
 from router.text.chat import ChatTemplate, TemplateRenderer, shielded_chat
 from rpc.errors import Internal, InvalidField
-from rpc.shares import FairTurns
+from rpc.shares import FairThreads
 
 
 class TooManyTokensError(Exception):
@@ -203,8 +201,7 @@ class PromptTokenizer:
     """Makes ids of the prompts of one router."""
 
     def __init__(self, threads: int = THREADS) -> None:
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
-        self._turns = FairTurns(threads)
+        self._threads = FairThreads(threads, "tokenizer")
         self._renderer = TemplateRenderer()
 
     async def tokenize(
@@ -309,8 +306,7 @@ class PromptTokenizer:
 
     async def in_turn(self, tenant: str, work: Callable[[], T]) -> T:
         """Return what a work returns that is done in a thread, at the tenant's turn."""
-        loop = asyncio.get_running_loop()
-        return await self._turns.run(tenant, lambda: loop.run_in_executor(self._threads, work))
+        return await self._threads.run(tenant, work)
 
     def forget(self) -> int:
         """End the child processes, which keep templates; returns how many there were."""
@@ -318,7 +314,7 @@ class PromptTokenizer:
 
     def close(self) -> None:
         """Take no more prompts; a thread that works ends by itself, a child process is ended."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         self._renderer.close()
 
 

@@ -227,13 +227,22 @@ class RouterCalls(EncodingCalls, Generic[Store, Stream]):
         return tuple(response.token_bytes)
 
     @method
-    def models(self, *, timeout_s: float | None = None) -> Script[tuple[ServedModel, ...]]:
-        """Return the base models that the router serves. Raises LoraplexError."""
+    def tenant(self, *, timeout_s: float | None = None) -> Script[str]:
+        """Return the tenant that the router takes the caller for; empty from an older one. Raises LoraplexError."""
         response = yield Call("ListModels", inference_pb2.ListModelsRequest(), timeout_s=timeout_s)
+        return str(response.tenant)
+
+    @method
+    def models(
+        self, *, timeout_s: float | None = None, tokenizer_config: bool = False
+    ) -> Script[tuple[ServedModel, ...]]:
+        """Return the base models that the router serves. Raises LoraplexError."""
+        request = inference_pb2.ListModelsRequest(tokenizer_config=tokenizer_config)
+        response = yield Call("ListModels", request, timeout_s=timeout_s)
         return tuple(
             ServedModel(
                 *(model.name, model.digest, model.context_length, tuple(model.tasks), tuple(model.labels)),
-                model.max_rank,
+                *(model.max_rank, model.tokenizer_config),
             )
             for model in response.models
         )

@@ -25,6 +25,9 @@ from loraplex_client.endpoint import ADMITTED_KEY, NOT_ENFORCED_KEY, Endpoint
 from loraplex_client.errors import CancelledError, ClientClosedError, LoraplexError, error_of, unknown_keyword
 from loraplex_client.generation import Attempt, Generation, Piece, Recovery
 
+# Maximum tokens of a message whose log probabilities are read on the event loop, in some milliseconds.
+_FEW = 256
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -153,7 +156,11 @@ class AsyncGenerationStream(_Running, AsyncIterator[Piece]):
 
     async def _read(self) -> Piece:
         async for response in self._rpc:
-            piece = self._recovery.take(response.event)
+            event = response.event
+            if len(event.prompt_logprobs.tokens) + len(event.delta.logprobs) > _FEW:
+                piece = await asyncio.to_thread(self._recovery.take, event)
+            else:
+                piece = self._recovery.take(event)
             if piece is not None:
                 return piece
         if not self._closing:

@@ -204,7 +204,8 @@ class ServedModel:
     """A base model that the router serves; `context_length` counts tokens of prompt and answer together.
 
     `tasks` are those of generate, embed and classify that it does without an adapter, `labels` its own classifier's.
-    `max_rank` is the largest rank of an adapter that a worker takes, 0 where that is not known.
+    `max_rank` is the largest rank of an adapter that a worker takes, 0 where that is not known. `tokenizer_config` is a
+    JSON object, empty unless it was asked for.
     """
 
     name: str
@@ -213,6 +214,7 @@ class ServedModel:
     tasks: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     max_rank: int = 0
+    tokenizer_config: str = ""
 
     def rank_warning(self, rank: int) -> str:
         """Return that workers do not take an adapter of this rank; empty where they do, or nobody knows."""

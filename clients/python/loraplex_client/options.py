@@ -165,6 +165,7 @@ class ChatOptions(TypedDict, total=False):
     max_tokens: int | None
     # in place of 128; the context is the bound
     default_max_tokens: int | None
+    cap_max_tokens: bool | None
     min_tokens: int | None
     # ends the answer before the string
     stop: str | Sequence[str] | None

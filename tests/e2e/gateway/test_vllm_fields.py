@@ -16,6 +16,8 @@ from tests.e2e.gateway.conftest import HEADERS, MESSAGES
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package")]
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+# With the template's words it leaves three tokens of the context.
+LONG = [{"role": "user", "content": "x" * 32_747}]
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 6}},
@@ -71,6 +73,30 @@ async def test_two_formats_are_refused(http: httpx2.AsyncClient) -> None:
     assert (await asked(http, status=400, **two))["error"]["param"] == "structured_outputs.json_object"
     both: Any = {"guided_regex": "a", "response_format": {"type": "json_object"}}
     assert (await asked(http, status=400, **both))["error"]["param"] == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason", "tokens"),
+    [
+        (COMPLETION, {"prompt": [65] * 32_765, "max_tokens": 64_000}, ("finish_reason", "length"), "completion_tokens"),
+        (CHAT, {"messages": LONG, "max_completion_tokens": 64_000}, ("finish_reason", "length"), "completion_tokens"),
+        ("/v1/messages", {"messages": LONG, "max_tokens": 64_000}, ("stop_reason", "max_tokens"), "output_tokens"),
+        ("/v1/responses", {"input": LONG, "max_output_tokens": 64_000}, ("status", "incomplete"), "output_tokens"),
+    ],
+)
+async def test_an_answer_ends_with_the_context(
+    http: httpx2.AsyncClient, path: str, body: Any, reason: tuple[str, str], tokens: str
+) -> None:
+    answer = await http.post(path, json={"model": "a", "temperature": 0, **body})
+    told = answer.json()
+    assert answer.status_code == 200, told
+    assert {**told, **told.get("choices", [{}])[0]}[reason[0]] == reason[1]
+    assert told["usage"][tokens] == 3
+
+
+async def test_the_tokenizer_is_told(http: httpx2.AsyncClient) -> None:
+    told = (await http.get("/tokenizer_info")).json()
+    assert "{{ message.role }}: " in told["chat_template"]
 
 
 async def test_log_probabilities_of_prompts(http: httpx2.AsyncClient) -> None:

@@ -1,0 +1,37 @@
+"""Fields of Anthropic's protocol for which the cluster's has no field of the same meaning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clients.gateway.anthropic_api import MESSAGES, conversation, options_of
+from clients.gateway.exchange import encode
+
+
+def read(**fields: Any) -> dict[str, Any]:
+    body = {"model": "a", "max_tokens": 64_000, "messages": [{"role": "user", "content": "x"}], **fields}
+    return MESSAGES.read(encode(body))
+
+
+@pytest.mark.parametrize(("fields", "text"), [({"is_error": True}, "Error: no file"), ({"is_error": False}, "no file")])
+def test_a_failed_call_is_told(fields: Any, text: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "no file"}], **fields}
+    chat = conversation(read(messages=[{"role": "user", "content": [result]}]))
+    assert chat.messages == [{"role": "tool", "tool_call_id": "t", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "adaptive"}}, None),
+        (
+            {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
+            {"reasoning_effort": "low", "enable_thinking": False},
+        ),
+    ],
+)
+def test_thinking_that_is_disabled_reaches_the_template(fields: Any, variables: Any) -> None:
+    assert options_of(read(**fields)).get("template_args") == variables
