@@ -230,6 +230,21 @@ class OwnCertificate(FollowedFiles[ssl.SSLContext]):
         connection.context = self.content
 
 
+class _Transport:
+    """A connection's transport, whose `close` is the connection's `end`. Drops what is written once it was cut."""
+
+    def __init__(self, transport: asyncio.Transport, end: Callable[[], None]) -> None:
+        self._transport, self.close = transport, end
+
+    def write(self, data: bytes) -> None:
+        """See asyncio.Transport: uvloop's raises RuntimeError until the connection is told that it is lost."""
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class HttpConnection(HttpToolsProtocol):
     """A connection within the limits."""
 
@@ -240,6 +255,8 @@ class HttpConnection(HttpToolsProtocol):
     closed: Counter
     # Set by `HttpServer`.
     place: Place
+    # Closes the transport.
+    _close: Callable[[], None]
 
     _headers_timer: TimerHandle | None = None
     _stall_timer: TimerHandle | None = None
@@ -257,7 +274,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
-        super().connection_made(transport)
+        self._close = transport.close
+        super().connection_made(cast(asyncio.Transport, _Transport(transport, self._end)))
         self.place.close = self._make_room
         self.gauge.set(len(self.connections))
         self._headers_timer = self.loop.call_later(_HEADERS_S, self._give_up, "headers_slow")
@@ -367,7 +385,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """See HttpToolsProtocol."""
         super().on_response_complete()
-        if self._in_request and self.cycle.response_complete and not self.transport.is_closing():
+        if self._in_request and self.cycle.response_complete and not (self._refused or self.transport.is_closing()):
             self._rest_timer = self.loop.call_later(_REST_S, self._give_up, "request_size")
         if self.cycle.response_complete:  # else the next request came behind this one
             self.place.rest()
@@ -405,11 +423,21 @@ class HttpConnection(HttpToolsProtocol):
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode("ascii") + body)
+        self._drop_rest(error.code)
+
+    def _end(self) -> None:
+        """Close the connection; where a body still comes, only once the client has closed it or has had time to."""
+        if self._in_request and self.cycle is not None and self.cycle.response_complete and not self._refused:
+            self._drop_rest("request_size")
+        else:
+            self._close()
+
+    def _drop_rest(self, why: str) -> None:
+        self._refused = True
+        self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-            self._rest_timer = self.loop.call_later(_REST_S, self._give_up, error.code)
-        else:
-            self.transport.close()
+        self._rest_timer = self.loop.call_later(_REST_S, self._give_up, why)
 
     def _stream_body(self) -> None:
         self._streams_body = True

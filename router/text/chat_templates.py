@@ -378,7 +378,14 @@ def render(template: Template, request: Mapping[str, Any]) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise RefusedError("the rendered chat has half of a surrogate pair, which is no character") from None
+    if _ADDRESS.search(text):
+        given = json.dumps([request["source"], chat], ensure_ascii=False)
+        text = _ADDRESS.sub(lambda found: found[0] if found[0] in given else "", text)
     return text if final is None else _cut_at_end(text, final)
+
+
+# The address that Python shows of a function or an object without a text of its own.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def _template_args(text: str) -> Json:
@@ -448,10 +455,14 @@ def _line(error: Exception) -> str:
     return _OURS.sub("", re.sub(r"\s+", " ", str(error)))[:300] + where
 
 
+# Uses everything that imports a module with its first use, for which a child opens files that it may not open later.
+_LATE = "{{ strftime_now('%Y') }}{{ 'a'|wordwrap }}{{ 'a'|pprint }}{{ 'a'|striptags }}{{ lipsum(n=1) }}"
+
+
 def main() -> None:
     """Answer requests until stdin ends."""
     with contextlib.suppress(TemplateError):  # imports what Jinja imports late, for an error too
-        Template("{{ strftime_now('%Y') }}{{ raise_exception('') }}").render({}, 0.0, 100)
+        Template(_LATE + "{{ raise_exception('') }}").render({}, 0.0, 10_000)
     serve(_answer, cpu_s=lambda request: CPU_S, memory_bytes=MEMORY_BYTES, nice=5)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_NAMESPACE
 from loraplex_client.chat import chat_of
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -197,6 +198,22 @@ async def test_bad_json_in_a_chat_is_refused_by_its_field(
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("source", ["{{ 'a b'|%s }}", "{{ %s }}", "{{ %s(1) }}"])
+async def test_nothing_of_jinja_is_imported_late_or_shows_an_address(renderer: TemplateRenderer, source: str) -> None:
+    names = ["wordwrap(1)", "lipsum()", *DEFAULT_NAMESPACE, "strftime_now", "'%(a)s' % {'a': raise_exception}"]
+    for name in [*DEFAULT_FILTERS, *names]:
+        try:
+            text = await renderer.render(call(source % name), "t")
+        except InvalidField as error:
+            text = error.message
+        assert not re.search(r"Errno| at 0x|/", text.replace("</p>", "")), f"{name}: {text}"
+
+
+async def test_an_address_in_a_message_stays(renderer: TemplateRenderer) -> None:
+    told = "<function f at 0x7f00>"
+    assert await renderer.render(call("{{ messages[0].content }}{{ range.__class__ }}", text=told), "t") == told
+
+
 async def test_parts_are_a_list_where_the_template_takes_one_and_a_text_elsewhere(renderer: TemplateRenderer) -> None:
     asked = chat({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]}]})
     for source, expected in (
