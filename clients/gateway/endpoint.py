@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from clients.gateway.bodies import Body
 from clients.gateway.cluster import Cluster
-from clients.gateway.errors import HttpError, full, http_error
+from clients.gateway.errors import HttpError, full, http_error, renamed
 from clients.gateway.exchange import BODIES_BYTES, Exchange
 from clients.gateway.settings import GatewaySettings
 from clients.gateway.turns import Turns
@@ -295,7 +295,7 @@ class HttpEndpoint:
             await self._serve(exchange, scope)
             status = exchange.status
         except BaseException as error:
-            failure = self._failure(error)
+            failure = renamed(self._failure(error), exchange.names)
             status = self._protocol.status(failure)
             await self._fail(exchange, failure)
         finally:

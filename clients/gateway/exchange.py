@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from urllib.parse import quote
 
 import msgspec
@@ -86,6 +86,8 @@ class Exchange:
         self._streams_body = scope.get("extensions", {}).get(STREAMS_BODY, {}).get("begin", lambda: None)
         self._body_read = asyncio.Event()
         self._ended = False
+        # Names that this request gives to the cluster's fields, as expressions; see errors.renamed.
+        self.names: Mapping[str, str] = {}
         # Paths of what the answer need not keep to.
         self.not_enforced: Sequence[str] = ()
         # Number of writes of a stream, and the task that sends comments between them.

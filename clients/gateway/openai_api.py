@@ -207,6 +207,8 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 # vLLM's fields that are the SDK's options of another name, and those of formats, which are also in
 # `structured_outputs`.
 _RENAMED = {"include_stop_str_in_output": "keep_stop"}
+# Expression for the cluster's fields of formats.
+FORMATS = r"(json_schema|regex|choices(\.values)?|grammar)\b"
 _GUIDED = {"json": "response_format", "regex": "regex", "choice": "choices", "grammar": "grammar"}
 _SAME = (
     "temperature", "top_p", "frequency_penalty", "presence_penalty", "n", "stop", "best_of", "echo", "tools",
@@ -297,12 +299,25 @@ def has_format(options: Mapping[str, Any]) -> bool:
     return not options.keys().isdisjoint(_GUIDED.values())
 
 
-def _guided(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the format that a request has in vLLM's words, as an option of the SDK. Raises HttpError."""
+def format_names(request: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the names of a request's format, where they are not those of OpenAI's protocol, for the cluster's."""
+    form = request.get("response_format") or {}
+    place = next((place for place, _, _ in _guided_places(request)), "")
+    if form.get("type") in ("json_object", "json"):
+        place = next((f"response_format.{name}" for name in ("schema", "value") if form.get(name)), "")
+    return {FORMATS: place} if place else {}
+
+
+def _guided_places(request: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     inside = request.get("structured_outputs") or {}
     places = [(f"guided_{name}", name, request.get(f"guided_{name}")) for name in _GUIDED]
     places += [(f"structured_outputs.{name}", name, inside.get(name)) for name in (*_GUIDED, "json_object")]
-    given = [place for place in places if place[2] not in (None, False)]
+    return [place for place in places if place[2] not in (None, False)]
+
+
+def _guided(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the format that a request has in vLLM's words, as an option of the SDK. Raises HttpError."""
+    inside, given = request.get("structured_outputs") or {}, _guided_places(request)
     if len(given) > 1:
         raise invalid(given[1][0], f"cannot be combined with {given[0][0]}")
     if not given:

@@ -24,6 +24,7 @@ from clients.gateway.openai_api import (
     chat_options,
     completion_options,
     event,
+    format_names,
     head_of,
     stream_usage,
     usage_of,
@@ -134,6 +135,7 @@ async def chat_completions(call: HttpCall) -> None:
     """Answer a chat, whole or as a stream. Raises HttpError, LoraplexError."""
     request = await call.read(CHAT)
     options, usage = chat_options(request), stream_usage(request)
+    call.exchange.names = format_names(request)
     messages = sdk_messages(request["messages"])
     named = await call.cluster.named(call.caller, request["model"])
     request_id = call.exchange.request_id
@@ -328,6 +330,7 @@ async def completions(call: HttpCall) -> None:
     """Answer prompts, whole or as a stream. Raises HttpError, LoraplexError."""
     request = await call.read(COMPLETION)
     options, usage = completion_options(request), stream_usage(request)
+    call.exchange.names = format_names(request)
     prompts = _prompts(request["prompt"])
     named = await call.cluster.named(call.caller, request["model"])
     request_id = call.exchange.request_id

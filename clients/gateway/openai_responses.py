@@ -11,7 +11,7 @@ from loraplex_client import AsyncGenerationStream, FinishReason, Generation, Pie
 from clients.gateway.endpoint import HttpCall, Protocol
 from clients.gateway.errors import HttpError
 from clients.gateway.exchange import encode
-from clients.gateway.openai_api import error_of
+from clients.gateway.openai_api import error_of, format_names
 from clients.gateway.openai_completions import LogprobTexts
 from clients.gateway.openai_responses_input import RESPONSE, conversation, items_of, options_of, served_tools
 
@@ -83,6 +83,7 @@ async def responses(call: HttpCall) -> None:
     """Answer a turn of a conversation, whole or as a stream of events. Raises HttpError, LoraplexError."""
     request = await call.read(RESPONSE)
     options, items = options_of(request), items_of(request)
+    call.exchange.names = format_names(request)
     before = request.get("previous_response_id")
     earlier = [] if before is None else call.turns.items(call.claimed, before)
     chat = conversation(request, earlier, items)

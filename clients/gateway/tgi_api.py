@@ -15,6 +15,7 @@ from clients.gateway.bodies import Body
 from clients.gateway.endpoint import HttpCall, Protocol
 from clients.gateway.errors import HttpError, invalid, not_served, renamed
 from clients.gateway.exchange import encode, raw
+from clients.gateway.openai_api import FORMATS
 from clients.gateway.openai_messages import LENIENT, ChatMessage, sdk_messages
 
 # Names of this protocol for the cluster's.
@@ -26,7 +27,6 @@ _NAMES = {
     r"prompt\b": "inputs",
     "truncate_(prompt_tokens|to)": "truncate",
     "logprobs": "top_n_tokens",
-    "regex": "grammar.value",
 }
 _TYPES = {422: "validation", 429: "overloaded", 503: "overloaded"}
 # Maximum of answers, and of stop strings, that routers take in a request.
@@ -224,6 +224,8 @@ async def _stream(call: HttpCall, request: Mapping[str, Any]) -> None:
 
 
 def _opened(call: HttpCall, request: Mapping[str, Any], ask: Ask) -> Any:
+    grammar = (request.get("parameters") or {}).get("grammar")
+    call.exchange.names = {FORMATS: "grammar.value" if grammar else "response_format.schema"}
     return call.caller.generate_stream(
         request["inputs"], response_format=ask.format, timeout_s=call.timeout_s, **ask.options
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from artifacts.base_model import read_base_model
 from broker.connection import connect
 from clients.cli.models import registered
 from deploy.local import ClusterSettings, LocalCluster
+from tests import loop_watch
 from tests.broker.role_clients import refused
 from tests.faulty_store import FaultyStore
 
@@ -47,6 +49,20 @@ class Cluster:
         held = [w.blocks.referenced + w.adapter_slots.pinned + w.rows_running + w.rows_waiting for w in workers]
         keys = [key for pattern in ("*:job:*", "*:waiting") async for key in self.redis.scan_iter(pattern)]
         return bool(workers) and not any(held) and not keys
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _holds_of_loops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """With HOLDS (`make holds`) let all processes measure how long they hold their event loops, and check it."""
+    if "HOLDS" not in os.environ:
+        yield
+        return
+    holds = tmp_path_factory.mktemp("holds")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in loop_watch.environ(holds, os.environ).items():
+            patch.setenv(name, value)
+        yield
+    assert not (long := loop_watch.long_holds(holds)), long
 
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Cluster]]

@@ -68,6 +68,21 @@ async def test_choices_and_expressions(http: httpx2.AsyncClient, fields: Any) ->
     assert (await asked(http, COMPLETION, max_tokens=9, **fields))["choices"][0]["text"] in ("yes", "no")
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": {"properties": {"a": {"not": {}}}}}, "guided_json.properties.a.not"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json.not"),
+        ({"response_format": {"type": "json_object", "schema": {"not": {}}}}, "response_format.schema.not"),
+    ],
+)
+async def test_an_error_of_a_format_names_the_callers_field(http: httpx2.AsyncClient, fields: Any, param: str) -> None:
+    error = (await asked(http, status=400, **fields))["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+
+
 async def test_two_formats_are_refused(http: httpx2.AsyncClient) -> None:
     two: Any = {"guided_regex": "a", "structured_outputs": {"json_object": True}}
     assert (await asked(http, status=400, **two))["error"]["param"] == "structured_outputs.json_object"
