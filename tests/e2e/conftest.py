@@ -62,7 +62,8 @@ def _holds_of_loops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for name, value in loop_watch.environ(holds, os.environ).items():
             patch.setenv(name, value)
         yield
-    assert not (long := loop_watch.long_holds(holds)), long
+    if long := loop_watch.long_holds(holds):
+        pytest.fail(f"longer than {loop_watch.LIMIT_MS:g} ms:\n{long}", pytrace=False)
 
 
 StartCluster = Callable[..., AbstractAsyncContextManager[Cluster]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 # Maximum processor time in ms that a process may hold its event loop.
 LIMIT_MS = 50.0
@@ -23,7 +22,11 @@ def forget(holds: Path) -> None:
         report.write_text("")
 
 
-def long_holds(holds: Path) -> list[Any]:
-    """Return the reports of longer holds than LIMIT_MS."""
+def long_holds(holds: Path) -> str:
+    """Return the reports of longer holds than LIMIT_MS, as lines."""
     lines = [json.loads(line) for report in holds.iterdir() for line in report.read_text().splitlines()]
-    return [line for line in lines if line["held_ms"] > LIMIT_MS]
+    return "".join(
+        f"{line['held_ms']} ms: {' '.join(line['argv'])}\n" + "".join(f"    {frame}\n" for frame in line["stack"][-8:])
+        for line in lines
+        if line["held_ms"] > LIMIT_MS
+    )
