@@ -189,7 +189,8 @@ def parse_name_patterns(field: str, patterns: Mapping[str, Any]) -> NamePatterns
                 f"the pattern {_shown(pattern)!r} is too complex; "
                 "use module names, with two of '*', '+', '?', '(a|b)' at most",
             )
-    return NamePatterns(field, tuple(patterns.items()))
+    # As in the names of tensors: see artifacts.revision.
+    return NamePatterns(field, tuple((re.sub(r"\blanguage_model\\?\.", "", name), n) for name, n in patterns.items()))
 
 
 def _compile(field: str, pattern: str) -> re.Pattern[str]:

@@ -277,8 +277,12 @@ _V = TypeVar("_V")
 #     _orig_mod.base_model.model.model.layers.0.q_proj.lora_A.weight    of torch.compile, and of other wrappers
 #     base_model.model.model.layers.0.q_proj.lora_A.default.weight      with the adapter's name: a module's own state
 #     model.layers.0.q_proj.lora_A.weight                               without base_model.model.
-# Modules that wrap a model: torch.compile's, that of DDP and DeepSpeed, FSDP's, activation checkpointing's.
-_WRAPPER = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+#     base_model.model.model.language_model.layers.0.q_proj.lora_A.weight   of a model with images
+# Modules that wrap a model: torch.compile's, that of DDP and DeepSpeed, FSDP's, activation checkpointing's, and models
+# of images and text.
+_WRAPPER = re.compile(
+    r"(?:(?<=\.)|^)(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|language_model)\."
+)
 # Dictionaries of a peft layer by the names of adapters. In a file of peft's `.weight` follows at once, or nothing.
 _BY_ADAPTER = re.compile(
     r"(?P<kept>\.(?:lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|trainable_tokens_delta)|\.modules_to_save)"

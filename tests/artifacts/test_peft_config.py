@@ -257,3 +257,8 @@ def test_there_is_a_limit_to_how_many() -> None:
         parse_name_patterns("rank_pattern", names | {"one.more": 1})
     with pytest.raises(MismatchError, match="more than 256 regular expressions"):
         parse_name_patterns("rank_pattern", {f".*{number}": 1 for number in range(257)})
+
+
+def test_a_pattern_for_a_model_with_images_names_the_modules_of_its_text_part() -> None:
+    patterns = parse_name_patterns("alpha_pattern", {r"model.language_model\.layers.0.q_proj": 5})
+    assert [patterns.value_of(f"model.layers.{layer}.q_proj", 1) for layer in (0, 1)] == [5, 1]

@@ -43,6 +43,16 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
             f"{Q}.lora_A.weight",
             ("_orig_mod.", "default.", "base_model.model."),
         ),
+        (
+            "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight",
+            f"{Q}.lora_A.weight",
+            ("language_model.",),
+        ),
+        (
+            "base_model.model.language_model.model.layers.0.self_attn.q_proj.lora_B.weight",
+            f"{Q}.lora_B.weight",
+            ("language_model.",),
+        ),
         # Names that only look like these.
         ("base_model.model.my_module.lora_A.weight", "base_model.model.my_module.lora_A.weight", ()),
     ],
