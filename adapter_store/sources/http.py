@@ -32,6 +32,12 @@ _REDIRECTS, _ANSWER_BYTES = 5, 8 << 20
 # Maximum bytes of the head of a request to CheckedProxy, and interval in seconds of its looks at whether it was closed.
 _HEAD_BYTES, _LOOK_S = 64 << 10, 0.05
 
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# What IPv6 has for hosts of the internet; site-local addresses, ::/96 and local NAT64s are outside of it.
+_UNICAST = ipaddress.ip_network("2000::/3")
+# Special networks that Python takes for public: metadata services of Azure and Oracle, documentation.
+_SPECIAL = [ipaddress.ip_network(each) for each in ("168.63.129.16/32", "192.0.0.0/24", "3fff::/20")]
+
 
 def public_addresses(host: str, port: int, *, allow_private: bool) -> list[str]:
     """Resolve a host. Raises PermissionDenied where one address is of a private network, Unavailable without any."""
@@ -52,15 +58,13 @@ def public_addresses(host: str, port: int, *, allow_private: bool) -> list[str]:
 def _is_public(address: str) -> bool:
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
-        # Addresses of IPv4 within IPv6: mapped ones, 6to4, Teredo, and those that a NAT64 translates.
-        nat64 = ipaddress.ip_network("64:ff9b::/96")
-        inner = [parsed.ipv4_mapped, parsed.sixtofour, *(parsed.teredo or ())]
-        inner += [ipaddress.IPv4Address(int(parsed) & 0xFFFF_FFFF)] if parsed in nat64 else []
-        if not all(each.is_global for each in inner if each is not None):
+        # Addresses of IPv4 within IPv6: mapped ones, those that a NAT64 translates, 6to4, and Teredo.
+        if parsed.ipv4_mapped is not None or parsed in _NAT64:
+            return _is_public(str(ipaddress.IPv4Address(int(parsed) & 0xFFFF_FFFF)))
+        inner = (parsed.sixtofour, *(parsed.teredo or ()))
+        if parsed not in _UNICAST or not all(_is_public(str(each)) for each in inner if each is not None):
             return False
-        if parsed.ipv4_mapped is not None or parsed in nat64:
-            return True
-    return parsed.is_global and not parsed.is_multicast
+    return parsed.is_global and not parsed.is_multicast and not any(parsed in network for network in _SPECIAL)
 
 
 class _Backend(httpcore2.SyncBackend):

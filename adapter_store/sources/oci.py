@@ -25,7 +25,7 @@ from artifacts.json_object import parse_bounded
 from artifacts.names import DIGEST_PREFIX, is_digest, sha256_bytes
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
-from rpc.errors import InvalidField
+from rpc.errors import InvalidField, Mismatch
 from rpc.timed_http import OpenSockets
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -51,7 +51,7 @@ class Registry:
         self._name, self._reference = _split(uri)
         self._registry = uri.authority
         self._root = f"{(rule.endpoint or f'https://{uri.authority}').rstrip('/')}/v2/{self._name}"
-        self._secrets = rule.read_secrets()
+        self._secrets, self._realm = rule.read_secrets(), rule.realm
         self._client = SourceClient(self._uri, sockets, allow_private=rule.allow_private)
         self._authorization: dict[str, str] = {}
 
@@ -123,7 +123,7 @@ class Registry:
         response, _ = self._ask("POST", f"{self._root}/blobs/uploads/", write=True)
         check_status(self._uri, response)
         location = urljoin(str(response.url), response.headers.get("location", ""))
-        if urlsplit(location).netloc != urlsplit(self._root).netloc:
+        if urlsplit(location)[:2] != urlsplit(self._root)[:2]:
             raise broken(f"{self._uri}: the registry sends uploads to another host, {urlsplit(location).netloc}")
         headers = {**self._authorization, "content-type": "application/octet-stream", "content-length": str(size)}
         url = httpx2.URL(location).copy_add_param("digest", digest)
@@ -151,12 +151,16 @@ class Registry:
             return basic
         fields = dict(_CHALLENGE.findall(rest))
         realms = ("https://", "http://") if self._root.startswith("http://") else ("https://",)
-        if kind.lower() != "bearer" or not fields.get("realm", "").startswith(realms):
+        if kind.lower() != "bearer" or not (realm := fields.get("realm", "")).startswith(realms):
             raise refused(self._uri, 401)
+        if basic and urlsplit(realm)[:2] not in {urlsplit(self._root)[:2], urlsplit(self._realm)[:2]}:
+            where = "{}://{}".format(*urlsplit(realm)[:2])
+            message = f"the registry asks for its password at {where}; an operator allows it with realm in --sources"
+            raise Mismatch("source", f"{self._uri}: {message}", reason="SOURCE_REFUSED")
         scope = f"repository:{self._name}:{'pull,push' if write else 'pull'}"
         query = {"scope": scope, **({"service": fields["service"]} if "service" in fields else {})}
         response, body = self._client.answer(
-            "GET", fields["realm"], params=query, headers={"authorization": basic} if basic else {}
+            "GET", realm, params=query, headers={"authorization": basic} if basic else {}
         )
         check_status(self._uri, response)
         try:

@@ -6,6 +6,7 @@ tenants = ["acme"]                     # default: every tenant
 credentials = "acme-s3"                # default: none
 endpoint = "https://s3.example.com"    # default: the provider's own, or the registry that the URI names
 region = "eu-central-1"                # s3 alone
+realm = "https://auth.example.com"     # oci alone: the host beside the registry's own that gets the credentials
 allow_private = true                   # default: addresses of private networks are refused
 export = true                          # default: nothing is exported there
 
@@ -75,6 +76,7 @@ class Rule:
     credentials: str = ""
     endpoint: str = ""
     region: str = ""
+    realm: str = ""
     allow_private: bool = False
     export: bool = False
     # Where each value of the credentials is read: ("file" or "env", its name).
@@ -83,7 +85,9 @@ class Rule:
     def matches(self, uri: SourceUri, tenant: str) -> bool:
         """Tell whether the rule is for the URI and the tenant."""
         text, prefix = str(uri), str(self.prefix)
-        below = text == prefix or (text.startswith(prefix) and (prefix.endswith("/") or text[len(prefix)] in "/@:"))
+        # A revision follows a hub's repository, a tag or digest a registry's; elsewhere @ and : are parts of names.
+        ends = "/" + {"hf": "@", "oci": "@:"}.get(uri.scheme, "") if self.prefix.path else "/"
+        below = text == prefix or (text.startswith(prefix) and text[len(prefix)] in ends)
         return below and (not self.tenants or tenant in self.tenants)
 
     def read_secrets(self) -> dict[str, str]:
@@ -149,7 +153,7 @@ def _read(path: Path) -> tuple[Rule, ...]:
         raise SourcesError(f"--sources {path}: {error}") from error
 
 
-_KINDS = {"prefix": str, "tenants": list, "credentials": str, "endpoint": str, "region": str}
+_KINDS = {"prefix": str, "tenants": list, "credentials": str, "endpoint": str, "region": str, "realm": str}
 _FIELDS = {each.name: _KINDS.get(each.name, bool) for each in fields(Rule) if each.name != "secrets"}
 
 
@@ -168,8 +172,9 @@ def _rule(at: str, table: Any, credentials: Any) -> Rule:
         raise SourcesError(f"{at}: {error}") from error
     if "tenants" in table and not tenants:
         raise SourcesError(f"{at}: tenants: empty; leave it out for every tenant")
-    if not (endpoint := table.get("endpoint", "https://")).startswith(("https://", "http://")):
-        raise SourcesError(f"{at}: endpoint: {endpoint!r} is not a URL like https://HOST")
+    for name in ("endpoint", "realm"):
+        if not (url := table.get(name, "https://")).startswith(("https://", "http://")):
+            raise SourcesError(f"{at}: {name}: {url!r} is not a URL like https://HOST")
     named = table.get("credentials", "")
     secrets = _secrets(named, prefix.scheme, credentials) if named else {}
     return Rule(**{**table, "prefix": prefix, "tenants": tenants, "secrets": secrets})

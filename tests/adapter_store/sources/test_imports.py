@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +15,12 @@ from loraplex.adapters.v1 import adapters_pb2 as pb
 
 from adapter_store.app import Store, StoreSettings
 from adapter_store.sources import fetch, http
+from adapter_store.sources.folder import Folder
+from adapter_store.sources.policy import Rule, parse_uri
 from artifacts.base_model import BaseModel
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE
+from rpc.errors import CallError, InvalidField
 from tests.adapter_store.sources.places import COMMIT, Hub, OciRegistry, Place, served
 
 if TYPE_CHECKING:
@@ -292,6 +297,13 @@ async def test_a_hub_at_a_private_address_is_refused_unless_it_is_allowed(
         ("64:ff9b::a00:1", False),
         ("64:ff9b::808:808", True),
         ("2002:a00:1::", False),
+        ("2002:a83f:8110::", False),
+        ("168.63.129.16", False),
+        ("::ffff:168.63.129.16", False),
+        ("192.0.0.192", False),
+        ("fec0::1", False),
+        ("::127.0.0.1", False),
+        ("64:ff9b:1::a9fe:a9fe", False),
     ],
 )
 def test_private_addresses_are_known(address: str, public: bool) -> None:
@@ -337,6 +349,109 @@ async def test_a_folder_and_a_snapshot_of_a_hubs_cache_are_imported(
         (snapshot / WEIGHTS_FILE).symlink_to(target)
         code, message = await refused(client, refusal, source=f"file://{snapshot}")
         assert (code, "links are not followed" in message) == ("INVALID_ARGUMENT", True)
+
+
+def test_a_prefix_allows_what_is_below_it_alone() -> None:
+    for prefix, uri, allowed in (
+        ("s3://b/acme", "s3://b/acme/x", True),
+        ("s3://b/acme", "s3://b/acme@corp/x", False),
+        ("gs://b/acme", "gs://b/acme:old/x", False),
+        ("file:///srv/acme", "file:///srv/acme:old", False),
+        ("file:///srv/acme", "file:///srv/acme@old", False),
+        ("hf://acme/support", "hf://acme/support@main/folder", True),
+        ("hf://acme/support", "hf://acme/support:main", False),
+        ("oci://registry.test/acme", "oci://registry.test/acme:v1", True),
+        ("oci://registry.test", "oci://registry.test/acme:v1", True),
+        ("oci://registry.test", "oci://registry.test:8443/acme:v1", False),
+    ):
+        assert Rule(parse_uri(prefix)).matches(parse_uri(uri), "acme") is allowed, uri
+
+
+def read_folder(folder: Path, allowed: Path) -> list[bytes]:
+    """Return the contents of a file:// source's files."""
+    source = Folder(parse_uri(f"file://{folder}"), Rule(parse_uri(f"file://{allowed}")))
+    return [b"".join(source.read(file, 0)) for file in source.list().files]
+
+
+def test_a_folder_is_not_left_through_a_cache_whose_blobs_are_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/weights").write_bytes(b"of another tenant")
+    cache = tmp_path / "allowed/models--a"
+    snapshot = cache / "snapshots/x"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").symlink_to(tmp_path / "other")
+    (snapshot / WEIGHTS_FILE).symlink_to("../../blobs/weights")
+    with pytest.raises(InvalidField, match="links are not followed"):
+        read_folder(snapshot, tmp_path / "allowed")
+    (cache / "blobs").unlink()
+    (cache / "blobs").mkdir()
+    (cache / "blobs/weights").write_bytes(b"its own")
+    assert read_folder(snapshot, tmp_path / "allowed") == [b"its own"]
+    with pytest.raises(InvalidField, match="links are not followed"):
+        read_folder(snapshot, snapshot)  # the blobs are not below what is allowed
+
+
+def test_a_folder_that_is_exchanged_with_a_link_while_it_is_read_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each system call on a path of the folder finds it exchanged since the last one."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / WEIGHTS_FILE).write_bytes(b"of another tenant")
+    (tmp_path / "allowed/z").mkdir(parents=True)
+    (tmp_path / "allowed/z" / WEIGHTS_FILE).write_bytes(b"its own")
+    away, link, here = tmp_path / "away", tmp_path / "link", tmp_path / "allowed/z"
+    link.symlink_to(tmp_path / "other")
+    real = {name: getattr(os, name) for name in ("open", "lstat", "stat", "scandir", "readlink")}
+    calls, exchanged_at = 0, 0
+
+    def exchanging(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == exchanged_at:
+                here.rename(away)
+                link.rename(here)
+            return real[name](*args, **kwargs)
+
+        return call
+
+    def read() -> list[bytes]:
+        with monkeypatch.context() as patched:
+            for name in real:
+                patched.setattr(os, name, exchanging(name))
+            with suppress(CallError):
+                return read_folder(tmp_path / "allowed", tmp_path / "allowed")
+        return []
+
+    assert read() == [b"its own"]
+    for exchanged_at in range(1, calls + 1):
+        calls = 0
+        assert b"of another tenant" not in read(), exchanged_at
+        if away.exists():
+            here.rename(link)
+            away.rename(here)
+
+
+async def test_a_registry_that_asks_for_its_password_elsewhere_does_not_get_it(
+    client: Client, sources: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REGISTRY_PASSWORD", "s3cret")
+    asked = list[str | None]()
+
+    def realm(handler: Place) -> None:
+        asked.append(handler.headers.get("authorization"))
+        handler.send(403)
+
+    with served(realm, "127.0.0.2") as elsewhere:
+        challenge = f'Bearer realm="{elsewhere}/token",service="registry"'
+        with served(lambda handler: handler.send(401, www_authenticate=challenge)) as url:
+            secret = 'credentials = "r"\n[credentials.r]\npassword_env = "REGISTRY_PASSWORD"\n'
+            allow(sources, "oci://registry.test/acme", url, secret)
+            code, message = await refused(client, refusal, source="oci://registry.test/acme/support:v1")
+            assert (code, elsewhere in message, asked) == ("FAILED_PRECONDITION", True, [])
+            allow(sources, "oci://registry.test/acme", url, f'realm = "{elsewhere}"\n{secret}')
+            await refused(client, refusal, source="oci://registry.test/acme/support:v1")
+            assert [bool(one and one.startswith("Basic ")) for one in asked] == [True]
 
 
 async def test_extra_files_and_checkpoints_are_left_out_with_a_word(client: Client, hub: Hub) -> None:
