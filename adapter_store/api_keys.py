@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import sqlite3
 import time
@@ -15,6 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from loraplex.admin.v1 import keys_pb2 as pb
 from loraplex.admin.v1 import keys_pb2_grpc
@@ -83,6 +85,10 @@ class ApiKeys:
     def begin_epoch(self) -> None:
         """Let readers begin anew, since keys are gone, or are others."""
         self.epoch = secrets.token_hex(8)
+
+    def age_ms(self) -> int:
+        """Return the maximum time in milliseconds for which changes at other stores may have been missed."""
+        return math.ceil(self._database.age_s() * 1e3)
 
     def create(
         self, tenant: str, role: Role, scopes: frozenset[str], label: str, ttl_s: float | None
@@ -295,6 +301,8 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
     async def ListKeyChanges(self, request: pb.ListKeyChangesRequest, context: Context) -> pb.ListKeyChangesResponse:
         """Return the keys that have changed since the last call, hashed."""
         self._keys.note_used(request.used_key_ids[:USED_AT_ONCE])
+        age = Duration()
+        age.FromMilliseconds(self._keys.age_ms())  # before the keys are read
         epoch = self._keys.epoch  # a purge may begin another one meanwhile, of which this answer is not
         after = request.after if request.epoch == epoch else 0
         changes = await asyncio.to_thread(self._keys.changes, after, _CHANGES + 1)
@@ -304,6 +312,7 @@ class KeyService(keys_pb2_grpc.KeyServiceServicer):
             latest=keys[-1].change if keys else after,
             more=len(changes) > _CHANGES,
             keys=map(_hashed_to_pb, keys),
+            age=age,
         )
 
 

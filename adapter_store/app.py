@@ -20,7 +20,7 @@ from adapter_store.accounts import AccountService, StoredAccounts
 from adapter_store.api_keys import ApiKeys, KeyService
 from adapter_store.bases import BaseModels
 from adapter_store.catalog import Catalog
-from adapter_store.database import Database, Statement
+from adapter_store.database import OLD_S, Database, Statement
 from adapter_store.deleted import DeletedRevisions
 from adapter_store.grants import Grants, GrantService
 from adapter_store.metrics import StoreMetrics
@@ -183,8 +183,7 @@ class Store:
             self.addresses = self._server.bind(self._settings.host, self._settings.port)
             self.port = int(self.addresses[0].rpartition(":")[2])
             await self._server.start()
-            await self._server.set_serving(True)
-            self.metrics.health.set()
+            await self._show_health()
             self._purging = asyncio.create_task(every(PURGE_S, partial(_purge_deleted, deleted, self._data)))
             self._following = asyncio.create_task(self._follow())
         except BaseException:
@@ -279,6 +278,7 @@ class Store:
         ]
         if self._settings.bucket:
             looks += [every(BUCKET_LOOK_S, self._follow_bucket), every(TIDY_S, self._tidy_bucket)]
+            looks.append(every(BUCKET_LOOK_S, self._show_health))
         await asyncio.gather(self._server.follow(), every(KEY_USES_S, self._save_key_uses), *looks)
 
     async def _save_key_uses(self) -> None:
@@ -312,6 +312,7 @@ class Store:
             self._auditor = Auditor(AuditLog(self._settings.audit, "store", self.metrics.audit))
             opened.callback(self._auditor.close)
             self._database = opened.enter_context(closing(self._open_database()))
+            self.metrics.catalog_age.set_function(self._database.age_s)
             self._read_keys()
             self._sources = Sources(Path(path) if (path := self._settings.sources) else None)
             self._plans = StoredPlans(self._database, Path(path) if (path := self._settings.plans) else None)
@@ -364,6 +365,11 @@ class Store:
             self._bucket_down(f"the catalog in the bucket cannot be read: {error}")
         else:
             self._bucket_down.reset()
+
+    async def _show_health(self) -> None:
+        """Say at the probes whether calls are answered, which needs a recent copy of a bucket's catalog."""
+        self.metrics.health.set("cannot reach the bucket" if (old := self._database.age_s() > OLD_S) else "")
+        await self._server.set_serving(not old)
 
     async def _tidy_bucket(self) -> None:
         try:

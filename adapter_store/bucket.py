@@ -24,7 +24,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, from_url
 
-from adapter_store.database import Database
+from adapter_store.database import OLD_S, Database
 from adapter_store.records import Blob
 from adapter_store.replica import CONTENDED_S, Conflict, Replica
 from adapter_store.storage import PIECE_BYTES, CorruptBlob, DataDirectory, DataDirectoryError, Keep, Readable, Upload
@@ -178,21 +178,30 @@ def _place(rows: sqlite3.Connection, digest: str) -> str | None:
 
 
 class SharedCatalog(Interceptor):
-    """Makes calls again that another store was faster than, or that ask for what another one has just made."""
+    """Makes calls again that another store was faster than, or that ask for what another one has just made.
+
+    Refuses calls with Unavailable while the store's copy of the catalog is older than OLD_S.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def wrap(self, handler: Handler, method: str) -> Handler:
         """Wrap the handlers of all methods but uploads, whose requests are gone."""
-        if handler.request_streaming:
+        if handler.request_streaming or method.startswith("/grpc."):
             return handler
         return wrapped(handler, self._many if handler.response_streaming else self._one)
+
+    def _check_age(self) -> None:
+        if (age_s := self._database.age_s()) > OLD_S:
+            message = f"the store has not reached its bucket for {age_s:.0f} s; others may have changed the catalog"
+            raise Unavailable(message, reason="BUCKET_DOWN")
 
     def _one(self, method: Method) -> Method:
         async def again(request: Any, context: Context) -> Any:
             ends = time.monotonic() + CONTENDED_S
             refreshed = False
+            self._check_age()
             while True:
                 try:
                     return await method(request, context)
@@ -210,6 +219,7 @@ class SharedCatalog(Interceptor):
     def _many(self, method: Method) -> Method:
         async def again(request: Any, context: Context) -> AsyncIterator[Any]:
             begun = False
+            self._check_age()
             try:
                 async for message in method(request, context):
                     begun = True

@@ -279,6 +279,9 @@ SELECT EXISTS (SELECT 1 FROM revisions WHERE config_digest = :digest)
 
 
 T = TypeVar("T")
+# Maximum age in seconds of the copy of the catalog that calls are answered from: longer than short outages of a bucket.
+# A caller that is refused goes on with its own copy, or to another store.
+OLD_S = 30.0
 
 
 class Connection(sqlite3.Connection):
@@ -356,6 +359,10 @@ class Database:
     def refresh(self) -> bool:
         """Tell whether another store has changed the catalog, which this one has now read."""
         return False
+
+    def age_s(self) -> float:
+        """Return the time in seconds since this was surely the catalog of all stores."""
+        return 0.0
 
     def tidy(self) -> None:
         """Remove what the catalog does not need any more."""

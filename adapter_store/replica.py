@@ -15,6 +15,7 @@ A bucket without conditional writes is refused at the start.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import sqlite3
 import tempfile
@@ -84,6 +85,7 @@ class Replica(Database):
         self._bucket = bucket
         self._directory = path.parent
         self._head, self._version = _NONE, _version_of({})
+        self._current_at = -math.inf
         for ending in ("", "-wal", "-shm"):
             path.with_name(path.name + ending).unlink(missing_ok=True)
         super().__init__(path)
@@ -107,7 +109,9 @@ class Replica(Database):
                 head = self._read_head()
             if head is None:
                 raise DataDirectoryError("--bucket: the catalog that was written cannot be read")
+            began = time.monotonic()
             self._follow(*head)
+            self._current_at = began
             if head[0].schema < len(MIGRATIONS):
                 log.info(
                     "the catalog in the bucket is of version %d: writing version %d", head[0].schema, len(MIGRATIONS)
@@ -177,15 +181,19 @@ class Replica(Database):
 
     def refresh(self) -> bool:
         """Run what other stores have changed; returns whether there was something. Raises Unavailable."""
+        began = time.monotonic()
         with _bucket_errors():
             head = self._read_head(self._version.get("e_tag"))
-            if head is None:
-                return False
-            with self.lock:
-                if head[0].count < self._head.count:  # the store itself was faster
-                    return False
-                self._follow(*head)
-        return True
+            if is_news := head is not None:
+                with self.lock:
+                    if is_news := head[0].count >= self._head.count:  # else the store itself was faster
+                        self._follow(*head)
+        self._current_at = began
+        return is_news
+
+    def age_s(self) -> float:
+        """Return the time in seconds since the bucket last said that the replica has all changes."""
+        return time.monotonic() - self._current_at
 
     def forget_removed(self) -> None:
         """Write a snapshot without the removed rows, and remove the changes that still have them."""
@@ -243,7 +251,11 @@ class Replica(Database):
         """Return the head and its version; None where there is none, or it is the one of the ETag `unless`."""
         try:
             answer = obstore.get(self._bucket, _HEAD, options={"if_none_match": unless} if unless else None)
-        except (NotModifiedError, NotFoundError, FileNotFoundError):
+        except NotModifiedError:
+            return None
+        except (NotFoundError, FileNotFoundError) as error:
+            if unless:
+                raise Unavailable("the bucket has lost the catalog", reason="BUCKET_DOWN") from error
             return None
         head = msgspec.msgpack.decode(bytes(answer.bytes()), type=_Head)
         if head.schema > len(MIGRATIONS):

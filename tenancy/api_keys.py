@@ -136,9 +136,9 @@ class KeyDirectory:
             del self._used[key_id]
         return taken
 
-    def look_done(self) -> None:
-        """Note that the keys are those of the store at this moment."""
-        self._read_at = self._now()
+    def look_done(self, age_s: float = 0.0) -> None:
+        """Note that the keys are those of the store, whose own copy of them is `age_s` old."""
+        self._read_at = self._now() - age_s
 
     def age_s(self) -> float:
         """Return the copy's age in seconds: infinite before the store's first answer, 0 in the store itself."""

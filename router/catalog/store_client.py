@@ -478,7 +478,7 @@ class KeyCopy:
         pages, anew = news
         # At once: half of the keys of another epoch would refuse the other half.
         self._directory.put([_key(key) for page in pages for key in page.keys], clear=anew)
-        self._directory.look_done()
+        self._directory.look_done(max(page.age.ToMilliseconds() for page in pages) / 1e3)
 
     async def _ask(self, epoch: str, after: int) -> keys_pb2.ListKeyChangesResponse:
         used = self._directory.take_used(USED_AT_ONCE)

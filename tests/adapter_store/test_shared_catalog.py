@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
@@ -13,16 +14,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import grpc
 import obstore
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from obstore.store import AzureStore, MemoryStore
 
 from adapter_store.app import Store, StoreSettings
 from adapter_store.bases import BaseModels
 from adapter_store.bucket import BucketDirectory
 from adapter_store.catalog import Catalog
-from adapter_store.database import MIGRATIONS, Database
+from adapter_store.database import MIGRATIONS, OLD_S, Database
 from adapter_store.deleted import DeletedRevisions
 from adapter_store.metrics import StoreMetrics
 from adapter_store.plans import StoredPlans, StoreQuotas
@@ -34,8 +38,10 @@ from artifacts.base_model import read_base_model
 from artifacts.names import AdapterName, RevisionName, parse_reference
 from artifacts.peft_config import CONFIG_FILE
 from artifacts.revision import WEIGHTS_FILE, revision_digest
-from rpc.errors import Aborted, NotFound
+from router.catalog.store_client import KeyCopy, StoreClient
+from rpc.errors import Aborted, NotFound, Unavailable
 from rpc.principal import Role
+from tenancy.api_keys import KeyDirectory
 from tests.adapter_store.sources.places import AZURE_ACCOUNT, AZURE_KEY, azurite, bucket_of
 
 # Alias moves of the test of several stores; `make buckets` makes 1,000.
@@ -363,3 +369,45 @@ async def test_api_keys_of_another_store_are_known_until_they_are_purged(
     assert second._keys.epoch != epoch
     for store in stores:
         await store.stop(drain_s=0)
+
+
+async def test_a_store_that_cannot_reach_its_bucket_says_how_old_its_keys_are_and_then_refuses(
+    tmp_path: Path, seaweed_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+    for name, value in {**keys, "AWS_ENDPOINT_URL": seaweed_url}.items():
+        monkeypatch.setenv(name, value)
+    store = Store(StoreSettings(data=tmp_path / "data", port=0, bucket="s3://acme/cut-off"))
+    await store.start()
+    replica, client, directory = store._database, StoreClient(f"127.0.0.1:{store.port}"), KeyDirectory()
+    copy = KeyCopy(client, directory)
+    assert isinstance(replica, Replica)
+    await copy.look()
+    assert directory.age_s() < OLD_S
+    assert not store.metrics.health.why_not("/readyz")
+    # No object answers any more, neither to the look that runs meanwhile.
+    monkeypatch.setattr(replica, "_read_head", Mock(side_effect=obstore.exceptions.GenericError("cut off")))
+    replica._current_at = time.monotonic() - OLD_S / 2
+    await copy.look()
+    assert directory.age_s() >= OLD_S / 2
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{store.port}") as channel, asyncio.timeout(10):
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        replica._current_at = time.monotonic() - OLD_S - 1
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert "bucket" in store.metrics.health.why_not("/readyz")
+        with pytest.raises(Unavailable):
+            await client.key_changes("", 0)
+        monkeypatch.undo()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+    await client.close()
+    await store.stop(drain_s=0)
+
+
+def test_a_bucket_that_has_lost_the_catalog_is_not_taken_for_unchanged(open_parts: Callable[..., Parts]) -> None:
+    bucket = MemoryStore()
+    store = open_parts(bucket)
+    obstore.delete(bucket, "head")
+    with pytest.raises(Unavailable, match="lost the catalog"):
+        store.database.refresh()
