@@ -5,6 +5,7 @@ Blocks: call it in a thread. Tenants are the caller's to check.
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -160,6 +161,7 @@ class Releases:
                 raise Mismatch(str(name), message, reason="ROLLOUT_RUNNING")
             if release.state is ReleaseState.CANARY:
                 raise Mismatch(str(name), "is a canary; promote it without steps, or abort it", reason="RELEASE_STATE")
+            plan = replace(plan, split_key=secrets.token_hex(16))
             release = replace(release, plan=plan, baseline=live, step=0, step_ns=now)
             return _move(rows, release, ReleaseState.CANARY, now, actor, _share(plan, 0))
 

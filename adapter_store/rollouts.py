@@ -128,6 +128,8 @@ class RolloutPlan:
     rules: RolloutRules = RolloutRules()
     shadow_permille: int = 0
     refusal_phrases: tuple[str, ...] = ()
+    # The secret key of the hash that splits requests.
+    split_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

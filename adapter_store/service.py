@@ -260,6 +260,8 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         answer = pb.GetAdapterResponse(adapter=adapter_to_pb(adapter), revision=self._revision(revision))
         if candidate is not None:
             answer.candidate.CopyFrom(candidate_to_pb(candidate, self._fitness))
+            if Role.ROUTER in caller().roles:
+                answer.candidate.split_key = candidate.plan.split_key
         return answer
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:

@@ -187,6 +187,8 @@ class RolledOut:
     permille: int
     shadow_permille: int
     refusal_phrases: tuple[str, ...]
+    # The secret key of the hash that splits requests; empty from a store that takes the caller for no router.
+    split_key: str = ""
 
 
 class StoreClient:
@@ -260,6 +262,7 @@ class StoreClient:
             message.permille,
             message.shadow_permille,
             tuple(message.refusal_phrases),
+            message.split_key,
         )
         return replace(resolved, candidate=candidate)
 

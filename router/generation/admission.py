@@ -182,7 +182,10 @@ class Admission:
         if not (request.adapter and key):
             return None
         self.models.get(request.model)
-        return choose_side(await self._store.resolve(request.tenant, request.adapter), key)
+        side = choose_side(await self._store.resolve(request.tenant, request.adapter), key)
+        if side is not None and (request.grammar or request.echo):  # the request itself says how the answer begins
+            return replace(side, refusal_phrases=())
+        return side
 
     async def admit(self, request: Request, deadline_s: float | None, side: Side | None = None) -> Admitted:
         """Admit a new request. Raises a CallError where it can't be served."""

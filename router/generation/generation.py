@@ -402,7 +402,7 @@ class Generation:
         live = replace(side, resolved=side.live, is_candidate=False, is_counted=False)
         async with aclosing(self._messages(call, live)) as messages:
             async for message in messages:
-                if not begun:  # so it was not the request's fault
+                if not begun and self.rollouts.takes(side, call.request.tenant):  # so it was not the request's fault
                     self.rollouts.count_error(side)
                 begun = True
                 yield message
@@ -490,7 +490,8 @@ class Generation:
                 job = admitted.job
             budget, routed = await self._dispatch(job, resumption, part_of)
             run = Run(request.fingerprint, routed, admitted, resumption, request.rendered_at_s, budget, part_of)
-            run.trial = Trial(side) if side is not None and side.is_counted else None
+            if side is not None and side.is_counted and self.rollouts.takes(side, request.tenant):
+                run.trial = Trial(side)
             self._runs.add(run)
         if self._draining:
             run.routed.end_reader(_router_draining())

@@ -1,19 +1,21 @@
 """Rollouts of adapters' revisions: which requests get the candidate, and how requests of both sides ended.
 
-A request's place among 1,000 is a hash of the release and its session, or else its id: a conversation, a repeated call
-and a larger share keep the side. Sums go to the store, which takes the next step or rolls back.
+A request's place among 1,000 is a keyed hash of the release and its session, or else its id: a conversation, a repeated
+call and a larger share keep the side. Sums go to the store, which takes the next step or rolls back.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import hmac
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from artifacts.names import SHARED
 from artifacts.outcomes import Outcomes, StepOutcomes, ttft_bucket
 from broker.commands import is_of_tenant
 from broker.messages import AdapterRef, Job
@@ -71,9 +73,9 @@ class Side:
     chosen_at: float = field(default_factory=time.monotonic)
 
 
-def place_of(release: str, key: str, purpose: str = "canary") -> int:
+def place_of(release: str, key: str, split_key: str = "", purpose: str = "canary") -> int:
     """Return the place from 0 to 999 of a session or request in a rollout."""
-    return int.from_bytes(hashlib.sha256(f"{purpose} {release}\0{key}".encode()).digest()[:8]) % 1000
+    return int.from_bytes(hmac.digest(split_key.encode(), f"{purpose} {release}\0{key}".encode(), "sha256")[:8]) % 1000
 
 
 def choose_side(resolved: ResolvedAdapter, key: str) -> Side | None:
@@ -82,9 +84,9 @@ def choose_side(resolved: ResolvedAdapter, key: str) -> Side | None:
     if candidate is None:
         return None
     side = Side(candidate.release, candidate.step, resolved, resolved, refusal_phrases=candidate.refusal_phrases)
-    if place_of(candidate.release, key) < candidate.permille:
+    if place_of(candidate.release, key, candidate.split_key) < candidate.permille:
         return replace(side, resolved=candidate.resolved, is_candidate=True)
-    shadowed = place_of(candidate.release, key, "shadow") < candidate.shadow_permille
+    shadowed = place_of(candidate.release, key, candidate.split_key, "shadow") < candidate.shadow_permille
     return replace(side, shadow=candidate.resolved.ref) if shadowed else side
 
 
@@ -113,6 +115,8 @@ class Trial:
 class _Step:
     outcomes: StepOutcomes = field(default_factory=StepOutcomes)
     is_reported: bool = True
+    # Of a shared adapter's release: the requests of each tenant that count.
+    of_tenants: Counter[str] = field(default_factory=Counter)
 
 
 class Rollouts:
@@ -124,6 +128,20 @@ class Rollouts:
         self._steps: dict[tuple[str, int], _Step] = {}
         self._shadows: set[asyncio.Task[None]] = set()
         self._once = LogOnce(log)
+
+    def takes(self, side: Side, tenant: str) -> bool:
+        """Tell whether a tenant's request counts, so that others decide nothing over a tenant's release.
+
+        Requests of the adapter's owner count; of a shared adapter those of all tenants, but of each one at most as many
+        as of all others together, and one more.
+        """
+        if not is_of_tenant(side.release, SHARED):
+            return is_of_tenant(side.release, tenant)
+        of_tenants = self._step(side).of_tenants
+        if 2 * of_tenants[tenant] > of_tenants.total():
+            return False
+        of_tenants[tenant] += 1
+        return True
 
     def count(self, trial: Trial, routed: RoutedJob, *, complete: bool, begun: bool) -> None:
         """Count the end of a request; one whose client has left is not counted.
@@ -219,6 +237,8 @@ class Rollouts:
         gone = [key for key in self._steps if is_of_tenant(key[0], tenant)]
         for key in gone:
             del self._steps[key]
+        for step in self._steps.values():
+            del step.of_tenants[tenant]
         return len(gone)
 
     async def close(self, store: StoreClient) -> None:
@@ -234,14 +254,18 @@ class Rollouts:
 
     def _outcomes(self, side: Side) -> StepOutcomes:
         """Return the sums of a step, which are about to change."""
+        step = self._step(side)
+        step.is_reported = False
+        return step.outcomes
+
+    def _step(self, side: Side) -> _Step:
         key = (side.release, side.step)
         step = self._steps.get(key)
         if step is None:
             if len(self._steps) >= _STEPS_KEPT:
                 del self._steps[next(iter(self._steps))]
             step = self._steps[key] = _Step()
-        step.is_reported = False
-        return step.outcomes
+        return step
 
 
 def _mean_logprob(routed: RoutedJob) -> float:

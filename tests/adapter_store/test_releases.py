@@ -89,6 +89,9 @@ async def test_a_release_goes_live_by_steps_and_back(releasing: Releasing, clien
     release = await releasing.ask("PromoteRelease", name=release.name, etag=release.etag, plan=plan(50, 250))
     candidate = (await live(client)).candidate
     assert (candidate.revision.digest, candidate.permille, candidate.step) == (second, 50, 0)
+    split_key = candidate.split_key
+    assert len(split_key) == 32
+    assert split_key not in str(release), "only routers have it"
     assert not (await client.get(f"support@{first}")).HasField("candidate"), "a digest means that revision"
     # Two routers; the one that reports again replaces its own sums.
     for count in (4, 6):
@@ -96,7 +99,7 @@ async def test_a_release_goes_live_by_steps_and_back(releasing: Releasing, clien
     assert (await live(client)).candidate.step == 0
     await releasing.report(release, "r2", candidate=releases_pb2.Outcomes(requests=4))
     candidate = (await live(client)).candidate
-    assert (candidate.permille, candidate.step) == (250, 1)
+    assert (candidate.permille, candidate.step, candidate.split_key) == (250, 1, split_key)
     await releasing.report(release, "r3", candidate=releases_pb2.Outcomes(requests=100))  # of the step before
     release = await releasing.ask("GetRelease", name=release.name)
     assert release.rollout.candidate.requests == 0

@@ -21,7 +21,7 @@ from options import SamplingParams, TokenLogprobs
 from router.api.convert import read_request, write_message
 from router.catalog.adapters import AdapterConfigs
 from router.catalog.models import ServedModel
-from router.catalog.store_client import Manifest
+from router.catalog.store_client import Manifest, ResolvedAdapter, RolledOut
 from router.dispatch.links import RelayReach
 from router.dispatch.routed_job import READ_TOKENS
 from router.generation.admission import Admission, GrammarProofs, check_answer_size
@@ -379,3 +379,14 @@ def test_an_answer_in_several_messages_is_not_bounded() -> None:
     check_answer_size(replace(SIZED, logprobs=20, n=2, best_of=2), 1, 10**6)
     held_back = 1_000 + 64  # a stream interval, and tokens that may begin a stop string
     assert fits(lambda tokens: delta(tokens, 20), READ_TOKENS + held_back)
+
+
+async def test_an_answer_whose_beginning_the_request_says_is_no_refusal(admission: Admission) -> None:
+    resolved = ResolvedAdapter(ADAPTER, "sha256:0")
+    candidate = RolledOut(resolved, "tenants/acme/adapters/a/releases/1", 0, 1000, 0, ("I cannot",))
+    store: Any = SimpleNamespace(resolve=AsyncMock(return_value=replace(resolved, candidate=candidate)))
+    admission._store = store
+    request = replace(REQUEST, adapter="a", session_id="one")
+    requests = request, replace(request, grammar="x"), replace(request, echo=True)
+    sides = [await admission.side_of(one) for one in requests]
+    assert [one.refusal_phrases for one in sides if one is not None] == [("I cannot",), (), ()]

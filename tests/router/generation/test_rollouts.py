@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from broker.messages import AdapterRef, Job
 from options import SamplingParams, StoppingParams
 from router.catalog.store_client import ResolvedAdapter, RolledOut
 from router.dispatch.routed_job import RoutedJob
-from router.generation.rollouts import SHADOWS_AT_ONCE, Rollouts, Side, Trial, choose_side
+from router.generation.rollouts import SHADOWS_AT_ONCE, Rollouts, Side, Trial, choose_side, place_of
 from router.request import Delta
 from rpc.errors import CallError, Exhausted, Internal, InvalidField, Unavailable
 
@@ -57,6 +59,26 @@ def test_a_share_of_the_sessions_gets_the_candidate_and_keeps_it() -> None:
         former = chosen
     shadowed = [choose_side(resolved(500, 1000), key) for key in keys]
     assert {(one.is_candidate, one.shadow is None) for one in shadowed if one} == {(True, True), (False, False)}
+
+
+def test_nobody_can_reckon_a_sessions_side_without_the_key() -> None:
+    keys = [f"session {number}" for number in range(2_000)]
+    sides = [[place_of(RELEASE, key, split_key) < 500 for key in keys] for split_key in ("", "one", "two")]
+    for first, second in combinations(sides, 2):
+        assert 900 < sum(map(operator.eq, first, second)) < 1_100
+
+
+def test_the_owners_requests_decide_over_its_release_alone() -> None:
+    rollouts = Rollouts()
+    assert rollouts.takes(side(), "acme")
+    assert not any(rollouts.takes(side(), "globex") for _ in range(45))
+
+
+def test_a_tenant_alone_decides_nothing_over_a_shared_release() -> None:
+    rollouts, shared = Rollouts(), replace(side(), release="tenants/shared/adapters/support/releases/1")
+    assert sum(rollouts.takes(shared, "globex") for _ in range(45)) == 1
+    assert sum(rollouts.takes(shared, tenant) for _ in range(10) for tenant in ("acme", "initech")) == 20
+    assert sum(rollouts.takes(shared, "globex") for _ in range(45)) == 20
 
 
 @pytest.mark.parametrize(
