@@ -101,7 +101,9 @@ def test_what_is_counted(
 ) -> None:
     rollouts, trial = Rollouts(), Trial(side(candidate=candidate), failure=failure)
     trial.read([Delta(0, (1,), text[:4]), Delta(1, (2,), text[4:]), Delta(0, (9,), "Sorry", choice=1)])
-    rollouts.count(trial, answered(), complete=complete, begun=begun)
+    routed = answered()
+    routed.first_token_at = trial.side.chosen_at + 0.02
+    rollouts.count(trial, routed, complete=complete, begun=begun)
     store = Store()
     fake: Any = store
     asyncio.run(rollouts.report(fake))
