@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import http.client
-import json
 import logging
 import time
 import urllib.parse
@@ -21,6 +20,8 @@ from typing import Any
 
 import jwt
 
+from artifacts import ArtifactError
+from artifacts.json_object import parse_object
 from files import FollowedFiles
 from rpc.errors import Unavailable
 from rpc.principal import TENANT_ROLES, CredentialKind, Principal, Role
@@ -129,12 +130,12 @@ class SigningKeys:
 def _read_keys(content: bytes, source: str) -> dict[str, _Key]:
     """Return the keys of a JWKS for signatures, by id. Raises ValueError."""
     try:
-        listed = json.loads(content)["keys"]
+        listed = parse_object(content, "the file")["keys"]
         keys: dict[str, _Key] = {}
         for one in listed:
             if (algorithms := _algorithms_of(one)) and (key := _read_key(one, min(algorithms), source)) is not None:
                 keys[str(one.get("kid", ""))] = _Key(key, algorithms)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ArtifactError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--jwt-jwks {source}: not a JWKS: {error}") from error
     if not keys:
         raise ValueError(f"--jwt-jwks {source}: no key for signatures among {len(listed)}")

@@ -339,6 +339,8 @@ def _load_yaml(text: str) -> Any:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             names = set[str]()
             for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    continue  # PyYAML refuses it
                 if key.value in names:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"{key.value!r} is written twice; keep one of them", key.start_mark

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,9 +21,8 @@ from broker.terms import QueueState
 from clients.cli.__main__ import app
 from clients.cli.terminal import CommandError
 from tests.broker.clocked_queue import make_job
+from tests.redis_program import redis_program
 from tests.valkey_server import ValkeyServer
-
-REDIS = shutil.which("redis-server")
 
 
 async def acl(*arguments: str) -> str:
@@ -76,14 +74,14 @@ async def test_a_server_with_the_printed_file(server: ValkeyServer, users: Path)
         await Liveness(router, keys).take_census("here")
 
 
-@pytest.mark.skipif(REDIS is None, reason="redis-server is not installed (Debian's package has Redis 7.0)")
 async def test_redis_itself_keeps_what_functions_wrote_over_a_restart(
     tmp_path_factory: pytest.TempPathFactory, users: Path
 ) -> None:
+    program = await asyncio.to_thread(redis_program)
     directory = tmp_path_factory.mktemp("v")
     (directory / "users.acl").write_text(await acl(str(users), "--model", "tiny"))
     flags = ("--aclfile", str(directory / "users.acl"), "--appendonly", "yes")
-    server = ValkeyServer(directory, *flags, program=REDIS)
+    server = ValkeyServer(directory, *flags, program=program)
     await server.start()
     try:
         async with await connect(as_user(server, users, "router")) as router:

@@ -220,7 +220,11 @@ def test_a_key_that_is_gone_ends_tokens_that_were_checked(reader: JwtReader, jwk
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"keys": 1}', '{"keys": []}', json.dumps({"keys": KEYS[3:4]}), '{"keys": [{"kty": "RSA"}]}']
+    "content",
+    [
+        *("", "[]", '{"keys": 1}', '{"keys": []}', json.dumps({"keys": KEYS[3:4]}), '{"keys": [{"kty": "RSA"}]}'),
+        f'{{"keys": [], "keys": {json.dumps(KEYS[1:2])}}}',
+    ],
 )
 def test_a_file_without_usable_keys_does_not_start(tmp_path: Path, content: str) -> None:
     (tmp_path / "jwks.json").write_text(content)
