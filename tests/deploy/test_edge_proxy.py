@@ -1,21 +1,24 @@
 """deploy/edge/haproxy.cfg in front of a server: calls go through it, and it ends those that a server cannot end.
 
-The tests need the package haproxy (Debian's), and skip without it.
+The tests run Debian's haproxy, and skip where it cannot be had.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
@@ -24,12 +27,11 @@ from rpc.server import Server
 from rpc.tls import TlsFiles
 from tenancy.guard import open_guard
 from tests.credentials_files import CA, write_tls_files
+from tests.deploy.haproxy import haproxy
 from tests.rpc.raw_http2 import UnreadingClient
 
-HAPROXY = shutil.which("haproxy")
 CONFIG = Path(__file__).parents[2] / "deploy/edge/haproxy.cfg"
 GENERATE = "/loraplex.inference.v1.InferenceService/Generate"
-pytestmark = pytest.mark.skipif(HAPROXY is None, reason="haproxy is not installed")
 
 
 class Answers(inference_pb2_grpc.InferenceServiceServicer):
@@ -57,31 +59,95 @@ class Answers(inference_pb2_grpc.InferenceServiceServicer):
         return pb.TokenizeResponse(token_ids=range(10))
 
 
+class Page(BaseHTTPRequestHandler):
+    """A gateway that answers with the path."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(self.path)))
+        self.end_headers()
+        self.wfile.write(self.path.encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def page(cert: Path, key: Path) -> Iterator[int]:
+    """Serve pages with TLS; yields the port."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    serving = Thread(target=server.serve_forever, args=(0.02,))
+    serving.start()
+    yield server.server_port
+    server.shutdown()
+    serving.join()
+    server.server_close()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that are free now."""
+    with ExitStack() as open_:
+        return [open_.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+
+
+def is_served(open_: ExitStack, port: int) -> bool:
+    """Connect from another address, until `open_` closes; return whether the proxy speaks."""
+    try:
+        one = open_.enter_context(socket.create_connection(("127.0.0.1", port), 30, source_address=("127.0.0.2", 0)))
+        open_.enter_context(trusted().wrap_socket(one, server_hostname="localhost"))
+    except ConnectionError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The proxy's port, and the one for certificates."""
+
+    tenants: int
+    certificates: int
+
+
 @asynccontextmanager
-async def edge(directory: Path, answers: Answers) -> AsyncIterator[int]:
-    """Run a server, and the proxy with a timeout of a second for clients; yield the proxy's port."""
+async def edge(directory: Path, answers: Answers) -> AsyncIterator[Ports]:
+    """Run a server, a gateway and the proxy, with timeouts of a second for clients."""
+    program, environment = haproxy()
     cert, key, ca = write_tls_files(directory, "loraplex://router/r")
     (directory / "edge.pem").write_bytes(cert.read_bytes() + key.read_bytes())
     config = directory / "haproxy.cfg"
-    config.write_text(CONFIG.read_text().replace("timeout client 60s", "timeout client 1s"))
-    server = Server(open_guard())
+    text = CONFIG.read_text().replace("timeout client 60s", "timeout client 1s")
+    config.write_text(text.replace("timeout http-request 10s", "timeout http-request 1s"))
+    server, files = Server(open_guard()), TlsFiles(cert, key, ca)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(answers, server.services)
-    port = server.bind("127.0.0.1", 0, TlsFiles(cert, key, ca).server_credentials(client_certificates=False))
+    port = server.bind("127.0.0.1", 0, files.server_credentials(client_certificates=False))
+    mtls = server.bind("127.0.0.1", 0, files.server_credentials(client_certificates=True))
     await server.start()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        edge_port = free.getsockname()[1]
-    variables = {"EDGE_ADDRESS": f"127.0.0.1:{edge_port}", "EDGE_CERT": str(directory / "edge.pem"), "EDGE_CA": str(ca)}
-    variables |= {"ROUTERS": f"127.0.0.1:{port}", "ROUTER_NAME": "localhost"}
-    assert HAPROXY is not None
-    proxy = await asyncio.create_subprocess_exec(HAPROXY, "-f", str(config), env=os.environ | variables)
-    try:
-        async with asyncio.timeout(30):
-            yield edge_port
-    finally:
-        if proxy.returncode is None:
-            proxy.terminate()
-        await proxy.wait()
-        await server.stop(0)
+    tenants, certificates = free_ports(2)
+    with page(cert, key) as gateway:
+        variables = {
+            "EDGE_ADDRESS": f"127.0.0.1:{tenants}",
+            "EDGE_CERT": str(directory / "edge.pem"),
+            "EDGE_CA": str(ca),
+            "ROUTERS": f"127.0.0.1:{port}",
+            "ROUTER_NAME": "localhost",
+            "GATEWAYS": f"127.0.0.1:{gateway}",
+            "GATEWAY_NAME": "localhost",
+            "MTLS_ADDRESS": f"127.0.0.1:{certificates}",
+            "MTLS_ROUTERS": f"127.0.0.1:{mtls}",
+        }
+        command = (program, "-f", str(config))
+        proxy = await asyncio.create_subprocess_exec(*command, env=os.environ | environment | variables)
+        try:
+            async with asyncio.timeout(60):
+                yield Ports(tenants, certificates)
+        finally:
+            if proxy.returncode is None:
+                proxy.terminate()
+            await proxy.wait()
+            await server.stop(0)
 
 
 def trusted() -> ssl.SSLContext:
@@ -92,9 +158,10 @@ def trusted() -> ssl.SSLContext:
 
 
 @asynccontextmanager
-async def stub_at(port: int) -> AsyncIterator[Any]:
+async def stub_at(port: int, host: str = "127.0.0.1", credentials: Any = None) -> AsyncIterator[Any]:
     """Yield the stub of a client of the proxy, once a call has gone through."""
-    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(CA.pem)) as channel:
+    credentials = credentials or grpc.ssl_channel_credentials(CA.pem)
+    async with grpc.aio.secure_channel(f"{host}:{port}", credentials) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         await stub.Tokenize(pb.TokenizeRequest(), wait_for_ready=True)
         yield stub
@@ -102,19 +169,56 @@ async def stub_at(port: int) -> AsyncIterator[Any]:
 
 async def test_a_call_of_which_nothing_is_read_ends_at_the_server(tmp_path: Path) -> None:
     answers = Answers()  # type: ignore[abstract]  # grpc has its own methods for those left out
-    async with edge(tmp_path, answers) as port, stub_at(port), UnreadingClient(port, trusted()) as client:
+    async with edge(tmp_path, answers) as at, stub_at(at.tenants), UnreadingClient(at.tenants, trusted()) as client:
         client.call(1, GENERATE)
         async with answers.changed:
             await answers.changed.wait_for(lambda: answers.begun)
             await answers.changed.wait_for(lambda: not answers.open)
 
 
-async def test_few_of_the_calls_that_are_reset_at_once_reach_the_server(tmp_path: Path) -> None:
-    answers = Answers()  # type: ignore[abstract]  # grpc has its own methods for those left out
-    async with edge(tmp_path, answers) as port, stub_at(port) as stub, UnreadingClient(port, trusted()) as client:
-        for stream in range(1, 4_001, 2):
+async def test_calls_that_are_reset_at_once_hardly_reach_the_server_and_others_are_answered(tmp_path: Path) -> None:
+    answers = Answers()  # type: ignore[abstract]
+    async with (
+        edge(tmp_path, answers) as at,
+        stub_at(at.tenants) as stub,
+        UnreadingClient(at.tenants, trusted(), "127.0.0.2") as client,
+    ):
+        for stream in range(1, 30_001, 2):
             client.call(stream, GENERATE)
             client.reset(stream)
         await client.drain()
         await stub.Tokenize(pb.TokenizeRequest())
-        assert answers.begun < 200
+        # The flood's address has used up its calls and connections; others' are served.
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await UnreadingClient(at.tenants, trusted(), "127.0.0.2").__aenter__()
+        await stub.Tokenize(pb.TokenizeRequest())
+        assert answers.begun < 1_000
+
+
+async def test_an_address_has_a_hundred_connections_and_large_headers_go_nowhere(tmp_path: Path) -> None:
+    answers = Answers()  # type: ignore[abstract]
+    async with edge(tmp_path, answers) as at, stub_at(at.tenants) as stub:
+        with ExitStack() as open_:
+            served = sum(is_served(open_, at.tenants) for _ in range(120))
+            assert served <= 100
+            await stub.Tokenize(pb.TokenizeRequest())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Tokenize(pb.TokenizeRequest(), metadata=[(f"x-{at}", "x" * 7_000) for at in range(3)])
+        await stub.Tokenize(pb.TokenizeRequest())
+
+
+async def test_http_goes_to_the_gateways_and_certificates_reach_the_routers(tmp_path: Path) -> None:
+    async with edge(tmp_path, Answers()) as at, stub_at(at.tenants):  # type: ignore[abstract]
+        context = ssl.create_default_context(cadata=CA.pem.decode())
+        async with httpx2.AsyncClient(verify=context) as client:
+            assert (await client.get(f"https://localhost:{at.tenants}/v1/models")).text == "/v1/models"
+        cert, key, _ = write_tls_files(tmp_path, "loraplex://tenant/acme")
+        own = grpc.ssl_channel_credentials(CA.pem, key.read_bytes(), cert.read_bytes())
+        async with stub_at(at.certificates, credentials=own):
+            pass
+        async with grpc.aio.secure_channel(
+            f"127.0.0.1:{at.certificates}", grpc.ssl_channel_credentials(CA.pem)
+        ) as without:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(without)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.Tokenize(pb.TokenizeRequest())

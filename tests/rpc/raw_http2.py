@@ -32,13 +32,16 @@ def _window(size: int) -> bytes:
 class UnreadingClient:
     """A connection whose streams have no window for messages until `read` opens it. `kinds`: frames by stream."""
 
-    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
-        self._port, self._tls = port, tls
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1") -> None:
+        """`host`: the address that it calls from."""
+        self._port, self._tls, self._host = port, tls, host
         self.kinds: dict[int, list[int]] = {}
         self.arrived = asyncio.Condition()
 
     async def __aenter__(self) -> UnreadingClient:
-        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, ssl=self._tls)
+        self._reader, self._writer = await asyncio.open_connection(
+            "127.0.0.1", self._port, ssl=self._tls, local_addr=(self._host, 0)
+        )
         self._writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _window(0))
         self._reading = asyncio.create_task(self._read())
         return self
