@@ -98,7 +98,7 @@ def is_served(open_: ExitStack, port: int) -> bool:
     try:
         one = open_.enter_context(socket.create_connection(("127.0.0.1", port), 30, source_address=("127.0.0.2", 0)))
         open_.enter_context(trusted().wrap_socket(one, server_hostname="localhost"))
-    except ConnectionError:
+    except OSError:  # it resets or closes the connection, also within the handshake
         return False
     return True
 
@@ -112,14 +112,18 @@ class Ports:
 
 
 @asynccontextmanager
-async def edge(directory: Path, answers: Answers) -> AsyncIterator[Ports]:
-    """Run a server, a gateway and the proxy, with timeouts of a second for clients."""
+async def edge(directory: Path, answers: Answers, client_s: int = 1) -> AsyncIterator[Ports]:
+    """Run a server, a gateway and the proxy, with a timeout for clients that do not read."""
     program, environment = haproxy()
     cert, key, ca = write_tls_files(directory, "loraplex://router/r")
     (directory / "edge.pem").write_bytes(cert.read_bytes() + key.read_bytes())
     config = directory / "haproxy.cfg"
-    text = CONFIG.read_text().replace("timeout client 60s", "timeout client 1s")
-    config.write_text(text.replace("timeout http-request 10s", "timeout http-request 1s"))
+    text = CONFIG.read_text().replace("timeout client 60s", f"timeout client {client_s}s")
+    # Fewer calls are a flood, and slow machines open all connections before the first one's time ends.
+    for shipped, here in (("gt 10000", "gt 1000"), ("gt 5000", "gt 500"), ("http-request 10s", "http-request 60s")):
+        assert shipped in text
+        text = text.replace(shipped, here)
+    config.write_text(text)
     server, files = Server(open_guard()), TlsFiles(cert, key, ca)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(answers, server.services)
     port = server.bind("127.0.0.1", 0, files.server_credentials(client_certificates=False))
@@ -183,7 +187,7 @@ async def test_calls_that_are_reset_at_once_hardly_reach_the_server_and_others_a
         stub_at(at.tenants) as stub,
         UnreadingClient(at.tenants, trusted(), "127.0.0.2") as client,
     ):
-        for stream in range(1, 30_001, 2):
+        for stream in range(1, 6_001, 2):
             client.call(stream, GENERATE)
             client.reset(stream)
         await client.drain()
@@ -192,15 +196,16 @@ async def test_calls_that_are_reset_at_once_hardly_reach_the_server_and_others_a
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await UnreadingClient(at.tenants, trusted(), "127.0.0.2").__aenter__()
         await stub.Tokenize(pb.TokenizeRequest())
-        assert answers.begun < 1_000
+        assert answers.begun <= 600
 
 
 async def test_an_address_has_a_hundred_connections_and_large_headers_go_nowhere(tmp_path: Path) -> None:
     answers = Answers()  # type: ignore[abstract]
-    async with edge(tmp_path, answers) as at, stub_at(at.tenants) as stub:
+    async with edge(tmp_path, answers, client_s=60) as at, stub_at(at.tenants) as stub:
         with ExitStack() as open_:
-            served = sum(is_served(open_, at.tenants) for _ in range(120))
-            assert served <= 100
+            for _ in range(120):  # those that are served stay open
+                last = await asyncio.to_thread(is_served, open_, at.tenants)
+            assert not last
             await stub.Tokenize(pb.TokenizeRequest())
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Tokenize(pb.TokenizeRequest(), metadata=[(f"x-{at}", "x" * 7_000) for at in range(3)])
