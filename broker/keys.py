@@ -46,8 +46,8 @@ lp:{MODEL/CELL}:aside        hash    names and types of keys that had another ty
 lp:{MODEL/CELL}:aside:NAME   any     such a key; expires
 lp:{resume}:keys             list    keys of the resume tokens of all routers, the newest first; secret
 lp:{cells}:drained           hash    names of drained cells, and the times in ms since which they are (broker/cells.py)
-lp:{resume}:keys:aside       any     that list, if it had another type; expires. The ledger's keys have such names too
-lp:{ledger}:state            string  time at which the ledger opens after a loss of data (broker/ledger.py)
+lp:{resume}:keys:aside       any     that list, if it had another type; expires
+lp:{ledger}:state            string  time at which the ledger opens after a loss of data, and who fills it
 lp:{ledger}:account:NAME     string  charges of a tenant or API key in the running windows, and what is held; expires
 lp:{ledger}:of:ID            string  a reservation, open or ended; expires once it has ended
 lp:{ledger}:held:ROUTER      set     ids of a router's open reservations

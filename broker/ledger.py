@@ -1,14 +1,15 @@
 """The ledger: what tenants and API keys have used of their quotas, and reservations of what may still come.
 
-    reserve ──▶ open: its router tells every second what is used so far ──▶ it tells the end: charged
-                  └──▶ its router has not renewed for HELD_MS: another one's renewal ends it, charged as last told
+    reserve ──▶ open: its router tells every second what is used so far: charged ──▶ it tells the end: event
+                  └──▶ its router has not renewed for HELD_MS: another one's renewal ends it: event
 
 An account, of a tenant or an API key with a plan, counts what was charged in the running minute, day and month. Open
-reservations hold more beside that, and both together stay within the limits. A charge adds an event to a Redis stream.
+reservations hold more beside that, and both together stay within the limits. Told tokens are charged at once; the end
+of a call adds an event to a Redis stream.
 
 The ledger numbers what each router tells. Where it is empty, or has a lower number of a router than the router knows,
-Redis has lost data: the router fills it with the counts that the adapter store has, and with what it knows itself, and
-the ledger is closed for RECOVERY_MS, in which the others do the same. docs/guides/quotas.md has promises and bound.
+Redis has lost data. Then the ledger is closed: each router tells what it knows itself within RECOVERY_MS, and one of
+them, by a lease, loads the accounts that the adapter store has. docs/guides/quotas.md has promises and bound.
 All keys share a hash tag, so that a quota is the same for all models, and one call may use several accounts.
 """
 
@@ -17,8 +18,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,9 +32,9 @@ _T = TypeVar("_T")
 
 # Maximum reservations, accounts or events in one call: a function stops the whole server while it runs.
 _AT_ONCE = 128
-# Time in seconds for which events of charges are kept, to add them again to a Redis that has lost them; routers write
-# them to their files within a second.
-_EVENTS_S = 10.0
+# Time in seconds for which charges are kept, to tell a Redis that has lost them. Routers save accounts and write events
+# within a second, but another may read the store's accounts before.
+_RECENT_S = 10.0
 # What an account counts, by the field of a plan that limits it.
 COUNTS = {
     "concurrent_streams": "streams",
@@ -85,14 +85,14 @@ class Reservation(msgspec.Struct):
     streams: int = 1
     used_input: int = 0
     used_output: int = 0
-    paid_input: int = 0
-    paid_output: int = 0
-    charges: int = 0
+    billed_input: int = 0
+    billed_output: int = 0
+    events: int = 0
     resumes: int = 0
     sent: int = 0
-    # What the ledger was last told; -1: it has lost that.
-    known_input: int = 0
-    known_output: int = 0
+    # What the ledger has charged: what it was last told, and has answered.
+    told_input: int = 0
+    told_output: int = 0
 
     def use(self, used_input: int, used_output: int) -> None:
         """Count what is used by now."""
@@ -100,8 +100,14 @@ class Reservation(msgspec.Struct):
 
     @property
     def has_news(self) -> bool:
-        """Return whether more is used than the ledger knows."""
-        return self.used_input > self.known_input or self.used_output > self.known_output
+        """Return whether more is used than the ledger has charged."""
+        return self.used_input > self.told_input or self.used_output > self.told_output
+
+    def told(self, used_input: int, used_output: int) -> None:
+        """Note what the ledger has charged; the first tokens come with the request."""
+        if (used_input, used_output) != (self.told_input, self.told_output):
+            self.requests = 0
+        self.told_input, self.told_output = used_input, used_output
 
 
 class QuotaReachedError(Exception):
@@ -116,9 +122,11 @@ class QuotaReachedError(Exception):
 class LedgerUnreadyError(Exception):
     """The ledger has lost data, and this router is to fill it; or others do that, and it is closed for `closed_s`."""
 
-    def __init__(self, closed_ms: float = 0) -> None:
+    def __init__(self, closed_ms: float = 0, *, loads: bool = False) -> None:
         super().__init__("the ledger has lost data")
         self.closed_s = closed_ms / 1e3
+        # Whether this router is to load the store's accounts.
+        self.loads = loads
 
 
 class _Answer(msgspec.Struct):
@@ -126,6 +134,7 @@ class _Answer(msgspec.Struct):
 
     behind: bool = False
     closed_ms: float = 0
+    loads: bool = False
     refused: tuple[str, str, float] | None = None
     reservation: Reservation | None = None
     number: int = 0
@@ -163,7 +172,8 @@ class Ledger:
         self.number = 0
         # Charges of accounts that calls of this router have changed, by name, until they are saved.
         self.unsaved: dict[str, Counts] = {}
-        self._events: deque[tuple[float, list[str]]] = deque()
+        # Those of the last seconds, saved or not, and the events.
+        self._recent: deque[tuple[float, Counts | list[str]]] = deque()
 
     async def reserve(
         self,
@@ -188,12 +198,12 @@ class Ledger:
         name = "ledger_reserve" if received is None else "ledger_reserve_when_full"
         answer = await self._ask(name, message, send)
         if answer.closed_ms:
-            raise LedgerUnreadyError(answer.closed_ms)
+            raise LedgerUnreadyError(answer.closed_ms, loads=answer.loads)
         if answer.refused is not None:
             raise QuotaReachedError(*answer.refused)
         assert answer.reservation is not None, "what is not refused is granted"
         granted = answer.reservation
-        granted.known_input, granted.known_output = granted.used_input, granted.used_output
+        granted.told_input, granted.told_output = granted.used_input, granted.used_output
         return granted
 
     async def tell(self, reservations: Sequence[Reservation], *, renews: bool = False) -> tuple[int, set[str]]:
@@ -202,34 +212,48 @@ class Ledger:
         With `renews` end those of routers that died. Returns how many of these were ended, and the holders of the told
         ones that other calls have by now. Raises LedgerUnreadyError, while the ledger is closed once it knows all.
         """
-        ended, moved, closed_ms = 0, set[str](), 0.0
+        ended, moved = 0, set[str]()
         for some in _chunks(reservations) or [()]:
             counts = [(one.used_input, one.used_output) for one in some]
             answer = await self._tell(reservations=some, renews=renews)
+            if answer.closed_ms:
+                raise LedgerUnreadyError(answer.closed_ms, loads=answer.loads)
             for one, count in zip(some, counts, strict=True):
-                if not answer.closed_ms:  # a closed ledger has charged nothing, so all is told once more
-                    one.known_input, one.known_output = count
-            ended, moved, closed_ms = ended + answer.ended, moved.union(answer.moved), max(closed_ms, answer.closed_ms)
-        if closed_ms:
-            raise LedgerUnreadyError(closed_ms)
+                one.told(*count)
+            ended, moved = ended + answer.ended, moved.union(answer.moved)
         return ended, moved
 
-    async def fill(self, saved: Iterable[Counts], reservations: Sequence[Reservation], *, closes: bool) -> None:
-        """Fill a ledger that has lost data with accounts, the events of the last seconds before, and reservations."""
-        events = [event for _, event in self._events]  # which may be longer ago by now
-        for accounts in _chunks([*saved, *self.unsaved.values()]):
-            await self._tell(fills=True, accounts=accounts)
-        for some in _chunks(events):
-            await self._tell(fills=True, events=some)
-        for one in reservations:
-            one.known_input = one.known_output = -1
-        await self._tell(fills=True, begins=True, closes=closes)
-        with suppress(LedgerUnreadyError):
-            await self.tell(reservations)
+    async def fill(self, reservations: Sequence[Reservation], *, closes: bool) -> None:
+        """Tell a ledger that has lost data of reservations, and of accounts and events that Redis may have lost.
+
+        With `closes` it opens once the store's accounts are loaded, and others had the time to tell theirs.
+        """
+        recent = [one for _, one in self._recent]  # which may be longer ago after the first call
+        accounts, events = dict(self.unsaved), [one for one in recent if isinstance(one, list)]
+        for one in recent:
+            if isinstance(one, Counts):
+                accounts[one.name] = max(one, accounts.get(one.name, one))
+        await self._tell(step="restart")
+        for some in _chunks(reservations):
+            await self._tell(step="fill", reservations=some)
+        for counts in _chunks([*accounts.values()]):
+            await self._tell(step="fill", accounts=counts)
+        for lost in _chunks(events):
+            await self._tell(step="fill", events=lost)
+        await self._tell(step="close" if closes else "open")
+
+    async def load(self, saved: Sequence[Counts]) -> None:
+        """Load some of the store's accounts, for all routers: the one whose error said that it `loads`."""
+        for accounts in _chunks(saved):
+            await self._tell(step="load", accounts=accounts)
+
+    async def loaded(self, *, at_once: bool = False) -> None:
+        """Let the ledger open, which has all accounts of the store: `at_once` where nothing was lost."""
+        await self._tell(step="open" if at_once else "loaded")
 
     async def _tell(self, **parts: Any) -> _Answer:
-        nothing: dict[str, Any] = {"reservations": (), "renews": False, "fills": False, "accounts": (), "events": ()}
-        return await self._ask("ledger_tell", {**nothing, "begins": False, "closes": False, **parts})
+        nothing: dict[str, Any] = {"reservations": (), "renews": False, "step": "", "accounts": (), "events": ()}
+        return await self._ask("ledger_tell", {**nothing, **parts})
 
     async def _ask(self, name: str, message: Mapping[str, Any], send: SendReserve | None = None) -> _Answer:
         call = {"router": self.router, "number": self.number, **message}
@@ -240,9 +264,10 @@ class Ledger:
         for one in answer.accounts:
             self.unsaved[one.name] = max(one, self.unsaved.get(one.name, one))
         now = time.monotonic()
-        self._events.extend((now, event) for event in answer.events)
-        while self._events and self._events[0][0] < now - _EVENTS_S:
-            self._events.popleft()
+        self._recent.extend((now, one) for one in answer.accounts)
+        self._recent.extend((now, one) for one in answer.events)
+        while self._recent and self._recent[0][0] < now - _RECENT_S:
+            self._recent.popleft()
         return answer
 
     async def _call(self, name: str, message: Mapping[str, Any], send: SendReserve | None) -> Any:

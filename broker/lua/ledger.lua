@@ -10,63 +10,64 @@ local COUNTS = {streams = 'ever', requests = 'minute', input_tokens = 'minute', 
 local ACCOUNT = {ever = 0, minute = 0, day = 0, month = 0, streams = 0, requests = 0, input_tokens = 0, output_tokens = 0,
   day_tokens = 0, month_tokens = 0, held_streams = 0, held_requests = 0, held_input_tokens = 0, held_output_tokens = 0,
   held_day_tokens = 0, held_month_tokens = 0}
--- `requests`, `input`, `output` and `streams` are held in the accounts. The others count from the request's beginning:
--- what is `used` as far as the ledger knows, and what is `paid`, that is charged. The request was charged `charges`
--- times and resumed `resumes` times; its former holders have sent `sent` output tokens.
+-- All tokens count from the request's beginning. It is granted up to `input` and `output`; `used` is what its routers
+-- told, and that is charged; `billed` is what its events have, of which there are `events`. While it is open, `requests`,
+-- `streams` and the tokens that are not used are held in the accounts. It was resumed `resumes` times; its former holders
+-- have sent `sent` output tokens.
 local RESERVATION = {id = '', holder = '', accounts = '', facts = '', at_ms = 0, open = false, requests = 0, input = 0,
-  output = 0, streams = 0, used_input = 0, used_output = 0, paid_input = 0, paid_output = 0, charges = 0, resumes = 0,
+  output = 0, streams = 0, used_input = 0, used_output = 0, billed_input = 0, billed_output = 0, events = 0, resumes = 0,
   sent = 0}
 -- A wait in ms that has no end.
 local NEVER_MS = 2 ^ 53
 
--- Return a command's answer, or false for a key of another type, which is renamed.
-function ledger.of_type(key, answer)
-  if type(answer) ~= 'table' then return answer end
-  if not string.find(answer.err, 'WRONGTYPE', 1, true) then error(answer) end
-  redis.call('RENAME', key, key .. ':aside')
-  redis.call('PEXPIRE', key .. ':aside', ASIDE_MS)
-  return false
-end
-
 -- Return the key of the row of a router that is gone, which no renewal reads, for when it comes back.
 function ledger.ended_row(router) return LEDGER .. 'ended:' .. router end
 
--- Return the state of a call, of its packed message. It has accounts that it has read, and those that it has charged,
--- by name, and the events of its charges.
+-- Return the state of a call, of its packed message: the accounts and reservations that it has read, by name, the
+-- accounts that it has charged, and the events of its charges.
 function ledger.new_call(packed)
-  local call = {message = cmsgpack.unpack(packed), now = read_clock(), accounts = {}, charged = {}, events = {}}
-  -- The time at which the ledger opens, or nothing if it has lost its data, and the number of the router.
-  local opens_at = tonumber(ledger.of_type(STATE, redis.pcall('GET', STATE)) or '')
-  local row = ledger.of_type(ROUTERS, redis.pcall('HGET', ROUTERS, call.message.router))
+  local call = {message = cmsgpack.unpack(packed), now = read_clock(), accounts = {}, reservations = {}, charged = {},
+    events = {}}
+  -- The time at which the ledger opens; the router that loads the store's accounts, - for none, and until when others
+  -- leave that to it. Nothing if the ledger has lost its data.
+  local opens_at, loader, loads_until = string.match(redis.call('GET', STATE) or '', '^(%d+) (%S+) (%d+)$')
+  local row = redis.call('HGET', ROUTERS, call.message.router)
   call.is_listed = row
   row = row or redis.call('GET', ledger.ended_row(call.message.router))
   call.number = tonumber(string.match(row or '', '^(%d+) %d+$') or '0')
   -- Whether this ledger has lost what the router told it, so that the router has to fill it first.
   call.is_behind = not opens_at or call.number < call.message.number
-  -- Time in ms for which others may do that. A longer one is of a clock that was ahead.
-  call.closed_ms = math.max(0, (opens_at or 0) - call.now)
-  if call.closed_ms > RECOVERY_MS then call.closed_ms = 0 end
+  call.opens_at, call.is_loading = tonumber(opens_at or 0), loader and loader ~= '-'
+  if call.opens_at > call.now + RECOVERY_MS then call.opens_at = 0 end -- of a clock that was ahead
+  -- Time in ms after which to ask again whether the ledger is open.
+  call.closed_ms = math.max(0, call.opens_at - call.now, call.is_loading and LOAD_LOOK_MS or 0)
+  call.loads = false
+  if call.is_loading and not call.is_behind then
+    local expires = tonumber(loads_until)
+    call.loads = loader == call.message.router or expires <= call.now or expires > call.now + LOAD_MS
+    if call.loads then ledger.set_state(call, call.message.router) end
+  end
   return call
 end
 
--- Return the table that a key has, and whether it has one. Fields that are missing or of another type are those of
--- `blank`.
+-- Write when the ledger opens, and which router loads the store's accounts until then.
+function ledger.set_state(call, loader)
+  redis.call('SET', STATE, string.format('%.0f %s %.0f', call.opens_at, loader, call.now + LOAD_MS))
+end
+
+-- Return the table that a key has, and whether it has one, with the fields of `blank` that are missing.
 function ledger.read(key, blank)
-  local packed, stored, is_stored = ledger.of_type(key, redis.pcall('GET', key)), {}, false
-  if packed then
-    local is_readable, value = pcall(cmsgpack.unpack, packed)
-    if is_readable and type(value) == 'table' then stored, is_stored = value, true end
-  end
+  local packed = redis.call('GET', key)
+  local stored = packed and cmsgpack.unpack(packed) or {}
   for field, default in pairs(blank) do
-    local value = stored[field]
-    local is_odd = type(value) == 'number' and not (value >= 0 and value < 2 ^ 53)
-    if type(value) ~= type(default) or is_odd then stored[field] = default end
+    if stored[field] == nil then stored[field] = default end
   end
-  return stored, is_stored
+  return stored, packed and true
 end
 
 -- Return a reservation, and whether the ledger has it.
-function ledger.reservation_of(id)
+function ledger.reservation_of(call, id)
+  if call.reservations[id] then return call.reservations[id], true end
   local r, is_known = ledger.read(LEDGER .. 'of:' .. id, RESERVATION)
   r.id = id
   return r, is_known
@@ -129,52 +130,51 @@ end
 
 function ledger.held_by(holder) return LEDGER .. 'held:' .. string.match(holder, '^[^:]*') end
 
+-- Hold in its accounts what a reservation may still use; with -1 as `sign` hold that no more.
+function ledger.hold(call, r, sign)
+  if not r.open then return end
+  ledger.add(call, r, 'held_', sign * r.requests, sign * math.max(0, r.input - r.used_input),
+    sign * math.max(0, r.output - r.used_output), sign * r.streams)
+end
+
 -- Hold nothing more of a reservation.
 function ledger.release(call, r)
-  ledger.add(call, r, 'held_', -r.requests, -r.input, -r.output, -r.streams)
-  r.open, r.requests, r.input, r.output, r.streams = false, 0, 0, 0, 0
+  ledger.hold(call, r, -1)
+  r.open, r.requests, r.input, r.output, r.streams = false, 0, r.used_input, r.used_output, 0
   redis.call('SREM', ledger.held_by(r.holder), r.id)
 end
 
--- Charge tokens of a reservation, with the first the request.
-function ledger.charge(call, r, input, output)
+-- Charge what is used of a reservation by now and was not told before, with the first tokens the request.
+function ledger.charge(call, r, used_input, used_output)
+  local input, output = math.max(0, used_input - r.used_input), math.max(0, used_output - r.used_output)
+  if input + output == 0 then return end
+  local is_first = r.used_input + r.used_output == 0
+  ledger.hold(call, r, -1)
+  ledger.add(call, r, '', is_first and 1 or r.requests, input, output, 0)
+  r.requests, r.used_input, r.used_output = 0, r.used_input + input, r.used_output + output
+  ledger.hold(call, r, 1)
+end
+
+-- Add the event of tokens that are charged.
+function ledger.bill(call, r, input, output)
   if input + output <= 0 then return end
-  ledger.add(call, r, '', r.open and r.requests or r.charges == 0 and 1 or 0, input, output, 0)
   if r.facts ~= '' then
-    call.events[#call.events + 1] = {'id', string.format('%s:%.0f', r.id, r.charges), 'input', string.format('%.0f', input),
+    call.events[#call.events + 1] = {'id', string.format('%s:%.0f', r.id, r.events), 'input', string.format('%.0f', input),
       'output', string.format('%.0f', output), 'at_ms', string.format('%.0f', call.now), 'facts', r.facts}
   end
-  ledger.add(call, r, 'held_', -r.requests, 0, 0, 0)
-  r.requests, r.charges = 0, r.charges + 1
+  r.events = r.events + 1
 end
 
--- End a reservation, and charge what was used of it and is not paid yet: after an earlier end only what that did not
--- know of.
+-- Add the event of what is charged and no event has.
+function ledger.bill_used(call, r)
+  ledger.bill(call, r, math.max(0, r.used_input - r.billed_input), math.max(0, r.used_output - r.billed_output))
+  r.billed_input, r.billed_output = r.used_input, r.used_output
+end
+
+-- End a reservation.
 function ledger.settle(call, r)
-  ledger.charge(call, r, math.max(0, r.used_input - r.paid_input), math.max(0, r.used_output - r.paid_output))
-  r.paid_input, r.paid_output = math.max(r.paid_input, r.used_input), math.max(r.paid_output, r.used_output)
+  ledger.bill_used(call, r)
   ledger.release(call, r)
-end
-
--- Write a reservation: while it is open among those of its router, for which others end it; else for a while.
-function ledger.write(r)
-  local key = LEDGER .. 'of:' .. r.id
-  if r.open then
-    redis.call('SET', key, cmsgpack.pack(r))
-    redis.call('SADD', ledger.held_by(r.holder), r.id)
-  else
-    redis.call('SET', key, cmsgpack.pack(r), 'PX', ENDED_RECORD_MS)
-  end
-end
-
--- Return the ledger's record of a reservation that a router tells of. A ledger that has lost it, or has that of an
--- earlier call, takes the router's over, which holds again what it did.
-function ledger.record_of(call, told)
-  local r, is_known = ledger.reservation_of(told.id)
-  if is_known and r.resumes >= told.resumes then return r end
-  if r.open then ledger.release(call, r) end
-  ledger.add(call, told, 'held_', told.requests, told.input, told.output, told.streams)
-  return told
 end
 
 -- Count a call of the router, which has its reservations for HELD_MS more.
@@ -184,28 +184,30 @@ function ledger.count_call(call)
 end
 
 -- Return some of a router's open reservations.
-function ledger.open_of(router, count)
+function ledger.open_of(call, router, count)
   local found, key = {}, ledger.held_by(router)
   for _, id in ipairs(redis.call('SRANDMEMBER', key, count)) do
-    local r = ledger.reservation_of(id)
+    local r = ledger.reservation_of(call, id)
     if r.open then found[#found + 1] = r else redis.call('SREM', key, id) end
   end
   return found
 end
 
-function ledger.add_event(event)
-  local is_added = ledger.of_type(USAGE, redis.pcall('XADD', USAGE, '*', unpack(event)))
-  if not is_added then redis.call('XADD', USAGE, '*', unpack(event)) end
-end
-
--- Write the accounts and events, and return an answer with those that were charged.
+-- Write what a call has changed, and return an answer with the accounts that were charged, and the events. All counts
+-- are written here, one after the other and by commands that do not fail.
 function ledger.reply(call, answer)
   answer.number, answer.accounts, answer.events = call.number, {}, call.events
+  for id, r in pairs(call.reservations) do
+    if r.open then redis.call('SADD', ledger.held_by(r.holder), id) end -- those that others end if its router dies
+  end
+  for _, event in ipairs(call.events) do redis.call('XADD', USAGE, '*', unpack(event)) end
   for name, account in pairs(call.accounts) do
     redis.call('SET', LEDGER .. 'account:' .. name, cmsgpack.pack(account), 'PX', ACCOUNT_MS)
   end
+  for id, r in pairs(call.reservations) do
+    redis.call('SET', LEDGER .. 'of:' .. id, cmsgpack.pack(r), unpack(r.open and {} or {'PX', ENDED_RECORD_MS}))
+  end
   for _, account in pairs(call.charged) do table.insert(answer.accounts, account) end
-  for _, event in ipairs(call.events) do ledger.add_event(event) end
   return cmsgpack.pack(answer)
 end
 
@@ -219,7 +221,7 @@ function ledger.refusal(call, r, needs, holds)
     if string.find(' ' .. r.accounts .. ' ', ' ' .. name .. ' ', 1, true) then own = holds[field] end
     -- A request that is resumed in time has its former place, or one of as many again.
     local room = (r.open and field == 'streams' and 2 * most or most) - account[field] - account['held_' .. field]
-    if needs[field] > math.max(0, own) and needs[field] - own > room then
+    if needs[field] > own and needs[field] - own > room then
       local wait_ms = needs[field] > most and NEVER_MS or ledger.left_ms(call.now, COUNTS[field])
       if wait_ms > latest_ms then refused, latest_ms = {name, limit_name, wait_ms}, wait_ms end
     end
@@ -232,31 +234,32 @@ end
 register_admission('ledger_reserve', function(_, arguments)
   local call = ledger.new_call(arguments[1])
   if call.is_behind or call.closed_ms > 0 then
-    return cmsgpack.pack({behind = call.is_behind, closed_ms = call.closed_ms})
+    return cmsgpack.pack({behind = call.is_behind, closed_ms = call.closed_ms, loads = call.loads})
   end
   -- `received`: output tokens that the client of a resumed request has; -1: a new request.
   local asked, received = call.message.reservation, call.message.received
-  local r, is_known = ledger.reservation_of(asked.id)
+  local r, is_known = ledger.reservation_of(call, asked.id)
   -- The same call again, or one that has ended before this server got to it.
   if is_known and (received < 0 or r.holder == asked.holder) then return ledger.reply(call, {reservation = r}) end
 
   if is_known then
-    r.used_output = math.max(r.used_output, received)
-    -- Charge for the prompt: an answer that has tokens, or asks for nothing more, began with it.
-    if r.used_output > 0 or asked.input == 0 then r.used_input = r.paid_input + r.input end
+    local used_output = math.max(r.used_output, received)
+    -- With the prompt: an answer that has tokens, or asks for nothing more, began with it.
+    local used_input = (used_output > 0 or asked.input == 0) and math.max(r.used_input, r.input) or r.used_input
+    ledger.charge(call, r, used_input, used_output)
     if r.open and r.accounts == asked.accounts then r.facts = asked.facts end
   elseif received >= 0 then -- forgotten; its events have ids that no earlier ones have
-    r.used_output, r.paid_output, r.charges = received, received, call.now
+    r.used_output, r.billed_output, r.events = received, received, call.now
   end
-  local owed_input, owed_output = math.max(0, r.used_input - r.paid_input), math.max(0, r.used_output - r.paid_output)
   -- What it needs from now on, and what it holds already. One that counts as another has what its client has as input.
   local is_another = received >= 0 and (not is_known or r.resumes >= FREE_RESUMES)
-  local is_first = r.charges == 0 and owed_input + owed_output == 0
-  local input = math.max(0, asked.input - r.paid_input - owed_input)
+  local is_first = r.used_input + r.used_output == 0
+  local input = math.max(0, asked.input - r.used_input)
   local output = math.max(0, asked.output - math.max(0, received))
   if is_another then input = asked.input > 0 and asked.input + received or 0 end
   local needs = ledger.amounts_of((is_another or is_first) and 1 or 0, input, output, 1)
-  local holds = ledger.amounts_of(r.requests, r.input - owed_input, r.output - owed_output, r.streams)
+  local holds = ledger.amounts_of(r.requests, math.max(0, r.input - r.used_input), math.max(0, r.output - r.used_output),
+    r.streams)
   local refused = ledger.refusal(call, r, needs, holds)
   if refused then return cmsgpack.pack({refused = refused}) end
 
@@ -264,17 +267,17 @@ register_admission('ledger_reserve', function(_, arguments)
   if is_known then ledger.settle(call, r) end
   -- Tokens that its client has not got are made again, and charged again.
   r.sent = math.max(r.sent, r.used_output)
-  if received >= 0 then r.used_output, r.paid_output, r.resumes = received, received, r.resumes + 1 end
+  if received >= 0 then r.used_output, r.billed_output, r.resumes = received, received, r.resumes + 1 end
   r.at_ms, r.holder, r.accounts, r.facts, r.open = at_ms, asked.holder, asked.accounts, asked.facts, true
-  r.requests, r.input, r.output, r.streams = needs.requests, input, output, 1
-  ledger.add(call, r, 'held_', r.requests, input, output, 1)
-  ledger.write(r)
+  r.requests, r.input, r.output, r.streams = needs.requests, r.used_input + input, r.used_output + output, 1
+  ledger.hold(call, r, 1)
+  call.reservations[r.id] = r
   if not call.is_listed then ledger.count_call(call) end
   return ledger.reply(call, {reservation = r})
 end)
 
--- Take over the counts of accounts, the events and a beginning that a router tells a ledger which has lost data. Of two
--- counts the higher one holds, because charges only grow in their window.
+-- Take over the counts of accounts and the events that a router tells a ledger which has lost data. Of two counts the
+-- higher one holds, because charges only grow in their window.
 function ledger.fill(call)
   local message = call.message
   for _, saved in ipairs(message.accounts) do
@@ -285,43 +288,57 @@ function ledger.fill(call)
       end
     end
   end
-  for _, event in ipairs(message.events) do ledger.add_event(event) end
-  if not message.begins then return end
-  local of_router = redis.call('SCARD', ledger.held_by(message.router))
-  for _, r in ipairs(ledger.open_of(message.router, of_router)) do -- it tells next of all reservations that it has
-    ledger.release(call, r)
-    redis.call('DEL', LEDGER .. 'of:' .. r.id)
-  end
-  if call.closed_ms == 0 then
-    call.closed_ms = message.closes and RECOVERY_MS or 0
-    redis.call('SET', STATE, call.now + call.closed_ms)
+  for _, event in ipairs(message.events) do redis.call('XADD', USAGE, '*', unpack(event)) end
+  if message.step == 'restart' then
+    local of_router = redis.call('SCARD', ledger.held_by(message.router))
+    for _, r in ipairs(ledger.open_of(call, message.router, of_router)) do -- it tells next of all that it has
+      ledger.release(call, r)
+      redis.call('DEL', LEDGER .. 'of:' .. r.id)
+    end
+  elseif message.step == 'close' and call.closed_ms == 0 then
+    call.opens_at = call.now + RECOVERY_MS
+    ledger.set_state(call, message.router)
+  elseif message.step == 'loaded' then
+    ledger.set_state(call, '-')
+  elseif message.step == 'open' and (call.closed_ms == 0 or call.loads) then
+    call.opens_at = call.now
+    ledger.set_state(call, '-')
   end
 end
 
 -- Take over what a router tells of a reservation. Returns its holder where another call has the request by now.
 function ledger.take_over(call, told)
-  local is_open, r = told.open or call.closed_ms > 0, ledger.record_of(call, told)
-  if r == told then
-    r.open = true
-    if told.known_input >= 0 then -- another has ended it, with what it knew, and that is forgotten
-      r.paid_input, r.paid_output, r.charges = told.known_input, told.known_output, call.now
-    end
+  local is_filling = call.message.step ~= '' or call.closed_ms > 0
+  local r, is_known = ledger.reservation_of(call, told.id)
+  if not is_known or r.resumes < told.resumes then -- lost, or that of an earlier call
+    ledger.release(call, r)
+    for field in pairs(RESERVATION) do r[field] = told[field] end
+    r.open, r.used_input, r.used_output = true, told.told_input, told.told_output -- these are charged
+    -- Another has ended it long ago, and added the event.
+    if not is_filling then r.billed_input, r.billed_output, r.events = r.used_input, r.used_output, call.now end
+    ledger.hold(call, r, 1)
   end
+  call.reservations[r.id] = r
+  if is_filling then return end -- charged once the accounts have what was charged before
   if r.holder == told.holder then
-    r.used_input, r.used_output = math.max(r.used_input, told.used_input), math.max(r.used_output, told.used_output)
+    -- The record may be older than what was told.
+    r.used_input, r.used_output = math.max(r.used_input, told.told_input), math.max(r.used_output, told.told_output)
+    ledger.charge(call, r, told.used_input, told.used_output)
     if told.facts ~= '' then r.facts = told.facts end
     if told.streams < r.streams then -- its call has ended; it may be resumed
-      ledger.add(call, r, 'held_', 0, 0, 0, -1)
+      ledger.hold(call, r, -1)
       r.streams = 0
+      ledger.hold(call, r, 1)
+      ledger.bill_used(call, r)
     end
-    if not is_open then ledger.settle(call, r) end
-    ledger.write(r)
+    if not told.open or not r.open then ledger.settle(call, r) end
     return
   end
-  if not is_open and told.used_output > r.sent then -- sent to a client that told less to another router
-    ledger.charge(call, r, 0, told.used_output - r.sent)
+  if not told.open and told.used_output > r.sent then -- sent to a client that told less to another router
+    local output = told.used_output - r.sent
+    ledger.add(call, r, '', 0, 0, output, 0)
+    ledger.bill(call, r, 0, output)
     r.sent = told.used_output
-    ledger.write(r)
   end
   return told.holder
 end
@@ -339,9 +356,9 @@ function ledger.end_expired(call, rows)
     if latest <= now or expires > now + HELD_MS then expires = now + HELD_MS end
     if router ~= call.message.router then
       if expires <= now then
-        for _, r in ipairs(ledger.open_of(router, EXPIRED_AT_ONCE - ended)) do
+        for _, r in ipairs(ledger.open_of(call, router, EXPIRED_AT_ONCE - ended)) do
           ledger.settle(call, r)
-          ledger.write(r)
+          call.reservations[r.id] = r
           ended = ended + 1
         end
         if redis.call('EXISTS', ledger.held_by(router)) == 1 then expires = now end
@@ -358,19 +375,20 @@ function ledger.end_expired(call, rows)
 end
 
 -- Take over what a router tells of its reservations: what was used of them, and which have ended. With `renews`,
--- reservations of routers that have not called for HELD_MS end. With `fills` the router tells a ledger that has lost
--- data of `accounts` and `events`, and at last `begins` to use it, closed if it `closes`. Answers with how many
--- reservations were ended, and the holders whose requests others have by now; also with the time for which the ledger
--- is closed, in which nothing ends.
+-- reservations of routers that have not called for HELD_MS end. With a `step` the router fills a ledger that has lost
+-- data with reservations, accounts and events: `restart`, `fill`, at last `close`, or `open` where there is nothing to
+-- wait for; and with the store's accounts: `load`, at last `loaded`. Answers with how many reservations were ended, and
+-- the holders whose requests others have by now; or with the time for which the ledger is closed, in which nothing is
+-- charged and nothing ends, and whether the router is to load the store's accounts.
 register('ledger_tell', function(_, arguments)
   local call = ledger.new_call(arguments[1])
   local message, moved = call.message, {}
-  if call.is_behind and not message.fills then return cmsgpack.pack({behind = true}) end
+  if call.is_behind and message.step == '' then return cmsgpack.pack({behind = true}) end
   ledger.fill(call)
   -- As they were before this call.
   local rows = message.renews and call.closed_ms == 0 and redis.call('HGETALL', ROUTERS) or {}
-  if message.begins or not message.fills then ledger.count_call(call) end
+  if message.step == '' or message.step == 'close' or message.step == 'open' then ledger.count_call(call) end
   for _, told in ipairs(message.reservations) do moved[#moved + 1] = ledger.take_over(call, told) end
   local ended = ledger.end_expired(call, rows)
-  return ledger.reply(call, {ended = ended, moved = moved, closed_ms = call.closed_ms})
+  return ledger.reply(call, {ended = ended, moved = moved, closed_ms = call.closed_ms, loads = call.loads})
 end)

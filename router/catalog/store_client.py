@@ -370,12 +370,13 @@ class StoreClient:
         with self._errors_of("release"):
             await self._channel.stub(releases_pb2_grpc.ReleaseServiceStub).ReportOutcomes(request, timeout=RENEWAL_S)
 
-    async def accounts(self) -> list[accounts_pb2.Account]:
-        """Return the accounts that the store has, in order of name. Raises Unavailable."""
+    async def account_pages(self) -> AsyncIterator[Sequence[accounts_pb2.Account]]:
+        """Yield the accounts that the store has, in order of name. Raises Unavailable."""
         request = accounts_pb2.ListAccountsRequest(page_size=ACCOUNTS_AT_ONCE)
         stub = self._channel.stub(accounts_pb2_grpc.AccountServiceStub)
         pages = self._pages("account", stub.ListAccounts, request)
-        return [account async for page in pages for account in page.accounts]
+        async for page in pages:
+            yield page.accounts
 
     async def _pages(self, kind: str, ask: Any, request: Any) -> AsyncIterator[Any]:
         """Yield all pages of a list. Raises Unavailable."""

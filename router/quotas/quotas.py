@@ -195,8 +195,8 @@ RENEW_S = 1.0
 LINGER_S = 5.0
 # Timeout in seconds for the settling that the last message of a call waits for.
 FINISH_S = 0.5
-# Maximum number of tries of one reservation or round, while the ledger is filled and opened.
-_TRIES = 4
+# Timeout in seconds of a round, while the ledger is filled and opened.
+_UNREADY_S = 15.0
 # Interval in seconds between tries while a router stops.
 _DRAIN_RETRY_S = 0.05
 
@@ -207,8 +207,9 @@ class CallBudget:
 
     reservation: Reservation
     quotas: Quotas
-    # Output tokens that the client of a resumed request had.
+    # Output tokens that the client of a resumed request had, and input tokens that were charged before.
     received: int = 0
+    charged_input: int = 0
     jobs: list[RoutedJob] = field(default_factory=list)
     # Counts the output tokens that the client got, from the request's first one; None: the call has no stream, and is
     # made again where its router dies.
@@ -245,8 +246,8 @@ class CallBudget:
         if ended or self.delivered is not None:
             computed = [one for one in self.jobs if one.first_token_at is not None or (ended and _is_given_up(one))]
             prompts = sum(len(routed.job.prompt_ids) for routed in computed) + self.received
-            used_input = self.reservation.paid_input + (min(prompts, self.reservation.input) if computed else 0)
-            self.reservation.use(used_input, self.delivered() if self.delivered else 0)
+            used_input = self.charged_input + (prompts if computed else 0)
+            self.reservation.use(min(used_input, self.reservation.input), self.delivered() if self.delivered else 0)
             self.reservation.facts = self.encoded_facts()
         return self.reservation
 
@@ -290,6 +291,8 @@ class Quotas:
         # The round that has not begun yet, and whether it renews.
         self._next_round: asyncio.Task[Exception | None] | None = None
         self._renews = False
+        # Whether a ledger that this router fills or loads may have lost something that a router had told it.
+        self._has_lost = True
         self._log_once = LogOnce(log)
 
     def apply_plan(self, job: Job, *, is_open_ended: bool = False) -> Job:
@@ -378,6 +381,7 @@ class Quotas:
         while budget not in self._budgets:
             try:
                 budget.reservation = await self.ledger.reserve(budget.reservation, received, limits, send)
+                budget.charged_input = budget.reservation.used_input
                 self._budgets.add(budget)
             except LedgerUnreadyError:
                 if error := await asyncio.shield(self._round()):
@@ -405,17 +409,23 @@ class Quotas:
         """Tell the ledger what it does not know. Returns what keeps it from that: an error of Redis or of the store."""
         async with self._telling:
             self._next_round, renews, self._renews = None, self._renews, False
+            until = time.monotonic() + _UNREADY_S
             try:
-                for _ in range(_TRIES):
+                while time.monotonic() < until:
                     try:
                         await self._tell_news(renews)
                         return None
                     except LedgerUnreadyError as error:
-                        closed_s = error.closed_s
-                    await (asyncio.sleep(closed_s) if closed_s else self._fill())
+                        unready = error
+                    if unready.loads:
+                        await self._load()
+                    elif unready.closed_s:
+                        await asyncio.sleep(unready.closed_s)
+                    else:
+                        await self._fill()
             except (*REDIS_DOWN, CallError) as error:
                 return error
-        return Unavailable("the ledger of quotas lost data again and again", reason="LEDGER_BEHIND")
+        return Unavailable("the ledger of quotas is being filled", reason="LEDGER_BEHIND")
 
     async def _tell_news(self, renews: bool) -> None:
         urgent, self._urgent = self._urgent, set()
@@ -440,15 +450,23 @@ class Quotas:
                 budget.end.set_result(None)
 
     async def _fill(self) -> None:
-        """Tell a ledger that has lost data, or has never had any, what this router and the store know."""
-        has_lost, saved = self.ledger.number != 0, list(self.ledger.unsaved.values())
-        if self._store is not None:
-            # The store may be read before what is unsaved now is saved.
-            saved += [msgspec.convert(one, Counts, from_attributes=True) for one in await self._store.accounts()]
-        await self.ledger.fill(saved, [budget.count() for budget in self._budgets], closes=has_lost or bool(saved))
-        if has_lost:
+        """Tell a ledger that has lost data, or has never had any, what this router knows."""
+        self._has_lost = self.ledger.number != 0
+        budgets = [budget.count() for budget in self._budgets]
+        await self.ledger.fill(budgets, closes=self._has_lost or self._store is not None)
+        if self._has_lost:
             self._metrics.ledger_refills.inc()
-            log.warning("Redis lost data of the ledger; it was filled with %d accounts", len(saved))
+            log.warning("Redis lost data of the ledger; this router told it of %d reservations", len(budgets))
+
+    async def _load(self) -> None:
+        """Load the store's accounts into a closed ledger, in place of all routers."""
+        count = 0
+        if self._store is not None:
+            async for page in self._store.account_pages():
+                await self.ledger.load([msgspec.convert(one, Counts, from_attributes=True) for one in page])
+                count += len(page)
+        await self.ledger.loaded(at_once=not count and not self._has_lost)
+        log.warning("the ledger was filled with %d accounts of the store", count)
 
     async def renew(self) -> None:
         """Renew the reservations, with what is used of them by now, and end calls whose request another router has."""

@@ -80,14 +80,15 @@ async def test_a_router_and_a_worker_do_all_their_work(redis: Redis, valkey_url:
 
 async def use_ledger(redis: Redis) -> None:
     ledger, usage = Ledger(redis), LEDGER + "usage"
-    await ledger.fill([], [], closes=False)
+    await ledger.fill([], closes=False)
     limits = {"acme": {"concurrent_streams": 1}}
     reservation = await ledger.reserve(Reservation("r", "acme", 4, 8, "{}"), None, limits)
     reservation.use(4, 1)
     await ledger.tell([reservation], renews=True)
     reservation.open = False
     await ledger.tell([reservation])
-    await ledger.fill(list(ledger.unsaved.values()), [], closes=False)
+    await ledger.fill([], closes=False)
+    await ledger.load(list(ledger.unsaved.values()))
     await redis.xgroup_create(usage, "files", "0", mkstream=True)
     found: Any = await redis.xreadgroup("files", "routers", {usage: ">"})
     ((_, ((entry, _), *_)),) = found

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from random import Random
 from typing import Any
-from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 
 from broker import terms
 from broker.keys import LEDGER
@@ -41,7 +41,7 @@ class Cluster:
         """Return a router that has joined the ledger."""
         if name not in self.routers:
             self.routers[name] = Ledger(self.redis, LIBRARY_ON_TEST_CLOCK, name)
-            await self.routers[name].fill([], [], closes=False)
+            await self.routers[name].fill([], closes=False)
         return self.routers[name]
 
     async def reserve(
@@ -123,7 +123,7 @@ async def test_a_limit_is_not_passed_and_has_room_in_the_next_minute(cluster: Cl
 async def test_a_new_tenants_first_burst_is_within_its_quota(cluster: Cluster) -> None:
     await cluster.redis.flushdb()
     await cluster.clock.advance(0)
-    await (await cluster.router("new")).fill([], [], closes=False)
+    await (await cluster.router("new")).fill([], closes=False)
     for number in range(10):
         await cluster.reserve(number, router="new")
 
@@ -436,10 +436,12 @@ async def test_a_wiped_redis_is_filled_and_closed_until_all_have_told(cluster: C
     await cluster.clock.advance(0)
     assert await cluster.closed_s(a) == 0
     a.unsaved.clear()
-    await a.fill(saved, [], closes=True)
+    await a.fill([], closes=True)
     assert await cluster.closed_s(a) == terms.RECOVERY_MS / 1e3
     assert await cluster.closed_s(b) == 0
-    await b.fill([], [running], closes=True)
+    await b.fill([running], closes=True)
+    await a.load(saved)
+    await a.loaded()
     await cluster.clock.advance(terms.RECOVERY_MS)
     assert await cluster.refused(3, 400)
     await cluster.settle(running, 10, 120, "b")
@@ -447,17 +449,26 @@ async def test_a_wiped_redis_is_filled_and_closed_until_all_have_told(cluster: C
     assert (account["day_tokens"], account["held_day_tokens"]) == (410 + 130, 0)
 
 
-async def test_reservations_of_a_fill_that_broke_off_are_told_with_the_next_renewal(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_router_whose_fill_broke_off_fills_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     router, running = await cluster.router("a"), await cluster.reserve()
     await cluster.redis.flushdb()
     await cluster.clock.advance(0)
+    tell, steps = router._tell, list[str]()
+
+    async def told_before_the_last(**parts: Any) -> Any:
+        steps.append(parts["step"])
+        if steps[-1] == "close":
+            raise RedisConnectionError
+        return await tell(**parts)
+
     with monkeypatch.context() as broken:
-        broken.setattr(router, "tell", AsyncMock(side_effect=RedisConnectionError))
+        broken.setattr(router, "_tell", told_before_the_last)
         with pytest.raises(RedisConnectionError):
-            await router.fill([], [running], closes=True)
-    assert running.has_news
+            await router.fill([running], closes=True)
+    assert steps == ["restart", "fill", "close"]
+    assert await cluster.closed_s(router) == 0
+    await router.fill([running], closes=True)
+    assert (await cluster.account())["held_output_tokens"] == 100
 
 
 async def test_a_redis_that_was_rolled_back_is_found_though_others_have_told_more_since(cluster: Cluster) -> None:
@@ -473,7 +484,9 @@ async def test_a_redis_that_was_rolled_back_is_found_though_others_have_told_mor
     for _ in range(9):
         await b.tell([], renews=True)
     assert await cluster.closed_s(a) == 0
-    await a.fill(list(a.unsaved.values()), [running], closes=True)
+    await a.fill([running], closes=True)
+    await a.load(list(a.unsaved.values()))
+    await a.loaded()
     assert await cluster.closed_s(b) == terms.RECOVERY_MS / 1e3
     account = await cluster.account()
     assert (account["output_tokens"], account["held_output_tokens"]) == (400, 300)
@@ -481,12 +494,100 @@ async def test_a_redis_that_was_rolled_back_is_found_though_others_have_told_mor
     assert await cluster.refused(3, 400)
 
 
+async def test_told_tokens_are_charged_at_once_and_have_an_event_at_the_end(cluster: Cluster) -> None:
+    router, running = await cluster.router("a"), await cluster.reserve(output=900)
+    for used in (40, 70):
+        running.use(10, used)
+        await router.tell([running], renews=True)
+        await router.tell([running], renews=True)
+        account = await cluster.account()
+        assert (account["day_tokens"], account["held_output_tokens"], account["requests"]) == (10 + used, 900 - used, 1)
+    assert await cluster.events() == []
+    await cluster.leave(running, 10, 75)
+    assert await cluster.events() == [("r1:0", 10, 75)]
+    assert (await cluster.account())["held_output_tokens"] == 825
+    await cluster.settle(running, 10, 80)
+    assert await cluster.events() == [("r1:0", 10, 75), ("r1:1", 0, 5)]
+    account = await cluster.account()
+    assert (account["day_tokens"], account["held_output_tokens"], account["held_streams"]) == (90, 0, 0)
+
+
+async def test_a_redis_that_comes_back_older_charges_nothing_again(cluster: Cluster) -> None:
+    a, b = await cluster.router("a"), await cluster.router("b")
+    first, running = await cluster.reserve(output=300), await cluster.reserve(2, 300, router="b")
+    first.use(10, 38)
+    await a.tell([first], renews=True)
+    before = {key: await cluster.redis.dump(key) for key in await cluster.redis.keys(LEDGER + "*")}
+    running.use(10, 20)
+    await b.tell([running])
+    await cluster.settle(first, 10, 73)  # and its router ends
+    saved = [*a.unsaved.values(), *b.unsaved.values()]
+    await cluster.redis.delete(*await cluster.redis.keys(LEDGER + "*"))
+    for key, value in before.items():
+        assert value is not None
+        await cluster.redis.restore(key, 0, value)
+    await b.fill([running], closes=True)
+    await b.load(saved)
+    await b.loaded()
+    await cluster.clock.advance(terms.RECOVERY_MS)
+    await cluster.settle(running, 10, 50, "b")
+    await cluster.renew_for(2 * terms.HELD_MS + 8)
+    account = await cluster.account()
+    assert (account["day_tokens"], account["held_day_tokens"]) == (83 + 60, 0)
+
+
+async def test_one_router_loads_the_accounts_and_the_ledger_opens_when_all_are_there(cluster: Cluster) -> None:
+    async def unready(name: str) -> LedgerUnreadyError:
+        with pytest.raises(LedgerUnreadyError) as error:
+            await cluster.routers[name].tell([], renews=True)
+        return error.value
+
+    a, b = await cluster.router("a"), await cluster.router("b")
+    await cluster.settle(await cluster.reserve(1, 900), 10, 900)
+    (counts,) = a.unsaved.values()
+    running = await cluster.reserve(2, 50, router="b")
+    a.unsaved.clear()
+    a._recent.clear()
+    await cluster.redis.flushdb()
+    await cluster.clock.advance(0)
+    for router, reservations in ((a, []), (b, [running])):
+        await router.fill(reservations, closes=True)
+    assert (await cluster.account())["held_output_tokens"] == 50
+    assert [(await unready(name)).loads for name in "ab"] == [True, False]
+    await cluster.clock.advance(terms.RECOVERY_MS)
+    assert (await unready("b")).closed_s == terms.LOAD_LOOK_MS / 1e3
+    await a.load([Counts("other")])
+    await cluster.clock.advance(terms.LOAD_MS - 4)
+    assert not (await unready("b")).loads
+    await cluster.clock.advance(4)  # that router has ended
+    assert (await unready("b")).loads
+    await b.load([counts])
+    await b.loaded()
+    assert await cluster.refused(3, 100)
+    await cluster.settle(running, 10, 50, "b")
+    assert (await cluster.account())["output_tokens"] == 950
+
+
+async def test_a_call_that_fails_has_charged_nothing(cluster: Cluster) -> None:
+    router, running = await cluster.router("a"), await cluster.reserve()
+    await cluster.redis.hset(f"{LEDGER}routers", "dead", f"3 {cluster.clock.now_ms - 60_000}")
+    await cluster.redis.set(f"{LEDGER}held:dead", "x")
+    running.use(10, 60)
+    with pytest.raises(ResponseError):
+        await router.tell([running], renews=True)
+    assert (await cluster.account())["day_tokens"] == 0
+    await cluster.redis.delete(f"{LEDGER}held:dead")
+    await cluster.settle(running, 10, 60)
+    assert (await cluster.account())["day_tokens"] == 70
+    assert await cluster.events() == [("r1:0", 10, 60)]
+
+
 async def test_counts_of_accounts_only_grow_when_they_are_filled(cluster: Cluster) -> None:
     await cluster.settle(await cluster.reserve(1), 10, 100)
     ledger = await cluster.router("a")
     counts = ledger.unsaved["acme"]
     lower = msgspec.structs.replace(counts, output_tokens=5, day_tokens=500)
-    await ledger.fill([lower, Counts("other", day=counts.day, day_tokens=7)], [], closes=False)
+    await ledger.load([lower, Counts("other", day=counts.day, day_tokens=7)])
     account = await cluster.account()
     assert (account["output_tokens"], account["day_tokens"], account["month_tokens"]) == (100, 500, 110)
     assert (await cluster.account("other"))["day_tokens"] == 7

@@ -46,7 +46,7 @@ class Router:
 
 async def test_a_job_and_its_reservation_go_in_one_round_trip(redis: Redis) -> None:
     router = Router(redis)
-    await router.ledger.fill([], [], closes=False)  # loads the functions
+    await router.ledger.fill([], closes=False)  # loads the functions
     before = await round_trips(redis)
     reservation = await router.reserve(ROOMY)
     assert await round_trips(redis) - before == 2  # this question is the other
@@ -58,7 +58,7 @@ async def test_a_job_whose_reservation_is_refused_is_not_queued(redis: Redis) ->
     router = Router(redis)
     with pytest.raises(LedgerUnreadyError):
         await router.reserve(ROOMY)
-    await router.ledger.fill([], [], closes=False)
+    await router.ledger.fill([], closes=False)
     with pytest.raises(QuotaReachedError, match="tokens_per_day"):
         await router.reserve(NARROW)
     assert isinstance(router.error, UnreservedError)
@@ -68,7 +68,7 @@ async def test_a_job_whose_reservation_is_refused_is_not_queued(redis: Redis) ->
 
 async def test_a_reservation_is_granted_though_its_job_is_refused(redis: Redis) -> None:
     router = Router(redis, replace(QueueLimits(), jobs=0))
-    await router.ledger.fill([], [], closes=False)
+    await router.ledger.fill([], closes=False)
     await router.reserve(ROOMY)
     assert isinstance(router.error, QueueFullError)
     assert await redis.scard(LEDGER + "held:router-a") == 1
@@ -76,7 +76,7 @@ async def test_a_reservation_is_granted_though_its_job_is_refused(redis: Redis) 
 
 async def test_a_server_that_has_lost_its_functions_gets_both_calls_again(redis: Redis) -> None:
     router = Router(redis)
-    await router.ledger.fill([], [], closes=False)
+    await router.ledger.fill([], closes=False)
     await redis.function_flush()
     await router.reserve(ROOMY)
     assert await router.queue.count_waiting() == 1
@@ -84,7 +84,7 @@ async def test_a_server_that_has_lost_its_functions_gets_both_calls_again(redis:
 
 async def test_a_full_server_refuses_the_reservation_first(redis: Redis) -> None:
     router = Router(redis)
-    await router.ledger.fill([], [], closes=False)
+    await router.ledger.fill([], closes=False)
     await router.reserve(ROOMY)
     await redis.config_set("maxmemory", 1)
     try:

@@ -256,7 +256,8 @@ class SimulatedRedis:
             return
         if granted := answer.get("reservation"):
             for account in granted["accounts"].split():
-                self.granted.append((account, self.now_ms, granted["input"] + granted["output"], router.name))
+                held_now = granted["input"] - granted["used_input"] + granted["output"] - granted["used_output"]
+                self.granted.append((account, self.now_ms, held_now, router.name))
                 if held is not None:
                     held.setdefault(account, []).append(Held(granted["id"], router, counted_at))
         told = [message["reservation"]] if granted else message["reservations"]
@@ -277,10 +278,10 @@ class SimulatedRedis:
     def look(self, account: str) -> dict[str, int]:
         """Return the numbers of an account, once reservations of routers that died have ended: time passes here."""
         nobody = {"router": "nobody", "number": 0, "reservations": [], "accounts": [], "events": []}
-        self._tell_ledger({**nobody, "fills": True, "begins": True, "closes": False})
+        self._tell_ledger({**nobody, "step": "open"})
         for _ in range(12):
             self.ahead_ms += HELD_MS // 4
-            self._tell_ledger({**nobody, "renews": True})
+            self._tell_ledger({**nobody, "step": "", "renews": True})
         packed = self.server.execute("GET", f"{LEDGER}account:{account}")
         return msgspec.msgpack.decode(packed, type=dict[str, Any]) if packed else {}
 

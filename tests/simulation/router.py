@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,21 @@ class BrokenError(Exception):
     """The broken stream of a router that is gone."""
 
 
+# Number of accounts in a page of the store, and time in seconds that one takes.
+_PAGE, _PAGE_S = 500, 0.5
+
+
 class SimulatedStore:
     """A router.catalog.store_client.StoreClient with one base model, and adapters by name."""
 
-    def __init__(self, base: BaseModel, adapters: Mapping[str, AdapterRef], keys: Iterable[str]) -> None:
+    def __init__(
+        self, base: BaseModel, adapters: Mapping[str, AdapterRef], keys: Iterable[str], accounts: int = 0
+    ) -> None:
         self._base = base
         self._adapters = adapters
-        self._accounts: dict[str, accounts_pb2.Account] = {}
+        # By name, at first so many of others.
+        names = [f"other-{number}" for number in range(accounts)]
+        self._accounts = {name: accounts_pb2.Account(name=name, day=1, day_tokens=1) for name in names}
         # Keeps its calls about accounts from being answered.
         self.away = False
         # API keys by id.
@@ -89,10 +97,14 @@ class SimulatedStore:
             if one.day_tokens >= self._accounts.setdefault(one.name, one).day_tokens:
                 self._accounts[one.name] = one
 
-    async def accounts(self) -> list[accounts_pb2.Account]:
-        """See StoreClient."""
+    async def account_pages(self) -> AsyncIterator[Sequence[accounts_pb2.Account]]:
+        """See StoreClient. A page takes as long as many pages take in a large cluster."""
+        names = sorted(self._accounts)
+        for start in range(0, len(names), _PAGE):
+            await asyncio.sleep(_PAGE_S)
+            self._check_answers()
+            yield [self._accounts[name] for name in names[start : start + _PAGE]]
         self._check_answers()
-        return list(self._accounts.values())
 
     def _check_answers(self) -> None:
         if self.away:

@@ -173,7 +173,8 @@ class _Run:
         self._redis.scanned = self._key_shares.look
         quotas = directory / "plans.toml"
         quotas.write_text(scenario.quotas)
-        self._store = SimulatedStore(base, scenario.adapters, {plan.key for plan in scenario.plans if plan.key})
+        keys = {plan.key for plan in scenario.plans if plan.key}
+        self._store = SimulatedStore(base, scenario.adapters, keys, scenario.accounts)
         self._routers = [
             SimulatedRouter(f"router-{number}", self._store, self._cells, network, self._accepted, quotas)
             for number in range(scenario.routers)

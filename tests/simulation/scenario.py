@@ -58,6 +58,8 @@ class Scenario:
     quotas: str = ""
     # Cells, each with a Redis; the workers are in them in turns.
     cells: int = 1
+    # Accounts of others that the store has.
+    accounts: int = 0
 
 
 def draw(seed: int) -> Scenario:
@@ -95,7 +97,7 @@ def draw(seed: int) -> Scenario:
     cells = 2 if not backlog and workers > 1 and own.random() < 0.4 else 1
     drain = draw_drain(own, 3.0) if cells > 1 and own.random() < 0.5 else []
     wipe = draw_wipe(Random(f"wipe {seed}")) if backlog and not count else []
-    older = [] if quotas else draw_older(Random(f"an older Redis {seed}"))
+    older = draw_older(Random(f"an older Redis {seed}"))
     return Scenario(
         seed=seed,
         workers=workers,
@@ -108,12 +110,12 @@ def draw(seed: int) -> Scenario:
             *draw_faults(chance, count, 3.0, workers, routers),
             *restart,
             *outage,
+            *older,
             *slow,
             *clock,
             *acts,
             *wipe,
             *drain,
-            *older,
         ),
         backlog=backlog,
         # In every fifth the queue is soon full: newcomers are refused, or displaced, and what has begun is not.
@@ -121,6 +123,7 @@ def draw(seed: int) -> Scenario:
         seal_s=Random(f"seals {seed}").choice((SEALED_JOB_S, 1.0)),
         quotas=quotas,
         cells=cells,
+        accounts=2_500 if quotas and Random(f"accounts {seed}").random() < 0.1 else 0,
     )
 
 

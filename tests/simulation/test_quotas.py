@@ -57,13 +57,18 @@ def test_requests_that_routers_leave_are_charged_once() -> None:
 
 
 def test_accounts_that_nobody_puts_back_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = Ledger.fill
+    fill, load = Ledger.fill, Ledger.load
 
-    async def fill_nothing(ledger: Ledger, saved: Sequence[Counts], *rest: Any, **closes: Any) -> None:
+    async def fill_nothing(ledger: Ledger, reservations: Sequence[Reservation], *, closes: bool) -> None:
         ledger.unsaved.clear()
-        await fill(ledger, [], *rest, **closes)
+        ledger._recent.clear()
+        await fill(ledger, reservations, closes=closes)
+
+    async def load_nothing(ledger: Ledger, saved: Sequence[Counts]) -> None:
+        await load(ledger, [])
 
     monkeypatch.setattr(Ledger, "fill", fill_nothing)
+    monkeypatch.setattr(Ledger, "load", load_nothing)
     size = asked_tokens(plan(0, 0.0, 20))
     outcome = run(size * 20, 200, 40.0, 20, [Fault(Kind.REDIS_WIPE, 3.0, 0.0, 0, 0)], "k")
     assert any(f"{key_account('k')} got" in line and "tokens, its quota is" in line for line in outcome.wrong)

@@ -32,7 +32,8 @@ SEEDS = 24
 # 2302: a router that was killed in an outage of Redis, before it could tell the ledger of an answer that had ended;
 # 41086: a claim that a router read after it had stood still, of a job that the worker had dropped meanwhile;
 # 30148: a wait for less than the clock's resolution, which never ended in virtual time.
-FAILED = (136, 172, 190, 267, 2302, 6021, 30148, 41086)
+# 7786, 510469: tokens that were told and not charged yet when Redis was wiped, or charged again to an older one.
+FAILED = (136, 172, 190, 267, 2302, 6021, 7786, 30148, 41086, 510469)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,11 @@ class Store:
             raise self.error
         self.kept |= {one.name: one for one in accounts}
 
-    async def accounts(self) -> list[accounts_pb2.Account]:
-        """Return what was kept."""
+    async def account_pages(self) -> AsyncIterator[list[accounts_pb2.Account]]:
+        """Yield what was kept."""
         if self.error is not None:
             raise self.error
-        return list(self.kept.values())
+        yield list(self.kept.values())
 
 
 @pytest.fixture
@@ -242,15 +242,16 @@ async def test_what_a_router_saves_while_a_wiped_redis_is_filled_is_not_lost(
     await first.renew()
     await redis.flushdb()
     await first.renew()  # fills it from the store, which has nothing yet
-    read = store.accounts
+    read = store.account_pages
 
-    async def read_then_save() -> object:
-        accounts = await read()
+    async def read_then_save() -> AsyncIterator[list[accounts_pb2.Account]]:
+        pages = [page async for page in read()]
         await other.save()
-        return accounts
+        for page in pages:
+            yield page
 
     if within:
-        monkeypatch.setattr(store, "accounts", read_then_save)
+        monkeypatch.setattr(store, "account_pages", read_then_save)
     else:
         await other.save()
     await other.renew()
@@ -374,7 +375,7 @@ async def test_a_failed_reservation_leaves_nothing_in_either_account(
 ) -> None:
     ledger = with_key.ledger
     reserve = ledger.reserve
-    await ledger.fill([], [], closes=False)
+    await ledger.fill([], closes=False)
 
     async def fail(*arguments: Any) -> None:
         if carried_out:

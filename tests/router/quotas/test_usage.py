@@ -145,7 +145,7 @@ async def test_events_wait_while_a_full_redis_takes_no_group(
 async def test_a_redis_that_lost_its_data_gets_the_last_events_again(
     new: New, tmp_path: Path, redis: Redis, monkeypatch: pytest.MonkeyPatch, kept_s: float
 ) -> None:
-    monkeypatch.setattr("broker.ledger._EVENTS_S", kept_s)
+    monkeypatch.setattr("broker.ledger._RECENT_S", kept_s)
     quotas, log = new("router-a")
     begun(settled := await reserved(quotas, 2, 100), 60)
     await settled.settle()
