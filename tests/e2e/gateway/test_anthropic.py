@@ -103,7 +103,7 @@ async def test_tools_and_conversations(client: Client, cluster: Cluster) -> None
     ("given", "kind", "message"),
     [
         ({"model": "nobody"}, anthropic.NotFoundError, "model not found: nobody"),
-        ({"extra_body": {"max_tokens": 40_000}}, anthropic.BadRequestError, "prompt is too long: max_tokens: This"),
+        ({"messages": [{"role": "user", "content": "x" * 40_000}]}, anthropic.BadRequestError, "prompt is too long: "),
         ({"extra_body": {"tempperature": 1}}, anthropic.BadRequestError, "tempperature: unknown parameter"),
         ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError, "temperature: -1"),
         (
