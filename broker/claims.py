@@ -30,7 +30,7 @@ from broker.messages import (
     decode_job,
     decode_record,
 )
-from broker.terms import ADAPTER_DIGITS, SCANS_PER_CLAIM, Claimed, UsageReport
+from broker.terms import ADAPTER_DIGITS, SCANS_PER_CLAIM, Claimed, UsageReport, unread_job
 
 if TYPE_CHECKING:
     from broker.seals import Seals
@@ -185,29 +185,37 @@ class Claims:
         self._memory.note(
             plan, capacity, jobs_found=jobs_found, seen=answer.seen, looks=looks, live_workers=answer.live_workers
         )
-        jobs = await self._read(answer)
+        jobs, unread = await self._read(answer)
         requested = [
             request for request in _readable(requests, partial(decode_record, AdapterRequest)) if request is not None
         ]
         routers = tuple(router.decode(errors="replace") for router in unlinked)
-        return Claimed(jobs, answer.waiting, requested, hold_ms, routers, bool(answer.crowded))
+        return Claimed(jobs, answer.waiting, requested, hold_ms, routers, bool(answer.crowded), unread)
 
-    async def _read(self, answer: _ScanAnswer) -> list[Job]:
+    async def _read(self, answer: _ScanAnswer) -> tuple[list[Job], tuple[Job, ...]]:
         """Read the jobs of an answer, large ones in a thread."""
         if sum(map(len, answer.bodies)) <= _SHORT_BYTES:
             return self._jobs(answer)
         return await asyncio.to_thread(self._jobs, answer)
 
-    def _jobs(self, answer: _ScanAnswer) -> list[Job]:
-        """Read the jobs of an answer. The router of one that cannot be read dispatches it again."""
-        if self._seals is not None:
-            pairs = zip(answer.bodies, answer.facts, strict=True)
-            jobs = [self._seals.open_job(self._keys.prefix, body, facts) for body, facts in pairs]
-        else:
-            jobs = _readable(answer.bodies, decode_job)
-        if answer.last_apart and (last := jobs[-1]) is not None:
-            jobs[-1] = begin_apart(last)
-        return [job for job in jobs if job is not None]
+    def _jobs(self, answer: _ScanAnswer) -> tuple[list[Job], tuple[Job, ...]]:
+        """Return the jobs of an answer that can be read, and what is known of those that another worker may read."""
+        jobs, unread = list[Job](), list[Job]()
+        last = len(answer.bodies) - 1 if answer.last_apart else -1
+        for number, (body, facts) in enumerate(zip(answer.bodies, answer.facts, strict=True)):
+            job: Job | None
+            if self._seals is None:
+                (job,) = _readable((body,), decode_job)
+            else:
+                try:
+                    job = self._seals.open_job(self._keys.prefix, body, facts)
+                except ValueError:  # SealError
+                    continue
+            if job is not None:
+                jobs.append(begin_apart(job) if number == last else job)
+            elif (known := unread_job(facts)) is not None:
+                unread.append(known)
+        return jobs, tuple(unread)
 
     async def _scan(self, arguments: Sequence[str | bytes | int]) -> _ScanAnswer:
         return _ScanAnswer(*await self._claim(self._keys.waiting, arguments))
@@ -244,8 +252,8 @@ def _readable(messages: Sequence[bytes], decode: Callable[[bytes], T]) -> list[T
     for message in messages:
         try:
             decoded.append(decode(message))
-        except DecodeError:
-            log.exception("cannot read a message of %d bytes in the queue", len(message))
+        except DecodeError as error:
+            log.error("cannot read a message of %d bytes in the queue: %s", len(message), error)
             decoded.append(None)
     return decoded
 

@@ -12,7 +12,7 @@ worker that starts takes adapters over without a job that waits for a load.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -46,6 +46,7 @@ class WorkerLoad:
     rows: int
     adapters: Set[str] = frozenset()
     has_free_slot: bool = False
+    fetch_fails: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +92,26 @@ class Roster:
     def __init__(self, workers: Iterable[WorkerLoad]) -> None:
         self._workers = sorted(workers, key=_id_of)
         self._ids = tuple(map(_id_of, self._workers))
+        self._any_fails = any(worker.fetch_fails for worker in self._workers)
         self._mean_bound = LOAD_BOUND * sum(map(_used_of, self._workers)) / max(1, len(self._workers))
 
-    def preferred(self, digest: str, homes: int = 1, turn: int = 0) -> Preference:
+    def preferred(self, digest: str, homes: int = 1, turn: int = 0, failed: Collection[str] = ()) -> Preference:
         """Return what a job of an adapter with so many homes prefers; `turn` counts jobs, which homes take in turns.
+
+        It prefers no worker where it has `failed`, nor one that can't fetch now and lacks the adapter.
 
         Of two homes in turn the one with fewer used rows is first: loads are old by half a second, and a job is not to
         follow all others to the one with the fewest. A single home is warmed only where that evicts no other adapter.
         """
         ranking = _ranking(digest, self._ids, max(RANKED, homes + CANDIDATES))
-        by_rank = [self._workers[place] for place in ranking]
-        first = by_rank[: max(homes, CANDIDATES)]
         digits = digest[-ADAPTER_DIGITS:]
+        by_rank = [self._workers[place] for place in ranking]
+        if failed:
+            by_rank = [worker for worker in by_rank if worker.worker_id not in failed]
+        if self._any_fails:
+            able = [worker for worker in by_rank if not worker.fetch_fails or digits in worker.adapters]
+            by_rank = able or by_rank
+        first = by_rank[: max(homes, CANDIDATES)]
         have = [worker for worker in first if digits in worker.adapters]
         ready = [worker for worker in first[:homes] if digits in worker.adapters and worker.used < worker.rows]
         start = turn % max(1, len(ready))

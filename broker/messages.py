@@ -111,6 +111,10 @@ class Job:
     grammar: str = ""
     # The vector of the prompt that is asked for instead of an answer; `n` is 1 and `max_tokens` 0.
     encode: Encode | None = None
+    # Workers that could not serve earlier attempts for a fault of their own.
+    failed_at: tuple[str, ...] = ()
+    # False while the router has another worker for the job: then a fetch that fails is not tried again here.
+    last_try: bool = True
 
     @property
     def tokens(self) -> int:
@@ -250,7 +254,7 @@ class WorkerPhase(StrEnum):
 
     SERVING = "serving"
     DRAINING = "draining"
-    # Its engines died one after the other: it claims nothing until one has made a step of its own.
+    # It claims nothing for a while: its engines died one after the other, or it opened none of the last jobs' seals.
     FAILING = "failing"
 
     @classmethod
@@ -288,6 +292,8 @@ class WorkerState:
     tiers: AdapterTiers = AdapterTiers()
     # The parts of the weighted sets among `adapters`, by the digests of these.
     sets: dict[str, WeightedParts] = field(default_factory=dict)
+    # True if its last fetch of an adapter failed: it is home of no adapter that it lacks.
+    fetch_fails: bool = False
 
 
 # In front of a sealed job or command.

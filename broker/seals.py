@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import msgspec
 from cryptography.exceptions import InvalidTag
 from msgspec import DecodeError
 
@@ -31,7 +30,7 @@ from broker.messages import (
     decode_record,
     encode_record,
 )
-from broker.terms import FACTS, PLACE_BYTES, SEALED_JOB_S, Entry, Placement
+from broker.terms import FACTS, PLACE_BYTES, SEALED_JOB_S, Entry, Placement, placed, read_facts
 from tenancy.signatures import UNREADABLE, RevisionGrantIssuer, Signature, SignatureError, Signer, Verifier
 
 # Time in seconds that a sealed command is valid: longer than it waits, for clocks that differ.
@@ -40,20 +39,21 @@ COMMAND_S = 120.0
 OPENED_LIMIT = 1 << 17
 _NONCE_BYTES = 12
 _LABEL = b"loraplex seal 1"
-# Fields that broker/lua/jobs.lua packs for each job: the facts of its entry, then the queue's own.
-_NOTED = (*FACTS, "place", "size", "work", "queued", "deadline")
-# The facts are packed one after the other; with this before them they are an array in MessagePack.
-_ARRAY = b"\xdc" + len(_NOTED).to_bytes(2, "big")
 # Facts that the sealed job does not have.
 _OF_PLACEMENT = {"prefer", "load", "key", "key_weight"}
 
 
-class SealError(Exception):
+class SealError(ValueError):
     """Something in Redis that no router has sealed for this place and time; `reason` is in UPPER_SNAKE_CASE."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+    @property
+    def may_be_ours(self) -> bool:
+        """Return whether another worker may open the seal: one with the right keys, authorities, clock or version."""
+        return self.reason in {"KEY_UNKNOWN", "SEAL_EXPIRED", "SIGNATURE_INVALID", "UNREADABLE"}
 
 
 class Seals:
@@ -92,7 +92,7 @@ class Seals:
         """Return a job's entry with a sealed body, in which the job has a grant for its adapter."""
         if job.adapter is not None:
             job = replace(job, adapter=self.granted(job.adapter, job.tenant))
-        body = self.seal(SealKind.JOB, prefix, encode_record(replace(job, weight=placement.weight)))
+        body = self.seal(SealKind.JOB, prefix, encode_record(placed(job, placement)))
         return Entry.from_job(job, placement, SEALED + encode_record(body))
 
     def granted_request(self, request: AdapterRequest) -> AdapterRequest:
@@ -152,12 +152,17 @@ class Seals:
         return None
 
     def open_job(self, prefix: str, body: bytes, facts: bytes) -> Job | None:
-        """Return a claimed job; None for one that is refused, which its router misses and dispatches again."""
+        """Return a claimed job; None for one that another worker may open.
+
+        Raises SealError for one that nobody should take, which its router misses and dispatches again.
+        """
         try:
             return self._job(prefix, body, facts)
         except SealError as error:
             self.on_refused(SealKind.JOB, error)
-            return None
+            if error.may_be_ours:
+                return None
+            raise
 
     def _job(self, prefix: str, body: bytes, facts: bytes) -> Job:
         if not body.startswith(SEALED):
@@ -207,7 +212,7 @@ def _bound(kind: SealKind, place: str, sealed: Sealed) -> tuple[bytes, ...]:
 def _check_facts(job: Job, packed: bytes) -> None:
     """Raise SealError where the queue has handled another job than the sealed one."""
     try:
-        noted = dict(zip(_NOTED, msgspec.msgpack.decode(_ARRAY + packed, type=list[str | float]), strict=True))
+        noted = read_facts(packed)
     except UNREADABLE as error:
         raise SealError("FACTS_DIFFER", "a job whose facts cannot be read") from error
     place = str(noted["place"])

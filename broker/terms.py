@@ -14,6 +14,7 @@ from operator import attrgetter
 import msgspec
 
 from broker.messages import STRIKES_LIMIT, AdapterRequest, Job, encode_record
+from options import StoppingParams
 
 # Tokens charged for a prompt token and for an output token.
 PROMPT_WEIGHT = 1
@@ -64,6 +65,8 @@ HOT_LIMIT = 256
 PATIENCE_MS = 500
 # Time in ms after which a waiting job of a tenant below its share may have a row that another tenant's job is using.
 BELOW_SHARE_MS = 100
+# Time in ms for which a worker that failed a job does not get its next attempt: then any worker is better than none.
+BARRED_MS = 3_000
 # Time in ms that a reservation lasts; each claim of the reserved worker renews it.
 RESERVE_MS = 3_000
 # Time in ms for which a worker's count of free rows is believed; workers claim at least once a second.
@@ -261,6 +264,8 @@ class Placement:
     begun: bool = False
     # Incarnations of workers that are to load the adapter for later jobs.
     warm: tuple[str, ...] = ()
+    # False if another worker can take the job should this attempt's worker fail.
+    last_try: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +283,8 @@ class Claimed:
     unlinked: tuple[str, ...] = ()
     # True if a job waits that suits the worker once it has more free rows or tokens.
     crowded: bool = False
+    # Jobs that this worker can't read, as far as the queue knows them: their routers are to be told.
+    unread: tuple[Job, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +326,7 @@ class Entry:
     tenant: str
     base: str
     adapter: str
-    # Workers that the adapter prefers, one a line.
+    # Workers that the adapter prefers, one a line; after them, each with a "!", those that the job failed at.
     prefer: str
     # The relay address of the router that owns the job.
     router: str
@@ -363,12 +370,12 @@ class Entry:
             base=job.base_digest,
             adapter=job.adapter.digest if job.adapter else "",
             load=placement.load_tokens,
-            prefer="\n".join(placement.prefer),
+            prefer="".join(f"{worker}\n" for worker in (*placement.prefer, *(f"!{one}" for one in job.failed_at))),
             router=job.reply_to,
             key=placement.key.key,
             key_weight=placement.key.weight,
             wanted=encode_record(AdapterRequest(job.adapter, job.tenant)) if job.adapter else b"",
-            body=encode_record(replace(job, weight=placement.weight)) if body is None else body,
+            body=encode_record(placed(job, placement)) if body is None else body,
         )
 
     @property
@@ -381,6 +388,33 @@ _NAMES = [field.name for field in fields(Entry)]
 # Names of the facts, in the order in which they are packed.
 FACTS = tuple(_NAMES[: _NAMES.index("begun")])
 _facts_of = attrgetter(*FACTS)
+# What broker/lua/jobs.lua packs for each job, one after the other: the facts of its entry, then the queue's own. With
+# _ARRAY before them they are an array in MessagePack.
+_NOTED = (*FACTS, "place", "size", "work", "queued", "deadline")
+_ARRAY = b"\xdc" + len(_NOTED).to_bytes(2, "big")
+
+
+def read_facts(packed: bytes) -> dict[str, str | float]:
+    """Return what the queue has noted of a job. Raises MsgspecError, ValueError or RecursionError."""
+    return dict(zip(_NOTED, msgspec.msgpack.decode(_ARRAY + packed, type=list[str | float]), strict=True))
+
+
+def unread_job(packed: bytes) -> Job | None:
+    """Return what the queue knows of a job that a worker can't read, for its router; None: its facts are damaged."""
+    try:
+        noted = read_facts(packed)
+        place, tenant, base, router = (str(noted[name]) for name in ("place", "tenant", "base", "router"))
+        # The place of a job that has begun is its id, which a router begins with the tenant.
+        is_id = place.startswith(f"{tenant}/") or len(place) <= PLACE_BYTES
+        job_id, attempt = place if is_id else place[PLACE_BYTES:], int(noted["attempt"])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    return Job(job_id, tenant, "", base, router, (), StoppingParams(), attempt=attempt)
+
+
+def placed(job: Job, placement: Placement) -> Job:
+    """Return a job with what its worker needs to know of its placement."""
+    return replace(job, weight=placement.weight, last_try=placement.last_try)
 
 
 def is_short(job: Job) -> bool:

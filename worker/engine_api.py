@@ -105,6 +105,7 @@ FailureReason = Literal[
     "WRONG_DIGEST",
     # of the job, which this worker can't take
     "REFUSED_BY_WORKER",
+    "SEAL_REFUSED",
     "WRONG_BASE",
     # of the engine
     "GRAMMAR_FAILED",

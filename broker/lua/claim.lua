@@ -36,6 +36,8 @@ function claim.new_scan(arguments)
     only_tenant = only_tenant, rows_here = rows_here,
     -- The last digits of the adapters that the worker has, each between two ends of lines.
     adapters_here = arguments[6],
+    -- How the line of a job's workers names this one if the job failed here.
+    barred = '!' .. worker .. '\n',
     passes_left = PASSES_PER_SCAN, lookahead_left = LOOKAHEAD_LIMIT, looks = 0, window_exceeded = false,
     -- The claimed jobs, what the queue knows of them, and their work; ids and keys of jobs that leave the queue.
     bodies = {}, facts = {}, claimed_work = 0, is_last_apart = false, gone_ids = {}, gone_keys = {}, is_gone = {},
@@ -180,6 +182,7 @@ function claim.look(scan, id, tenant, line_place)
   scan.is_young_passed = scan.is_young_passed or now - queued < YOUNG_MS
   if tokens > scan.max_tokens or rank > scan.max_rank or base ~= scan.base_digest then return PASSED end
   if not claim.has_link(scan, router) then return PASSED end
+  if prefer ~= '' and now - queued < BARRED_MS and string.find(prefer, scan.barred, 1, true) then return PASSED end
   local reserved_for, reserved_ms = values[2], number_of(values[3]) - now
   if reserved_for and reserved_for ~= scan.worker and reserved_ms > 0 and reserved_ms <= RESERVE_MS then
     -- Empty at most one worker at a time for jobs that need a whole one.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from dataclasses import replace
 from typing import Self
 
 from redis.asyncio import Redis
@@ -24,7 +25,7 @@ from broker.queue import JobQueue, QuarantinedError, UnreservedError
 from broker.terms import Entry, Placement, QueueState, is_short
 from router.dispatch.cells import Cells
 from router.dispatch.links import DispatchTiming, Frame, WorkerLink, WorkerLinks
-from router.dispatch.outbox import REFUSALS, Outbox, queue_full, refusal
+from router.dispatch.outbox import REFUSALS, WORKERS_TRIED, Outbox, queue_full, refusal
 from router.dispatch.routed_job import JobState, ReaderRounds, RoutedJob
 from router.metrics import LOST, MOVED, RETURNED, UNCLAIMED, RouterMetrics
 from rpc.errors import CallError, DeadlinePassed, Exhausted, Internal, Unavailable
@@ -104,6 +105,17 @@ _UNBOUND = _IN_QUEUE | {JobState.ENQUEUEING}
 _MOVED_PER_LOOK = 512
 
 
+# Reasons of failures that are of a worker, not of a job: another may have the store, room, bytes that are right.
+WORKERS_OWN = frozenset(
+    {
+        *("ADAPTER_TOO_LARGE", "ADAPTER_UNLOADABLE", "DATA_LOSS"),
+        *("DISK_FULL", "FETCH_FAILED", "GRANT_REFUSED"),
+        *("OUT_OF_MEMORY", "SEAL_REFUSED", "STORE_DOWN"),
+        *("STORE_TIMEOUT", "WRONG_BASE"),
+    }
+)
+# Reason of a worker that could not read a job. The next attempt is sealed anew, which even the same worker may open.
+SEAL_REFUSED = "SEAL_REFUSED"
 # Reason that the client gets of a request that kills engines.
 POISON = "POISON_REQUEST"
 
@@ -289,8 +301,9 @@ class Dispatcher:
             emitted = routed.choices[frame.choice].emitted
             link.rewind(frame.job_id, frame.attempt, frame.choice, len(emitted))
         elif frame.failure is not None:
-            routed.fail(frame.failure)
             link.ack(frame.job_id, frame.attempt)
+            if not self._try_elsewhere(routed, link, frame.failure):
+                routed.fail(frame.failure)
         elif frame.finish is not None and routed.finished_by_worker:
             link.ack(frame.job_id, frame.attempt)
 
@@ -347,6 +360,22 @@ class Dispatcher:
         routed.fail(Internal(f"{deaths} engines died of this request, the last one while it ran alone", reason=POISON))
         self._outbox.add_dead_letter(routed, POISON)
         self._outbox.record_death(routed.job)
+
+    def _try_elsewhere(self, routed: RoutedJob, link: WorkerLink, failure: CallError) -> bool:
+        """Dispatch a job again that its worker could not serve; return False where no other worker is left for it."""
+        job, cell = routed.job, routed.placement.cell
+        if failure.reason not in WORKERS_OWN:
+            return False
+        tried = replace(job, failed_at=(*job.failed_at, link.worker_id))
+        has_others = len(tried.failed_at) < WORKERS_TRIED and bool(self._place(tried, cell).prefer)
+        if not has_others and failure.reason != SEAL_REFUSED:
+            return False
+        message = "worker %s can't serve a job (%s); it is dispatched again"
+        log.warning(message, link.worker_id, failure.reason, extra=fields(job_id=job.job_id))
+        self._metrics.redispatches.labels(RETURNED).inc()
+        routed.job = tried if has_others else job
+        self._redispatch(routed)
+        return True
 
     def _redispatch(self, routed: RoutedJob, *, blamed: bool = False) -> None:
         if routed.late:

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 
 
+# Maximum number of workers that may fail a job for a fault of their own: each costs a moment.
+WORKERS_TRIED = 3
 # Maximum number of warms that a router remembers: it does not ask a worker again while it may still load the adapter.
 _WARMS_LIMIT = 4_096
 
@@ -70,7 +72,7 @@ class Placer:
         weight, share = self._weight_of(job.tenant), self._queue_share_of(job.tenant)
         # Later attempts are made by no call; the outbox gives them the first one's terms.
         key = self._calling_key_terms() if job.attempt == 1 else NO_KEY
-        if job.adapter is None:
+        if job.adapter is None and not job.failed_at:
             return Placement(weight, queue_share=share, key=key, cell=cell)
         able = tuple(
             state
@@ -80,15 +82,17 @@ class Placer:
         former = self._rosters.get((job.model, cell))
         if former is None or former[0] != able:  # workers of another census, or of another size
             former = self._rosters[job.model, cell] = able, Roster(map(_load_of, able))
-        digest = job.adapter.digest
-        preference = former[1].preferred(digest, self._homes_of(job.model, cell, digest), next(self._turns))
+        digest, weight_bytes = (job.adapter.digest, job.adapter.weight_bytes) if job.adapter else ("", 0)
+        homes = self._homes_of(job.model, cell, digest)
+        preference = former[1].preferred(digest, homes, next(self._turns), job.failed_at)
         warm = tuple(
             state.incarnation
             for state in (able if preference.to_warm else ())
             if state.worker_id in preference.to_warm and self._is_due(state.incarnation, digest)
         )
-        load_tokens = job.adapter.weight_bytes / MIB * self._adapter_mib_tokens
-        return Placement(weight, preference.workers, load_tokens, share, key, cell, warm=warm)
+        load_tokens = weight_bytes / MIB * self._adapter_mib_tokens
+        last_try = len(preference.workers) < 2 or len(job.failed_at) + 1 >= WORKERS_TRIED
+        return Placement(weight, preference.workers, load_tokens, share, key, cell, warm=warm, last_try=last_try)
 
     def _is_due(self, incarnation: str, digest: str) -> bool:
         """Tell whether a worker is to be asked for an adapter now, and not again while a command may wait for it."""
@@ -103,7 +107,8 @@ class Placer:
 
 def _load_of(state: WorkerState) -> WorkerLoad:
     used, has_free_slot = state.rows_running + state.rows_waiting, state.slots_used < state.slots_total
-    return WorkerLoad(state.worker_id, used, state.rows_limit, frozenset(state.adapters), has_free_slot)
+    adapters = frozenset(state.adapters)
+    return WorkerLoad(state.worker_id, used, state.rows_limit, adapters, has_free_slot, state.fetch_fails)
 
 
 # Reason that the client gets while jobs of its tenant and adapter are refused because they killed engines.

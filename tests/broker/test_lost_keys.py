@@ -142,7 +142,7 @@ async def test_every_job_is_claimed_and_no_count_is_left(redis: Redis, seed: int
 
 @pytest.mark.parametrize("lost", ["job:a0", "queue:acme", "tenants", "waiting", "totals"])
 async def test_what_lost_keys_leave_behind_blocks_nobody(redis: Redis, lost: str) -> None:
-    size = 200
+    size = 300
     limits = QueueLimits(jobs=9, tenant_jobs=6, tenant_bytes=6 * size, bytes=9 * size)
     queue = JobQueue(redis, KEYS, worker_id="w", limits=limits)
     for round_ in range(4):

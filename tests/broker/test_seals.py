@@ -237,7 +237,9 @@ async def test_a_job_is_taken_once_in_its_queue_in_its_time(cell: Cell) -> None:
     assert refused.reasons == ["SIGNATURE_INVALID"]
     await cell.router.enqueue(job("late"))
     cell.now += SEALED_JOB_S
-    assert await cell.claim() == []
+    claimed = await cell.worker.claim(BASE, ROOMY)
+    assert [(one.job_id, one.attempt, one.reply_to) for one in claimed.unread] == [("late", 1, job().reply_to)]
+    assert claimed.jobs == []
     assert cell.refused.reasons == ["REPLAYED", "SEAL_EXPIRED"]
     await cell.router.enqueue(job("late", attempt=2))  # its router has missed it
     assert [one.attempt for one in await cell.claim()] == [2]

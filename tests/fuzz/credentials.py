@@ -124,10 +124,12 @@ CREDENTIALS: dict[str, Target] = {
             encode_record(_router.seal(SealKind.PIN, _PLACE, b"x")),
         ),
     ),
-    "sealed-jobs": Target(lambda data: _worker().open_job(_KEYS.prefix, data, b"\x90"), (), (_job.body, *JOBS)),
+    "sealed-jobs": Target(
+        lambda data: _worker().open_job(_KEYS.prefix, data, b"\x90"), (SealError,), (_job.body, *JOBS)
+    ),
     "facts": Target(
         lambda data: _worker().open_job(_KEYS.prefix, _job.body, data),
-        (),
+        (SealError,),
         (b"\x9c" + b"\xa1a" * 12, b"\x9d" + b"\xa1a" * 5 + b"\x01" * 7 + _DEEP),
         _PACKED,
     ),

@@ -1,4 +1,4 @@
-"""The acts of operators in a run, each with its time: a purge, a key's end, a worker without the job key, a drain."""
+"""The acts of operators in a run, each with its time: a purge, a key's end, a worker without key or store, a drain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw_acts(chance: Random, until_s: float, keys: int) -> list[Fault]:
 
     `worker` says which tenant, key or worker.
     """
-    kinds = [Kind.TENANT_PURGED, *([Kind.KEY_REVOKED] if keys else []), Kind.SEALS_REFUSED]
+    kinds = [Kind.TENANT_PURGED, *([Kind.KEY_REVOKED] if keys else []), Kind.SEALS_REFUSED, Kind.STORE_CUT]
     return [
         Fault(kind, chance.uniform(0.5, until_s), 2.5, chance.randrange(keys or len(_PURGED)), 0)
         for kind in kinds
@@ -89,10 +89,19 @@ async def _refuse_seals(fault: Fault, cluster: Cluster) -> None:
         redis.refusing.discard(worker)
 
 
+async def _cut_off(fault: Fault, cluster: Cluster) -> None:
+    """Cut a worker off from the store alone, for less time than the last worker that a job has tries to fetch."""
+    fetcher = cluster.workers[fault.worker % len(cluster.workers)].fetcher
+    fetcher.cut_off = True
+    await asyncio.sleep(fault.length_s)
+    fetcher.cut_off = False
+
+
 _ACT_OF = {
     Kind.TENANT_PURGED: _purge,
     Kind.KEY_REVOKED: _revoke,
     Kind.SEALS_REFUSED: _refuse_seals,
+    Kind.STORE_CUT: _cut_off,
     Kind.CELL_DRAINED: _drain_cell,
 }
 

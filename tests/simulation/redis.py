@@ -235,17 +235,16 @@ class SimulatedRedis:
         return answer
 
     def _note_claim(self, arguments: Sequence[Any], answer: list[Any]) -> None:
-        (worker, *_), bodies, facts = msgspec.msgpack.decode(b"\x97" + arguments[1]), answer[1], answer[12]
+        (worker, *_), bodies = msgspec.msgpack.decode(b"\x97" + arguments[1]), answer[1]
         jobs = [self.jobs[body] for body in bodies]
         if jobs and answer[11]:
             jobs[-1] = begin_apart(jobs[-1])
         expired = {body for body in bodies if self.now_ms - self._sealed_ms[body] >= self.seal_s * 1e3}
         self.seals_expired += len(expired)
         taken = [place for place, body in enumerate(bodies) if body not in expired and worker not in self.refusing]
-        for place in taken:
-            self.claimed(jobs[place], arguments[5])
-        answer[11] = int(answer[11] and bool(taken) and taken[-1] == len(bodies) - 1)
-        answer[1], answer[12] = [bodies[place] for place in taken], [facts[place] for place in taken]
+        for job in jobs:
+            self.claimed(job, arguments[5])
+        answer[1] = [body if place in taken else b"" for place, body in enumerate(bodies)]
         self.scanned()
 
     def _note_told(self, name: str, packed: bytes, answer: Mapping[str, Any]) -> None:

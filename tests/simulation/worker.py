@@ -18,8 +18,8 @@ from tests.simulation.engine import SimulatedEngine
 from tests.simulation.loop import NODE, Node
 from tests.simulation.network import Network
 from tests.simulation.redis import SimulatedRedis
-from worker.engine_api import Removal
-from worker.io.adapters.fetch import WeightedSets
+from worker.engine_api import Failure, Removal
+from worker.io.adapters.fetch import FetchFailedError, WeightedSets
 from worker.io.app import EngineSession, run_sessions
 from worker.io.engine_client import EngineBreaker
 from worker.io.metrics import WorkerMetrics
@@ -71,6 +71,12 @@ class SimulatedFetcher:
         self._directory = directory
         self.pins = 0
         self.sets = WeightedSets()
+        # True while the worker does not reach the store, and since then until a fetch succeeds.
+        self.cut_off = self.fails = False
+
+    async def probe(self) -> None:
+        """See AdapterFetcher."""
+        self.fails = self.cut_off
 
     @property
     def stats(self) -> AdapterTiers:
@@ -87,6 +93,9 @@ class SimulatedFetcher:
     async def get(self) -> Path:
         """Return the files, after a while."""
         await asyncio.sleep(self._chance.uniform(*_FETCH_S))
+        self.fails = self.cut_off
+        if self.cut_off:
+            raise FetchFailedError(Failure("UNAVAILABLE", "STORE_DOWN", "the worker is cut off", "adapter"))
         return self._directory
 
 

@@ -36,7 +36,7 @@ from telemetry.tracing import set_up_tracing
 from tenancy.audit_log import AuditLog
 from tenancy.auditor import WINDOW_S, RefusedCallers
 from worker.io.adapters.disk import DiskTier
-from worker.io.adapters.fetch import AdapterFetcher, DownloadTimeouts
+from worker.io.adapters.fetch import PROBE_S, AdapterFetcher, DownloadTimeouts
 from worker.io.commands import OperatorCommands, TenantData, drop_gone_revisions
 from worker.io.engine_client import EngineBreaker, EngineLostError, EngineProcess, EngineUnusableError
 from worker.io.intake import Intake
@@ -144,6 +144,7 @@ class EngineSession:
         results.links.forget_tenant = tenant_data.forget
         results.links.followers.follow_engine = lambda on: engine.send(FollowBlocks(on))
         presence = self._presence(engine, results)
+        intake.on_pause = presence.pause
         metrics.follow(lambda: (results.stats, results.limits, self._fetcher.stats))
         listening = asyncio.create_task(_listen(engine, results, commands, tenant_data))
         watching = asyncio.create_task(
@@ -162,7 +163,7 @@ class EngineSession:
                 await _cancel(*proving)
             await presence.announce()
             claiming = asyncio.create_task(intake.run())
-            others.append(asyncio.create_task(presence.beat()))
+            others += [asyncio.create_task(one) for one in (presence.beat(), every(PROBE_S, self._fetcher.probe))]
             others.append(asyncio.create_task(every(REPORT_S, usage.report, passing=REDIS_DOWN)))
             others.append(asyncio.create_task(every(link_settings.beat_s, results.links.keep_alive)))
             others.append(asyncio.create_task(commands.run(self._incarnation, stop)))
@@ -210,7 +211,7 @@ class EngineSession:
             identity = (self._worker_id, self._incarnation, phase, self._base, engine.pid)
             stats = results.stats
             now = worker_state(*identity, results.limits, stats, self._fetcher.stats)
-            return replace(now, sets=self._fetcher.sets.among(stats.adapters))
+            return replace(now, sets=self._fetcher.sets.among(stats.adapters), fetch_fails=self._fetcher.fails)
 
         def follow(routers: Sequence[str]) -> None:
             results.links.follow(routers)

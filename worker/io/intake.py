@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 from broker.connection import REDIS_DOWN
 from broker.messages import Capacity, Job, RowToShare
@@ -57,6 +57,10 @@ LATE_S = 0.5
 # restarts is back by then. An answer that has begun tries for longer: another worker had the adapter.
 FETCH_RETRY_S, BEGUN_FETCH_RETRY_S, FETCH_PAUSE_S = 5.0, 15.0, 0.25
 _MAY_PASS = frozenset({"UNAVAILABLE", "DATA_LOSS"})
+# Number of claimed jobs in a row that this worker could not read before it pauses, and the pause in seconds: it doubles
+# with each job that it can't read after one.
+UNREAD_LIMIT = 3
+UNREAD_PAUSE_S, UNREAD_PAUSE_LIMIT_S = 1.0, 10.0
 
 
 class Intake:
@@ -89,6 +93,10 @@ class Intake:
         # The row to share after the last claim; the claim's time, and that of the last one without a free row.
         self._row_to_share: RowToShare | None = None
         self._claimed_at = self._full_claim_at = 0.0
+        # Claimed jobs in a row that could not be read, and seconds of the next pause for that.
+        self._unread, self._pause_s = 0, UNREAD_PAUSE_S
+        # Called before and after a pause of the claims, with whether it begins.
+        self.on_pause: Callable[[bool], Awaitable[None]] | None = None
 
     async def run(self) -> None:
         """Claim whatever there is room for; never returns."""
@@ -123,6 +131,8 @@ class Intake:
                 await asyncio.sleep(RETRY_S)
                 wait_s, freed = 0.0, False
                 continue
+            if self._unread >= UNREAD_LIMIT:
+                await self._pause()
             self._fetcher.prefetch(claimed.adapter_requests)
             self._links.dial(claimed.unlinked)
             wait_s, freed = 0.0, False
@@ -139,6 +149,22 @@ class Intake:
             elif not full and not claimed.jobs and claimed.waiting:
                 # The waiting jobs do not fit now: they may when a job here has ended, or other workers take them.
                 freed = await one_is_set_within(claimed.hold_ms / 1e3 or FIT_S, change)
+
+    async def _pause(self) -> None:
+        """Leave the queue to others for a while: this worker can't read its jobs."""
+        message = (
+            "could not read the last %d jobs, and claims nothing for %g s: "
+            "compare --job-key, --tls-ca and the clock of this worker with the routers'"
+        )
+        log.error(message, self._unread, self._pause_s)
+        if self.on_pause is not None:
+            await self.on_pause(True)
+        with contextlib.suppress(*REDIS_DOWN):
+            await self._queue.stop_claiming()
+        await asyncio.sleep(self._pause_s)
+        self._unread, self._pause_s = UNREAD_LIMIT - 1, min(2 * self._pause_s, UNREAD_PAUSE_LIMIT_S)
+        if self.on_pause is not None:
+            await self.on_pause(False)
 
     async def _capacity_to_claim(self, *, at_once: bool) -> Capacity:
         """Wait until there is reason for a claim; `at_once`: a free row is one, since the claim waits for a job."""
@@ -192,6 +218,14 @@ class Intake:
         self._make_room(claimed.jobs)
         for job in claimed.jobs:
             self.accept(job)
+        for job in claimed.unread:
+            if self._jobs.get(job.job_id, job.attempt) is None:
+                local = self._jobs.add(job)
+                self._links.claimed(local)
+                self._results.fail(local, Failure("UNAVAILABLE", "SEAL_REFUSED", "a worker can't read the job"))
+        self._unread += len(claimed.unread)
+        if claimed.jobs:
+            self._unread, self._pause_s = 0, UNREAD_PAUSE_S
         return claimed
 
     def _make_room(self, claimed: Sequence[Job]) -> None:
@@ -288,7 +322,7 @@ class Intake:
 
     def _may_retry(self, local: LocalJob, failure: Failure, until: float) -> bool:
         """Return whether a job fetches its adapter again: a newcomer only while it keeps no other job out."""
-        if failure.code not in _MAY_PASS or time.monotonic() >= until:
+        if failure.code not in _MAY_PASS or not local.job.last_try or time.monotonic() >= until:
             return False
         return _has_begun(local) or not is_crowded(self._jobs, self._results.limits)
 

@@ -198,6 +198,12 @@ class Presence:
         if self._phase is WorkerPhase.SERVING:
             await self._health.set_serving(True)
 
+    async def pause(self, begins: bool) -> None:
+        """Announce that the worker claims nothing for a while, or again; its jobs go on."""
+        self._phase = WorkerPhase.FAILING if begins else WorkerPhase.SERVING
+        self._changed.set()
+        await self._health.set_serving(not begins and not self.withdrawn)
+
     async def announce_draining(self) -> None:
         """Announce that the worker takes no more jobs, though those that it has go on."""
         self._phase = WorkerPhase.DRAINING

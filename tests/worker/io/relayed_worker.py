@@ -58,7 +58,7 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
         self.prompts: dict[str, list[TokenLogprobs]] = {}
         # Jobs that were given back: True where blamed.
         self.returned: dict[str, bool] = {}
-        self._news = asyncio.Condition()
+        self.news = asyncio.Condition()
 
     async def Connect(self, request_iterator: AsyncIterator[pb.ConnectRequest], context: Any) -> Any:
         yield pb.ConnectResponse(welcome=pb.Welcome())
@@ -67,8 +67,8 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
             acks = [ack for ack in map(self._take, request.frames.frames) if ack is not None]
             if acks:
                 yield pb.ConnectResponse(acks=pb.Acks(jobs=acks))
-            async with self._news:
-                self._news.notify_all()
+            async with self.news:
+                self.news.notify_all()
 
     def _take(self, frame: pb.Frame) -> pb.JobAttempt | None:
         if ("claimed", frame.job_id) not in self.events:  # a first frame tells it as well
@@ -86,8 +86,8 @@ class Router(relay_pb2_grpc.RelayServiceServicer):
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until what was sent makes the condition true."""
-        async with asyncio.timeout(30), self._news:
-            await self._news.wait_for(condition)
+        async with asyncio.timeout(30), self.news:
+            await self.news.wait_for(condition)
 
 
 class Worker:

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.messages import Capacity
-from broker.terms import Claimed, QueueState, UsageReport
+from broker.terms import Claimed, Entry, Placement, QueueState, UsageReport
 from tests.worker.io.relayed_worker import LINKS, ROWS, Router, Worker, job, listening, running
 
 
@@ -131,3 +131,25 @@ async def test_a_full_worker_takes_a_row_of_a_lost_router_for_a_job_that_needs_i
         await router.until(lambda: ("ended", "other") in router.events)
         jobs = [worker.jobs.get(name, 1) for name in kept]
         assert [one is not None and bool(one.running) for one in jobs].count(True) == ROWS - 1
+
+
+async def test_a_worker_gives_back_what_it_can_t_read_and_pauses_after_three_in_a_row(
+    router: Router, worker: Worker, redis: Redis
+) -> None:
+    pauses = list[bool]()
+
+    async def note(begins: bool) -> None:
+        pauses.append(begins)
+        async with router.news:
+            router.news.notify_all()
+
+    worker.intake.on_pause = note
+    await worker.queue.stop_waiting()
+    names = ["acme/unread-1", "acme/unread-2", "acme/unread-3"]
+    for name in names:
+        damaged = Entry.from_job(replace(job(name, worker.address)), Placement(), b"no job")
+        await worker.queue.enqueue(job(name, worker.address), Placement(), damaged)
+    await router.until(lambda: pauses == [True, False])
+    assert [name for kind, name in router.events if kind == "ended"] == names
+    await worker.queue.enqueue(job("read", worker.address, max_tokens=2))
+    await router.until(lambda: ("ended", "read") in router.events)

@@ -61,9 +61,9 @@ async def test_jobs_wait_for_a_store_that_restarts_unless_they_keep_others_out(
     prepared = Intake("sha256:0", unused, unused, fetcher, results, unused, unused)
     monkeypatch.setattr(prepared, "_hand_over", hand_over)
 
-    def start(job_id: str, revision: str = "here", emitted: tuple[int, ...] = ()) -> None:
+    def start(job_id: str, revision: str = "here", emitted: tuple[int, ...] = (), *, last_try: bool = True) -> None:
         adapter = AdapterRef(revision, "sha256:a", rank=1, weight_bytes=1)
-        prepared.prepare(jobs.add(replace(job(job_id), adapter=adapter, emitted={0: emitted})))
+        prepared.prepare(jobs.add(replace(job(job_id), adapter=adapter, emitted={0: emitted}, last_try=last_try)))
 
     start("begun", emitted=(5,))
     start("gone", "gone")
@@ -85,9 +85,10 @@ async def test_jobs_wait_for_a_store_that_restarts_unless_they_keep_others_out(
         assert outcomes["begun"] == "runs"
         for local in jobs.all():
             jobs.remove(local.job.job_id, 1)
-        monkeypatch.setattr(intake, "FETCH_RETRY_S", 0.0)
+        start("another worker may", emitted=(5,), last_try=False)
         failures["here"] = DOWN
+        monkeypatch.setattr(intake, "FETCH_RETRY_S", 0.0)
         start("last")
-        await until(2 * ROWS + 2)
-        assert outcomes["last"] == "STORE_DOWN"
+        await until(2 * ROWS + 3)
+        assert outcomes["last"] == outcomes["another worker may"] == "STORE_DOWN"
     await prepared.close()

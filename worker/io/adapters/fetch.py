@@ -18,7 +18,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Container, Iterable, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -170,6 +170,8 @@ class DiskPin:
             await asyncio.gather(*fetches, return_exceptions=True)
 
 
+# Interval and timeout in seconds of the question to a store from which fetches fail.
+PROBE_S = 5.0
 # Seconds for which a failure is remembered.
 FAILURE_S = 1.0
 # Maximum downloads at a time: more than the rows of most workers, so that slow downloads delay no others.
@@ -220,6 +222,15 @@ class AdapterFetcher:
         self._failed: dict[str, tuple[float, FetchFailedError]] = {}
         self._prefetches: set[asyncio.Task[None]] = set()
         self._hits = self._misses = 0
+        # True from a failure that other workers need not have, until a fetch succeeds or the store answers again.
+        self.fails = False
+
+    async def probe(self) -> None:
+        """Ask a store from which the last fetch failed whether it answers, since no job may come here that fetches."""
+        if self.fails:
+            with suppress(grpc.aio.AioRpcError):
+                await self.store.ListBaseModels(pb.ListBaseModelsRequest(page_size=1), timeout=PROBE_S)
+                self.fails = False
 
     @property
     def store(self) -> adapters_pb2_grpc.AdapterServiceAsyncStub:
@@ -257,6 +268,9 @@ class AdapterFetcher:
     def failed(self, failure: Failure) -> FetchFailedError:
         """Count and log a fetch that failed; return its error."""
         self._metrics.fetches.labels(failure.reason.lower()).inc()
+        self.fails |= (
+            failure.code == "UNAVAILABLE" and failure.reason != "GRANT_REFUSED"
+        )  # another job's grant may hold
         log.warning("%s", failure.message)
         return FetchFailedError(failure)
 
@@ -369,6 +383,7 @@ class AdapterFetcher:
         async with self.disk.write(ref.digest) as path, self._downloads:
             with self._metrics.fetch_time.time():
                 size = await _download(self.store, ref, tenant, path, self._timeouts)
+            self.fails = False
             self._metrics.fetches.labels("ok").inc()
             self._metrics.fetch_bytes.inc(size)
             return self.disk.keep(path, ref.digest, size)
