@@ -3,7 +3,7 @@
     charge ──XADD, in the ledger's script──▶ stream ──XREADGROUP──▶ line in a file, synced ──▶ XACK, XDEL
 
 Each event is read by one router. What it has not acknowledged after CLAIM_MS, because it died or its disk was full, is
-claimed by another. So none is missing, and one that is written twice has the same id.
+claimed by another; one with a full disk reads no more. None is missing, and one that is written twice has the same id.
 (CloudEvents 1.0, JSON format: https://cloudevents.io)
 """
 
@@ -28,7 +28,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from broker.connection import REDIS_DOWN
-from broker.keys import LEDGER, set_aside
+from broker.keys import LEDGER
 from broker.messages import Job
 from router.metrics import RouterMetrics
 from router.quotas.usage_sender import UsageSender
@@ -83,6 +83,8 @@ class UsageLog:
         self._metrics = metrics
         self._writing = asyncio.Lock()
         self._claimed_at = -math.inf
+        # What was read and is not written. Until it is, nothing else is read, so that others claim and write it.
+        self._unwritten: list[Entry] = []
 
     async def follow(self) -> None:
         """Write what waits, again and again; never returns."""
@@ -97,16 +99,18 @@ class UsageLog:
             await asyncio.to_thread(self._sender.close, timeout_s)
 
     async def write(self) -> bool:
-        """Write what waits; what the disk does not take stays in Redis, for any router. Returns whether all went."""
+        """Write what waits; what the disk does not take, others write. Returns whether all went."""
         async with self._writing:
             try:
-                while entries := await self._read():
+                while entries := self._unwritten or await self._read():
+                    self._unwritten = entries
                     events = [event_of(fields) for _, fields in entries]
                     try:
                         await asyncio.to_thread(_append, self._path, events)
                     except OSError as error:
                         log.error("usage events wait: --usage-file %s: %s", self._path, error.strerror)
                         return False
+                    self._unwritten = []
                     self._metrics.usage_events.inc(len(events))
                     ids = [entry_id for entry_id, _ in entries]
                     await self._redis.xdel(_STREAM, *ids)  # first: nobody reads again what is acknowledged
@@ -126,9 +130,7 @@ class UsageLog:
                 self._claimed_at = time.monotonic()
             answer: Any = await self._redis.xreadgroup(_GROUP, _CONSUMER, {_STREAM: ">"}, count=EVENTS_AT_ONCE)
         except ResponseError as error:
-            if "WRONGTYPE" in str(error):
-                await set_aside(self._redis, _STREAM, "stream")
-            elif "NOGROUP" not in str(error) or not again:
+            if "NOGROUP" not in str(error) or not again:
                 raise
             with suppress(ResponseError):  # another router has made it, or a full Redis refuses it
                 await self._redis.xgroup_create(_STREAM, _GROUP, "0", mkstream=True)

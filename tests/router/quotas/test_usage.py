@@ -169,6 +169,23 @@ async def test_a_full_disk_and_a_torn_line_lose_nothing(new: New, tmp_path: Path
     assert json.loads(whole)["id"] == f"{budget.reservation.id}:0"
 
 
+async def test_a_full_disk_keeps_no_events_from_the_other_routers(new: New, tmp_path: Path, redis: Redis) -> None:
+    (quotas, full), (_, other) = new("router-a"), new("router-b")
+    (tmp_path / "router-a").mkdir()  # takes no line
+    begun(first := await reserved(quotas, 2, 100), 60)
+    await first.settle()
+    assert not await full.write()
+    begun(second := await reserved(quotas, 2, 100), 60)
+    await second.settle()
+    for _ in range(3):
+        assert not await full.write()
+    waiting: Any = await redis.xpending_range(LEDGER + "usage", "files", "-", "+", 9)
+    assert [one["times_delivered"] for one in waiting] == [1], "a claim makes the event seem fresh to others"
+    assert await other.write()
+    written = [json.loads(line)["id"] for line in (tmp_path / "router-b").read_text().splitlines()]
+    assert sorted(written) == sorted(f"{one.reservation.id}:0" for one in (first, second))
+
+
 def test_routers_that_append_to_one_file_leave_no_empty_lines(tmp_path: Path) -> None:
     event = event_of({b"id": b"r" * 200_000, b"input": b"3", b"output": b"2"})
 
