@@ -40,6 +40,7 @@ def _download(program: Path) -> None:
         subprocess.run(["dpkg", "-x", package, root], check=True, timeout=_PACKAGE_S)
     (library,) = root.glob("usr/lib/*/liblzf.so.1")
     script = program.with_suffix(".new")
-    script.write_text(f'#!/bin/sh\nLD_LIBRARY_PATH={library.parent} exec {root}/usr/bin/redis-server "$@"\n')
+    here, libraries = 'root=$(dirname "$0")/root', f"$root/{library.parent.relative_to(root)}"
+    script.write_text(f'#!/bin/sh\n{here}\nLD_LIBRARY_PATH={libraries} exec "$root/usr/bin/redis-server" "$@"\n')
     script.chmod(0o755)
     script.rename(program)
