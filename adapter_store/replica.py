@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import re
 import sqlite3
 import tempfile
 import time
@@ -342,4 +343,5 @@ def _version_of(answer: Any) -> Any:
 
 
 def _line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:300]
+    # Without the time that it took, which would make each of many the same error another one in the log.
+    return re.sub(r" in [0-9.]+m?s\b", "", str(error).partition("\n")[0])[:300]
