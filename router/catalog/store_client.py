@@ -476,13 +476,15 @@ class KeyCopy:
 
     async def look(self) -> None:
         """Take what has changed; where the store does not answer, leave it for the next time."""
+        asked_at = time.monotonic()
         news = await self._changes.look()
         if news is None:
             return
         pages, anew = news
         # At once: half of the keys of another epoch would refuse the other half.
         self._directory.put([_key(key) for page in pages for key in page.keys], clear=anew)
-        self._directory.look_done(max(page.age.ToMilliseconds() for page in pages) / 1e3)
+        age_s = max(page.age.ToMilliseconds() for page in pages) / 1e3
+        self._directory.look_done(age_s + time.monotonic() - asked_at)
 
     async def _ask(self, epoch: str, after: int) -> keys_pb2.ListKeyChangesResponse:
         used = self._directory.take_used(USED_AT_ONCE)

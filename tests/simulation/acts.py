@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import replace
-from functools import partial
 from random import Random
 
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -18,20 +18,19 @@ from tests.simulation.faults import Cluster, Fault, Kind
 _PURGED = ("two", "three")
 # Number of passes of a purge, interval between them in seconds, and timeout of a pass in seconds: routers may be dead.
 _PASSES, _PASS_S, _PURGE_S = 3, 0.25, 8.0
-# Maximum time in seconds until a router knows of a revoked key.
-_REVOKE_S = 1.0
 
 
 def draw_acts(chance: Random, until_s: float, keys: int) -> list[Fault]:
-    """Draw the acts of operators: the purge of a tenant, the end of one of so many keys, a worker without the job key.
+    """Draw acts: the purge of a tenant, the end of one of so many keys, a worker without the job key, an old store.
 
     `worker` says which tenant, key or worker.
     """
-    kinds = [Kind.TENANT_PURGED, *([Kind.KEY_REVOKED] if keys else []), Kind.SEALS_REFUSED, Kind.STORE_CUT]
+    of_keys = [Kind.KEY_REVOKED] if keys else []
+    kinds = [Kind.TENANT_PURGED, *of_keys, Kind.SEALS_REFUSED, Kind.STORE_CUT, *([Kind.STORE_OLD] if keys else [])]
     return [
         Fault(kind, chance.uniform(0.5, until_s), 2.5, chance.randrange(keys or len(_PURGED)), 0)
         for kind in kinds
-        if chance.random() < 0.15 + 0.35 * (kind is Kind.KEY_REVOKED)
+        if chance.random() < 0.15 + 0.35 * (kind in {Kind.KEY_REVOKED, Kind.STORE_OLD})
     ]
 
 
@@ -70,13 +69,17 @@ async def _purge(fault: Fault, cluster: Cluster) -> None:
 
 
 async def _revoke(fault: Fault, cluster: Cluster) -> None:
-    """Revoke an API key at the store; each router knows a while later."""
+    """Revoke an API key at the store; routers look for that."""
     key = [*cluster.store.keys.values()][fault.worker]
-    revoked = cluster.store.keys[key.key_id] = replace(key, revoked=True)
-    for number, router in enumerate(cluster.routers, start=1):
-        after_s, put = _REVOKE_S / number, partial(router.keys.put, (revoked,))
-        router.node.call(partial(asyncio.get_running_loop().call_later, after_s, put))
-    await asyncio.sleep(_REVOKE_S)
+    cluster.store.keys[key.key_id] = replace(key, revoked=True)
+    cluster.store.revoked_at[key.key_id] = time.monotonic()
+
+
+async def _cut_store_off(fault: Fault, cluster: Cluster) -> None:
+    """Let routers be answered by a store that does not reach its bucket, and so has a copy that gets older."""
+    cluster.store.cut_off = time.monotonic(), dict(cluster.store.keys)
+    await asyncio.sleep(fault.length_s)
+    cluster.store.cut_off = None
 
 
 async def _refuse_seals(fault: Fault, cluster: Cluster) -> None:
@@ -102,6 +105,7 @@ _ACT_OF = {
     Kind.KEY_REVOKED: _revoke,
     Kind.SEALS_REFUSED: _refuse_seals,
     Kind.STORE_CUT: _cut_off,
+    Kind.STORE_OLD: _cut_store_off,
     Kind.CELL_DRAINED: _drain_cell,
 }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
@@ -140,6 +142,11 @@ def _enter(router: SimulatedRouter, plan: Plan) -> None:
     """Let the call of the current task in with its API key. Raises Unauthenticated."""
     if not router.keys.is_valid(plan.key):
         raise Unauthenticated("the API key is revoked", reason="CREDENTIAL_REVOKED")
+    revoked_s = time.monotonic() - router.store.revoked_at.get(plan.key, math.inf)
+    if revoked_s > (age_s := router.keys.age_s()) + 1e-6:
+        router.store.faults.append(
+            f"{router.name} admitted a key that was revoked {revoked_s} s ago, with keys of {age_s} s"
+        )
     tenant, roles = plan.request.tenant, frozenset({Role.TENANT_USER})
     caller = Principal(f"key/{plan.key}", roles, CredentialKind.API_KEY, tenant, plan.key)
     router.keys.calls.enter(caller)

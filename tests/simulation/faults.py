@@ -42,13 +42,16 @@ class Kind(StrEnum):
     KEY_REVOKED = "API key revoked"
     SEALS_REFUSED = "worker refuses jobs' seals"
     STORE_CUT = "worker cut off from the store"
+    STORE_OLD = "store cut off from its bucket"
     CELL_DRAINED = "cell drained and opened"
 
 
 # Faults that take away what the queue remembers of service.
 FORGETTING = frozenset({Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK})
 # Acts of operators, which are drawn by a chance of their own: older seeds draw what they drew before.
-ACTS = frozenset({Kind.TENANT_PURGED, Kind.KEY_REVOKED, Kind.SEALS_REFUSED, Kind.STORE_CUT, Kind.CELL_DRAINED})
+ACTS = frozenset(
+    {Kind.TENANT_PURGED, Kind.KEY_REVOKED, Kind.SEALS_REFUSED, Kind.STORE_CUT, Kind.STORE_OLD, Kind.CELL_DRAINED}
+)
 _RARE = {Kind.ROUTER_DRAIN, Kind.REDIS_SLOW, Kind.REDIS_CLOCK, Kind.STORE_AWAY}
 _FAULTS = [kind for kind in Kind if kind not in {*ACTS, *_RARE}]
 _LOOK_S = 0.05

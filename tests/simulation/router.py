@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loraplex.admin.v1 import accounts_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from loraplex.admin.v1 import accounts_pb2, keys_pb2
 from loraplex.relay.v1 import relay_pb2_grpc
 
 from artifacts.base_model import BaseModel
@@ -20,7 +24,7 @@ from router.app import HAND_OVER_S, look_at_workers
 from router.catalog.adapters import AdapterConfigs
 from router.catalog.cells import LOOK_S, CellServer
 from router.catalog.models import Models
-from router.catalog.store_client import Manifest, RegisteredModel, ResolvedAdapter
+from router.catalog.store_client import KEYS_LOOK_S, KeyCopy, Manifest, RegisteredModel, ResolvedAdapter
 from router.dispatch.cells import Cells
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import DispatchTiming, Frame, RelayReach, WorkerLink
@@ -83,12 +87,29 @@ class SimulatedStore:
         self._accounts = {name: accounts_pb2.Account(name=name, day=1, day_tokens=1) for name in names}
         # Keeps its calls about accounts from being answered.
         self.away = False
-        # API keys by id.
+        # API keys by id, those that a store cut off from its bucket since then has in their place, when keys were
+        # revoked, and what was wrong with callers that were admitted.
+        self.cut_off: tuple[float, Mapping[str, HashedKey]] | None = None
+        self.revoked_at: dict[str, float] = {}
+        self.faults: list[str] = []
         self.keys = {key: HashedKey(key, "", Role.TENANT_USER, frozenset(), None, False, ()) for key in sorted(keys)}
 
     def forget_tenant(self, tenant: str) -> int:
         """See StoreClient; it keeps no names."""
         return 0
+
+    async def key_changes(self, epoch: str, after: int, used: Iterable[str]) -> keys_pb2.ListKeyChangesResponse:
+        """See StoreClient; a store that is cut off says how old its keys are."""
+        since, keys = self.cut_off or (time.monotonic(), self.keys)
+        age = Duration()
+        age.FromMilliseconds(math.ceil((time.monotonic() - since) * 1e3))
+        changed = [
+            keys_pb2.Key(key_id=key.key_id, role=key.role, revoke_time=Timestamp(seconds=1) if key.revoked else None)
+            for key in keys.values()
+            if key.revoked or not after
+        ]
+        hashed = [keys_pb2.HashedKey(key=key) for key in changed]
+        return keys_pb2.ListKeyChangesResponse(epoch="one", latest=1, keys=hashed, age=age)
 
     async def save_accounts(self, accounts: Sequence[accounts_pb2.Account]) -> None:
         """See StoreClient; all accounts are of one day."""
@@ -179,6 +200,7 @@ class SimulatedRouter:
         quotas: Path,
     ) -> None:
         self.name = name
+        self.store = store
         self._store: Any = store
         # The first is the home of all that is no queue's.
         self._servers = cells
@@ -220,8 +242,10 @@ class SimulatedRouter:
         self.relay = RelayService(self.dispatcher)
         relay_pb2_grpc.add_RelayServiceServicer_to_server(self.relay, relay)
         # Keys of callers, as the store has them at the start; a revocation comes later.
-        self.keys = KeyDirectory()
+        self.keys = KeyDirectory(time.monotonic)
         self.keys.put(tuple(self._store.keys.values()))
+        key_copy = KeyCopy(self._store, self.keys)
+        self.keys.look_done()
         tokens = ResumeTokens(GivenKeys("the key that all routers share"), ResumeEpochs(self._store, self.keys))
         encoder, proofs = PromptTokenizer(), GrammarProofs()
         configs = AdapterConfigs(self._store)
@@ -236,6 +260,7 @@ class SimulatedRouter:
         self._unary_calls = UnaryCalls(self.generation, admission)
         for_ever = (
             every(LOOK_S, self.models.look_at_store),
+            *([every(KEYS_LOOK_S, key_copy.look)] if self._store.keys else []),
             self._follow_workers(),
             self.dispatcher.redispatch_missing(),
             *([every(LOOK_S, self.cells.look_at_drained, passing=REDIS_DOWN)] if len(names) > 1 else []),

@@ -226,7 +226,9 @@ class _Run:
         outcome.resumes = sum(story.resumes for story in stories)
         outcome.attempts, outcome.difference = self._attempts.attempts, self._shares.difference
         outcome.keys_compared = self._key_shares.compared
-        outcome.wrong += self._attempts.faults + self._key_shares.faults + self._unfair() + self._left()
+        outcome.wrong += (
+            self._attempts.faults + self._key_shares.faults + self._store.faults + self._unfair() + self._left()
+        )
         if (expired := sum(redis.seals_expired for redis in self._cells)) and not scenario.faults:
             outcome.wrong.append(f"{expired} seals expired of jobs that waited for their turn")
         if scenario.quotas:
