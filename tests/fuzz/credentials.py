@@ -7,6 +7,7 @@ import json
 import tempfile
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ _claims = {"iss": _ISSUER, "aud": _AUDIENCE, "exp": time.time() + 86_400, "sub":
 def _worker() -> Seals:
     """Return the seals of a worker that has opened none."""
     return Seals(_job_keys, _verifier)
+
+
+def _open_job(body: bytes, facts: bytes) -> None:
+    """Open a claimed job; a worker refuses all that are made up."""
+    with suppress(SealError):
+        _worker().open_job(_KEYS.prefix, body, facts)
 
 
 def _open_seals(data: bytes) -> None:
@@ -124,12 +131,10 @@ CREDENTIALS: dict[str, Target] = {
             encode_record(_router.seal(SealKind.PIN, _PLACE, b"x")),
         ),
     ),
-    "sealed-jobs": Target(
-        lambda data: _worker().open_job(_KEYS.prefix, data, b"\x90"), (SealError,), (_job.body, *JOBS)
-    ),
+    "sealed-jobs": Target(lambda data: _open_job(data, b"\x90"), (), (_job.body, *JOBS)),
     "facts": Target(
-        lambda data: _worker().open_job(_KEYS.prefix, _job.body, data),
-        (SealError,),
+        lambda data: _open_job(_job.body, data),
+        (),
         (b"\x9c" + b"\xa1a" * 12, b"\x9d" + b"\xa1a" * 5 + b"\x01" * 7 + _DEEP),
         _PACKED,
     ),
