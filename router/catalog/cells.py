@@ -31,6 +31,9 @@ ANSWER_S = AWAY_S - LOOK_S
 LATE_S = 2 * LOOK_S
 # Time in seconds after an outage or a loss of data during which no worker counts as dead: all must beat again first.
 NO_LAPSE_S = WORKER_TTL_MS / 1e3
+# Time in seconds after the last worker of a base model has gone, without a drain, in which new jobs wait for it to come
+# back: an engine that hangs is replaced, or a worker starts again.
+GONE_S = 10.0
 # Time in seconds over which a cell's jobs are counted for its rate.
 RATE_S = 10.0
 
@@ -142,6 +145,8 @@ class LiveWorkers:
         # digest.
         self._workers: dict[str, list[WorkerState]] = {}
         self._sizes: dict[str, dict[str, set[tuple[int, int]]]] = {}
+        # When a worker that takes new jobs was last seen, by model and base digest; without those that drain since.
+        self._seen_at: dict[tuple[str, str], float] = {}
 
     def of(self, model: str) -> list[WorkerState] | None:
         """Return a model's live workers; None before its first census."""
@@ -159,6 +164,11 @@ class LiveWorkers:
     def sizes(self, model: str, base_digest: str) -> set[tuple[int, int]] | None:
         """Return the sizes of the workers that take new jobs of a base model; None: there is no such worker."""
         return self._sizes.get(model, {}).get(base_digest)
+
+    def expects(self, model: str, base_digest: str) -> bool:
+        """Tell whether a worker that takes new jobs of a base model lives, or may be back in a moment."""
+        seen_at = self._seen_at.get((model, base_digest))
+        return seen_at is not None and self._clock() - seen_at < GONE_S
 
     def jobs_per_s(self, model: str, cell: str) -> float:
         """Return how many jobs have lately come into a cell in a second."""
@@ -281,3 +291,6 @@ class LiveWorkers:
             for state in workers:
                 if state.phase is WorkerPhase.SERVING:
                     sizes.setdefault(state.base_digest, set()).add((state.max_tokens, state.max_rank))
+                else:
+                    self._seen_at.pop((model, state.base_digest), None)
+            self._seen_at.update(((model, digest), self._clock()) for digest in sizes)

@@ -244,6 +244,10 @@ class Models:
         workers = self.live.in_cell(name, cell) if cell else self.workers(name)
         return [s for s in workers if s.phase is WorkerPhase.SERVING and s.base_digest == digest]
 
+    def expects_worker(self, name: str, digest: str = "") -> bool:
+        """Tell whether requests of a base model wait for a worker: for one that was there a moment ago, or any."""
+        return self.scales_from_zero or self.live.expects(name, digest or self._served[name].manifest.digest)
+
     def with_digest(self, name: str, digest: str) -> ServedModel:
         """Return the revision of a job, by the model's name and digest.
 
@@ -303,7 +307,7 @@ class Models:
         if not self._served:
             refused = "; ".join(self._tokenizers.refusals)
             return f"other files of base model {refused}" if refused else _NO_MODEL
-        if not self.scales_from_zero and not any(self.serving(name) for name in self._served):
+        if not any(map(self.expects_worker, self._served)):
             return "a worker that serves " + " or ".join(sorted(self._served))
         return ""
 

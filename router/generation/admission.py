@@ -477,10 +477,10 @@ class Admission:
     def _workers_for_new_jobs(self, manifest: Manifest) -> list[WorkerState]:
         """Return the workers that take new jobs of a base model. Raises Unavailable where there is none in reach.
 
-        There may be none where the scaler starts one for jobs that wait.
+        There may be none where one was there a moment ago, or the scaler starts one for jobs that wait.
         """
         serving = self.models.serving(manifest.name, manifest.digest)
-        if not serving and not self.models.scales_from_zero:
+        if not serving and not self.models.expects_worker(manifest.name, manifest.digest):
             raise Unavailable(f"no worker serves {manifest.name} now", reason="NO_WORKER")
         self._reach.check(manifest.name)
         return serving

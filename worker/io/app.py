@@ -221,7 +221,8 @@ class EngineSession:
 
     async def _give_up(self, intake: Intake, results: Results, presence: Presence) -> None:
         """Give every job back at once: the engine is gone."""
-        await presence.withdraw()
+        await presence.pause()
+        presence.withdraw()
         results.accepting = False
         await intake.end_wait()  # or it would take back what is given back
         results.engine_lost()
@@ -289,10 +290,11 @@ async def watch_steps(
 ) -> None:
     """Watch the engine; never returns. Raises EngineLostError when it has ended the engine.
 
-    After `stall_s` seconds of silence the worker goes out of service and gives its jobs back; after `replace_s` the
-    engine is ended. An engine is never silent: it reports every step, and without work that it lives. An engine that
-    runs a suspect has until `replace_s`: a stall may pass, and another blame ends the suspect, so it must cost an
-    engine. So has one that compiles a kernel.
+    After `stall_s` seconds of silence the worker claims nothing; where other workers live, it goes out of service and
+    gives back the jobs that they take. After `replace_s` the engine is ended. An engine is never silent: it reports
+    every step, which takes at most a third of `stall_s` (chunk_sizer.py), and without work that it lives. Time in which
+    the machine gives it no processor is no silence. An engine that runs a suspect has until `replace_s`: a stall may
+    pass, and another blame ends the suspect, so it must cost an engine. So has one that compiles a kernel.
     """
     looked_at = time.monotonic()
     while True:
@@ -308,13 +310,17 @@ async def watch_steps(
             engine.kill()
             raise EngineLostError("the engine was ended")
         if silent_s > patience_s and not presence.withdrawn:
-            log.error("the engine has not stepped for %.1f s; its jobs go on elsewhere", silent_s)
-            engine.stalled = True
-            # First, so that no job that is given back comes to this worker again.
-            await presence.withdraw()
-            await intake.end_wait()
-            results.give_all_back()
-        elif silent_s <= patience_s and presence.withdrawn:
+            if not engine.stalled:
+                log.error("the engine has not stepped for %.1f s; this worker claims nothing", silent_s)
+                engine.stalled = True
+                await presence.pause()
+                await intake.end_wait()
+            if peers := await presence.peers():
+                log.error("the jobs of the engine go on at the %d other workers", len(peers))
+                # First, so that no job that is given back comes to this worker again.
+                presence.withdraw()
+                results.give_all_back(peers)
+        elif silent_s <= patience_s and engine.stalled:
             log.warning("the engine steps again")
             engine.stalled = False
             await presence.restore()

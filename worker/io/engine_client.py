@@ -1,6 +1,7 @@
 """The engine process as its I/O process sees it: start, messages, death.
 
-A death shows at once: the engine's socket closes. A stall is silence, which worker.io.app watches.
+A death shows at once: the engine's socket closes. A stall is silence beyond what the engine lacked of the processor,
+which worker.io.app watches.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import AsyncIterator
 from collections.abc import Set as AbstractSet
 
+from worker.io.starvation import Starvation
 from worker.ipc import (
     Compiling,
     Configure,
@@ -31,6 +33,9 @@ log = logging.getLogger(__name__)
 
 # Maximum bytes of one read from the engine's socket.
 _READ_BYTES = 1 << 20
+# Time in seconds without a message from which on it matters whether the engine lacks the processor: asking Linux takes
+# a millisecond.
+_QUIET_S = 0.3
 # Timeout in seconds for the engine process to end once its socket is closed.
 _STOP_S = 2.0
 
@@ -54,6 +59,7 @@ class EngineProcess:
         self._writer = writer
         self._splitter = Splitter()
         self._heard_at = time.monotonic()
+        self._starvation = Starvation(process.pid)
         self._expected = False
         # True while its last message says that it compiles.
         self.compiling = False
@@ -114,20 +120,27 @@ class EngineProcess:
             if not data:
                 code = await self._process.wait()
                 raise EngineLostError(f"the engine process {self.pid} ended ({_describe_exit(code)})")
-            self._heard_at, self._expected = time.monotonic(), False
+            self._hear(expected=False)
             for body in self._splitter.feed(data):
                 message = from_engine_decoder.decode(body)
                 self.compiling = isinstance(message, Compiling)
                 yield message
 
     def silent_s(self) -> float:
-        """Return the seconds since its last message."""
-        return time.monotonic() - self._heard_at
+        """Return the seconds since its last message, without those in which it lacked the processor."""
+        silent_s = time.monotonic() - self._heard_at
+        if silent_s >= _QUIET_S:
+            self._starvation.look()
+        return silent_s - self._starvation.seconds
 
     def expect(self) -> None:
         """Count its silence from now on, once until its next message: it has just got work."""
         if not self._expected:
-            self._heard_at, self._expected = time.monotonic(), True
+            self._hear(expected=True)
+
+    def _hear(self, *, expected: bool) -> None:
+        self._heard_at, self._expected = time.monotonic(), expected
+        self._starvation.reset()
 
     def kill(self) -> None:
         """End it at once; `messages` then raises."""

@@ -136,6 +136,8 @@ def worker_state(
 
 # Timeout in seconds for one beat: without a later one the key has expired by then.
 BEAT_TIMEOUT_S = WORKER_TTL_MS / 1e3
+# Timeout in seconds for asking Redis who else lives: a stall is to be known within 2 s.
+PEERS_S = 0.5
 # Timeout in seconds for removing the key of a worker that stops. It expires on its own as well.
 LEAVE_S = 1.0
 
@@ -185,14 +187,28 @@ class Presence:
                 self._changed.clear()
                 writes.create_task(self._write())
 
-    async def withdraw(self) -> None:
-        """Remove the key and turn the health to NOT_SERVING: the engine does not step."""
-        self.withdrawn = True
-        self._changed.set()
+    async def pause(self) -> None:
+        """Turn the health to NOT_SERVING: the engine does not step."""
         await self._health.set_serving(False)
 
+    def withdraw(self) -> None:
+        """Remove the key: jobs go to other workers."""
+        self.withdrawn = True
+        self._changed.set()
+
+    async def peers(self) -> list[WorkerState]:
+        """Return the other live workers that take jobs of this one's model; none where Redis does not answer."""
+        own = self._state(self._phase)
+        try:
+            async with asyncio.timeout(PEERS_S):
+                workers = await self._liveness.live_workers()
+        except REDIS_DOWN:  # a timeout is one of them
+            return []
+        peers = (state for state in workers if state.incarnation != own.incarnation)
+        return [s for s in peers if s.phase is WorkerPhase.SERVING and s.base_digest == own.base_digest]
+
     async def restore(self) -> None:
-        """Write the key again, with the health that goes with the phase: the engine steps again."""
+        """Write the key again if it was removed, with the health that goes with the phase: the engine steps again."""
         self.withdrawn = False
         self._changed.set()
         if self._phase is WorkerPhase.SERVING:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from broker.messages import Job
+from broker.messages import Job, WorkerState
 from broker.queue import JobQueue
 from broker.terms import UsageReport
 from options import Encode, StoppingParams
@@ -351,12 +351,16 @@ class Results:
         of_suspect = bool(self._may_have_killed) and not others
         self._breaker.died(pairs, in_own_step=in_own_step, of_suspect=of_suspect)
 
-    def give_all_back(self) -> None:
-        """Give every job back, those of whose step the engine may have died or stalled with a blame."""
+    def give_all_back(self, peers: Sequence[WorkerState] | None = None) -> None:
+        """Give every job back, those of whose step the engine may have died or stalled with a blame.
+
+        With `peers`, the other workers, only what one of them is large enough for.
+        """
         taken, resident = self.stats.sequences_taken + self._refused, frozenset(self.stats.adapters)
-        blamed = {local for local in self.jobs.all() if local.running and local.may_have_killed(taken, resident)}
+        leaving = [local for local in self.jobs.all() if local.running and (peers is None or _fits(local.job, peers))]
+        blamed = {local for local in leaving if local.may_have_killed(taken, resident)}
         self._may_have_killed += (local.job for local in blamed)
-        for local in self.jobs.all():
+        for local in leaving:
             self.give_back(local, blamed=local in blamed)
 
     async def warm_up(self, *, generates: bool) -> None:
@@ -377,6 +381,10 @@ class Results:
         for local in self.jobs.all():
             self._release(local)
         await self.links.close(flush_s)
+
+
+def _fits(job: Job, workers: Sequence[WorkerState]) -> bool:
+    return any(job.tokens <= state.max_tokens and job.rank <= state.max_rank for state in workers)
 
 
 def warm_up_sequence(*, generates: bool) -> NewSequence:

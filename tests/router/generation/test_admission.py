@@ -61,7 +61,7 @@ class Cluster:
         self.served = {"tiny": ServedModel(MANIFEST, HashTokenizer(), none)}
         self.workers = [SimpleNamespace(max_rank=16, max_tokens=200)]
         self.unservable: CallError | None = None
-        self.scales_from_zero = False
+        self.expects = False
 
     def with_digest(self, name: str, digest: str) -> Any:
         if digest != MANIFEST.digest:
@@ -83,6 +83,9 @@ class Cluster:
 
     def serving(self, name: str, digest: str = "") -> Any:
         return self.workers
+
+    def expects_worker(self, name: str, digest: str = "") -> bool:
+        return self.expects
 
 
 @pytest.fixture
@@ -195,7 +198,7 @@ async def test_without_a_live_worker_nothing_is_admitted(admission: Admission, c
     error = await refusal(admission, REQUEST)
     assert isinstance(error, Unavailable)
     assert error.reason == "NO_WORKER"
-    cluster.scales_from_zero = True
+    cluster.expects = True
     job = (await admission.admit(REQUEST, None)).job
     assert job.stopping.max_tokens + len(job.prompt_ids) <= MANIFEST.context_length
 

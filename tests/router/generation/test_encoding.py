@@ -47,7 +47,7 @@ class Cluster:
         self.workers = [SimpleNamespace(max_rank=16, max_tokens=30)]
         self.config: dict[str, Any] = {}
         self.resolved = 0
-        self.scales_from_zero = False
+        self.expects = False
 
     def get(self, name: str) -> Any:
         return SimpleNamespace(manifest=self.manifest, tokenizer=HashTokenizer())
@@ -57,6 +57,9 @@ class Cluster:
 
     def serving(self, name: str, digest: str = "") -> Any:
         return self.workers
+
+    def expects_worker(self, name: str, digest: str = "") -> bool:
+        return self.expects
 
     async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
         self.resolved += 1

@@ -46,7 +46,7 @@ async def test_no_beat_waits_for_the_answer_to_another(monkeypatch: pytest.Monke
     beating = asyncio.create_task(presence.beat())
     async with asyncio.timeout(20):
         assert [await liveness.beats.get() for _ in range(5)] == ["beat"] * 5
-        await presence.withdraw()
+        presence.withdraw()
         while await liveness.beats.get() != "dead":
             pass
         assert await liveness.beats.get() == "dead"  # again, in case an earlier beat came later

@@ -7,6 +7,8 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from artifacts.base_model import read_base_model
 from broker.liveness import Liveness
 from broker.messages import STRIKES_LIMIT, AdapterTiers, WorkerPhase, WorkerState
 from rpc.server import Server
+from rpc.tasks import every
 from tests.worker.io.relayed_worker import KEYS, MODEL, Router, Worker, job, running
 from worker.io.app import watch_steps
 from worker.io.membership import Presence, worker_state
@@ -29,8 +32,8 @@ def router() -> Router:
 
 
 @asynccontextmanager
-async def watched(worker: Worker, redis: Redis) -> AsyncIterator[Presence]:
-    """Watch the steps of a worker's engine, which is never replaced."""
+async def watched(worker: Worker, redis: Redis, peers: int = 0) -> AsyncIterator[Presence]:
+    """Watch the steps of a worker's engine, which is never replaced; `peers` other workers live."""
 
     def state(phase: WorkerPhase) -> WorkerState:
         base, results = read_base_model(MODEL), worker.results
@@ -41,7 +44,10 @@ async def watched(worker: Worker, redis: Redis) -> AsyncIterator[Presence]:
     await health.start()
     presence = Presence("w-1", Liveness(redis, KEYS), health, state, worker.results.links.follow)
     await presence.announce()
+    own = state(WorkerPhase.SERVING)
+    others = [replace(own, worker_id=f"peer-{number}", incarnation=f"peer-{number}") for number in range(peers)]
     tasks = [
+        *(asyncio.create_task(every(0.5, partial(Liveness(redis, KEYS).beat, other))) for other in others),
         asyncio.create_task(presence.beat()),
         asyncio.create_task(watch_steps(worker.engine, presence, worker.results, worker.intake, STALL_S, 60.0)),
     ]
@@ -57,7 +63,7 @@ async def watched(worker: Worker, redis: Redis) -> AsyncIterator[Presence]:
 async def test_a_stalled_engine_s_jobs_are_given_back_at_once_and_only_the_new_ones_are_blamed(
     router: Router, redis: Redis, tmp_path: Path
 ) -> None:
-    async with running(router, redis, tmp_path) as worker, watched(worker, redis) as presence:
+    async with running(router, redis, tmp_path) as worker, watched(worker, redis, peers=1) as presence:
         await worker.queue.enqueue(job("old", worker.address))
         await router.until(lambda: len(router.ids["old"]) >= 3)
         os.kill(worker.engine.pid, signal.SIGSTOP)
@@ -77,6 +83,25 @@ async def test_a_stalled_engine_s_jobs_are_given_back_at_once_and_only_the_new_o
         assert len(router.ids["after"]) == 10
         assert not presence.withdrawn
         assert worker.results.stats.blocks_referenced == 0
+
+
+async def test_a_stalled_engine_keeps_the_jobs_that_no_other_worker_takes(
+    router: Router, redis: Redis, tmp_path: Path
+) -> None:
+    async with running(router, redis, tmp_path) as worker, watched(worker, redis) as presence:
+        await worker.queue.enqueue(job("one", worker.address, max_tokens=500))
+        await router.until(lambda: len(router.ids["one"]) >= 3)
+        os.kill(worker.engine.pid, signal.SIGSTOP)
+        async with asyncio.timeout(30):
+            while not worker.engine.stalled:  # noqa: ASYNC110 - silence has no event
+                await asyncio.sleep(0.05)
+        await worker.queue.enqueue(job("late", worker.address, max_tokens=10))
+        assert not presence.withdrawn, "calls are still to wait for this worker"
+        assert await presence.peers() == []
+        os.kill(worker.engine.pid, signal.SIGCONT)
+        await router.until(lambda: {("ended", "one"), ("ended", "late")} <= {*router.events})
+        assert len(router.ids["one"]) == 500
+        assert router.returned == {}
 
 
 async def test_a_suspect_s_engine_may_stand_still_for_longer(router: Router, redis: Redis, tmp_path: Path) -> None:
