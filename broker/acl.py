@@ -63,7 +63,7 @@ ROLES: Mapping[str, Role] = {
     ),
     "worker": Role(
         commands=(
-            *("fcall", "time", "exists", "del", "pexpire", "pttl", "get", "set", "incr"),
+            *("fcall", "time", "exists", "del", "pexpire", "pttl", "get", "mget", "set", "incr"),
             *("hget", "hmget", "hgetall", "hlen", "hset", "hsetnx", "hdel"),
             *("blpop", "lrange", "lpush", "lpop"),
             *("zadd", "zcard", "zmscore", "zrange", "zrangebyscore", "zrem", "zscore"),

@@ -7,6 +7,7 @@ rest of what routers need. A router reads the cards whose version it does not kn
 from __future__ import annotations
 
 import logging
+import random
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -155,6 +156,13 @@ class Liveness:
         _, rows = await self._read_roll(key)
         states = await self._read_states([line.partition(b" ")[0] for line in rows])
         return sorted((state for state in states if state is not None), key=lambda state: state.worker_id)
+
+    async def other_workers(self, incarnation: str) -> list[WorkerState]:
+        """Return the live workers beside an incarnation, of many a part that is drawn; a worker's user may ask so."""
+        known: Any = await self._redis.hgetall(self._keys.workers)
+        others = [other for other in known if other != incarnation.encode()]
+        states = await self._read_states(random.sample(others, min(len(others), _STATES_AT_ONCE)))
+        return [state for state in states if state is not None]
 
     async def _read_roll(self, key: bytes) -> tuple[bytes, Sequence[bytes]]:
         """Return the server and the workers' rows. A command of its own: for a function Redis would copy them twice."""

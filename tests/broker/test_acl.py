@@ -49,6 +49,7 @@ async def test_a_router_and_a_worker_do_all_their_work(redis: Redis, valkey_url:
         await queue.look_up([("a", 1)])
         working, living = JobQueue(of_worker, KEYS, worker_id="w"), Liveness(of_worker, KEYS)
         assert await living.beat(worker("w")) == ["here"]
+        assert [state.worker_id for state in await living.other_workers("another")] == ["w"]
         assert await working.pins.list() == [PINNED]
         claimed = await working.claim(BASE, ROOMY, [UsageReport("none", 1, 1)], wait_s=1.0)
         assert len(claimed.jobs) == 2

@@ -96,6 +96,8 @@ class SimulatedEngine:
         self.node = Node(f"{parent.name}'s engine")
         self._heard_at, self._expected = asyncio.get_running_loop().time(), False
         self.stalled = self.compiling = False
+        # How many times as long a step takes, for lack of the processor.
+        self.slowness = 1.0
         self._inbox: list[ToEngine] = []
         self._woken = asyncio.Event()
         self._outbox: asyncio.Queue[FromEngine | None] = asyncio.Queue()
@@ -111,7 +113,7 @@ class SimulatedEngine:
             for message in messages:
                 self._apply(message)
             if engine.has_work():
-                await asyncio.sleep(STEP_S)
+                await asyncio.sleep(STEP_S * self.slowness)
             outputs, now = engine.step(), engine.stats()
             if outputs or beat or now != stats:
                 self._tell(*step_messages(outputs, now))
@@ -177,7 +179,7 @@ class SimulatedEngine:
 
     def silent_s(self) -> float:
         """See EngineProcess."""
-        return asyncio.get_running_loop().time() - self._heard_at
+        return (asyncio.get_running_loop().time() - self._heard_at) / self.slowness
 
     def expect(self) -> None:
         """See EngineProcess."""

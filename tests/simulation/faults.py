@@ -24,6 +24,7 @@ class Kind(StrEnum):
     WORKER_DRAIN = "worker drained"
     ENGINE_KILL = "engine killed"
     ENGINE_HANG = "engine hangs"
+    ENGINE_SLOW = "engine lacks the processor"
     ROUTER_KILL = "router killed"
     ROUTER_HANG = "router stopped and woken"
     ROUTER_DRAIN = "router drained"
@@ -52,9 +53,11 @@ FORGETTING = frozenset({Kind.REDIS_WIPE, Kind.REDIS_ROLL_BACK})
 ACTS = frozenset(
     {Kind.TENANT_PURGED, Kind.KEY_REVOKED, Kind.SEALS_REFUSED, Kind.STORE_CUT, Kind.STORE_OLD, Kind.CELL_DRAINED}
 )
-_RARE = {Kind.ROUTER_DRAIN, Kind.REDIS_SLOW, Kind.REDIS_CLOCK, Kind.STORE_AWAY}
+_RARE = {Kind.ENGINE_SLOW, Kind.ROUTER_DRAIN, Kind.REDIS_SLOW, Kind.REDIS_CLOCK, Kind.STORE_AWAY}
 _FAULTS = [kind for kind in Kind if kind not in {*ACTS, *_RARE}]
 _LOOK_S = 0.05
+# How many times as long the steps of an engine take that lacks the processor: longer than an engine may hang.
+_SLOWNESS = 100.0
 # Time in ms that Redis's clock is ahead.
 _AHEAD_MS = 600_000
 _LENGTHS_S = (0.05, 0.15, 0.5, 1.5, 4.0, 7.0)
@@ -106,6 +109,13 @@ def draw_wipe(chance: Random) -> list[Fault]:
 def draw_older(chance: Random) -> list[Fault]:
     """Draw, for some seeds, a Redis that comes back 10 s older."""
     return [Fault(Kind.REDIS_ROLL_BACK, chance.uniform(0.1, 3.0), 10.0, 0, 0)] if chance.random() < 0.1 else []
+
+
+def draw_throttle(chance: Random, workers: int) -> list[Fault]:
+    """Draw, for some seeds, a time in which a worker's engine gets next to no processor time."""
+    if chance.random() >= 0.1:
+        return []
+    return [Fault(Kind.ENGINE_SLOW, chance.uniform(0.1, 3.0), chance.uniform(3.0, 9.0), chance.randrange(workers), 0)]
 
 
 def draw_clock(chance: Random, until_s: float) -> Fault:
@@ -162,7 +172,7 @@ async def happen(fault: Fault, cluster: Cluster) -> bool:
     match fault.kind:
         case Kind.WORKER_KILL | Kind.WORKER_GONE | Kind.WORKER_HANG | Kind.WORKER_DRAIN:
             return await _worker(fault, worker)
-        case Kind.ENGINE_KILL | Kind.ENGINE_HANG:
+        case Kind.ENGINE_KILL | Kind.ENGINE_HANG | Kind.ENGINE_SLOW:
             return await _engine(fault, worker)
         case Kind.ROUTER_KILL | Kind.ROUTER_HANG | Kind.ROUTER_DRAIN:
             return await _router(fault, router)
@@ -213,6 +223,11 @@ async def _engine(fault: Fault, worker: SimulatedWorker) -> bool:
         return False
     if fault.kind is Kind.ENGINE_KILL:
         engine.kill()
+        return True
+    if fault.kind is Kind.ENGINE_SLOW:
+        engine.slowness = _SLOWNESS
+        await asyncio.sleep(fault.length_s)
+        engine.slowness = 1.0
         return True
     engine.node.frozen = True
     await asyncio.sleep(fault.length_s)

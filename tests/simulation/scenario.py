@@ -26,6 +26,7 @@ from tests.simulation.faults import (
     draw_slow,
     draw_stop,
     draw_store,
+    draw_throttle,
     draw_wipe,
 )
 from tests.simulation.options import asked_of, draw_options, prompt_ids_of
@@ -98,6 +99,7 @@ def draw(seed: int) -> Scenario:
     drain = draw_drain(own, 3.0) if cells > 1 and own.random() < 0.5 else []
     wipe = draw_wipe(Random(f"wipe {seed}")) if backlog and not count else []
     older = draw_older(Random(f"an older Redis {seed}"))
+    throttle = draw_throttle(Random(f"throttle {seed}"), workers)
     return Scenario(
         seed=seed,
         workers=workers,
@@ -111,6 +113,7 @@ def draw(seed: int) -> Scenario:
             *restart,
             *outage,
             *older,
+            *throttle,
             *slow,
             *clock,
             *acts,

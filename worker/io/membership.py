@@ -198,14 +198,13 @@ class Presence:
 
     async def peers(self) -> list[WorkerState]:
         """Return the other live workers that take jobs of this one's model; none where Redis does not answer."""
-        own = self._state(self._phase)
         try:
             async with asyncio.timeout(PEERS_S):
-                workers = await self._liveness.live_workers()
+                others = await self._liveness.other_workers(self._incarnation)
         except REDIS_DOWN:  # a timeout is one of them
             return []
-        peers = (state for state in workers if state.incarnation != own.incarnation)
-        return [s for s in peers if s.phase is WorkerPhase.SERVING and s.base_digest == own.base_digest]
+        digest = self._state(self._phase).base_digest
+        return [other for other in others if other.phase is WorkerPhase.SERVING and other.base_digest == digest]
 
     async def restore(self) -> None:
         """Write the key again if it was removed, with the health that goes with the phase: the engine steps again."""

@@ -1,7 +1,7 @@
-"""How long a process has waited for the processor: a machine with other work, or a container's CPU limit, is slow.
+"""The time that a process waits for the processor: a machine with other work, or a container's CPU limit, is slow.
 
-Linux tells it of every thread: one that is runnable and does not run lacks the processor, and so does one that waits for
-a disk now and then. A thread that is stopped or sleeps waits for something else, as one does that hangs.
+Linux tells it of every thread: one that is runnable and does not run lacks the processor, and so does one that waits
+for a disk now and then. A thread that is stopped or sleeps waits for something else, as one does that hangs.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from broker.liveness import CellLoad, Census, Liveness
 from broker.messages import AdapterRef, Job, WorkerPhase, WorkerState
 from broker.terms import ASIDE_MS, QueueLimits
 from options import StoppingParams
-from router.catalog.cells import LOOK_S, CellServer, LiveWorkers, connect_cells
+from router.catalog.cells import GONE_S, LOOK_S, CellServer, LiveWorkers, connect_cells
 from router.catalog.models import Models
 from router.catalog.store_client import Manifest, RegisteredModel
 from rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
@@ -210,7 +210,12 @@ async def test_a_worker_that_is_removed_is_gone_at_the_next_look(redis: Redis) -
     assert not router.models.waits_for()
     await liveness.declare_dead("w1-inc")
     assert await router.look() == []
+    assert not router.models.waits_for(), "it was there a moment ago"
+    assert router.models.expects_worker("tiny")
+    router.ahead_s = GONE_S
+    assert await router.look() == []
     assert "a worker that serves tiny" in router.models.waits_for()
+    assert not router.models.expects_worker("tiny")
 
 
 OLD = replace(serves("old"), max_tokens=1000)
@@ -406,6 +411,20 @@ async def test_a_cell_that_fails_stops_no_look_at_the_others_and_its_workers_cou
     assert await cells.look(0.5) == {"w3-inc", "w2-inc"}, "it has not had the time to beat again"
     cells.second.workers = [serves("w2")]
     assert (await cells.look(0.5), cells.known()) == ({"w3-inc", "w2-inc"}, ["w3", "w2"])
+
+
+async def test_no_call_waits_for_a_worker_that_drained_before_it_was_gone() -> None:
+    cells = TwoCells()
+    cells.second.workers = []
+    await cells.look()
+    cells.main.workers = []
+    await cells.look(1.0)
+    assert cells.live.expects("tiny", serves("w1").base_digest)
+    cells.main.workers = [replace(serves("w1"), phase=WorkerPhase.DRAINING)]
+    await cells.look(1.0)
+    cells.main.workers = []
+    await cells.look(1.0)
+    assert not cells.live.expects("tiny", serves("w1").base_digest)
 
 
 async def test_where_all_cells_are_away_no_worker_counts_as_dead() -> None:

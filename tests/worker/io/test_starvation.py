@@ -58,6 +58,7 @@ def test_one_that_sleeps_or_is_stopped_hangs(code: str) -> None:
             time.sleep(0.01)
         if code == _SPINS:
             os.kill(pid, signal.SIGSTOP)
+            os.waitpid(pid, os.WUNTRACED)
         starvation = Starvation(pid)
         for _ in range(5):
             starvation.look()

@@ -157,7 +157,9 @@ async def test_it_says_what_it_waits_for_and_serves_once_all_is_there(store: str
                 assert await worker.ends() == 0
 
 
-async def test_an_engine_that_stands_still_takes_its_worker_out_though_redis_hangs(store: str, directory: Path) -> None:
+async def test_an_engine_that_stands_still_stops_its_worker_s_health_though_redis_hangs(
+    store: str, directory: Path
+) -> None:
     url = valkey.socket_url(directory)
     await register(store, "still")
     with valkey_in(directory) as server:
@@ -168,7 +170,7 @@ async def test_an_engine_that_stands_still_takes_its_worker_out_though_redis_han
                 await turns(seen, SERVING)
                 os.kill(state.engine_pid, signal.SIGSTOP)
                 await turns(seen, NOT_SERVING)
-                await living(url, "still", 0)
+                await living(url, "still", 1)  # calls wait for it
                 os.kill(state.engine_pid, signal.SIGCONT)
                 await turns(seen, SERVING)
                 (again,) = await living(url, "still", 1)

@@ -189,6 +189,17 @@ def test_a_third_adapter_gets_its_turn_among_two_busy_ones(model: PagedModel) ->
     model.assert_right("third")
 
 
+def test_a_prompt_that_is_given_back_half_computed_goes_on_where_it_was(model: PagedModel) -> None:
+    model.add(spec("long", prompt=50, tokens=2))
+    for _ in range(3):
+        model.step()
+    model.scheduler.abort("long")
+    model.add(replace(spec("long", prompt=50, tokens=2), sequence_id="again"))
+    while "again" not in model.ended:
+        model.step()
+    assert model.scheduler.stats().prefix_hits >= 2 * 12 - LIMITS.block_size
+
+
 def test_aborting_who_waits_drops_the_load(model: PagedModel) -> None:
     for adapter in ("a", "b", "c"):
         model.add(spec(adapter, adapter=adapter))
