@@ -157,9 +157,7 @@ async def test_it_says_what_it_waits_for_and_serves_once_all_is_there(store: str
                 assert await worker.ends() == 0
 
 
-async def test_an_engine_that_stands_still_stops_its_worker_s_health_though_redis_hangs(
-    store: str, directory: Path
-) -> None:
+async def test_an_engine_that_stands_still_is_told_though_redis_hangs(store: str, directory: Path) -> None:
     url = valkey.socket_url(directory)
     await register(store, "still")
     with valkey_in(directory) as server:
