@@ -221,7 +221,7 @@ class EngineSession:
 
     async def _give_up(self, intake: Intake, results: Results, presence: Presence) -> None:
         """Give every job back at once: the engine is gone."""
-        await presence.pause()
+        await presence.suspend()
         presence.withdraw()
         results.accepting = False
         await intake.end_wait()  # or it would take back what is given back
@@ -313,7 +313,7 @@ async def watch_steps(
             if not engine.stalled:
                 log.error("the engine has not stepped for %.1f s; this worker claims nothing", silent_s)
                 engine.stalled = True
-                await presence.pause()
+                await presence.suspend()
                 await intake.end_wait()
             if peers := await presence.peers():
                 log.error("the jobs of the engine go on at the %d other workers", len(peers))

@@ -187,7 +187,7 @@ class Presence:
                 self._changed.clear()
                 writes.create_task(self._write())
 
-    async def pause(self) -> None:
+    async def suspend(self) -> None:
         """Turn the health to NOT_SERVING: the engine does not step."""
         await self._health.set_serving(False)
 
