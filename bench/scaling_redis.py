@@ -167,7 +167,7 @@ async def _measure_looks(url: str, workers: int, routers: int) -> dict[str, floa
 
     ledgers = [Ledger(redis, router=f"{number:012x}") for number in range(routers)]
     for ledger in ledgers:
-        await ledger.fill([], [], closes=False)
+        await ledger.fill([], closes=False)
     ended: Any = {f"ended{number}": f"5 {int(time.time() * 1e3) - 60_000}" for number in range(_ENDED)}
     await redis.hset(LEDGER + "routers", mapping=ended)
     renewals = [routers * await took(*map(_renew, ledgers)) for _ in range(_LOOKS + 1)]

@@ -20,7 +20,8 @@ ROOMY = Capacity(rows=8, rows_limit=8, tokens=10_000, max_tokens=4096, max_rank=
 
 
 def worker(worker_id: str) -> WorkerState:
-    numbers = dict.fromkeys((name for name, kind in WorkerState.__annotations__.items() if kind in {"U32", "U63"}), 3)
+    kinds = WorkerState.__annotations__
+    numbers: dict[str, Any] = dict.fromkeys((name for name, kind in kinds.items() if kind in {"U32", "U63"}), 3)
     return WorkerState(
         worker_id=worker_id,
         incarnation=f"{worker_id}-inc",

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,11 @@ _WAITS = f"import threading; threading.Thread(target=exec, args=({_SPINS!r},)).s
 def process(code: str = _SPINS) -> Iterator[int]:
     """Run a process on one core; return its id."""
     core = min(os.sched_getaffinity(0))
-    with subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{core}}})\n{code}"]) as running:
+    program = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\n{code}"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
         try:
             yield running.pid
         finally:
@@ -51,14 +56,18 @@ def test_beside_busy_processes_its_processor_time_alone_counts(code: str) -> Non
         assert silence_of(pid, 0.2) == pytest.approx(0.2, abs=0.1)
 
 
-@pytest.mark.parametrize("code", ["import time; time.sleep(600)", _SPINS])
-def test_one_that_sleeps_or_is_stopped_hangs(code: str) -> None:
-    with process(code) as pid:
-        while processor_s([pid]) < 0.02:
-            time.sleep(0.01)
-        if code == _SPINS:
+def wait_for_state(pid: int, state: str) -> None:
+    """Return when a process sleeps ("S") or is stopped ("T")."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_one_that_sleeps_or_is_stopped_hangs(stops: bool) -> None:
+    with process(_SPINS if stops else "import sys; sys.stdin.read()") as pid:
+        if stops:
             os.kill(pid, signal.SIGSTOP)
-            os.waitpid(pid, os.WUNTRACED)
+        wait_for_state(pid, "T" if stops else "S")
         starvation = Starvation(pid)
         for _ in range(5):
             starvation.look()
