@@ -243,7 +243,7 @@ def options_of(request: Request) -> dict[str, Any]:
     }
     if request.default_temperature:
         options["default_temperature"] = options.pop("temperature", None)
-        options["default_max_tokens"] = 1  # beside max_tokens it has no effect
+        options |= {"default_max_tokens": 1, "cap_max_tokens": True}  # without effect beside a max_tokens that fits
     return {name: value for name, value in options.items() if value is not None and value not in ([], {})}
 
 

@@ -67,15 +67,22 @@ async def commands(stage: Stage, tries: int) -> int:
 
 
 async def _to_worker(stage: Stage, tries: int, put: Callable[[int], Awaitable[None]]) -> int:
-    """Put entries into Redis one after the other, each once the worker has looked at the last; return what ran."""
-    computed, refused = await stage.cluster.worker_counts()
-    for number in range(tries):
-        await put(number)
-        if number % 10 == 9:
-            await stage.cluster.until_refused(refused + number + 1)
-    await stage.cluster.until_refused(refused + tries)
-    after, counted = await stage.cluster.worker_counts()
-    return int(after != computed) + abs(tries - (counted - refused))
+    """Put entries into Redis, two after each job of a client; return how many ran or were not refused.
+
+    A worker that cannot read three entries in a row pauses.
+    """
+    accepted = 0
+    async with stage.cluster.client(TENANT) as client:
+        for first in range(0, tries, 2):
+            await client.generate(token_ids=PROMPT, max_tokens=2)
+            computed, refused = await stage.cluster.worker_counts()
+            numbers = range(first, min(first + 2, tries))
+            for number in numbers:
+                await put(number)
+            await stage.cluster.until_refused(refused + len(numbers))
+            after, counted = await stage.cluster.worker_counts()
+            accepted += int(after != computed) + abs(len(numbers) - (counted - refused))
+    return accepted
 
 
 async def _put(stage: Stage, stored: Mapping[bytes, bytes]) -> None:
