@@ -95,6 +95,7 @@ async def test_a_stalled_engine_keeps_the_jobs_that_no_other_worker_takes(
         async with asyncio.timeout(30):
             while not worker.engine.stalled:  # noqa: ASYNC110 - silence has no event
                 await asyncio.sleep(0.05)
+        await worker.intake.end_wait()  # a claim that is under way gives back what it gets
         await worker.queue.enqueue(job("late", worker.address, max_tokens=10))
         assert not presence.withdrawn, "calls are still to wait for this worker"
         assert await presence.peers() == []
