@@ -40,7 +40,7 @@ WAITING, CLIENT_STALL_S = 80, 5.0
 _ROUTER_FLAGS = (*("--waiting-limit", str(WAITING), "--client-stall-s", str(CLIENT_STALL_S), "--drain-s", "0.5"),)
 # Keys of a cell that are there without any job, by the word after the tag; the others must go, or expire.
 _OF_QUEUE = {"arrivals", "news", "floor", "idle", "totals", "rooms", "wake", "dead", "commands"}
-_LASTING = {"born", "routers", "workers", "worker", *_OF_QUEUE} | {
+_LASTING = {"born", "routers", "workers", "worker", "cards", *_OF_QUEUE} | {
     *("arrived_work", "claimed_work"),  # sums since the queue began
     *("demand", "homes"),  # of adapters
     "keys",  # of resume tokens

@@ -19,7 +19,7 @@ from loraplex.inference.v1 import inference_pb2_grpc
 from clients.gateway.app import serving
 from clients.gateway.endpoint import GatewayMetrics
 from clients.gateway.settings import GatewaySettings
-from rpc.principal import Role
+from rpc.principal import Role, caller
 from rpc.server import Server
 from rpc.tls import TlsFiles
 from tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory, new_api_key
@@ -112,8 +112,8 @@ class _Endless(inference_pb2_grpc.InferenceServiceServicer):
     """A router with a model that begins answers and does not end them."""
 
     async def ListModels(self, request: Any, context: Any) -> pb.ListModelsResponse:
-        """Answer."""
-        return pb.ListModelsResponse(models=[pb.Model(name="hash", tasks=["generate"])])
+        """Return the model and the caller's tenant, which the gateway counts requests by."""
+        return pb.ListModelsResponse(models=[pb.Model(name="hash", tasks=["generate"])], tenant=caller().tenant)
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         """Send nothing."""
