@@ -56,9 +56,9 @@ HOSTILE = {
     ),
     "two million lists": (
         adapter(b'{"a":[' + b"[]," * 1_000_000 + b"[]]}"),
-        "tensor a does not have exactly dtype|takes too long",
+        "more than [0-9]+ values",
     ),
-    "lists in lists": (adapter(b'{"a":' + b"[" * 500_000 + b"]" * 500_000 + b"}"), "nested too deeply"),
+    "lists in lists": (adapter(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nested too deeply"),
     "a number of a million digits": (adapter(b'{"a":' + b"9" * 1_000_000 + b"}"), "not valid JSON"),
     "256 patterns": (of_all_modules(rank_pattern={f".*.*{i}": 1 for i in range(256)}), "takes too long"),
 }
