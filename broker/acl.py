@@ -50,7 +50,7 @@ def _of_model(*names: str) -> tuple[str, ...]:
 ROLES: Mapping[str, Role] = {
     "router": Role(
         commands=(
-            *("fcall", "function|load", "time", "type", "rename", "exists", "del", "pexpire"),
+            *("fcall", "function|load", "time", "exists", "del", "pexpire"),
             *("get", "getrange", "mget", "set", "incr"),
             *("hget", "hmget", "hgetall", "hkeys", "hexists", "hlen", "hrandfield", "hset", "hdel"),
             *("lindex", "lrange", "lpush", "lpop", "rpush", "lset", "lrem", "ltrim"),

@@ -29,7 +29,7 @@ from redis.asyncio import Redis
 
 from broker.functions import LIBRARY
 from broker.homes import hash_of, mixed
-from broker.keys import DRAINED_CELLS, retried
+from broker.keys import DRAINED_CELLS
 from broker.liveness import NO_LOAD, CellLoad
 from broker.messages import WorkerState
 
@@ -188,14 +188,14 @@ class DrainedCells:
 
     async def read(self) -> frozenset[str]:
         """Return the names."""
-        names = await retried(self._redis, DRAINED_CELLS, "hash", lambda: self._redis.hgetall(DRAINED_CELLS))
+        names = await self._redis.hgetall(DRAINED_CELLS)
         return frozenset(name.decode(errors="replace") for name in cast(dict[bytes, bytes], names))
 
     async def drain(self, name: str, others: Sequence[str]) -> bool:
         """Drain a cell; False where all `others` are drained, which leaves it open."""
         names = [name, *others]
-        return bool(await retried(self._redis, DRAINED_CELLS, "hash", lambda: self._drain(DRAINED_CELLS, names)))
+        return bool(await self._drain(DRAINED_CELLS, names))
 
     async def open(self, name: str) -> None:
         """Open a drained cell again."""
-        await retried(self._redis, DRAINED_CELLS, "hash", lambda: self._open(DRAINED_CELLS, [name]))
+        await self._open(DRAINED_CELLS, [name])

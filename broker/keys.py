@@ -42,11 +42,8 @@ lp:{MODEL/CELL}:worker:INC   string  state of a live incarnation; expires withou
 lp:{MODEL/CELL}:roll:LIBRARY string  what all routers are told of the live workers, for a moment; expires
 lp:{MODEL/CELL}:routers      zset    routers, by the time from which they are taken for dead
 lp:{MODEL/CELL}:born         string  random name of this data, made when it began
-lp:{MODEL/CELL}:aside        hash    names and types of keys that had another type than here, for a router to report
-lp:{MODEL/CELL}:aside:NAME   any     such a key; expires
 lp:{resume}:keys             list    keys of the resume tokens of all routers, the newest first; secret
 lp:{cells}:drained           hash    names of drained cells, and the times in ms since which they are (broker/cells.py)
-lp:{resume}:keys:aside       any     that list, if it had another type; expires
 lp:{ledger}:state            string  time at which the ledger opens after a loss of data, and who fills it
 lp:{ledger}:account:NAME     string  charges of a tenant or API key in the running windows, and what is held; expires
 lp:{ledger}:of:ID            string  a reservation, open or ended; expires once it has ended
@@ -59,12 +56,11 @@ lp:{ledger}:usage            stream  charges whose usage events no router has wr
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from broker.functions import LIBRARY
 
@@ -151,34 +147,16 @@ class Keys:
         return f"{self.prefix}worker:{incarnation}"
 
 
-async def retried(redis: Redis, key: str, kind: str, call: Callable[[], Awaitable[T]]) -> T:
-    """Make a call that uses a key; where the key is not of the type `kind`, rename it and make the call again."""
-    try:
-        return await call()
-    except ResponseError as error:
-        if "WRONGTYPE" not in str(error):
-            raise
-    await set_aside(redis, key, kind)
-    return await call()
-
-
-async def set_aside(redis: Redis, key: str, kind: str) -> None:
-    """Rename a key that is not of the type `kind`: a census does so with the keys of its cell."""
-    aside = f"{key}:aside"
-    if former := await LIBRARY.function(redis, "set_aside")(key, [kind, aside]):
-        log.error("the Redis key %s was a %s; it is %s now, for a day", key, former.decode(), aside)
-
-
 async def rotate_resume_keys(redis: Redis, new: str) -> int:
     """Put a new key of resume tokens in front, which signs from now on; returns how many are valid."""
     rotate = LIBRARY.function(redis, "rotate_resume_keys")
-    return int(await retried(redis, RESUME_KEYS, "list", lambda: rotate(RESUME_KEYS, [new])))
+    return int(await rotate(RESUME_KEYS, [new]))
 
 
 async def withdraw_resume_keys(redis: Redis) -> int:
     """Remove all stored keys of resume tokens but the one that signs; returns how many."""
     withdraw = LIBRARY.function(redis, "withdraw_resume_keys")
-    return int(await retried(redis, RESUME_KEYS, "list", lambda: withdraw(RESUME_KEYS, [])))
+    return int(await withdraw(RESUME_KEYS, []))
 
 
 async def merge_resume_keys(redis: Redis, new: str, used: Sequence[str]) -> list[str]:
@@ -188,5 +166,5 @@ async def merge_resume_keys(redis: Redis, new: str, used: Sequence[str]) -> list
     of the used ones, Redis lost its data: the used ones are stored behind them.
     """
     merge = LIBRARY.function(redis, "resume_keys")
-    stored = await retried(redis, RESUME_KEYS, "list", lambda: merge(RESUME_KEYS, [new, *used]))
+    stored = await merge(RESUME_KEYS, [new, *used])
     return [key.decode(errors="replace") for key in stored]

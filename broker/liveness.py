@@ -6,7 +6,6 @@ rest of what routers need. A router reads the cards whose version it does not kn
 
 from __future__ import annotations
 
-import logging
 import random
 import secrets
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,6 @@ from broker.functions import LIBRARY, Library
 from broker.keys import Keys
 from broker.messages import AdapterTiers, WorkerState, decode_record, encode_record
 from broker.terms import ADAPTER_DIGITS
-
-log = logging.getLogger(__name__)
 
 # Interval in ms of a worker's beats.
 BEAT_MS = 500
@@ -86,8 +83,6 @@ class Census:
 
     server: str
     workers: list[WorkerState]
-    # Names of keys that had another type than broker/keys.py says and that were set aside, without a tenant's.
-    set_aside: tuple[str, ...] = ()
     # Number of homes of the adapters with several, by the last ADAPTER_DIGITS of their digests (broker/homes.py).
     homes: Mapping[str, int] = field(default_factory=dict)
     load: CellLoad = NO_LOAD
@@ -128,7 +123,7 @@ class Liveness:
         changes nothing.
         """
         arguments = [self._keys.prefix, router, secrets.token_hex(8), "" if busy is None else busy]
-        key, aside, homes, load = await self._census(self._keys.workers, arguments)
+        key, homes, load = await self._census(self._keys.workers, arguments)
         server, rows = await self._read_roll(key)
         self._known = await self._states(rows, self._known)
         names = [name.decode(errors="replace") for name in homes[::2]]
@@ -136,14 +131,7 @@ class Liveness:
         waiting, work, rate, tenants, arrivals = load
         workers = [state for _, state in self._known.values()]
         load_now = CellLoad(int(waiting), float(work), float(rate), int(tenants), int(arrivals))
-        return Census(server.decode(errors="replace"), workers, self._report(aside), numbers, load_now)
-
-    def _report(self, aside: Sequence[bytes]) -> tuple[str, ...]:
-        """Log the keys that were set aside, given by name and type; return their names without a tenant's."""
-        texts, prefix = [text.decode(errors="replace") for text in aside], self._keys.prefix
-        for name, kind in zip(texts[::2], texts[1::2], strict=True):
-            log.error("the Redis key %s%s was a %s; it is %saside:%s now, for a day", prefix, name, kind, prefix, name)
-        return tuple(name.partition(":")[0] for name in texts[::2])
+        return Census(server.decode(errors="replace"), workers, numbers, load_now)
 
     async def live_routers(self) -> list[str]:
         """Return the relay addresses of the live routers."""

@@ -127,8 +127,6 @@ LOST_IDS_PER_CENSUS = 4
 CHARGES_PER_CENSUS = 32
 # Number of tenants with a queue, drawn by chance, whose queue's type a census checks.
 QUEUES_PER_CENSUS = 64
-# Time in ms for which a key of another type, which was set aside, is kept for an operator to look at.
-ASIDE_MS = 86_400_000
 # Time in seconds that a sealed job is valid. Its router seals it anew after half of that while it waits. Clocks of
 # routers and workers may differ by minutes.
 SEALED_JOB_S = 900.0

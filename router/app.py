@@ -345,7 +345,6 @@ def _models(
     models = Models(
         *(store, servers.cells, settings.queue_limits),
         seals=seals,
-        set_aside=lambda key: metrics.keys_set_aside.labels(key).inc(),
     )
     models.default_model, models.scales_from_zero = plans.default_model, settings.scale_from_zero
     models.use_generation_config = settings.generation_config == "auto"

@@ -41,9 +41,6 @@ class RouterMetrics(Meters):
         self.tenant_generation_tokens = self.counter("tenant_generation_tokens", "Tokens delivered to them.", of)
         self.tenant_ttft = self.counter("tenant_time_to_first_token_seconds", "The sum of their times.", of)
         self.evicted_keys = self.counter("redis_evicted_keys", "Keys that Redis evicted, of whatever program.")
-        self.keys_set_aside = self.counter(
-            "redis_keys_set_aside", "Keys of another type that were set aside.", ("key",)
-        )
         self.redispatches = self.counter("redispatches", "Attempts after the first, by what made them.", ("cause",))
         self.cell_jobs = self.counter("cell_jobs", "Attempts that this router put into a cell.", ("model", "cell"))
         self.workers_lost = self.counter("workers_lost", "Worker incarnations that were lost with jobs of ours.")

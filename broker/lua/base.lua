@@ -14,18 +14,16 @@ local function register_admission(name, callback)
   register(name .. '_when_full', callback)
 end
 
--- Types of the keys that all tenants of a cell share, which broker/keys.py describes.
-local KEY_TYPES = {waiting = 'zset', again = 'zset', uses = 'zset', tenants = 'zset', idle = 'zset', quarantine = 'zset',
-  routers = 'zset', demand = 'zset', homes = 'hash', totals = 'hash', charged = 'hash', rooms = 'hash', suspects = 'hash', deaths = 'hash', pins = 'hash',
-  workers = 'hash', cards = 'hash', aside = 'hash', news = 'list', wake = 'list', dead = 'list', arrivals = 'string', floor = 'string',
-  passed_on = 'string', born = 'string', arrived_work = 'string',
-  claimed_work = 'string'}
+-- The keys that all tenants of a cell share, which broker/keys.py describes.
+local SHARED_KEYS = {'waiting', 'again', 'uses', 'tenants', 'idle', 'quarantine', 'routers', 'demand', 'homes',
+  'totals', 'charged', 'rooms', 'suspects', 'deaths', 'pins', 'workers', 'cards', 'news', 'wake', 'dead', 'arrivals',
+  'floor', 'passed_on', 'born', 'arrived_work', 'claimed_work'}
 -- The names of these keys, by the cell's prefix and the name without it, kept from call to call.
 local key_names = {}
 
 local function add_key_names(prefix)
   key_names[prefix] = {}
-  for name in pairs(KEY_TYPES) do key_names[prefix][name] = prefix .. name end
+  for _, name in ipairs(SHARED_KEYS) do key_names[prefix][name] = prefix .. name end
   return key_names[prefix]
 end
 
@@ -48,14 +46,6 @@ local function number_of(value)
   return number and number - number == 0 and number or 0
 end
 
--- Return fields of a key. One that is no hash is deleted.
-local function hash_fields(key, ...)
-  local values = redis.pcall('HMGET', key, ...)
-  if not values.err then return values end
-  redis.call('DEL', key)
-  return {}
-end
-
 -- Count one more in a key, from 1 on; from there anew where the key has no count, or one that a place has no digits
 -- for.
 local function increment(key)
@@ -70,14 +60,3 @@ local function unpack_into(check, packed, now) return check(now, cmsgpack.unpack
 -- Return true and what `check` returns for the time and the packed values; false where they cannot be read, or `check`
 -- raises an error, as a comparison does where a type is another: something else than this library has written them.
 local function read_packed(check, packed, now) return pcall(unpack_into, check, packed, now) end
-
--- Rename a key that has another type than `wanted`, so that the functions begin it anew, and note it for the next
--- census. The renamed key expires. Does nothing for a user that may not ask for types.
-local function set_aside_unless(call, wanted, name)
-  local found = redis.pcall('TYPE', call.prefix .. name).ok
-  if not found or found == wanted or found == 'none' then return end
-  local aside = call.keys.aside .. ':' .. name
-  redis.call('RENAME', call.prefix .. name, aside)
-  redis.call('PEXPIRE', aside, ASIDE_MS)
-  redis.call('HSET', call.keys.aside, name, found)
-end

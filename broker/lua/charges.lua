@@ -18,14 +18,11 @@ function charges.claim(call, id, tenant, weight, attempt, has_begun, prompt, loa
   local is_first = attempt == 1 or not has_begun
   local key, prompt_cost = call.keys.charged, is_first and PROMPT_WEIGHT * prompt / weight or 0
   local fresh = cmsgpack.pack(tenant, weight, attempt, 0, prompt_cost, 0, call.now)
-  local is_new = redis.pcall('HSETNX', key, id, fresh)
+  local is_new = redis.call('HSETNX', key, id, fresh)
   local record = is_new == 0 and redis.call('HGET', key, id)
   local is_readable, _, _, charged_attempt, _, refundable, refunded = read_packed(charges.checked, record or '')
   if not is_readable then
-    if is_new ~= 1 then -- the record, or the type of its key, is nobody's here
-      hash_fields(key, id)
-      redis.call('HSET', key, id, fresh)
-    end
+    if is_new ~= 1 then redis.call('HSET', key, id, fresh) end -- the record is nobody's here
     return is_first and prompt_cost + load / weight or 0
   end
   if charged_attempt < attempt or refunded > 0 then
@@ -59,7 +56,7 @@ function charges.report(call, packed)
   if #reports == 0 then return end
   local key, ids, records, costs, written, gone = call.keys.charged, {}, {}, {}, {}, {}
   for i = 1, #reports, 5 do ids[#ids + 1] = reports[i] end
-  for i, record in ipairs(hash_fields(key, unpack(ids))) do records[ids[i]] = record end
+  for i, record in ipairs(redis.call('HMGET', key, unpack(ids))) do records[ids[i]] = record end
   for i = 1, #reports, 5 do
     local id, attempt, tokens, ended = reports[i], reports[i + 1], reports[i + 2], reports[i + 3]
     local former, tenant, cost, refund = records[id], nil, nil, nil
@@ -82,7 +79,7 @@ end
 
 -- Forget a job's charges, up to an attempt.
 function charges.forget(call, id, last_attempt)
-  local record = hash_fields(call.keys.charged, id)[1]
+  local record = redis.call('HMGET', call.keys.charged, id)[1]
   if not record then return end
   local is_readable, _, _, attempt = read_packed(charges.checked, record)
   if not is_readable or attempt <= last_attempt then redis.call('HDEL', call.keys.charged, id) end

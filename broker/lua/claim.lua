@@ -160,7 +160,7 @@ end
 -- Take a job, pass it over, or drop one that is of no use any more. `line_place` is its member of a tenant's queue.
 function claim.look(scan, id, tenant, line_place)
   local key, now = scan.prefix .. 'job:' .. id, scan.now
-  local values = hash_fields(key, 'facts', 'reserved', 'reserved_until')
+  local values = redis.call('HMGET', key, 'facts', 'reserved', 'reserved_until')
   local is_readable, name, base, adapter, prefer, router, attempt, weight, tokens, prefill, prompt, rank, rows, load,
     of_key, key_weight, place, size, work, queued, deadline = read_packed(jobs.checked, values[1])
   if not is_readable then
@@ -273,9 +273,8 @@ end
 function claim.next_place(scan, tenant)
   if not tenant.places[tenant.next] then
     local count = math.max(2, math.min(PLACES_AT_ONCE, scan.free_rows))
-    tenant.places = redis.pcall('ZRANGE', tenant.queue, tenant.position, tenant.position + count - 1)
+    tenant.places = redis.call('ZRANGE', tenant.queue, tenant.position, tenant.position + count - 1)
     tenant.next = 1
-    if tenant.places.err then tenant.places = {} end -- of another type, which a census sets aside
     if #tenant.places < count then tenant.length = tenant.position + #tenant.places end
   end
   return tenant.places[tenant.next]
@@ -370,7 +369,7 @@ end
 
 -- Look at the last arrivals, as many as have come since those that the worker has seen.
 function claim.look_at_news(scan)
-  local arrivals = number_of(redis.pcall('GET', scan.keys.arrivals))
+  local arrivals = number_of(redis.call('GET', scan.keys.arrivals))
   if arrivals < scan.seen then scan.seen = 0 end -- the counter was lost
   local count = math.min(arrivals - scan.seen, NEWS_LIMIT)
   if count == 0 then return end
@@ -419,7 +418,7 @@ register('claim', function(_, arguments)
   if #bodies > 0 then
     if waiting > 0 then workers.wake_any(scan) end
   else
-    local arrivals = number_of(redis.pcall('GET', keys.arrivals))
+    local arrivals = number_of(redis.call('GET', keys.arrivals))
     seen_arrivals, live_workers = math.min(arrivals, scan.seen_before_held), redis.call('HLEN', keys.workers)
     local is_woken_in_vain = scan.was_woken and scan.is_young_passed and not scan.was_full and seen_arrivals > scan.seen
     if is_woken_in_vain or #scan.unlinked > 0 then workers.pass_wake_up_on(scan) end

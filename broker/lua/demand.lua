@@ -21,8 +21,7 @@ function demand.score(call, work) return call.now + DEMAND_MS * math.log(math.ma
 -- Count the work of a job that comes. Returns whether its adapter is cold: of the work before less than a token is left.
 function demand.count(call, adapter, work)
   local members, scored, left = {ALL, adapter ~= '' and string.sub(adapter, -ADAPTER_DIGITS) or nil}, {}, 0
-  local scores = redis.pcall('ZMSCORE', call.keys.demand, unpack(members))
-  if scores.err then return false end -- of another type, which a census sets aside
+  local scores = redis.call('ZMSCORE', call.keys.demand, unpack(members))
   for place, member in ipairs(members) do
     left = demand.left(call, scores[place])
     scored[#scored + 1], scored[#scored + 2] = demand.score(call, left + work), member

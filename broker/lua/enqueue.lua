@@ -16,14 +16,13 @@ function uses.exceeded_limit(call, size, max)
   if call.cell.bytes + size > max.bytes then return 'bytes' end
 end
 
--- Return a tenant's use of the queue now and its last job; nil without a job that has not begun, or for a queue of
--- another type, which a census sets aside.
+-- Return a tenant's use of the queue now and its last job; nil without a job that has not begun.
 function uses.now(call, tenant, max)
   local queue = call.prefix .. 'queue:' .. tenant
-  local place = redis.pcall('ZREVRANGE', queue, 0, 0)[1]
+  local place = redis.call('ZREVRANGE', queue, 0, 0)[1]
   if not place then return end
   local id = string.sub(place, PLACE_BYTES + 1)
-  local facts = hash_fields(call.prefix .. 'job:' .. id, 'facts')[1]
+  local facts = redis.call('HMGET', call.prefix .. 'job:' .. id, 'facts')[1]
   local is_readable, _, _, _, _, _, _, weight = read_packed(jobs.checked, facts)
   if not is_readable then return end
   tenants.read(call, tenant)
@@ -98,7 +97,7 @@ function enqueue.reached_limit(call, job, max, tenant_jobs)
     return {'full', 'tenant_bytes', job.tenant}
   end
   if job.key == '' then return end
-  local of_key = hash_fields(turns.hash_of(call, job.tenant), 'jobs:' .. job.key, 'bytes:' .. job.key)
+  local of_key = redis.call('HMGET', turns.hash_of(call, job.tenant), 'jobs:' .. job.key, 'bytes:' .. job.key)
   if number_of(of_key[1]) >= max.key_jobs then return {'full', 'key_jobs', job.key} end
   if number_of(of_key[2]) + job.size > max.key_bytes then return {'full', 'key_bytes', job.key} end
 end
@@ -107,7 +106,7 @@ end
 -- it. Without the highest claimed turn, which was lost, the lowest that waits counts.
 function enqueue.next_turn(call, job, begin, tenant_jobs)
   local turn_field, finish_field = turns.fields(begin, job.key, job.key_weight)
-  local known, lowest = hash_fields(turns.hash_of(call, job.tenant), turn_field, finish_field), 0
+  local known, lowest = redis.call('HMGET', turns.hash_of(call, job.tenant), turn_field, finish_field), 0
   if not known[1] and tenant_jobs > 0 then
     local before = redis.call('ZLEXCOUNT', job.queue, '-', '(' .. begin .. ':')
     local place = redis.call('ZRANGE', job.queue, before, before)[1] or ''
@@ -204,7 +203,7 @@ register_admission('enqueue', function(keys, arguments)
   local key = call.prefix .. 'job:' .. id
   job.queue = call.prefix .. 'queue:' .. job.tenant
   routers.beat(call, job.router)
-  local former = hash_fields(key, 'attempt', 'displaced')
+  local former = redis.call('HMGET', key, 'attempt', 'displaced')
   if former[1] and number_of(former[1]) >= job.attempt then return {'known'} end
   if former[1] or former[2] then
     jobs.forget(call, id)
@@ -227,11 +226,7 @@ register_admission('enqueue', function(keys, arguments)
   if has_begun then
     job.place, job.key = id, ''
   else
-    tenant_jobs = redis.pcall('ZCARD', job.queue)
-    if type(tenant_jobs) ~= 'number' then
-      set_aside_unless(call, 'zset', 'queue:' .. job.tenant)
-      tenant_jobs = 0
-    end
+    tenant_jobs = redis.call('ZCARD', job.queue)
     job.place, new_turn = enqueue.place_of(call, job, arrival, tenant_jobs)
     local use = uses.of(tenant_jobs + 1, call.totals[job.tenant].bytes + job.size, job.weight, max)
     local answer = job.attempt == 1 and enqueue.refusal(call, job, max, tenant_jobs, use)

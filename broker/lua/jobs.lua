@@ -17,7 +17,7 @@ function turns.hash_of(call, tenant) return call.prefix .. 'queue:' .. tenant ..
 -- Count a key's newcomers.
 function turns.count(call, tenant, key, count, bytes)
   local name, jobs_field, bytes_field = turns.hash_of(call, tenant), 'jobs:' .. key, 'bytes:' .. key
-  local known = hash_fields(name, jobs_field, bytes_field)
+  local known = redis.call('HMGET', name, jobs_field, bytes_field)
   count = number_of(known[1]) + count
   if count > 0 then
     redis.call('HSET', name, jobs_field, count, bytes_field, math.max(0, number_of(known[2]) + bytes))
@@ -48,14 +48,14 @@ function turns.note_claim(call, tenant, place)
   local turn = turns.of(place)
   if not turn then return end
   local name, field = turns.hash_of(call, tenant), turns.fields(place, '', 0)
-  if turn > number_of(hash_fields(name, field)[1]) then redis.call('HSET', name, field, turn) end
+  if turn > number_of(redis.call('HMGET', name, field)[1]) then redis.call('HSET', name, field, turn) end
 end
 
 -- Give the turn of a job that leaves without a claim back to its key: the next one begins earlier.
 function turns.give_back(call, tenant, place, work, key, key_weight)
   if not turns.of(place) then return end
   local name, _, field = turns.hash_of(call, tenant), turns.fields(place, key, key_weight)
-  local finish = hash_fields(name, field)[1]
+  local finish = redis.call('HMGET', name, field)[1]
   if not finish then return end
   redis.call('HSET', name, field, math.max(0, number_of(finish) - turns.length(work, key_weight)))
 end
@@ -89,7 +89,7 @@ end
 
 -- Take a job out of its tenant's queue, or out of the jobs that have begun, where its place is its id. Returns whether
 -- the tenant became idle, whose key of `turns.hash_of` is to be deleted then; its `counter` may be known, and that it
--- `has_more` jobs. A queue of another type, which a census sets aside, stays.
+-- `has_more` jobs.
 function jobs.leave_queue(call, id, tenant, place, size, work, key, counter, has_more)
   tenants.count_waiting(call, tenant, -size, -work, place == id)
   if place == id then
@@ -98,7 +98,7 @@ function jobs.leave_queue(call, id, tenant, place, size, work, key, counter, has
   end
   if key ~= '' then turns.count(call, tenant, key, -1, -size) end
   local queue = call.prefix .. 'queue:' .. tenant
-  if redis.pcall('ZREM', queue, place) ~= 1 or has_more or redis.call('EXISTS', queue) == 1 then return false end
+  if redis.call('ZREM', queue, place) ~= 1 or has_more or redis.call('EXISTS', queue) == 1 then return false end
   tenants.deactivate(call, tenant, counter)
   return true
 end
@@ -107,7 +107,7 @@ end
 function jobs.forget(call, id)
   local key = call.prefix .. 'job:' .. id
   local is_readable, tenant, _, _, _, _, _, _, _, _, _, _, _, _, of_key, key_weight, place, size, work =
-    read_packed(jobs.checked, hash_fields(key, 'facts')[1])
+    read_packed(jobs.checked, redis.call('HMGET', key, 'facts')[1])
   redis.call('ZREM', call.keys.waiting, id)
   if is_readable and jobs.leave_queue(call, id, tenant, place, size, work, of_key) then
     redis.call('DEL', key, turns.hash_of(call, tenant))
@@ -121,7 +121,7 @@ end
 register('finish', function(_, arguments)
   local call, id, last_attempt = new_call(arguments), arguments[2], tonumber(arguments[3])
   local key = call.prefix .. 'job:' .. id
-  local waiting_attempt = hash_fields(key, 'attempt')[1]
+  local waiting_attempt = redis.call('HMGET', key, 'attempt')[1]
   if not waiting_attempt then -- claimed; or displaced, which has left a mark; or the key was lost
     redis.call('DEL', key)
     redis.call('ZREM', call.keys.waiting, id)
@@ -134,7 +134,7 @@ end)
 
 -- Replace the body and the adapter request of a waiting attempt, unless it was claimed or replaced meanwhile.
 register('renew_job', function(keys, arguments)
-  if redis.pcall('HGET', keys[1], 'attempt') == arguments[1] then
+  if redis.call('HGET', keys[1], 'attempt') == arguments[1] then
     redis.call('HSET', keys[1], 'body', arguments[2], 'wanted', arguments[3])
   end
 end)

@@ -131,7 +131,7 @@ end
 
 -- Add to a sum of work, of all that has ever arrived or was ever claimed. It begins anew where it was lost.
 function tenants.count_work(key, work)
-  redis.call('SET', key, number_of(redis.pcall('GET', key)) + work)
+  redis.call('SET', key, number_of(redis.call('GET', key)) + work)
 end
 
 -- The claim rate: how much work the cell claims in a ms while more waits than the workers take. Count claimed work. An
@@ -171,7 +171,7 @@ end
 -- Return the lowest counter of an active tenant; without one, that of the tenant that was active last.
 function tenants.lowest_counter(call)
   local lowest = redis.call('ZRANGE', call.keys.tenants, 0, 0, 'WITHSCORES')
-  return number_of(lowest[2] or redis.pcall('GET', call.keys.floor))
+  return number_of(lowest[2] or redis.call('GET', call.keys.floor))
 end
 
 -- Return a tenant's counter; the lowest for a tenant without one, or with a lower one.
@@ -188,7 +188,7 @@ end
 function tenants.activate(call, tenant, weight)
   local keys = call.keys
   local active = redis.call('ZRANGE', keys.tenants, 0, 0, 'WITHSCORES')[2]
-  local lowest, idle = number_of(active or redis.pcall('GET', keys.floor)), redis.call('ZSCORE', keys.idle, tenant)
+  local lowest, idle = number_of(active or redis.call('GET', keys.floor)), redis.call('ZSCORE', keys.idle, tenant)
   if idle then redis.call('ZREM', keys.idle, tenant) end
   local counter = number_of(idle or lowest)
   if counter <= lowest then

@@ -5,7 +5,6 @@ local upkeep = {}
 -- Forget how many jobs of each of a tenant's keys wait: its queue was lost.
 function upkeep.forget_counts_of_keys(call, tenant)
   local key = turns.hash_of(call, tenant)
-  hash_fields(key, 'jobs:')
   for _, field in ipairs(redis.call('HKEYS', key)) do
     if string.match(field, '^jobs:') or string.match(field, '^bytes:') then redis.call('HDEL', key, field) end
   end
@@ -25,7 +24,7 @@ function upkeep.restore_job(call, id, facts)
     return true
   end
   local queue = call.prefix .. 'queue:' .. tenant
-  local is_new = redis.pcall('ZADD', queue, 'NX', 0, place) == 1 -- an error for another type, until a census
+  local is_new = redis.call('ZADD', queue, 'NX', 0, place) == 1
   if is_new then
     if redis.call('ZCARD', queue) == 1 then
       tenants.clear(call, tenant)
@@ -104,24 +103,18 @@ function upkeep.load(call)
   tenants.read(call)
   return {redis.call('ZCARD', keys.waiting), string.format('%.17g', call.cell.work),
     string.format('%.17g', 1000 * tenants.claim_rate(call)), redis.call('ZCARD', keys.tenants),
-    number_of(redis.pcall('GET', keys.arrivals))}
+    number_of(redis.call('GET', keys.arrivals))}
 end
 
--- Repair what lost keys have left. Returns keys that were set aside and their types.
+-- Repair what lost keys have left.
 function upkeep.repair(call)
-  set_aside_unless(call, 'hash', 'aside')
-  for name, wanted in pairs(KEY_TYPES) do set_aside_unless(call, wanted, name) end
   for _, tenant in ipairs(redis.call('ZRANDMEMBER', call.keys.tenants, QUEUES_PER_CENSUS)) do
-    set_aside_unless(call, 'zset', 'queue:' .. tenant)
     redis.call('ZADD', call.keys.uses, 'NX', '+inf', tenant) -- one that was lost: too high, it is corrected
   end
   tenants.rebase_counters(call)
   upkeep.drop_remains(call)
   charges.drop_old(call)
   workers.drop_old_rooms(call)
-  local aside = redis.call('HGETALL', call.keys.aside)
-  redis.call('DEL', call.keys.aside)
-  return aside
 end
 
 -- Return the lines of a roll: its time and the number of workers, the server's run and the name of its data, and each
@@ -132,20 +125,19 @@ function upkeep.make_roll(call, new_data_name)
   return string.format('%.0f %d\n%s %s\n%s', call.now, #rows, run, redis.call('GET', call.keys.born), table.concat(rows, '\n'))
 end
 
--- Answers {key of the roll, keys that were set aside and their types, adapters with several homes and how many, the cell's
--- load}. A router that asks is recorded as alive. The roll is made once in ROLL_MS for all routers, and anew where their
--- number has changed.
+-- Answers {key of the roll, adapters with several homes and how many, the cell's load}. A router that asks is recorded as
+-- alive. The roll is made once in ROLL_MS for all routers, and anew where their number has changed.
 register('census', function(_, arguments)
   local call, router, new_data_name, busy = new_call(arguments), arguments[2], arguments[3], arguments[4]
-  local key, aside = call.prefix .. 'roll:' .. LIBRARY, {}
-  local head, known = redis.pcall('GETRANGE', key, 0, 31), redis.pcall('HLEN', call.keys.workers)
-  local made_ms, count = string.match(type(head) == 'string' and head or '', '^(%d+) (%d+)\n')
+  local key = call.prefix .. 'roll:' .. LIBRARY
+  local head, known = redis.call('GETRANGE', key, 0, 31), redis.call('HLEN', call.keys.workers)
+  local made_ms, count = string.match(head, '^(%d+) (%d+)\n')
   local age_ms = call.now - number_of(made_ms)
   local is_due = tonumber(count) ~= known or age_ms < 0 or age_ms >= ROLL_MS
-  if is_due then aside = upkeep.repair(call) end
+  if is_due then upkeep.repair(call) end
   if router ~= '' then routers.beat(call, router) end
   if is_due then redis.call('SET', key, upkeep.make_roll(call, new_data_name), 'PX', WORKER_TTL_MS) end
-  return {key, aside, demand.homes(call, is_due and busy or ''), upkeep.load(call)}
+  return {key, demand.homes(call, is_due and busy or ''), upkeep.load(call)}
 end)
 
 -- Answers for each job, given by id and attempt, 1 if that attempt or a newer one waits, 2 if it was displaced, else 0.
@@ -156,14 +148,14 @@ register('look_up', function(_, arguments)
   for i = 3, #arguments, 2 do
     local key, values = call.prefix .. 'job:' .. arguments[i], nil
     if (#answers + look_number) % LOOKS_PER_CHECK == 0 then
-      values = hash_fields(key, 'attempt', 'displaced', 'facts')
+      values = redis.call('HMGET', key, 'attempt', 'displaced', 'facts')
       if values[3] then
         local was_missing = upkeep.restore_job(call, arguments[i], values[3])
         if was_missing == nil then values = {} end
         is_restored = was_missing or is_restored
       end
     else
-      values = hash_fields(key, 'attempt', 'displaced')
+      values = redis.call('HMGET', key, 'attempt', 'displaced')
     end
     local waits = values[1] and number_of(values[1]) >= tonumber(arguments[i + 1])
     answers[#answers + 1] = waits and 1 or values[2] and 2 or 0
@@ -175,7 +167,7 @@ end)
 
 -- Return since when a waiting job has waited, in ms; the time of the call for one that cannot be read.
 function upkeep.queued_at(call, id)
-  local facts = {read_packed(jobs.checked, hash_fields(call.prefix .. 'job:' .. id, 'facts')[1])}
+  local facts = {read_packed(jobs.checked, redis.call('HMGET', call.prefix .. 'job:' .. id, 'facts')[1])}
   return facts[1] and facts[20] or call.now
 end
 
@@ -187,12 +179,12 @@ register('queue_load', function(_, arguments)
   tenants.read(call)
   for _, id in ipairs(redis.call('ZRANGE', keys.again, 0, 0)) do since = math.min(since, upkeep.queued_at(call, id)) end
   for _, tenant in ipairs(redis.call('ZRANGE', keys.tenants, 0, TENANTS_PER_ESTIMATE - 1)) do
-    local places = redis.pcall('ZRANGE', call.prefix .. 'queue:' .. tenant, 0, 0)
+    local places = redis.call('ZRANGE', call.prefix .. 'queue:' .. tenant, 0, 0)
     if places[1] then since = math.min(since, upkeep.queued_at(call, string.sub(places[1], PLACE_BYTES + 1))) end
   end
   return {redis.call('ZCARD', keys.waiting), string.format('%.17g', call.cell.work), call.now - since,
-    string.format('%.17g', number_of(redis.pcall('GET', keys.arrived_work))),
-    string.format('%.17g', number_of(redis.pcall('GET', keys.claimed_work)))}
+    string.format('%.17g', number_of(redis.call('GET', keys.arrived_work))),
+    string.format('%.17g', number_of(redis.call('GET', keys.claimed_work)))}
 end)
 
 -- Remove what a cell has of a tenant: at most `most` newcomers that wait; of `most` jobs that have begun, from rank
@@ -208,7 +200,7 @@ register('forget_tenant', function(_, arguments)
   end
   local begun = redis.call('ZRANGE', keys.again, first, first + most - 1)
   for _, id in ipairs(begun) do
-    local is_readable, of = read_packed(jobs.checked, hash_fields(call.prefix .. 'job:' .. id, 'facts')[1])
+    local is_readable, of = read_packed(jobs.checked, redis.call('HMGET', call.prefix .. 'job:' .. id, 'facts')[1])
     if is_readable and of == tenant then
       jobs.forget(call, id)
       jobs_gone = jobs_gone + 1
@@ -309,13 +301,3 @@ end)
 
 -- Note that a cell is open again.
 register('open_cell', function(keys, arguments) return redis.call('HDEL', keys[1], arguments[1]) end)
-
--- Rename a key that has another type than the first argument, so that it is begun anew; the renamed key, the second
--- one, expires. Answers the type that was found, '' where nothing is to be done: another router was first.
-register('set_aside', function(keys, arguments)
-  local found = redis.call('TYPE', keys[1]).ok
-  if found == arguments[1] or found == 'none' then return '' end
-  redis.call('RENAME', keys[1], arguments[2])
-  redis.call('PEXPIRE', arguments[2], ASIDE_MS)
-  return found
-end)

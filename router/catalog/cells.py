@@ -128,16 +128,9 @@ class _Cell:
 class LiveWorkers:
     """The live workers of each cell, at most one look's interval stale."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        answer_s: float = ANSWER_S,
-        set_aside: Callable[[str], None] = lambda key: None,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], answer_s: float = ANSWER_S) -> None:
         self._clock = clock
         self._answer_s = answer_s
-        # Called with the name of each key that a census has set aside.
-        self._set_aside = set_aside
         self._servers: dict[str, _Server] = {}
         # Those whose first census has come.
         self._cells: dict[CellKey, _Cell] = {}
@@ -269,8 +262,6 @@ class LiveWorkers:
             server.no_lapse_before = now + NO_LAPSE_S
         known.server, known.homes, known.load = census.server, census.homes, census.load
         known.count_arrivals(now, census.load.arrivals)
-        for name in census.set_aside:
-            self._set_aside(name)
         workers = census.workers
         if now < server.no_lapse_before:
             seen = {state.incarnation for state in workers}

@@ -171,7 +171,6 @@ class Models:
         answer_s: float = ANSWER_S,
         clock: Callable[[], float] | None = None,
         seals: Seals | None = None,
-        set_aside: Callable[[str], None] = lambda key: None,
     ) -> None:
         self._store = store
         self._cells = cells
@@ -184,7 +183,7 @@ class Models:
         # Revisions that are not live, by name and digest: while the store has them, or workers serve them.
         self._others: dict[tuple[str, str], ServedModel] = {}
         self._registered: set[tuple[str, str]] = set()
-        self.live = LiveWorkers(clock, answer_s, set_aside)
+        self.live = LiveWorkers(clock, answer_s)
         # Address of this router's relay; empty until it listens.
         self._reply_to = ""
         self._log_once = LogOnce(log)

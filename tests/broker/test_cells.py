@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from broker.cells import LONGER, LONGER_S, Backlog, CellAddress, CellView, DrainedCells, choose_cell, parse_cells
-from broker.keys import DRAINED_CELLS
 from broker.liveness import CellLoad
 
 DIGESTS = [f"sha256:{number}" for number in range(2_000)]
@@ -212,8 +211,3 @@ async def test_of_two_drains_at_once_one_leaves_a_cell_open(redis: Redis) -> Non
     assert await cells.drain(drained, ["a" if drained == "b" else "b"]), "it is already"
     await cells.open(drained)
     assert await cells.read() == frozenset()
-
-
-async def test_a_key_of_another_type_is_set_aside(redis: Redis) -> None:
-    await redis.set(DRAINED_CELLS, "x")
-    assert await DrainedCells(redis).read() == frozenset()

@@ -1,21 +1,18 @@
-"""Keys that are deleted, evicted or of another type: every job is claimed in the end, and no count is left over."""
+"""Keys that are deleted or evicted: every job is claimed in the end, and no count is left over."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
 
-from broker.keys import RESUME_KEYS, merge_resume_keys
 from broker.liveness import Liveness
 from broker.messages import AdapterRef
-from broker.queue import JobQueue, QueueFullError
+from broker.queue import JobQueue
 from broker.terms import LOOKS_PER_CHECK, NO_KEY, KeyTerms, Placement, QueueLimits, QueueState, UsageReport
-from tests.broker.queued_jobs import KEYS, ROOMY, claim, job
-from tests.broker.role_clients import role_clients
+from tests.broker.queued_jobs import KEYS, ROOMY, job
 
 TENANTS = ("a", "b", "c")
 
@@ -164,33 +161,3 @@ async def test_no_router_is_taken_for_dead_when_their_list_is_lost(redis: Redis)
     await queue.enqueue(job("a"))
     await redis.delete(KEYS.prefix + "routers")
     assert [taken.job_id for taken in (await queue.claim("sha256:0", ROOMY)).jobs] == ["a"]
-
-
-async def test_a_list_of_another_type_is_set_aside(redis: Redis, valkey_url: str) -> None:
-    await redis.hset(RESUME_KEYS, "x", "y")
-    async with role_clients(redis, valkey_url) as (of_router, _):
-        assert await merge_resume_keys(of_router, "made", []) == ["made"]
-    assert await redis.pttl(f"{RESUME_KEYS}:aside") > 0
-
-
-async def test_routers_that_find_a_key_of_another_type_together_set_it_aside_once(redis: Redis) -> None:
-    await asyncio.gather(*(redis.hset(RESUME_KEYS, "x", "y") for _ in range(8)))  # each has a connection of its own
-    merges = [merge_resume_keys(redis, f"made {number}", []) for number in range(8)]
-    (found, *others) = await asyncio.gather(*merges)
-    assert others == [found] * 7
-    assert await redis.hgetall(f"{RESUME_KEYS}:aside") == {b"x": b"y"}
-
-
-async def test_a_queue_of_another_type_stops_no_other_tenant_before_a_census_finds_it(redis: Redis) -> None:
-    queue = JobQueue(redis, KEYS, worker_id="w", limits=QueueLimits(jobs=3))
-    await queue.enqueue(job("late", tenant="a", deadline_ms=1))
-    for name in ("a1", "a2"):
-        await queue.enqueue(job(name, tenant="a"))
-    await redis.set(KEYS.prefix + "queue:a", "x")
-    with pytest.raises(QueueFullError):  # the queue has no last job of the tenant that uses most of it
-        await queue.enqueue(job("b1", tenant="b"))
-    await queue.finish("a1", 1)
-    await queue.enqueue(job("b1", tenant="b"))
-    states = await queue.look_up([(name, 1) for name in ("a2", "b1") for _ in range(LOOKS_PER_CHECK)])
-    assert set(states) == {QueueState.WAITS}
-    assert "b1" in await claim(queue)

@@ -20,14 +20,13 @@ from broker.connection import RedisUnreachableError
 from broker.keys import Keys
 from broker.liveness import CellLoad, Census, Liveness
 from broker.messages import AdapterRef, Job, WorkerPhase, WorkerState
-from broker.terms import ASIDE_MS, QueueLimits
+from broker.terms import QueueLimits
 from options import StoppingParams
 from router.catalog.cells import GONE_S, LOOK_S, CellServer, LiveWorkers, connect_cells
 from router.catalog.models import Models
 from router.catalog.store_client import Manifest, RegisteredModel
 from rpc.errors import InvalidField, Mismatch, NotFound, Unavailable
 from rpc.tasks import every
-from tests.broker.clocked_queue import make_job
 from tests.broker.test_liveness import worker
 from tests.valkey_server import ValkeyServer
 
@@ -68,11 +67,8 @@ class Router:
         self.ahead_s = 0.0
         self.store = OneModel()
         store: Any = self.store
-        self.set_aside: list[str] = []
         servers = [CellServer("main", redis)]
-        self.models = Models(
-            *(store, servers, QueueLimits()), answer_s=answer_s, clock=self._now, set_aside=self.set_aside.append
-        )
+        self.models = Models(*(store, servers, QueueLimits()), answer_s=answer_s, clock=self._now)
         self.live: list[set[str]] = []
 
     def _now(self) -> float:
@@ -142,19 +138,6 @@ async def test_a_call_without_a_model_means_the_default_one_or_the_only_one(redi
     router.models.default_model = lambda: "missing"
     with pytest.raises(NotFound, match="missing"):
         router.models.get("")
-
-
-async def test_a_key_of_another_type_is_set_aside_and_named(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
-    router = await following(redis)
-    await redis.rpush(KEYS.prefix + "queue:acme", "x")
-    await router.models.queue_of("tiny", "main").enqueue(make_job("j", "acme"))
-    await redis.set(KEYS.prefix + "tenants", "x")
-    assert await router.look() == await router.look() == []
-    assert sorted(router.set_aside) == ["queue", "tenants"]
-    assert f"{KEYS.prefix}tenants was a string; it is {KEYS.prefix}aside:tenants now" in caplog.text
-    assert await redis.get(KEYS.prefix + "aside:tenants") == b"x"
-    assert 0 < await redis.pttl(KEYS.prefix + "aside:queue:acme") <= ASIDE_MS
-    assert await router.models.queue_of("tiny", "main").count_waiting() == 1
 
 
 @pytest.mark.parametrize("loss", ["loses its data", "restarts empty"])
