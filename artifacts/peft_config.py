@@ -189,7 +189,7 @@ def parse_name_patterns(field: str, patterns: Mapping[str, Any]) -> NamePatterns
                 f"the pattern {_shown(pattern)!r} is too complex; "
                 "use module names, with two of '*', '+', '?', '(a|b)' at most",
             )
-    # As in the names of tensors: see artifacts.revision.
+    # The text part of a model with images has no such prefix here; artifacts.revision drops it from names of tensors.
     return NamePatterns(field, tuple((re.sub(r"\blanguage_model\\?\.", "", name), n) for name, n in patterns.items()))
 
 

@@ -127,7 +127,7 @@ def measure_looks(workers: int, routers: int) -> dict[str, float]:
 async def _measure_looks(url: str, workers: int, routers: int) -> dict[str, float]:
     redis = await connect(url)
     keys = Keys("model", "main")
-    # One makes the roll in each look, the others read one.
+    # The first library makes the roll at every look; the second reads the one that is there.
     made, kept = (Library(shipped_functions(ROLL_MS=ms)) for ms in (0, 1 << 30))
     first, *others = [Liveness(redis, keys, library=library) for library in (made, *[kept] * _CALLERS)]
     states = [_state(number) for number in range(workers)]

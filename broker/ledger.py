@@ -90,7 +90,7 @@ class Reservation(msgspec.Struct):
     events: int = 0
     resumes: int = 0
     sent: int = 0
-    # What the ledger has charged: what it was last told, and has answered.
+    # Tokens that the ledger has confirmed as charged.
     told_input: int = 0
     told_output: int = 0
 

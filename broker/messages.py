@@ -254,7 +254,7 @@ class WorkerPhase(StrEnum):
 
     SERVING = "serving"
     DRAINING = "draining"
-    # It claims nothing for a while: its engines died one after the other, or it opened none of the last jobs' seals.
+    # Claims nothing for a while, since several engines died in a row, or it could not open the last jobs' seals.
     FAILING = "failing"
 
     @classmethod

@@ -386,8 +386,8 @@ _NAMES = [field.name for field in fields(Entry)]
 # Names of the facts, in the order in which they are packed.
 FACTS = tuple(_NAMES[: _NAMES.index("begun")])
 _facts_of = attrgetter(*FACTS)
-# What broker/lua/jobs.lua packs for each job, one after the other: the facts of its entry, then the queue's own. With
-# _ARRAY before them they are an array in MessagePack.
+# Names of the values that broker/lua/jobs.lua packs for each job, in order: the entry's facts, then the queue's own.
+# Behind _ARRAY they are a MessagePack array.
 _NOTED = (*FACTS, "place", "size", "work", "queued", "deadline")
 _ARRAY = b"\xdc" + len(_NOTED).to_bytes(2, "big")
 

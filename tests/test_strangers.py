@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = "adapter_store artifacts broker clients deploy files router rpc telemetry tenancy worker"
-# What opens a port, and what makes calls over HTTP.
+# Patterns of code that opens a port, and of code that makes calls over HTTP.
 _PORT = (
     r"\.(add_insecure_port|add_secure_port|create_server|start_server|listen)\("
     r"|(HTTPServer|TCPServer|WSGIServer)\(|WSGIServer\)|\(uvicorn\.Server\)"

@@ -33,7 +33,7 @@ _REDIRECTS, _ANSWER_BYTES = 5, 8 << 20
 _HEAD_BYTES, _LOOK_S = 64 << 10, 0.05
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-# What IPv6 has for hosts of the internet; site-local addresses, ::/96 and local NAT64s are outside of it.
+# IPv6 addresses of hosts on the internet; leaves out site-local addresses, ::/96 and local NAT64.
 _UNICAST = ipaddress.ip_network("2000::/3")
 # Special networks that Python takes for public: metadata services of Azure and Oracle, documentation.
 _SPECIAL = [ipaddress.ip_network(each) for each in ("168.63.129.16/32", "192.0.0.0/24", "3fff::/20")]

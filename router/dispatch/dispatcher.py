@@ -373,7 +373,8 @@ class Dispatcher:
         message = "worker %s can't serve a job (%s); it is dispatched again"
         log.warning(message, link.worker_id, failure.reason, extra=fields(job_id=job.job_id))
         self._metrics.redispatches.labels(RETURNED).inc()
-        routed.job = tried if has_others else job
+        if has_others:
+            routed.job = tried
         self._redispatch(routed)
         return True
 

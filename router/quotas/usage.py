@@ -83,7 +83,7 @@ class UsageLog:
         self._metrics = metrics
         self._writing = asyncio.Lock()
         self._claimed_at = -math.inf
-        # What was read and is not written. Until it is, nothing else is read, so that others claim and write it.
+        # Entries that were read and not written yet. No others are read meanwhile: other routers write those.
         self._unwritten: list[Entry] = []
 
     async def follow(self) -> None:

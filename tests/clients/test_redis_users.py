@@ -21,7 +21,7 @@ from broker.terms import QueueState
 from clients.cli.__main__ import app
 from clients.cli.terminal import CommandError
 from tests.broker.clocked_queue import make_job
-from tests.redis_program import redis_program
+from tests.debian_program import debian_program
 from tests.valkey_server import ValkeyServer
 
 
@@ -77,7 +77,7 @@ async def test_a_server_with_the_printed_file(server: ValkeyServer, users: Path)
 async def test_redis_itself_keeps_what_functions_wrote_over_a_restart(
     tmp_path_factory: pytest.TempPathFactory, users: Path
 ) -> None:
-    program = await asyncio.to_thread(redis_program)
+    program = await asyncio.to_thread(debian_program, "redis-server")
     directory = tmp_path_factory.mktemp("v")
     (directory / "users.acl").write_text(await acl(str(users), "--model", "tiny"))
     flags = ("--aclfile", str(directory / "users.acl"), "--appendonly", "yes")

@@ -27,7 +27,7 @@ from rpc.server import Server
 from rpc.tls import TlsFiles
 from tenancy.guard import open_guard
 from tests.credentials_files import CA, write_tls_files
-from tests.deploy.haproxy import haproxy
+from tests.debian_program import debian_program
 from tests.rpc.raw_http2 import UnreadingClient
 
 CONFIG = Path(__file__).parents[2] / "deploy/edge/haproxy.cfg"
@@ -114,7 +114,6 @@ class Ports:
 @asynccontextmanager
 async def edge(directory: Path, answers: Answers, client_s: int = 1) -> AsyncIterator[Ports]:
     """Run a server, a gateway and the proxy, with a timeout for clients that do not read."""
-    program, environment = haproxy()
     cert, key, ca = write_tls_files(directory, "loraplex://router/r")
     (directory / "edge.pem").write_bytes(cert.read_bytes() + key.read_bytes())
     config = directory / "haproxy.cfg"
@@ -142,8 +141,8 @@ async def edge(directory: Path, answers: Answers, client_s: int = 1) -> AsyncIte
             "MTLS_ADDRESS": f"127.0.0.1:{certificates}",
             "MTLS_ROUTERS": f"127.0.0.1:{mtls}",
         }
-        command = (program, "-f", str(config))
-        proxy = await asyncio.create_subprocess_exec(*command, env=os.environ | environment | variables)
+        command = (debian_program("haproxy"), "-f", str(config))
+        proxy = await asyncio.create_subprocess_exec(*command, env=os.environ | variables)
         try:
             async with asyncio.timeout(60):
                 yield Ports(tenants, certificates)

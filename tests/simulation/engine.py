@@ -96,7 +96,7 @@ class SimulatedEngine:
         self.node = Node(f"{parent.name}'s engine")
         self._heard_at, self._expected = asyncio.get_running_loop().time(), False
         self.stalled = self.compiling = False
-        # How many times as long a step takes, for lack of the processor.
+        # Factor by which steps take longer on a busy processor.
         self.slowness = 1.0
         self._inbox: list[ToEngine] = []
         self._woken = asyncio.Event()

@@ -56,7 +56,7 @@ ACTS = frozenset(
 _RARE = {Kind.ENGINE_SLOW, Kind.ROUTER_DRAIN, Kind.REDIS_SLOW, Kind.REDIS_CLOCK, Kind.STORE_AWAY}
 _FAULTS = [kind for kind in Kind if kind not in {*ACTS, *_RARE}]
 _LOOK_S = 0.05
-# How many times as long the steps of an engine take that lacks the processor: longer than an engine may hang.
+# Factor by which steps take longer on a busy processor: such a step outlasts the limit for one that hangs.
 _SLOWNESS = 100.0
 # Time in ms that Redis's clock is ahead.
 _AHEAD_MS = 600_000

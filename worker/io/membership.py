@@ -214,7 +214,9 @@ class Presence:
             await self._health.set_serving(True)
 
     async def pause(self, begins: bool) -> None:
-        """Announce that the worker claims nothing for a while, or again; its jobs go on."""
+        """Announce that the worker claims nothing for a while, or again; its jobs go on. One that drains stays so."""
+        if self._phase is WorkerPhase.DRAINING:
+            return
         self._phase = WorkerPhase.FAILING if begins else WorkerPhase.SERVING
         self._changed.set()
         await self._health.set_serving(not begins and not self.withdrawn)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from broker.messages import WorkerPhase, WorkerState
 from rpc.server import Server
 from tenancy.guard import Guard
 from tenancy.permissions import Port
@@ -54,6 +55,27 @@ async def test_no_beat_waits_for_the_answer_to_another(monkeypatch: pytest.Monke
         await asyncio.gather(beating, return_exceptions=True)
         await presence.leave()
     assert followed == []
+
+
+async def test_a_pause_of_claims_ends_no_drain() -> None:
+    health: Any = SimulatedHealth()
+    liveness: Any = UnansweredBeats()
+    shown = list[WorkerPhase]()
+
+    def state(phase: WorkerPhase) -> WorkerState:
+        shown.append(phase)
+        return worker("w")
+
+    presence = Presence("w-1", liveness, health, state, lambda _: None)
+    await presence.pause(True)
+    await presence.announce_draining()
+    await presence.pause(False)
+    beating = asyncio.create_task(presence.beat())
+    async with asyncio.timeout(20):
+        await liveness.beats.get()
+    beating.cancel()
+    await asyncio.gather(beating, return_exceptions=True)
+    assert shown[-1] is WorkerPhase.DRAINING
 
 
 class ToldRouters:

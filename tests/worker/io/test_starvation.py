@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.throttled import processor_s
-from worker.io.starvation import Starvation
+from worker.io.engine_client import Starvation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells what a thread waits for")
 _SPINS = "while True: pass"
@@ -37,12 +36,18 @@ def process(code: str = _SPINS) -> Iterator[int]:
             running.kill()
 
 
+def processor_s(pid: int) -> float:
+    """Return the processor time in seconds that a process's threads have used."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
 def silence_of(pid: int, processor: float) -> float:
     """Return how long a process counts as silent until it has used so much processor time since now."""
     starvation = Starvation(pid)
     starvation.look()
-    began, used = time.monotonic(), processor_s([pid])
-    while processor_s([pid]) - used < processor:
+    began, used = time.monotonic(), processor_s(pid)
+    while processor_s(pid) - used < processor:
         time.sleep(0.02)
         starvation.look()
     return time.monotonic() - began - starvation.seconds
@@ -51,7 +56,7 @@ def silence_of(pid: int, processor: float) -> float:
 @pytest.mark.parametrize("code", [_SPINS, _WAITS])
 def test_beside_busy_processes_its_processor_time_alone_counts(code: str) -> None:
     with process(code) as pid, process(), process():
-        while processor_s([pid]) < 0.1:
+        while processor_s(pid) < 0.1:
             time.sleep(0.01)
         assert silence_of(pid, 0.2) == pytest.approx(0.2, abs=0.1)
 

@@ -268,9 +268,8 @@ class AdapterFetcher:
     def failed(self, failure: Failure) -> FetchFailedError:
         """Count and log a fetch that failed; return its error."""
         self._metrics.fetches.labels(failure.reason.lower()).inc()
-        self.fails |= (
-            failure.code == "UNAVAILABLE" and failure.reason != "GRANT_REFUSED"
-        )  # another job's grant may hold
+        if failure.code == "UNAVAILABLE" and failure.reason != "GRANT_REFUSED":  # another job's grant may hold
+            self.fails = True
         log.warning("%s", failure.message)
         return FetchFailedError(failure)
 
