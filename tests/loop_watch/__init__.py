@@ -22,11 +22,11 @@ def forget(holds: Path) -> None:
         report.write_text("")
 
 
-def long_holds(holds: Path) -> str:
-    """Return the reports of longer holds than LIMIT_MS, as lines."""
+def long_holds(holds: Path, limit_ms: float = LIMIT_MS) -> str:
+    """Return the reports of longer holds than `limit_ms`, as lines."""
     lines = [json.loads(line) for report in holds.iterdir() for line in report.read_text().splitlines()]
     return "".join(
         f"{line['held_ms']} ms: {' '.join(line['argv'])}\n" + "".join(f"    {frame}\n" for frame in line["stack"][-8:])
         for line in lines
-        if line["held_ms"] > LIMIT_MS
+        if line["held_ms"] > limit_ms
     )

@@ -20,6 +20,9 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 # Prompt of a document, and an answer of as many numbers as 16 choices have with the most alternatives.
 IDS = [number % 4_000 + 300 for number in range(30_000)]
 ALTERNATIVES = {"max_tokens": 1_000, "ignore_eos": True}
+# Maximum processor time in ms of a hold. `make holds` asks for 50 ms; here slow processors get five times as long, and
+# work that grows with the square of an answer still takes seconds.
+LIMIT_MS = 250.0
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "echo": ("/v1/completions", {"prompt": IDS, "max_tokens": 0, "echo": True, "logprobs": 5}),
     "chat": ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, **ALTERNATIVES}),
@@ -51,4 +54,4 @@ async def test_long_answers_hold_no_event_loop(watched: tuple[Cluster, Path], na
         answer = await client.post(path, json=body if path == "/tokenize" else {"model": "a", **body})
     assert answer.status_code == 200, answer.text[:300]
     assert json.loads(answer.content)
-    assert not loop_watch.long_holds(holds)
+    assert not loop_watch.long_holds(holds, LIMIT_MS)
