@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, permutations, product
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -35,21 +36,19 @@ BASELINE = 934
 
 _PAGE = """# JSON schemas: what is enforced
 
-This page is for people who write a [`json_schema`](../guides/structured-answers.md). It shows what becomes of the cases
-of the official [JSON-Schema test suite](https://github.com/json-schema-org/JSON-Schema-Test-Suite), draft 2020-12,
-optional ones included. `make json-schema-suite` writes it.
+How a [`json_schema`](../guides/structured-answers.md) treats the cases of the official [JSON-Schema test
+suite](https://github.com/json-schema-org/JSON-Schema-Test-Suite), draft 2020-12 with its optional files. A case is a
+value that a schema allows or forbids. `make json-schema-suite` writes this page.
 
-A case is a value that a schema allows or forbids.
-
-| a case is | where |
+| a case is | when |
 | --- | --- |
-| enforced | the schema allows the value and an answer may be it, or forbids it and no answer can be it |
+| enforced | an answer can be the value exactly where the schema allows it |
 | refused | the request ends with INVALID_ARGUMENT, which names the keyword by its path |
-| left out | the schema allows the value, and no answer is it |
-| wrong | the schema forbids the value, and an answer could be it |
+| left out | the schema allows the value, and no answer can be it |
+| wrong | the schema forbids the value, and an answer can be it |
 
 Left out are rare spellings of a format (quoted e-mail names, leap seconds with an offset, punycode), numbers near the
-end of float64, and what `format` of the suite calls valid because a validator may ignore formats: here they count.
+end of float64, and texts that the suite calls valid because a validator may ignore formats: here formats count.
 
 """
 
@@ -139,12 +138,21 @@ def _few(value: Any) -> Iterator[Any]:
 
 def page(tallies: Mapping[str, Tally]) -> str:
     """Return the page of docs/."""
-    rows = [
-        f"| `{name}` | {tally.enforced} | {tally.refused} | {len(tally.left_out)} | {len(tally.wrong)} |"
-        for name, tally in tallies.items()
+    counts = {name: (t.enforced, t.refused, len(t.left_out), len(t.wrong)) for name, t in tallies.items()}
+    enforced = [name for name, count in counts.items() if not any(count[1:])]
+    refused = [name for name, count in counts.items() if not any((count[0], *count[2:]))]
+    lists = [
+        fill(f"{title}: `{'`, `'.join(names)}`.", 120, break_on_hyphens=False, break_long_words=False)
+        for title, names in (("Enforced in full", enforced), ("Refused in full", refused))
+        if names
     ]
-    head = ["| file of the suite | enforced | refused | left out | wrong |", "| --- | --- | --- | --- | --- |"]
-    return _PAGE + "\n".join([_total(tallies), "", *head, *rows]) + "\n"
+    head = "| file of the suite | enforced | refused | left out | wrong |\n| --- | --- | --- | --- | --- |"
+    rows = [
+        f"| `{name}` | {' | '.join(map(str, count))} |"
+        for name, count in counts.items()
+        if name not in enforced and name not in refused
+    ]
+    return _PAGE + "\n\n".join([_total(tallies), *lists, "\n".join([head, *rows])]) + "\n"
 
 
 def _total(tallies: Mapping[str, Tally]) -> str:

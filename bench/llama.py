@@ -120,12 +120,14 @@ def measure(setup: Setup, quick: bool, folder: Path) -> Report:
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runs = runner.run(_measure(setup, tokenizer, _Sides(setup, model, adapters, peer, files, converted)))
+    rows = rows_of(runs, tokenizer)
     return Report(
         name="llama",
         command="python -m bench.llama" + (" --quick" if quick else ""),
         quick=quick,
         setup=asdict(setup) | {"model": model.name, "adapters": ADAPTERS, "rank": RANK, "llama.cpp": VERSION},
-        rows=rows_of(runs, tokenizer),
+        rows=rows,
+        page_rows=[row for row in rows if row["unit"] == "tokens/s"],
         ratios=ratios_of(setup, runs, tokenizer),
         aims=AIMS,
     )

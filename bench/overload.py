@@ -226,7 +226,7 @@ def _row(setup: Setup, run: Run) -> dict[str, Any]:
 def _refusals(run: Run) -> list[dict[str, Any]]:
     """Return a row for each status and reason with which calls ended without an answer."""
     ends = Counter(f"{s.code} {s.reason}".strip() for s in run.samples if not s.answered)
-    return [{"case": f"{run.load:g}x: {end}", "client": count} for end, count in ends.most_common()]
+    return [{"case": f"{run.load:g}x: {end}", "calls": count} for end, count in ends.most_common()]
 
 
 def _p99(values: Sequence[float]) -> float:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from bench.bare_engine import BareEngine
 from bench.ceilings import CeilingMeter, CeilingSize
@@ -108,12 +109,14 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
                     cases = cases_of(prompts, shape, ours, peers)
                     # Shorter prompts have warmed up for longer ones.
                     rounds.run(cases, prompts.rounds, between=meter.measure, first_turn=min(1, index))
+    rows = [*rounds.rows(), *meter.rows(), *(row for form, peak in peaks.items() for row in peak.rows(form))]
     return Report(
         name="prompts",
         command="python -m bench.prompts" + (" --quick" if quick else "") + (" --peer FOLDER" if peer else ""),
         quick=quick,
         setup=asdict(setup) | {"adapters": ADAPTERS, "rank": RANK, "decodes": _DECODES},
-        rows=[*rounds.rows(), *meter.rows(), *(row for form, peak in peaks.items() for row in peak.rows(form))],
+        rows=rows,
+        page_rows=_page_rows(rows),
         ratios={
             **ratios_of(setup, rounds, meter),
             "peak_over_weights_mb": peaks["auto"].over_weights_mb,
@@ -121,6 +124,19 @@ def measure(setup: Setup, quick: bool, peer: Path | None = None) -> Report:
         },
         aims=AIMS,
     )
+
+
+def _page_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return a row for each form with its medians by the prompts' length, and the rows of ceilings and memory."""
+    forms: dict[str, dict[str, Any]] = {}
+    others = []
+    for row in rows:
+        length, of_tokens, form = row["case"].partition(" tokens, ")
+        if of_tokens:
+            forms.setdefault(form, {"tokens/s": form})[f"prompts of {length}"] = row["median"]
+        else:
+            others.append(row)
+    return [*forms.values(), *others]
 
 
 class PromptEngine(BareEngine):

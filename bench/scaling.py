@@ -130,6 +130,10 @@ def measure(setup: Setup, quick: bool) -> Report:
     at_100 = {run.name: run for run in sizes if run.scale.workers == max(s for s in setup.workers if s <= 100)}
     quiet = [f"t{number}" for number in range(1, loud.scale.tenants)]
     largest = max(share)
+    others = map(_row, (*loads, loud, flood))
+    scripts = [{"run": f"Redis: {name}", "us": us} for name, us in costs.items()]
+    cores = [{"run": f"{kind} of {setup.routers} routers", "cores": used} for kind, used in looks.items()]
+    names = ("run", "workers", "hit rate", "wait p99 ms", "jobs/s")
     return Report(
         name="scaling",
         command="python -m bench.scaling" + (" --quick" if quick else ""),
@@ -137,9 +141,15 @@ def measure(setup: Setup, quick: bool) -> Report:
         setup=asdict(setup),
         rows=[
             *map(_row, (*sizes, *loads, loud, flood)),
-            *({"run": f"Redis: {name}", "us": us} for name, us in costs.items()),
+            *scripts,
             *({"run": f"Redis at {workers} workers", "cores": used} for workers, used in share.items()),
-            *({"run": f"{kind} of {setup.routers} routers", "cores": used} for kind, used in looks.items()),
+            *cores,
+        ],
+        page_rows=[
+            *(_page_row(sizes, workers) | {"cores of Redis": used} for workers, used in share.items()),
+            *({name: row[name] for name in names} for row in others),
+            *scripts,
+            *cores,
         ],
         ratios={
             "hit_rate_100_workers": at_100[_UNIFORM].result.hit_rate,
@@ -205,6 +215,11 @@ def _row(run: Run) -> dict[str, Any]:
         "of them empty": result.empty_claims / result.claims,
         "of them full": result.full_claims / result.claims,
     }
+
+
+def _page_row(sizes: Sequence[Run], workers: int) -> dict[str, Any]:
+    """Return the hit rates of a size as one row."""
+    return {"hit rate with workers": workers} | {r.name: r.result.hit_rate for r in sizes if r.scale.workers == workers}
 
 
 def _plot(sizes: Sequence[Run], loads: Sequence[Run], share: Mapping[int, float]) -> None:

@@ -8,8 +8,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+# Packages whose versions the page names; JSON files have more.
+_PACKAGES = ("torch", "transformers", "peft")
 
 
 class MarkersMissingError(Exception):
@@ -27,17 +30,28 @@ def rewrite(page: str, report: Mapping[str, Any]) -> str:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Return the report's command, machine and two tables as Markdown."""
+    """Return the report's command, machine and tables as Markdown."""
     machine, versions = report["machine"], report["versions"]
-    packages = ", ".join(f"{package} {version}" for package, version in versions.items())
+    packages = ", ".join(f"{package} {versions[package]}" for package in _PACKAGES if package in versions)
     where = (
         f"`{report['command']}` on {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, "
-        f"OMP_WAIT_POLICY {machine['omp_wait_policy']}, load {machine['load_1_min']} at the end; {packages}."
+        f"load {machine['load_1_min']} at the end; {packages}."
     )
-    keys = list(dict.fromkeys(key for row in report["rows"] for key in row))
-    rows = [[cell(row.get(key, "")) for key in keys] for row in report["rows"]]
     ratios = [[f"`{key}`", cell(value), report["aims"][key]] for key, value in report["ratios"].items()]
-    return "\n\n".join((where, _table(keys, rows), _table(("ratio", "value", "aim"), ratios)))
+    rows = report.get("page_rows") or report["rows"]
+    return "\n\n".join((where, *_tables(rows), _table(("ratio", "value", "aim"), ratios)))
+
+
+def _tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the rows as tables; a new one begins at a row whose keys neither contain the table's nor are among them."""
+    parts: list[tuple[dict[str, Any], list[Mapping[str, Any]]]] = []
+    for row in rows:
+        if not parts or not (row.keys() <= parts[-1][0].keys() or row.keys() >= parts[-1][0].keys()):
+            parts.append(({}, []))
+        parts[-1][0].update(row)
+        parts[-1][1].append(row)
+    for keys, part in parts:
+        yield _table([*keys], [[cell(row.get(key, "")) for key in keys] for row in part])
 
 
 def cell(value: Any) -> str:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.json_schema_suite import DRAFT, check_suite, page
+from bench.json_schema_suite import DRAFT, Tally, check_suite, page
 
 
 def test_cases_are_enforced_refused_left_out_or_wrong(tmp_path: Path) -> None:
@@ -33,4 +33,7 @@ def test_cases_are_enforced_refused_left_out_or_wrong(tmp_path: Path) -> None:
     tallies = check_suite(tmp_path)
     counts = {name: (t.enforced, t.refused, len(t.left_out), len(t.wrong)) for name, t in tallies.items()}
     assert counts == {"properties": (4, 2, 0, 0), "format": (0, 0, 1, 1)}
-    assert "Of 8 cases **4 are enforced, 2 refused, 1 left out, 1 wrong**." in page(tallies)
+    written = page(tallies | {"const": Tally(enforced=3), "not": Tally(refused=2)})
+    assert "Of 13 cases **7 are enforced, 4 refused, 1 left out, 1 wrong**." in written
+    assert "Enforced in full: `const`.\n\nRefused in full: `not`.\n\n| file" in written
+    assert "| `format` | 0 | 0 | 1 | 1 |" in written

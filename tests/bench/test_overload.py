@@ -30,7 +30,7 @@ def test_the_report_counts_answers_in_time_and_calls_that_are_missing() -> None:
     assert written["ratios"]["goodput_20x_of_peak"] == 0.5, "late ones are not counted"
     assert written["ratios"]["unaccounted_calls"] == 1
     assert written["ratios"]["quiet_ttft_p99_ratio"] == pytest.approx(5, rel=0.1), "a refusal counts as the deadline"
-    assert [row["client"] for row in written["rows"] if row["case"] == "20x: RESOURCE_EXHAUSTED"] == [1]
+    assert [row["calls"] for row in written["rows"] if row["case"] == "20x: RESOURCE_EXHAUSTED"] == [1]
     nothing = made_run(1, [answer(1.0, 1.1, "UNAVAILABLE")], 1)
     assert math.isnan(report(setup, True, 10.0, unloaded, [nothing]).ratios["goodput_20x_of_peak"])
 

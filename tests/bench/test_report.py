@@ -11,7 +11,7 @@ import pytest
 from bench.__main__ import NAMES
 from bench.command import run_command
 from bench.report import Aim, Report
-from bench.tables import MarkersMissingError, rewrite
+from bench.tables import MarkersMissingError, markdown, rewrite
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "benchmarks.md"
 
@@ -45,6 +45,13 @@ def test_the_page_has_a_place_for_every_benchmark(name: str) -> None:
     assert "| `speed` | 2.5 | >= 3 |" in written
     assert f"`python -m bench.{name}` on " in written
     assert rewrite(written, made) == written
+
+
+def test_rows_of_other_keys_are_a_table_of_their_own_and_a_page_may_have_rows_of_its_own() -> None:
+    rows = [{"case": "a", "us": 1, "n": 2}, {"case": "b", "us": 3}, {"case": "c", "MB": 4}]
+    made = replace(report("engine"), rows=rows)
+    assert "| a | 1 | 2 |\n| b | 3 |  |\n\n| case | MB |\n| --- | --- |\n| c | 4 |" in markdown(made.to_json())
+    assert "| a |" not in markdown(replace(made, page_rows=rows[2:]).to_json())
 
 
 def test_a_page_is_written_where_that_is_asked_for(
