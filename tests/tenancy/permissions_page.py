@@ -8,47 +8,38 @@ from pathlib import Path
 
 from tenancy.permissions import PERMISSIONS, Permission, Port
 
-_HEAD = """# Permissions: who may call what
+_HEAD = """# Permissions
 
-This page lists every RPC of the cluster and the roles that may call it, by port. It is made from
-[tenancy/permissions.py](../../tenancy/permissions.py); a test compares the two. After a change of the table
-write the page again:
+The roles that may call each RPC, by port. Any other call gets PERMISSION_DENIED. The page is made from
+[tenancy/permissions.py](../../tenancy/permissions.py); after a change run
+`.venv/bin/python -m tests.tenancy.permissions_page docs/reference/permissions.md`.
 
-    .venv/bin/python -m tests.tenancy.permissions_page docs/reference/permissions.md
+- **Ports.** `public` is for tenants, `operators` for operators and the cluster's processes, `relay` for workers.
+- **Scopes** narrow a role: a key or token that has scopes may call only the methods of these scopes.
+- **Workers** call DownloadRevision with a router's grant for that revision.
+- **ExternalScaler** has a port of its own, without credentials, because KEDA sends none. With TLS it asks for a
+  certificate.
+- **Without credentials** one port serves the columns `public` and `operators`, and every caller has every role.
 
-- **Default deny.** A server with a method that has no row does not start. A role that a row does not list for the port
-  is refused with PERMISSION_DENIED.
-- **Ports.** `public` is for tenants, `operators` for operators and the parts of the cluster, `relay` for workers and
-  other routers.
-- **Workers** call DownloadRevision with a router's grant for the revision
-  ([adapter_store/service.py](../../adapter_store/service.py)).
-- **ExternalScaler** is served by `loraplex scaler` on a port of its own, because KEDA sends no credential. With TLS
-  that port asks for a certificate.
-- **Scopes.** A key or token with scopes may call only the methods of these scopes, as far as its role may.
-- **Without credentials** (on loopback, or with `--insecure-tenants`) one port serves the first two columns, and every
-  caller has every role.
+| service | RPC | scope | public | operators | relay |
+| --- | --- | --- | --- | --- | --- |
 """
 
 
 def page() -> str:
-    """Return the page."""
-    parts = [_HEAD]
+    """Return the page: a row for the RPCs of a service that have the same permission."""
+    rows = []
     for service, methods in groupby(PERMISSIONS.items(), key=lambda item: item[0].split("/")[1]):
-        parts.append(f"## {service.rpartition('.')[2]}\n")
-        parts.append(f"`{service}`\n")
-        parts.append("| RPC | scope | public port | operators' port | relay port |\n| --- | --- | --- | --- | --- |")
-        parts += [_row(name.rpartition("/")[2], row) for name, row in methods]
-        parts.append("")
-    return "\n".join(parts)
+        names: dict[tuple[str, ...], list[str]] = {}
+        for name, permission in methods:
+            names.setdefault(_cells(permission), []).append(name.rpartition("/")[2])
+        rows += [f"| `{service}` | {', '.join(of)} | {' | '.join(cells)} |\n" for cells, of in names.items()]
+    return _HEAD + "".join(rows)
 
 
-def _row(name: str, row: Permission) -> str:
-    cells = [_cell(row, port) for port in Port]
-    return f"| {name} | {row.scope or '-'} | {' | '.join(cells)} |"
-
-
-def _cell(row: Permission, port: Port) -> str:
-    return "anybody" if row.anybody else ", ".join(sorted(row.roles.get(port, ()))) or "-"
+def _cells(row: Permission) -> tuple[str, ...]:
+    roles = ("anybody" if row.anybody else ", ".join(sorted(row.roles.get(port, ()))) for port in Port)
+    return (row.scope, *roles)
 
 
 if __name__ == "__main__":
