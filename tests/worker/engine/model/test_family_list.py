@@ -40,19 +40,21 @@ def test_none_is_both_served_and_refused() -> None:
 
 
 def test_the_page_has_the_tables() -> None:
-    adapted = {False: "all linear layers", True: "all linear layers and experts, but no router"}
-    served = [
-        f"| {one.title} | `{one.model_type}` | `{one.architecture}` | {adapted[one.experts]} |"
-        for one in FAMILIES.values()
-    ]
+    dense, experts = (
+        [f"| {one.title} | `{one.model_type}` |" for one in FAMILIES.values() if one.experts == of]
+        for of in (False, True)
+    )
     encoders = [
         f"| {one.title} | `{one.model_type}` | {quoted(one.architectures)} | {quoted(one.head.modules)} |"
         for one in ENCODERS.values()
     ]
-    refused = [f"| `{name}` | {why} |" for name, why in WHY_REFUSED.items()]
+    refused = [
+        f"| {why} | {quoted(name for name in WHY_REFUSED if WHY_REFUSED[name] == why)} |"
+        for why in dict.fromkeys(WHY_REFUSED.values())
+    ]
     root = Path(__file__).parents[4]
     page = (root / "docs" / "reference" / "models.md").read_text()
-    assert tables(page) == [served, encoders, refused], "write the tables of docs/reference/models.md anew"
+    assert tables(page) == [dense, experts, encoders, refused], "write the tables of docs/reference/models.md anew"
     assert f"{len(FAMILIES)} families" in (root / "README.md").read_text()
 
 
