@@ -31,8 +31,8 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 PROMPT, TOKENS = "a secret prompt", 12
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
 LABELS = {
-    name: {label for label in labels.replace(" ", "").split(",") if label}
-    for name, labels in re.findall(r"^\| `(loraplex_\w+)` \| \w+ \| ([\w, ]*)\|", PAGE, re.MULTILINE)
+    name: {label for label in labels.split(",") if label}
+    for name, labels in re.findall(r"^\| `(loraplex_\w+)(?:\{([\w,]+)\})?` \|", PAGE, re.MULTILINE)
 }
 
 

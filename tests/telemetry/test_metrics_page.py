@@ -16,15 +16,18 @@ from telemetry.metrics import Meters
 from worker.io.metrics import WorkerMetrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\| `(loraplex_\w+)` \| (\w+) \| ([\w, ]*)\|", re.MULTILINE)
+ROW = re.compile(r"^\| `(loraplex_\w+)(?:\{[\w,]+\})?` \| (\w+) \| (.*?) \|", re.MULTILINE)
 
 
 def documented(section: str) -> dict[str, str]:
-    """Kinds by name."""
-    text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
-    rows = [(name, kind) for name, kind, _ in ROW.findall(text)]
-    assert len(rows) == len(dict(rows)) == text.count("\n| `")
-    return dict(rows)
+    """Return the kinds of a process's metrics by their names."""
+    own, shared = (PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0] for title in (section, "In several processes"))
+    rows = ROW.findall(own)
+    assert len(rows) == own.count("\n| `")
+    rows += [row for row in ROW.findall(shared) if row[2] == "all" or section in row[2].split(", ")]
+    kinds = {name: kind for name, kind, _ in rows}
+    assert len(kinds) == len(rows)
+    return kinds
 
 
 @pytest.mark.parametrize(
