@@ -77,61 +77,54 @@ KEY_USES_S = 60.0
 class StoreSettings(AccessSettings):
     """Keeps adapters and base models' manifests, in a directory or in a bucket, and serves them over gRPC."""
 
-    data: Path = setting("directory that holds everything; with --bucket, what is on its way; made when it is missing")
+    data: Path = setting("directory of all data, made if missing; with --bucket, of transfers in progress")
     bucket: str = setting(
-        "s3://BUCKET/FOLDER, gs:// or az:// that holds everything, for several stores at once; credentials and "
-        "endpoint are in the provider's own variables (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...); empty: the directory",
+        "s3://BUCKET/FOLDER, gs:// or az:// of all data, for several stores; credentials are in the provider's "
+        "variables (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...); empty: the directory",
         "",
     )
     host: str = setting("address to listen on", "127.0.0.1")
-    port: int = setting("port to listen on, 0 for one that the system chooses", 50052)
-    max_adapter_bytes: int = setting("maximum of bytes of a safetensors file", 4 * 1024**3, least=1)
+    port: int = setting("port to listen on; 0: any free port", 50052)
+    max_adapter_bytes: int = setting("maximum bytes of a safetensors file", 4 * 1024**3, least=1)
     keep_deleted_s: float = setting(
-        "seconds for which a deleted adapter's files can still be fetched, for answers that run on it: at least the "
-        "longest answer",
+        "seconds that a deleted adapter's files are kept for running answers: at least the longest answer",
         3600.0,
     )
     fitness_max_drop: float = setting(
-        "largest share of the answers to an adapter's own prompts that a quantized base may lose: of right ones, or of "
-        "equal ones where no answers are expected",
+        "maximum share of (right) answers to an adapter's own prompts that a quantized base may lose",
         0.05,
     )
     fitness_min_agreement: float = setting(
-        "least share of equal greedy tokens that a certificate by drawn prompts needs on a quantized base", 0.8
+        "minimum share of equal greedy tokens on drawn prompts, on a quantized base", 0.8
     )
     fitness_max_kl: float = setting(
-        "largest mean divergence in nats that a certificate by drawn prompts may have on a quantized base", 0.2, least=0
+        "maximum mean divergence in nats on drawn prompts, on a quantized base", 0.2, least=0
     )
-    fitness_breach: str = setting(
-        "routers refuse adapters beyond these limits on such a base, or warn of them: refuse or warn", REFUSE
-    )
+    fitness_breach: str = setting("what routers do with adapters beyond these limits: refuse or warn", REFUSE)
     plans: str = setting(
-        "a TOML file with the plans of tenants and keys (docs/guides/quotas.md), read again when it changes; empty: "
-        "the plans that operators set with `loraplex plans`",
+        "TOML file of plans, reread when it changes (docs/guides/quotas.md); empty: those of `loraplex plans`",
         "",
     )
     sources: str = setting(
-        "a TOML file with the sources that tenants may import adapters from (docs/guides/adapters.md), read again when "
-        "it changes; empty: none",
+        "TOML file of sources that tenants may import from, reread when it changes (docs/guides/adapters.md)",
         "",
     )
-    transfer_timeout_s: float = setting("maximum of seconds for an import or an export", 3600.0, above=0)
+    transfer_timeout_s: float = setting("timeout in seconds for an import or an export", 3600.0, above=0)
     signers: str = setting(
-        "a TOML file with the keys and root certificates whose signatures tenants' revisions need "
-        "(docs/guides/releases.md); empty: none",
+        "TOML file of keys and root certificates whose signatures tenants' revisions need (docs/guides/releases.md)",
         "",
     )
     webhooks: str = setting(
-        "a TOML file with addresses that get each change of a release, signed (docs/guides/releases.md); empty: none",
+        "TOML file of addresses that get each change of a release, signed (docs/guides/releases.md)",
         "",
     )
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
-    bootstrap_key: str = setting("file with the first operator's API key; `loraplex keys bootstrap` makes it", "")
+    bootstrap_key: str = setting("file with the first operator's API key, made by `loraplex keys bootstrap`", "")
     audit: str = setting(FILE_HELP, "")
     insecure_tenants: bool = setting(
-        "allow listening beyond this machine although any caller can name any tenant", False
+        "allow listening beyond this machine without credentials, so that callers can act as any tenant", False
     )
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ HEAD = "lm_head"
 HEAD_WEIGHTS = frozenset({"lm_head.weight", "embed_out.weight"})
 # Name on command lines of a KV cache of 8 bits; by default it is in the dtype that the model computes in.
 INT8 = "int8"
-KV_CACHE_HELP = "int8: the KV cache in 8 bits; empty: in the dtype that the model computes in"
+KV_CACHE_HELP = "int8: an 8-bit KV cache; empty: the model's dtype"
 # Bytes of a scale. Not of 16 bits: it would save 2 of 68 bytes with 64 numbers, and lose numbers below 1e-5.
 _SCALE_BYTES = 4
 

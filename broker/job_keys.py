@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 KEY_BYTES = 32
 # Description of the flags that name a file of job keys.
 JOB_KEY_HELP = (
-    "file with the keys that encrypt jobs in Redis, the same for all routers and workers; needed with --tls-cert "
-    "(`loraplex certs dev` makes one)"
+    "file with the keys that encrypt jobs in Redis, the same for all routers and workers; needed with --tls-cert; "
+    "`loraplex certs dev` makes one"
 )
 _ID = re.compile(r"[A-Za-z0-9._-]{1,32}")
 

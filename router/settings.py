@@ -34,72 +34,60 @@ _OWN_FILES = ("usage_file", "audit")
 class Settings(AccessSettings):
     """Routes Generate calls onto Redis queues and streams the workers' tokens back."""
 
-    store: str = setting("the adapter store's address, HOST:PORT")
+    store: str = setting("address of the adapter store, HOST:PORT")
     redis_url: str = setting(REDIS_URL_HELP, variable=REDIS_URL_VARIABLE)
     store_away_s: float = setting(
-        "seconds that API keys and adapters' names read before are used for while the store does not answer",
+        "seconds that cached API keys and adapters' names are used while the store does not answer",
         STALE_S,
         above=0,
     )
-    host: str = setting("the address to listen on for clients", "127.0.0.1")
-    port: int = setting("the port to listen on for clients; 0: the system chooses", 50051)
-    processes: int = setting("number of router processes that share the port (docs/guides/operating.md)", 1, least=1)
-    relay_host: str = setting("the address to listen on for workers", "127.0.0.1")
-    relay_port: int = setting("the port to listen on for workers; 0: the system chooses", 0)
-    relay_advertise: str = setting("HOST that workers reach this router's relay at; empty: the relay host", "")
+    host: str = setting("address to listen on", "127.0.0.1")
+    port: int = setting("port to listen on; 0: any free port", 50051)
+    processes: int = setting("router processes that share the port (docs/guides/operating.md)", 1, least=1)
+    relay_host: str = setting("address to listen on for workers", "127.0.0.1")
+    relay_port: int = setting("port to listen on for workers; 0: any free port", 0)
+    relay_advertise: str = setting("host name or address at which workers reach the relay; empty: --relay-host", "")
     cells: str = setting(
-        "the cells of the queues, NAME or NAME=URL, with spaces between them; URL: the cell's own Redis "
-        "(docs/guides/scaling.md)",
+        "cells of the queues, NAME or NAME=REDIS-URL, separated by spaces (docs/guides/scaling.md)",
         "main",
     )
-    waiting_limit: int = setting("maximum of jobs that wait in a model's queue, of each cell", 10_000, least=1)
-    waiting_bytes: int = setting("maximum of bytes of these jobs", 1 << 30, least=1)
-    open_calls_limit: int = setting("maximum of clients' open calls; a tenant gets a share of them", 8_192, least=1)
-    open_bytes_limit: int = setting("maximum of bytes of their messages", 1 << 28, least=2 * MESSAGE_BYTES)
-    usage_file: str = setting("a file that usage events are appended to (docs/guides/quotas.md); empty: none", "")
-    usage_url: str = setting("an HTTP collector that the events of --usage-file are sent to; empty: none", "")
-    adapter_mib_tokens: float = setting("prompt tokens that a MiB of an adapter's load is charged as", 10.0)
-    client_stall_s: float = setting(
-        "seconds that a client may read nothing; then its request is dropped", 10.0, above=0
-    )
-    drain_s: float = setting("seconds that running streams get when the router is told to stop", 5.0)
+    waiting_limit: int = setting("maximum waiting jobs in a model's queue, per cell", 10_000, least=1)
+    waiting_bytes: int = setting("maximum bytes of these jobs", 1 << 30, least=1)
+    open_calls_limit: int = setting("maximum open calls of clients; a tenant gets a share of them", 8_192, least=1)
+    open_bytes_limit: int = setting("maximum bytes of their messages", 1 << 28, least=2 * MESSAGE_BYTES)
+    usage_file: str = setting("file that usage events are appended to (docs/guides/quotas.md)", "")
+    usage_url: str = setting("HTTP collector that gets the events of --usage-file", "")
+    adapter_mib_tokens: float = setting("prompt tokens charged per MiB of an adapter that is loaded", 10.0)
+    client_stall_s: float = setting("seconds after which a client that reads nothing is dropped", 10.0, above=0)
+    drain_s: float = setting("seconds that running requests get when the process is told to stop", 5.0)
     job_key: str = setting(JOB_KEY_HELP, "")
     resume_key: str = setting(
-        "a secret of all routers, with which streams are resumed at another; prefer the variable to the flag; "
-        "empty: the one that the routers keep in Redis",
+        "secret of all routers for resuming streams; prefer the variable; empty: kept in Redis",
         "",
     )
-    accepted_resume_keys: str = setting(
-        "further resume keys whose tokens are accepted, with commas between them: former ones, or the next one", ""
-    )
+    accepted_resume_keys: str = setting("former or next resume keys that are accepted too, separated by commas", "")
     generation_config: str = setting(
-        "auto: what a request leaves unset of sampling and max_tokens is as in the model's generation_config.json; "
-        "none: that file is not used, so an unset temperature is greedy",
+        "auto: unset sampling and max_tokens come from the model's generation_config.json; none: they do not",
         "auto",
     )
     default_max_tokens: int = setting(
-        "maximum tokens of an answer whose request sets no max_tokens; 0: as the model, protocol and context say",
+        "maximum tokens of an answer whose request sets no max_tokens; 0: no such bound",
         0,
         least=0,
     )
     scale_from_zero: bool = setting(
-        "take requests of a registered model without a worker: they wait in the queue, up to their deadline, for the "
-        "one that an autoscaler starts (loraplex scaler); by default they are refused",
+        "queue requests of a registered model without a worker until an autoscaler starts one; else refuse them",
         False,
     )
-    engine_protocol: str = setting(
-        "a protocol for gateways that is served too: sglang (docs/reference/engine-protocol.md); empty: none", ""
-    )
-    engine_tenant: str = setting(
-        "the tenant of its calls without one, such as those of gateways; not used with credentials", DEFAULT_TENANT
-    )
-    engine_adapter: str = setting("the adapter of its calls without lora_id; empty: the base model", "")
+    engine_protocol: str = setting("engine protocol to serve too: sglang (docs/reference/engine-protocol.md)", "")
+    engine_tenant: str = setting("tenant of its calls that name none, where there are no credentials", DEFAULT_TENANT)
+    engine_adapter: str = setting("adapter of its calls without lora_id; empty: the base model", "")
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     audit: str = setting(FILE_HELP, "")
     insecure_tenants: bool = setting(
-        "allow listening beyond this machine although any caller can name any tenant, and act as a worker",
+        "allow listening beyond this machine without credentials, so that callers can act as any tenant",
         False,
     )
 

@@ -23,7 +23,7 @@ class SettingsError(Exception):
 
 # The variable that several processes of one host share.
 REDIS_URL_VARIABLE = "LORAPLEX_REDIS_URL"
-REDIS_URL_HELP = f"the Redis or Valkey server, such as redis://127.0.0.1:6379; also {REDIS_URL_VARIABLE}"
+REDIS_URL_HELP = f"Redis or Valkey server, such as redis://127.0.0.1:6379; also {REDIS_URL_VARIABLE}"
 
 
 def setting(
@@ -93,11 +93,13 @@ def _parser(cls: type[Any], command: str, prefix: str, fields: Mapping[str, Any]
     parser = _Parser(
         prog=command,
         description=(cls.__doc__ or "").strip(),
-        epilog=f"Every flag can be given as an environment variable too: {prefix} and its name in upper case.",
+        epilog=f"Each flag is also an environment variable: {prefix} and its name in upper case. "
+        "A setting without a default is off or empty.",
         allow_abbrev=False,
     )
     for name, field in fields.items():
-        default = "" if field.default in (dataclasses.MISSING, None, "") else f" (default: {field.default})"
+        default = "" if field.default in (None, "") else f" (default: {field.default})"
+        default = " (required)" if field.default is dataclasses.MISSING else default
         switch: dict[str, Any] = {"nargs": "?", "const": "true"} if hints[name] is bool else {}
         # argparse formats the text.
         text = (field.metadata["help"] + default).replace("%", "%%")

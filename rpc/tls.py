@@ -20,7 +20,7 @@ S = TypeVar("S")
 
 CERT_HELP = "PEM file with this process's certificate, which turns TLS and credentials on; with --tls-key and --tls-ca"
 KEY_HELP = "PEM file with the certificate's private key"
-CA_HELP = "PEM file with the authorities that sign the certificates of clients and of the other processes"
+CA_HELP = "PEM file with the authorities that sign the certificates of clients and other processes"
 # Time in seconds that the calls of a channel get to end after the certificate has changed.
 CLOSE_S = 60.0
 

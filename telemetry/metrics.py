@@ -32,7 +32,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 PREFIX = "loraplex"
 # The help text of a setting `metrics_port`.
 NO_METRICS = -1
-PORT_HELP = f"the port of the Prometheus metrics; 0: the system chooses; {NO_METRICS}: none"
+PORT_HELP = f"port of the Prometheus metrics; 0: any free port; {NO_METRICS}: none"
 # Maximum number of tenants, and of adapters, with a time series of their own; later ones share `other`.
 NAMES = 1_000
 OTHER = "other"

@@ -28,18 +28,16 @@ class AccessSettings:
     tls_cert: str = setting(CERT_HELP, "")
     tls_key: str = setting(KEY_HELP, "")
     tls_ca: str = setting(CA_HELP, "")
-    mtls_port: int | None = setting("a port for tenants with certificates; none by default", None)
-    operator_host: str = setting("the address of the operators' ports and of the metrics; empty: --host", "")
-    operator_port: int | None = setting("a port for operators with API keys or tokens; none by default", None)
-    operator_mtls_port: int | None = setting(
-        "a port for operators, routers and workers with certificates; none by default", None
-    )
+    mtls_port: int | None = setting("port for tenants with client certificates", None)
+    operator_host: str = setting("address of the operators' ports and of the metrics; empty: --host", "")
+    operator_port: int | None = setting("port for operators with API keys or tokens", None)
+    operator_mtls_port: int | None = setting("port for operators, routers and workers with certificates", None)
 
-    reflection: bool = setting("serve gRPC's server reflection, for operators (docs/reference/grpc.md)", False)
+    reflection: bool = setting("serve gRPC server reflection to operators (docs/reference/grpc.md)", False)
 
     jwt_issuer: str = setting("accept tokens (JWT) of this issuer; with --jwt-audience and --jwt-jwks", "")
-    jwt_audience: str = setting("the audience that tokens must name", "")
-    jwt_jwks: str = setting("file or https URL with the public keys that sign them, as a JWKS", "")
+    jwt_audience: str = setting("audience that tokens must name", "")
+    jwt_jwks: str = setting("file or https URL of the JWKS that verifies tokens", "")
 
     def check_access(self, host: str, insecure_tenants: bool) -> None:
         """Raise ValueError where the settings let in whom they should not, or go without each other."""

@@ -213,7 +213,7 @@ TEXT_CHARACTERS = 500
 _LINE_BYTES = 64 * 1024
 # Maximum bytes of a file's end in which its last record is looked for; a record has fewer.
 _TAIL_BYTES = 1024 * 1024
-FILE_HELP = "a file that the audit log is appended to (docs/guides/security.md); empty: none"
+FILE_HELP = "file that the audit log is appended to (docs/guides/security.md)"
 
 
 class AuditFileError(Exception):

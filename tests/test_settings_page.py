@@ -25,41 +25,42 @@ PROCESSES: dict[str, type[Any]] = {
 }
 HEAD = """# Settings
 
-`python -m router`, `python -m worker`, `python -m adapter_store`, `loraplex gateway`, `loraplex scaler` and `loraplex
-operator` take these flags; `--help` prints the same text. Every flag is also an environment variable: `--relay-port` of
-the router is `LORAPLEX_ROUTER_RELAY_PORT`; the others begin with `LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`,
-`LORAPLEX_GATEWAY_`, `LORAPLEX_SCALER_` and `LORAPLEX_OPERATOR_`. A flag wins over its variable. An unknown flag or
-variable, or a bad value, ends the start with one line.
+Flags of `python -m router`, `python -m worker`, `python -m adapter_store`, `loraplex gateway`, `loraplex scaler` and
+`loraplex operator`, which `--help` prints too. Each is also an environment variable: `--relay-port` of the router is
+`LORAPLEX_ROUTER_RELAY_PORT`; the other prefixes are `LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`, `LORAPLEX_GATEWAY_`,
+`LORAPLEX_SCALER_` and `LORAPLEX_OPERATOR_`. A flag wins over its variable. Without a default a setting is off or empty.
+An unknown flag or variable, or a bad value, ends the start with an error.
 
 `.venv/bin/python -m tests.test_settings_page` writes this page.
+
+## In several processes
+
+| flag | processes | default | meaning |
+| --- | --- | --- | --- |
 """
 
 
-def rows(process: type[Any]) -> dict[str, str]:
-    """Return the table's row of each setting of a process."""
-    return {field.name: row(field) for field in dataclasses.fields(process)}
-
-
-def row(field: dataclasses.Field[Any]) -> str:
-    """Return the row of a setting; one without a default is required."""
+def cells(field: dataclasses.Field[Any]) -> tuple[str, str]:
+    """Return the first cell of a setting's row and the last two; one without a default is required."""
     default = (
         "required" if field.default is dataclasses.MISSING else "" if field.default in ("", None) else field.default
     )
     meaning = re.sub(r" \(docs/[\w/-]+\.md\)", "", field.metadata["help"]).replace("|", "\\|")
-    return f"| `--{field.name.replace('_', '-')}` | {default} | {meaning} |"
+    return f"| `--{field.name.replace('_', '-')}` |", f" {default} | {meaning} |\n"
 
 
 def page() -> str:
-    """Return the page: the settings of several processes, and then those of each."""
-    owners: dict[str, list[str]] = {}
+    """Return the page: the settings that several processes have alike, and then those of each."""
+    owners: dict[tuple[str, str], list[str]] = {}
     for name, process in PROCESSES.items():
-        for line in rows(process).values():
-            owners.setdefault(line, []).append(name)
-    shared = {line: names for line, names in owners.items() if len(names) > 1}
-    tables = {", ".join(names): [line for line in shared if shared[line] == names] for names in shared.values()}
-    tables |= {name: [line for line, names in owners.items() if names == [name]] for name in PROCESSES}
-    head = "| flag | default | meaning |\n| --- | --- | --- |\n"
-    return HEAD + "".join(f"\n## {name}\n\n{head}" + "\n".join(table) + "\n" for name, table in tables.items())
+        for field in dataclasses.fields(process):
+            owners.setdefault(cells(field), []).append(name)
+    parts = [HEAD]
+    parts += [f"{flag} {', '.join(of)} |{rest}" for (flag, rest), of in owners.items() if len(of) > 1]
+    for name in PROCESSES:
+        parts.append(f"\n## {name}\n\n| flag | default | meaning |\n| --- | --- | --- |\n")
+        parts += [flag + rest for (flag, rest), of in owners.items() if of == [name]]
+    return "".join(parts)
 
 
 def test_the_page_has_every_setting() -> None:

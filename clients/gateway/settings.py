@@ -18,56 +18,51 @@ class GatewaySettings:
     """Serves the HTTP protocols of OpenAI, Anthropic, and LoRAX and TGI, as a client of routers."""
 
     router: str = setting(
-        f"the routers' addresses, HOST:PORT with commas between them; also {_ROUTER}",
+        f"addresses of the routers, HOST:PORT, separated by commas; also {_ROUTER}",
         "127.0.0.1:50051",
         variable=_ROUTER,
     )
     store: str = setting(
-        "the adapter store's address, so that /v1/models lists a tenant's adapters, and /v1/adapters takes them; "
-        f"empty: neither; also {_STORE}",
+        f"address of the adapter store, for /v1/adapters and the adapters in /v1/models; also {_STORE}",
         "",
         variable=_STORE,
     )
     ca: str = setting(
-        "TLS to routers and store, which then get each caller's API key: the file with the authority that signs their "
-        f"certificates, or `system`; also {_CA}",
+        f"file with the authority of the cluster's certificates, or `system`; turns on TLS and API keys; also {_CA}",
         "",
         variable=_CA,
     )
     operator_router: str = setting(
-        "with --ca: the addresses of the routers' --operator-port, HOST:PORT with commas between them, so that the "
-        "page shows the cluster to an operator's key; empty: it does not",
+        "with --ca: addresses of the routers' --operator-port, so that the page shows the cluster to operators",
         "",
     )
-    host: str = setting("the address to listen on", "127.0.0.1")
+    host: str = setting("address to listen on", "127.0.0.1")
     host_names: str = setting(
-        "without --ca: names that requests may be sent to, with commas between them, besides localhost and addresses; "
-        "a page of another site may have sent others. Empty: any, if --host is beyond this machine",
+        "without --ca: further host names of requests, separated by commas; empty: any, beyond this machine",
         "",
     )
-    port: int = setting("the port to listen on; 0: the system chooses", 8000)
-    tls_cert: str = setting("PEM file with the gateway's own certificate: it then speaks HTTPS; with --tls-key", "")
+    port: int = setting("port to listen on; 0: any free port", 8000)
+    tls_cert: str = setting("PEM file with the gateway's certificate, for HTTPS; with --tls-key", "")
     tls_key: str = setting("PEM file with the certificate's private key", "")
-    connections_limit: int = setting("maximum of open connections; an address gets half of them", 10_000, least=1)
-    requests_limit: int = setting("maximum of requests that run at once; a caller gets a share of them", 8_192, least=1)
+    connections_limit: int = setting("maximum open connections; half of them of one address", 10_000, least=1)
+    requests_limit: int = setting("maximum requests at once; a caller gets a share of them", 8_192, least=1)
     client_stall_s: float = setting(
-        "seconds that a client may leave an answer unread; then its connection is closed", 15.0, above=0
+        "seconds after which the connection of a client that reads nothing is closed", 15.0, above=0
     )
     responses_kept_s: float = setting(
-        "seconds that an answer of /v1/responses is remembered for `previous_response_id`, in this process's memory; "
-        "0: it is not",
+        "seconds that answers of /v1/responses are kept in memory for `previous_response_id`; 0: not at all",
         KEPT_S,
         least=0,
     )
-    drain_s: float = setting("seconds that running answers get when the gateway is told to stop", 5.0)
+    drain_s: float = setting("seconds that running requests get when the process is told to stop", 5.0)
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     insecure_tenants: bool = setting(
-        "allow listening beyond this machine although any caller can name any tenant", False
+        "allow listening beyond this machine without credentials, so that callers can act as any tenant", False
     )
     insecure_http: bool = setting(
-        "allow listening beyond this machine although API keys come in clear, as behind a proxy that ends TLS", False
+        "allow listening beyond this machine with API keys in clear, as behind a proxy that ends TLS", False
     )
 
     def __post_init__(self) -> None:

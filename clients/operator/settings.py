@@ -18,18 +18,18 @@ class OperatorSettings:
     """Brings the adapter store to what the objects LoraAdapter and BaseModel of Kubernetes ask for."""
 
     namespaces: str = setting(
-        "the namespaces whose objects are followed, with commas between them: NAMESPACE, or NAMESPACE=TENANT where "
-        "adapters may be this tenant's alone; again for each further tenant"
+        "namespaces to follow, separated by commas: NAMESPACE, or NAMESPACE=TENANT for adapters of this tenant alone, "
+        "repeated for further tenants"
     )
     store: str = setting(
-        "the address of the store, with credentials of its --operator-port; also LORAPLEX_STORE_ADDRESS",
+        "address of the store, with credentials of its --operator-port; also LORAPLEX_STORE_ADDRESS",
         "127.0.0.1:50052",
         variable="LORAPLEX_STORE_ADDRESS",
     )
     look_s: float = setting(
-        "seconds between looks at an object that is as it asks to be; at others it looks sooner", 60.0, above=0
+        "seconds between looks at an object that needs no change; at others it looks sooner", 60.0, above=0
     )
-    host: str = setting("the address that the metrics' port listens on", "127.0.0.1")
+    host: str = setting("address of the metrics", "127.0.0.1")
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)

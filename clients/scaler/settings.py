@@ -23,24 +23,22 @@ class ScalerSettings:
     """Tells KEDA and Prometheus how many workers each model needs, as a client of routers."""
 
     pools: str = setting(
-        "the models whose workers are scaled, MODEL=LEAST-MOST with commas between them; "
-        "of a model in several cells MODEL@CELL=LEAST-MOST for each"
+        "models to scale, MODEL=LEAST-MOST, separated by commas; in several cells MODEL@CELL=LEAST-MOST for each"
     )
     router: str = setting(
-        "the addresses of the routers, with credentials of their --operator-port, HOST:PORT with commas between them; "
-        "also LORAPLEX_ADDRESS",
+        "addresses of the routers (--operator-port, with credentials), separated by commas; also LORAPLEX_ADDRESS",
         "127.0.0.1:50051",
         variable="LORAPLEX_ADDRESS",
     )
-    wait_s: float = setting("seconds that a request should wait for a worker at most", 10.0, above=0)
+    wait_s: float = setting("maximum seconds that a request should wait for a worker", 10.0, above=0)
     idle_s: float = setting("seconds without work after which a model whose LEAST is 0 has no worker", 300.0, above=0)
     worker_rate: float = setting(
-        "first guess of a worker's work in a second, until it is measured: prompt tokens and twice the answers'",
+        "first estimate of a worker's work per second: prompt tokens, and twice the answers'",
         1_000.0,
         above=0,
     )
-    host: str = setting("the address to listen on", "127.0.0.1")
-    port: int = setting("the port of KEDA's external scaler; 0: the system chooses", 50055)
+    host: str = setting("address to listen on", "127.0.0.1")
+    port: int = setting("port of KEDA's external scaler; 0: any free port", 50055)
     tls_cert: str = setting(CERT_HELP, "")
     tls_key: str = setting(KEY_HELP, "")
     tls_ca: str = setting(CA_HELP, "")

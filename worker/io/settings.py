@@ -12,7 +12,7 @@ from broker.cells import is_cell_name
 from broker.job_keys import JOB_KEY_HELP
 from rpc.principal import Role
 from rpc.settings import REDIS_URL_HELP, REDIS_URL_VARIABLE, check_bounds, setting
-from rpc.tls import KEY_HELP, TlsFiles, tls_of
+from rpc.tls import CA_HELP, CERT_HELP, KEY_HELP, TlsFiles, tls_of
 from telemetry.logging import FORMAT_HELP, FORMAT_VARIABLE, LEVEL_HELP, LEVEL_VARIABLE, check_logging
 from telemetry.metrics import PORT_HELP
 from tenancy.audit_log import FILE_HELP
@@ -30,68 +30,65 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class Settings:
     """Claims jobs and runs them on one base model with a cache of LoRA adapters."""
 
-    model: str = setting("a transformers directory, or hash:?vocab=32000&step_ms=5&seed=1&end_after=0")
-    store: str = setting("the adapter store's address, HOST:PORT")
+    model: str = setting("transformers directory; or hash:?vocab=32000&step_ms=5&seed=1&end_after=0, a test engine")
+    store: str = setting("address of the adapter store, HOST:PORT")
     redis_url: str = setting(REDIS_URL_HELP, variable=REDIS_URL_VARIABLE)
-    model_name: str = setting("the base model's registered name; empty: the directory's", "")
-    worker_id: str = setting("this worker's name; empty: host and process id", "")
+    model_name: str = setting("registered name of the base model; empty: the directory's name", "")
+    worker_id: str = setting("name of this worker; empty: host and process id", "")
     device: str = setting("cpu, cuda or cuda:N", "cpu")
     dtype: str = setting("auto, float32, bfloat16 or float16", "auto")
     quantize: str = setting(QUANTIZE_HELP, "")
     kv_cache_dtype: str = setting(KV_CACHE_HELP, "")
     batch_invariant: bool = setting(
-        "on CUDA: an answer has the same bits alone and in any batch, which takes longer; "
-        "on the CPU it has in any case",
+        "on CUDA: give an answer the same bits alone and in any batch, as the CPU does; slower",
         False,
     )
     tensor_parallel: int = setting(
-        "ranks that compute the model together, each with a part of its weights; on CUDA on N devices from --device on",
+        "ranks that share the model's weights; on CUDA on N devices from --device on",
         1,
         least=1,
     )
-    rows: int = setting("maximum of answers that are computed at once; 0: 32, and 256 on CUDA", 0, least=0)
+    rows: int = setting("maximum sequences computed at once; 0: 32, on CUDA 256", 0, least=0)
     kv_blocks: int = setting("blocks of KV cache; 0: as many as memory allows", 0, least=0)
-    block_size: int = setting("tokens in a block", 16, least=1)
+    block_size: int = setting("tokens per block", 16, least=1)
     adapter_slots: int = setting("adapters on the device at once", 32, least=1)
     host_adapter_bytes: int = setting(
-        "bytes of adapters kept in host memory; 0: an eighth of what is available, on CUDA divided by the devices",
+        "bytes of adapters in host memory; 0: an eighth of what is available, on CUDA divided by the devices",
         0,
         least=0,
     )
-    max_rank: int = setting("the largest rank of an adapter", 64, least=1)
+    max_rank: int = setting("maximum rank of an adapter", 64, least=1)
     max_expert_rank: int = setting(
-        "the largest rank of an adapter of experts on CUDA, which takes memory for each expert; 0: none; "
-        "on the CPU --max-rank counts",
+        "maximum rank of an adapter of experts on CUDA, which takes memory per expert; 0: none; on the CPU: --max-rank",
         0,
         least=0,
     )
-    step_tokens: int = setting("tokens that one step may compute; 0: 512, and 4096 on CUDA", 0, least=0)
+    step_tokens: int = setting("maximum tokens per step; 0: 512, on CUDA 4096", 0, least=0)
     itl_target_ms: float = setting(
-        "target for the milliseconds between an answer's tokens while prompts are computed beside it; "
-        "more: prompts get their first token sooner",
+        "target of milliseconds between an answer's tokens while prompts are computed; higher: earlier first tokens",
         50.0,
         above=0,
     )
-    threads: int = setting("CPU threads of the engine; 0: one for a small model, else as torch chooses", 0, least=0)
-    cache_dir: str = setting("where this worker alone keeps adapters on disk; empty: a temporary directory", "")
+    threads: int = setting("CPU threads of the engine; 0: one for a small model, else torch's choice", 0, least=0)
+    cache_dir: str = setting("directory for adapters, of this worker alone; empty: a temporary one", "")
     disk_adapter_bytes: int = setting(
-        "bytes of adapters kept on disk; 0: 10 GB, or half of what is free where that is less", 0, least=0
+        "bytes of adapters on disk; 0: 10 GB, or half of the free space if less", 0, least=0
     )
-    fetch_s: float = setting("seconds that the store gets to send an adapter", 300.0, above=0)
-    fetch_silent_s: float = setting("seconds without a piece (1 MiB) from the store that end the fetch", 10.0, above=0)
-    cell: str = setting("the cell whose jobs this worker takes, on the Redis of --redis-url", "main")
-    tls_cert: str = setting("PEM file with this worker's certificate", "")
+    fetch_s: float = setting("timeout in seconds for fetching an adapter", 300.0, above=0)
+    fetch_silent_s: float = setting("seconds without data (1 MiB) from the store that end the fetch", 10.0, above=0)
+    cell: str = setting("cell whose jobs this worker takes, on the Redis of --redis-url", "main")
+    tls_cert: str = setting(CERT_HELP, "")
     tls_key: str = setting(KEY_HELP, "")
-    tls_ca: str = setting("PEM file with the authorities that sign the certificates of the other processes", "")
+    tls_ca: str = setting(CA_HELP, "")
     job_key: str = setting(JOB_KEY_HELP, "")
-    health_host: str = setting("the address to answer grpc.health.v1, and to serve metrics, on", "127.0.0.1")
-    health_port: int = setting("the port to answer it on; 0: the system chooses", 0)
+    health_host: str = setting("address of grpc.health.v1 and of the metrics", "127.0.0.1")
+    health_port: int = setting("port of grpc.health.v1; 0: any free port", 0)
     audit: str = setting(FILE_HELP, "")
     metrics_port: int = setting(PORT_HELP, 0)
     log_format: str = setting(FORMAT_HELP, "text", variable=FORMAT_VARIABLE)
     log_level: str = setting(LEVEL_HELP, "info", variable=LEVEL_VARIABLE)
     drain_s: float = setting(
-        "seconds that running answers get when the worker is told to stop; in the last ones the rest is given back",
+        "seconds that running requests get when the process is told to stop",
         5.0,
     )
     stall_s: float = setting(
