@@ -25,28 +25,27 @@ PROCESSES: dict[str, type[Any]] = {
 }
 HEAD = """# Settings
 
-Flags of `python -m router`, `python -m worker`, `python -m adapter_store`, `loraplex gateway`, `loraplex scaler` and
-`loraplex operator`, which `--help` prints too. Each is also an environment variable: `--relay-port` of the router is
-`LORAPLEX_ROUTER_RELAY_PORT`; the other prefixes are `LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`, `LORAPLEX_GATEWAY_`,
-`LORAPLEX_SCALER_` and `LORAPLEX_OPERATOR_`. A flag wins over its variable. Without a default a setting is off or empty.
-An unknown flag or variable, or a bad value, ends the start with an error.
+Flags, with their defaults, of `python -m router`, `python -m worker`, `python -m adapter_store`, `loraplex gateway`,
+`loraplex scaler` and `loraplex operator`; `--help` prints them too. Without a default a setting is off or empty. Each
+is also an environment variable: `--relay-port` of the router is `LORAPLEX_ROUTER_RELAY_PORT`; the other prefixes are
+`LORAPLEX_WORKER_`, `LORAPLEX_ADAPTER_STORE_`, `LORAPLEX_GATEWAY_`, `LORAPLEX_SCALER_` and `LORAPLEX_OPERATOR_`. A flag
+wins over its variable. An unknown flag or variable, or a bad value, ends the start with an error.
 
 `.venv/bin/python -m tests.test_settings_page` writes this page.
 
 ## In several processes
 
-| flag | processes | default | meaning |
-| --- | --- | --- | --- |
+| flag | processes | meaning |
+| --- | --- | --- |
 """
 
 
 def cells(field: dataclasses.Field[Any]) -> tuple[str, str]:
-    """Return the first cell of a setting's row and the last two; one without a default is required."""
-    default = (
-        "required" if field.default is dataclasses.MISSING else "" if field.default in ("", None) else field.default
-    )
+    """Return the first cell of a setting's row, with its default, and the last; one without a default is required."""
+    required = " (required)" if field.default is dataclasses.MISSING else ""
+    default = "" if required or field.default in ("", None) or field.default is False else f" {field.default}"
     meaning = re.sub(r" \(docs/[\w/-]+\.md\)", "", field.metadata["help"]).replace("|", "\\|")
-    return f"| `--{field.name.replace('_', '-')}` |", f" {default} | {meaning} |\n"
+    return f"| `--{field.name.replace('_', '-')}{default}`{required} |", f" {meaning} |\n"
 
 
 def page() -> str:
@@ -56,9 +55,13 @@ def page() -> str:
         for field in dataclasses.fields(process):
             owners.setdefault(cells(field), []).append(name)
     parts = [HEAD]
-    parts += [f"{flag} {', '.join(of)} |{rest}" for (flag, rest), of in owners.items() if len(of) > 1]
+    parts += [
+        f"{flag} {'all' if len(of) == len(PROCESSES) else ', '.join(of)} |{rest}"
+        for (flag, rest), of in owners.items()
+        if len(of) > 1
+    ]
     for name in PROCESSES:
-        parts.append(f"\n## {name}\n\n| flag | default | meaning |\n| --- | --- | --- |\n")
+        parts.append(f"\n## {name}\n\n| flag | meaning |\n| --- | --- |\n")
         parts += [flag + rest for (flag, rest), of in owners.items() if of == [name]]
     return "".join(parts)
 

@@ -16,7 +16,7 @@ from telemetry.metrics import Meters
 from worker.io.metrics import WorkerMetrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\| `(loraplex_\w+)(?:\{[\w,]+\})?` \| (\w+) \| (.*?) \|", re.MULTILINE)
+ROW = re.compile(r"^\| `(loraplex_\w+)(?:\{[\w,]+\})?` \|(?: (all|Router, .*?) \|)? (histogram:)?", re.MULTILINE)
 
 
 def documented(section: str) -> dict[str, str]:
@@ -24,8 +24,11 @@ def documented(section: str) -> dict[str, str]:
     own, shared = (PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0] for title in (section, "In several processes"))
     rows = ROW.findall(own)
     assert len(rows) == own.count("\n| `")
-    rows += [row for row in ROW.findall(shared) if row[2] == "all" or section in row[2].split(", ")]
-    kinds = {name: kind for name, kind, _ in rows}
+    rows += [row for row in ROW.findall(shared) if row[1] == "all" or section in row[1].split(", ")]
+    kinds = {
+        name: "counter" if name.endswith("_total") else "histogram" if histogram else "gauge"
+        for name, _, histogram in rows
+    }
     assert len(kinds) == len(rows)
     return kinds
 
