@@ -190,7 +190,7 @@ _HELP_TIMEOUT_S = 120
 _SERVICE_KEYS = frozenset(
     {"build", "command", "depends_on", "environment", "expose", "healthcheck", "image", "init"}
     | {"ports", "profiles", "restart", "stop_grace_period", "user", "volumes"}
-    | {"cap_drop", "logging", "mem_limit", "pids_limit", "read_only", "security_opt", "tmpfs"}
+    | {"cap_drop", "logging", "mem_limit", "networks", "pids_limit", "read_only", "security_opt", "tmpfs"}
 )
 # Keys of every service that confine it; without a seccomp profile the container engine's default holds.
 _CONFINED = {
@@ -327,6 +327,11 @@ class ComposeService:
         return ports
 
     @property
+    def aliases(self) -> list[str]:
+        """Return further names of the service in the default network."""
+        return list(self.body.get("networks", {}).get("default", {}).get("aliases", []))
+
+    @property
     def mounts(self) -> list[tuple[str, str]]:
         """Return (source, path in the container) of each volume."""
         parts = (str(volume).split(":") for volume in self.body.get("volumes", []))
@@ -417,10 +422,11 @@ def _command_problems(service: ComposeService) -> Iterator[str]:
 
 def _address_problems(service: ComposeService, services: Mapping[str, ComposeService]) -> Iterator[str]:
     """Check that each HOST:PORT names a service that listens there, and each published port is listened on."""
+    named = {**services, **{alias: one for one in services.values() for alias in one.aliases}}
     values = [word for command in service.commands for word in command]
     values += [str(value) for value in dict(service.body.get("environment", {})).values()]
     for host, port in (match.groups() for value in values for match in _ADDRESS.finditer(value)):
-        target = service if host in _OWN_HOSTS else services.get(host)
+        target = service if host in _OWN_HOSTS else named.get(host)
         if target is None:
             yield f"{host}:{port}: no service {host}"
         elif port not in target.listens:

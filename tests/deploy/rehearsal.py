@@ -30,7 +30,8 @@ from redis.asyncio import Redis
 from deploy import valkey
 from options import StoppingParams
 from rpc.children.process import Process
-from tests.deploy.kubernetes_tools import Manifest, render
+from tests.debian_program import debian_program
+from tests.deploy.kubernetes_tools import ROOT, Manifest, render
 from tests.hash_oracle import expected_ids
 from tests.valkey_cluster import ReplicatedCluster
 from tests.valkey_sentinel import WatchedValkeys
@@ -294,6 +295,11 @@ class Cluster:
             argv = [valkey.command(home)[0], *arguments, "--bind", pod.address]
         elif program == "python":
             argv = [sys.executable, *arguments]
+        elif program == "haproxy":
+            argv = [
+                debian_program(program),
+                *(word.replace("/etc/loraplex", str(ROOT / "deploy")) for word in arguments),
+            ]
         else:
             argv = [str(Path(sys.executable).with_name(program)), *arguments]
         environ = {key: value for key, value in os.environ.items() if not key.startswith("LORAPLEX_")}
@@ -308,7 +314,7 @@ class Cluster:
     def _with_addresses(self, word: str) -> str:
         """Replace the names of pods and services in a flag or URL by their addresses."""
         for name in sorted(self._services, key=len, reverse=True):
-            suffix = rf"(?:\.{self._namespace}\.svc)?(?=[:,/]|$)"
+            suffix = rf"(?:\.{self._namespace}\.svc(?:\.cluster\.local)?)?(?=[:,/]|$)"
             if self._services[name]["spec"].get("clusterIP") == "None":
                 word = re.sub(rf"([\w-]+)\.{name}{suffix}", lambda match: self.address_of(match[1]), word)
             else:

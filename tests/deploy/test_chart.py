@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import urllib.request
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from loraplex_client import AsyncClient, AsyncStoreClient
 
 from tests.adapter_store.sources.places import bucket_of, put_files, seaweed
 from tests.deploy.compose_check import find_usage, read_invocation
@@ -171,12 +173,57 @@ def test_certificates_name_the_parts_and_their_addresses(rendered: dict[str, lis
     certificates = {
         one["metadata"]["name"]: one["spec"] for one in rendered["oidc-gateway"] if one["kind"] == "Certificate"
     }
-    assert set(certificates) == {"lx-store", "lx-router", "lx-worker", "lx-gateway"}
+    assert set(certificates) == {"lx-store", "lx-router", "lx-worker", "lx-gateway", "lx-edge"}
     router = certificates["lx-router"]
     assert router["uris"] == ["loraplex://router/lx"]
     assert router["dnsNames"] == ["lx-router.llm.svc", "*.lx-routers.llm.svc"]
     assert "uris" not in certificates["lx-gateway"], "it calls with its callers' credentials"
-    assert "llm.example.com" in certificates["lx-gateway"]["dnsNames"]
+    for name in ("lx-gateway", "lx-edge"):
+        assert {"llm.example.com", f"{name}.llm.svc"} <= set(certificates[name]["dnsNames"])
+
+
+def callers_of(manifests: list[dict[str, Any]], component: str, port: str) -> list[str]:
+    """Return the components whose pods a NetworkPolicy lets in, and `namespaces` for those of other namespaces."""
+    (policy,) = [
+        one for one in manifests if (one["kind"], one["metadata"]["name"]) == ("NetworkPolicy", f"lx-{component}")
+    ]
+    (peers,) = [rule["from"] for rule in policy["spec"]["ingress"] if rule["ports"][0]["port"] == port]
+    labels = [peer.get("podSelector", {}).get("matchLabels", {}) for peer in peers if "namespaceSelector" not in peer]
+    named = [one.get("loraplex/role") or one.get("app.kubernetes.io/component", "all") for one in labels]
+    return sorted(named + ["namespaces"] * (len(peers) - len(named)))
+
+
+def test_clients_reach_the_proxy_alone(rendered: dict[str, list[dict[str, Any]]]) -> None:
+    manifests = rendered["gpu"]
+    assert callers_of(manifests, "edge", "edge") == ["namespaces"]
+    assert callers_of(manifests, "router", "grpc") == ["edge", "gateway"]
+    assert callers_of(manifests, "gateway", "http") == ["edge"]
+    assert callers_of(manifests, "store", "grpc") == ["edge", "gateway", "operator", "register", "router", "worker"]
+    assert callers_of(manifests, "router", "operators") == ["all", "gateway"], "pods of the namespace alone"
+    # The proxies of an Ingress and of a Gateway are in its place.
+    routed = rendered["oidc-gateway"]
+    assert callers_of(routed, "router", "grpc") == ["edge", "gateway", "namespaces"]
+    assert callers_of(routed, "gateway", "http") == ["edge", "namespaces"]
+    without = render("laptop", ("edge.enabled=false",))
+    assert callers_of(without, "router", "grpc") == ["gateway", "namespaces"]
+    assert not [one for one in without if one["metadata"]["name"] == "lx-edge"]
+    types = {one["metadata"]["name"]: one["spec"] for one in render("laptop", ("edge.service.type=LoadBalancer",))
+             if one["kind"] == "Service"}  # fmt: skip
+    assert [name for name, spec in types.items() if "type" in spec] == ["lx-edge"]
+    assert types["lx-edge"]["externalTrafficPolicy"] == "Local", "the limits are by address"
+
+
+def test_the_proxy_has_the_shipped_configuration_whose_variables_the_chart_sets(
+    rendered: dict[str, list[dict[str, Any]]],
+) -> None:
+    for example, manifests in rendered.items():
+        (config,) = [one["data"] for one in manifests if one["kind"] == "ConfigMap"]
+        for name, text in config.items():
+            assert text.strip() == (ROOT / "deploy/edge" / name).read_text().strip()
+        (container,) = [pod["containers"][0] for one, pod in pods_of(manifests) if one["metadata"]["name"] == "lx-edge"]
+        names = {one["name"] for one in container["env"]}
+        assert names <= set(re.findall(r"[A-Z]+_?[A-Z]+", config["haproxy.cfg"])), example
+        assert ("EDGE_CERT" in names) is (container["command"][0] == "sh"), example
 
 
 def test_alerts_are_those_of_the_rules_with_links_to_the_documentation(
@@ -188,7 +235,7 @@ def test_alerts_are_those_of_the_rules_with_links_to_the_documentation(
     link = rule["spec"]["groups"][0]["rules"][0]["annotations"]["runbook_url"]
     assert link == "https://docs.example.com/loraplex/guides/runbook.md#loraplexprocessdown"
     monitors = {one["metadata"]["name"] for one in rendered["gpu"] if one["kind"] == "PodMonitor"}
-    assert monitors == {"lx-router", "lx-worker", "lx-store", "lx-gateway", "lx-operator"}
+    assert monitors == {"lx-router", "lx-worker", "lx-store", "lx-gateway", "lx-edge", "lx-operator"}
 
 
 def test_the_operator_reaches_the_store_and_its_own_objects_alone(rendered: dict[str, list[dict[str, Any]]]) -> None:
@@ -208,10 +255,7 @@ def test_the_operator_reaches_the_store_and_its_own_objects_alone(rendered: dict
     assert {one["metadata"]["namespace"] for one in bindings} == set(roles)
     subject = {"kind": "ServiceAccount", "name": "lx-operator", "namespace": "llm"}
     assert all(one["subjects"] == [subject] for one in bindings)
-    (policy,) = [one for one in manifests if (one["kind"], one["metadata"]["name"]) == ("NetworkPolicy", "lx-store")]
-    operators = [rule["from"] for rule in policy["spec"]["ingress"] if rule["ports"][0]["port"] == "operators"]
-    components = [peer["podSelector"]["matchLabels"] for peer in operators[0] if "podSelector" in peer]
-    assert "operator" in {labels["app.kubernetes.io/component"] for labels in components}
+    assert "operator" in callers_of(manifests, "store", "operators")
 
 
 @pytest.mark.parametrize("path", sorted((CHART / "crds").glob("*.yaml")), ids=lambda path: path.stem)
@@ -438,10 +482,15 @@ async def test_the_laptop_example_starts_as_processes_and_answers_while_its_work
         await load.end()
         assert cluster.ended == {("worker-cpu", 0): 2}
         body = json.dumps({"model": "base", "prompt": "x", "max_tokens": 4}).encode()
-        url = f"http://{cluster.address_of('lx-gateway')}/v1/completions"
+        # Through the proxy, as clients do.
+        url = f"http://{cluster.address_of('lx-edge')}/v1/completions"
         request = urllib.request.Request(url, body, {"content-type": "application/json"})
         # The Service's proxy runs in this loop, so the body too is read in a thread.
         answer = json.loads(await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=60).read()))
         assert answer["usage"]["completion_tokens"] == 4
+        edge = f"{cluster.address_of('lx-edge')}:50051"
+        async with AsyncClient(edge, "acme") as client, AsyncStoreClient(edge, "acme") as store:
+            assert len((await client.generate("x", max_tokens=4)).token_ids) == 4
+            assert await store.list() == ()
     finally:
         await cluster.close()

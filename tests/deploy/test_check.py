@@ -26,7 +26,8 @@ def tree(tmp_path: Path) -> Path:
         if entry.name not in (COMPOSE, "deploy"):
             (tmp_path / entry.name).symlink_to(entry)
     (tmp_path / "deploy" / "docker").mkdir(parents=True)
-    (tmp_path / "deploy" / "monitoring").symlink_to(ROOT / "deploy" / "monitoring")
+    for name in ("edge", "monitoring"):
+        (tmp_path / "deploy" / name).symlink_to(ROOT / "deploy" / name)
     shutil.copytree(ROOT / "deploy" / "docker" / "locks", tmp_path / "deploy" / "docker" / "locks")
     for name in (COMPOSE, DOCKERFILE, REGISTER):
         (tmp_path / name).write_text((ROOT / name).read_text())
@@ -55,6 +56,12 @@ def test_a_drained_worker_stays_down_and_each_gets_a_gpu_where_asked() -> None:
     assert set(override) == {"worker"}
     (device,) = override["worker"]["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+
+
+def test_only_the_proxy_is_reached_by_clients() -> None:
+    services = yaml.safe_load((ROOT / COMPOSE).read_text())["services"]
+    published = {name for name, body in services.items() if "ports" in body and "profiles" not in body}
+    assert published == {"edge"}
 
 
 def test_the_worker_s_image_has_the_compiler_that_triton_starts_at_its_first_launch() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
@@ -20,17 +21,20 @@ from typing import Any
 import grpc
 import httpx2
 import pytest
+from loraplex.adapters.v1 import adapters_pb2 as store_pb
+from loraplex.adapters.v1 import adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
 from loraplex.inference.v1 import inference_pb2_grpc
 
 from rpc.server import Server
 from rpc.tls import TlsFiles
+from tenancy.development_ca import DevelopmentCa
 from tenancy.guard import open_guard
 from tests.credentials_files import CA, write_tls_files
 from tests.debian_program import debian_program
-from tests.rpc.raw_http2 import UnreadingClient
+from tests.rpc.raw_http2 import HEADERS, UnreadingClient
 
-CONFIG = Path(__file__).parents[2] / "deploy/edge/haproxy.cfg"
+EDGE = Path(__file__).parents[2] / "deploy/edge"
 GENERATE = "/loraplex.inference.v1.InferenceService/Generate"
 
 
@@ -59,6 +63,13 @@ class Answers(inference_pb2_grpc.InferenceServiceServicer):
         return pb.TokenizeResponse(token_ids=range(10))
 
 
+class Adapters(adapters_pb2_grpc.AdapterServiceServicer):
+    """A store that has none."""
+
+    async def ListAdapters(self, request: store_pb.ListAdaptersRequest, context: Any) -> store_pb.ListAdaptersResponse:
+        return store_pb.ListAdaptersResponse()
+
+
 class Page(BaseHTTPRequestHandler):
     """A gateway that answers with the path."""
 
@@ -73,12 +84,13 @@ class Page(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def page(cert: Path, key: Path) -> Iterator[int]:
-    """Serve pages with TLS; yields the port."""
+def page(tls: tuple[Path, Path] | None) -> Iterator[int]:
+    """Serve pages, with TLS of a certificate and its key; yields the port."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(cert, key)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
+    if tls is not None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*tls)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     serving = Thread(target=server.serve_forever, args=(0.02,))
     serving.start()
     yield server.server_port
@@ -112,12 +124,14 @@ class Ports:
 
 
 @asynccontextmanager
-async def edge(directory: Path, answers: Answers, client_s: int = 1) -> AsyncIterator[Ports]:
-    """Run a server, a gateway and the proxy, with a timeout for clients that do not read."""
+async def edge(
+    directory: Path, answers: Answers, client_s: int = 1, *, secured: bool = True, **settings: str
+) -> AsyncIterator[Ports]:
+    """Run a server, a gateway and the proxy, with a timeout for clients that do not read and variables of the proxy."""
     cert, key, ca = write_tls_files(directory, "loraplex://router/r")
-    (directory / "edge.pem").write_bytes(cert.read_bytes() + key.read_bytes())
+    write_edge_files(directory, CA)
     config = directory / "haproxy.cfg"
-    text = CONFIG.read_text().replace("timeout client 60s", f"timeout client {client_s}s")
+    text = (EDGE / "haproxy.cfg").read_text().replace("timeout client 60s", f"timeout client {client_s}s")
     # Fewer calls are a flood, and slow machines open all connections before the first one's time ends.
     for shipped, here in (("gt 10000", "gt 1000"), ("gt 5000", "gt 500"), ("http-request 10s", "http-request 60s")):
         assert shipped in text
@@ -125,37 +139,54 @@ async def edge(directory: Path, answers: Answers, client_s: int = 1) -> AsyncIte
     config.write_text(text)
     server, files = Server(open_guard()), TlsFiles(cert, key, ca)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(answers, server.services)
-    port = server.bind("127.0.0.1", 0, files.server_credentials(client_certificates=False))
+    adapters_pb2_grpc.add_AdapterServiceServicer_to_server(Adapters(), server.services)  # type: ignore[abstract]
+    port = server.bind("127.0.0.1", 0, files.server_credentials(client_certificates=False) if secured else None)
     mtls = server.bind("127.0.0.1", 0, files.server_credentials(client_certificates=True))
     await server.start()
     tenants, certificates = free_ports(2)
-    with page(cert, key) as gateway:
+    with page((cert, key) if secured else None) as gateway:
         variables = {
             "EDGE_ADDRESS": f"127.0.0.1:{tenants}",
-            "EDGE_CERT": str(directory / "edge.pem"),
-            "EDGE_CA": str(ca),
+            "EDGE_SLOTS": "1",
+            "EDGE_LOOK_S": "0.1",
+            "HAPROXY": debian_program("haproxy"),
             "ROUTERS": f"127.0.0.1:{port}",
-            "ROUTER_NAME": "localhost",
+            "STORES": f"127.0.0.1:{port}",
             "GATEWAYS": f"127.0.0.1:{gateway}",
-            "GATEWAY_NAME": "localhost",
-            "MTLS_ADDRESS": f"127.0.0.1:{certificates}",
-            "MTLS_ROUTERS": f"127.0.0.1:{mtls}",
         }
-        command = (debian_program("haproxy"), "-f", str(config))
-        proxy = await asyncio.create_subprocess_exec(*command, env=os.environ | variables)
+        if secured:
+            variables |= {
+                "EDGE_CERT": str(directory / "edge.pem"),
+                "EDGE_CA": str(ca),
+                "ROUTER_NAME": "localhost",
+                "STORE_NAME": "localhost",
+                "GATEWAY_NAME": "localhost",
+                "MTLS_ADDRESS": f"127.0.0.1:{certificates}",
+                "MTLS_ROUTERS": f"127.0.0.1:{mtls}",
+            }
+        command = ("sh", str(EDGE / "run.sh")) if secured else (variables["HAPROXY"], "-f")
+        environ = os.environ | variables | settings
+        proxy = await asyncio.create_subprocess_exec(*command, str(config), env=environ, process_group=0)
         try:
             async with asyncio.timeout(60):
                 yield Ports(tenants, certificates)
         finally:
             if proxy.returncode is None:
-                proxy.terminate()
+                os.killpg(proxy.pid, signal.SIGTERM)  # at once; run.sh alone would let calls end first
             await proxy.wait()
             await server.stop(0)
 
 
-def trusted() -> ssl.SSLContext:
+def write_edge_files(directory: Path, ca: DevelopmentCa) -> None:
+    """Write the proxy's certificate, and its key beside it, as the chart mounts them."""
+    cert, key, _ = write_tls_files(directory, "loraplex://router/edge", ca)
+    key.replace(directory / "edge.pem.key")
+    cert.replace(directory / "edge.pem")
+
+
+def trusted(ca: DevelopmentCa = CA) -> ssl.SSLContext:
     """Return the context of a client that knows the authority."""
-    context = ssl.create_default_context(cadata=CA.pem.decode())
+    context = ssl.create_default_context(cadata=ca.pem.decode())
     context.set_alpn_protocols(["h2"])
     return context
 
@@ -209,6 +240,56 @@ async def test_an_address_has_a_hundred_connections_and_large_headers_go_nowhere
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Tokenize(pb.TokenizeRequest(), metadata=[(f"x-{at}", "x" * 7_000) for at in range(3)])
         await stub.Tokenize(pb.TokenizeRequest())
+
+
+async def test_calls_of_an_address_are_bounded_while_they_are_open(tmp_path: Path) -> None:
+    answers = Answers()  # type: ignore[abstract]
+    async with edge(tmp_path, answers, client_s=60, EDGE_CALLS="10") as at, stub_at(at.tenants) as stub:
+        async with UnreadingClient(at.tenants, trusted(), "127.0.0.2") as client:
+            for stream in range(1, 41, 2):
+                client.call(stream, GENERATE)
+            for stream in range(21, 41, 2):
+                await client.frame_of(stream, HEADERS)  # the refusals
+            async with answers.changed:
+                await answers.changed.wait_for(lambda: answers.begun == 10)
+            await stub.Tokenize(pb.TokenizeRequest())
+        async with UnreadingClient(at.tenants, trusted(), "127.0.0.2") as client:
+            async with answers.changed:
+                await answers.changed.wait_for(lambda: not answers.open)
+            client.call(1, GENERATE)
+            async with answers.changed:
+                await answers.changed.wait_for(lambda: answers.begun == 11)
+
+
+async def test_a_cluster_without_credentials_is_served_at_one_port(tmp_path: Path) -> None:
+    answers = Answers()  # type: ignore[abstract]
+    async with edge(tmp_path, answers, secured=False) as at:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{at.tenants}") as channel:
+            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+            assert len((await stub.Tokenize(pb.TokenizeRequest(), wait_for_ready=True)).token_ids) == 10
+            adapters: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
+            await adapters.ListAdapters(store_pb.ListAdaptersRequest())
+        async with httpx2.AsyncClient() as client:
+            assert (await client.get(f"http://127.0.0.1:{at.tenants}/v1/models")).text == "/v1/models"
+
+
+async def test_a_new_certificate_is_served_and_no_call_breaks(tmp_path: Path) -> None:
+    answers, new = Answers(), DevelopmentCa()  # type: ignore[abstract]
+    async with edge(tmp_path, answers, client_s=60) as at, stub_at(at.tenants) as stub:
+        call = stub.Generate(pb.GenerateRequest())
+        await call.read()
+        write_edge_files(tmp_path, new)
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(
+                    "127.0.0.1", at.tenants, ssl=trusted(new), server_hostname="localhost"
+                )
+                break
+            except ssl.SSLCertVerificationError:
+                await asyncio.sleep(0.05)
+        writer.close()
+        for _ in range(100):
+            assert await call.read() is not grpc.aio.EOF
 
 
 async def test_http_goes_to_the_gateways_and_certificates_reach_the_routers(tmp_path: Path) -> None:

@@ -192,6 +192,15 @@ valkey{{ if ne . "main" }}-{{ . }}{{ end }}
 {{- join "," $addresses }}
 {{- end }}
 
+{{- /* Names of the Services that clients call: of the edge, and of gateways where an Ingress or a route is in front. */}}
+{{- define "loraplex.clientNames" -}}
+{{- $names := list }}
+{{- range list "edge" "gateway" }}
+{{- $names = concat $names (list (printf "%s-%s" $.Release.Name .) (printf "%s-%s.%s.svc" $.Release.Name . $.Release.Namespace)) }}
+{{- end }}
+{{- join " " $names }}
+{{- end }}
+
 {{- define "loraplex.storeHost" -}}
 {{ .Release.Name }}-store.{{ .Release.Namespace }}.svc
 {{- end }}
