@@ -44,6 +44,8 @@ QUICK = Setup(loads=(1, 20), seconds=6.0, warm_s=2.0, capacity_s=4.0, workers=1,
 _CLIENTS_PER_ROW = 1.5
 # Interval in seconds of the samples of the routers' memory.
 _MEMORY_S = 0.25
+# Columns of the page.
+_PAGE = ("case", "calls/s", "client", "answered", "tokens/s in time", "quiet calls", "ttft p50 ms", "ttft p99 ms")
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ def report(setup: Setup, quick: bool, capacity_per_s: float, unloaded: Run, runs
     peak = max(goodput.values())
     most = max(runs, key=lambda run: run.load)
     everyone = (unloaded, *runs)
+    rows = [_row(setup, run) for run in everyone]
     return Report(
         name="overload",
         command="python -m bench.overload" + (" --quick" if quick else ""),
@@ -171,9 +174,10 @@ def report(setup: Setup, quick: bool, capacity_per_s: float, unloaded: Run, runs
         setup=asdict(setup) | {"capacity_per_s": capacity_per_s, "waiting": setup.waiting},
         rows=[
             {"case": "closed loop", "answers/s": capacity_per_s},
-            *(_row(setup, run) for run in everyone),
+            *rows,
             *(row for run in everyone for row in _refusals(run)),
         ],
+        page_rows=[{key: row[key] for key in _PAGE} for row in rows],
         ratios={
             "goodput_20x_of_peak": goodput[most.load] / peak if peak else math.nan,
             "quiet_ttft_p99_ratio": _p99(_quiet_ttfts_ms(setup, most)) / _p99(_quiet_ttfts_ms(setup, unloaded)),

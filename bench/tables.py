@@ -45,13 +45,21 @@ def markdown(report: Mapping[str, Any]) -> str:
 def _tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the rows as tables; a new one begins at a row whose keys neither contain the table's nor are among them."""
     parts: list[tuple[dict[str, Any], list[Mapping[str, Any]]]] = []
-    for row in rows:
+    for row in map(_shown, rows):
         if not parts or not (row.keys() <= parts[-1][0].keys() or row.keys() >= parts[-1][0].keys()):
             parts.append(({}, []))
         parts[-1][0].update(row)
         parts[-1][1].append(row)
     for keys, part in parts:
         yield _table([*keys], [[cell(row.get(key, "")) for key in keys] for row in part])
+
+
+def _shown(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row with `low` and `high` in one cell, and without the number of runs, which the JSON file has."""
+    if "low" not in row:
+        return row
+    kept = {key: value for key, value in row.items() if key not in ("low", "high", "runs")}
+    return kept | {"range": f"{cell(row['low'])}-{cell(row['high'])}"}
 
 
 def cell(value: Any) -> str:

@@ -52,6 +52,10 @@ def test_rows_of_other_keys_are_a_table_of_their_own_and_a_page_may_have_rows_of
     made = replace(report("engine"), rows=rows)
     assert "| a | 1 | 2 |\n| b | 3 |  |\n\n| case | MB |\n| --- | --- |\n| c | 4 |" in markdown(made.to_json())
     assert "| a |" not in markdown(replace(made, page_rows=rows[2:]).to_json())
+    spread = [{"case": "a", "median": 2, "low": 1, "high": 12.5, "runs": 3}]
+    assert "| case | median | range |\n| --- | --- | --- |\n| a | 2 | 1-12.5 |\n" in markdown(
+        replace(made, page_rows=spread).to_json()
+    )
 
 
 def test_a_page_is_written_where_that_is_asked_for(
