@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
@@ -93,3 +94,9 @@ def test_every_reason_of_an_error_is_in_the_reference() -> None:
     code = "".join(path.read_text(encoding="utf-8") for room in rooms for path in (ROOT / room).rglob("*.py"))
     reasons = {*re.findall(r"\breason ?= ?\"([A-Z_]+)\"", code), *get_args(FailureReason)}
     assert {reason for reason in reasons if f"`{reason}`" not in page} == set()
+
+
+def test_contributing_draws_the_rooms_as_the_contract_has_them() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    drawing = "```\n" + "\n".join(contracts[0]["layers"]) + "\n```"
+    assert drawing in (ROOT / "CONTRIBUTING.md").read_text()
