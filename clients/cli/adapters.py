@@ -77,7 +77,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     ],
     name: Annotated[str, typer.Option(metavar="NAME", help="Name that requests use; default: the directory's.")] = "",
     tenant: TenantOption = TENANT,
-    model: Annotated[str, typer.Option(metavar="NAME", help="Its base model, needed if the store has several.")] = "",
+    model: Annotated[str, typer.Option(metavar="NAME", help="Base model, needed if the store has several.")] = "",
     alias: Annotated[
         str, typer.Option(metavar="ALIAS", help="Alias to move to this revision: `live` by default, `-` for none.")
     ] = "",
@@ -86,18 +86,19 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
         typer.Option(
             "--certify",
             metavar="SCHEME|DIR",
-            help="Measure it on a base that is quantized so, such as int8, before the alias moves; needs --model-dir.",
+            help="Certify it on a quantized base, such as int8, before the alias moves; needs --model-dir.",
         ),
     ] = "",
     model_dir: ModelDirOption = None,
     ttl: Annotated[
-        str, typer.Option(metavar="TIME", help="Delete the revision after it, such as 12h, unless an alias has it.")
+        str,
+        typer.Option(metavar="TIME", help="Delete the revision after this time, such as 12h, unless an alias has it."),
     ] = "",
     store: StoreOption = STORE,
     router: RouterOption = ROUTER,
     as_json: JsonOption = False,
 ) -> None:
-    """Upload an adapter as a new revision, and make it the one that requests get.
+    """Upload an adapter as a new revision and make it live.
 
     [bold]loraplex adapters push ./support-lora --name support --tenant acme[/]
     """
@@ -148,14 +149,14 @@ def import_(
     ],
     name: Annotated[str, typer.Option(metavar="NAME", help="Name that requests use.")],
     tenant: TenantOption = TENANT,
-    model: Annotated[str, typer.Option(metavar="NAME", help="Its base model, needed if the store has several.")] = "",
+    model: Annotated[str, typer.Option(metavar="NAME", help="Base model, needed if the store has several.")] = "",
     alias: Annotated[
         str, typer.Option(metavar="ALIAS", help="Alias to move to this revision: `live` by default, `-` for none.")
     ] = "",
     store: StoreOption = STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Let the store fetch an adapter from a source that its operator allows, and make it the one that requests get.
+    """Import an adapter from an allowed source and make it live.
 
     [bold]loraplex adapters import hf://acme/support-lora --name support --tenant acme[/]
     """
@@ -180,7 +181,7 @@ def export(
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
-    """Let the store push an adapter to a registry, as a model artifact that `adapters import` reads.
+    """Export an adapter to a registry, as a model artifact that `adapters import` reads.
 
     [bold]loraplex adapters export support oci://registry.example.com/acme/support:v1 --tenant acme[/]
     """
@@ -284,7 +285,7 @@ def delete(
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
-    """Remove an adapter with all its revisions. Their files stay for a while, for answers that run on them."""
+    """Delete an adapter with all its revisions. Running answers keep the files for a while."""
     with store_client(store, tenant) as client:
         client.delete(name, purge=purge)
     say(f"{'purged' if purge else 'deleted'} {name}")
@@ -322,7 +323,7 @@ def alias(
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
-    """Move an alias of an adapter to a revision, or remove it. Requests that run keep theirs.
+    """Move an alias of an adapter to a revision, or remove it. Running requests keep theirs.
 
     [bold]loraplex adapters alias support live canary --tenant acme[/]
     """
@@ -336,7 +337,7 @@ def alias(
 
 
 def rollback(name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE) -> None:
-    """Move `live` to the revision that was uploaded before the present one."""
+    """Move `live` to the revision uploaded before the current one."""
     with store_client(store, tenant) as client:
         adapter, revisions = look_up(client, name)
         live = adapter.aliases.get("live")
@@ -385,7 +386,7 @@ def _whole(name: str, revisions: Sequence[Revision], text: str) -> str:
 def warm(
     name: NameArgument, worker: WorkerOption = "", router: RouterOption = ROUTER, tenant: TenantOption = TENANT
 ) -> None:
-    """Load an adapter on the workers' devices before the first request for it. It may be evicted again."""
+    """Load an adapter on the workers' devices before its first request. It may be evicted."""
     cluster_service(router, tenant).ask("WarmAdapter", adapter=name, worker_id=worker)
     typer.echo(f"{name} is loading on {worker or 'every worker'}")
 
@@ -401,7 +402,7 @@ def pin(
 def unpin(
     name: NameArgument, worker: WorkerOption = "", router: RouterOption = ROUTER, tenant: TenantOption = TENANT
 ) -> None:
-    """Allow the workers to evict an adapter again, with all its revisions."""
+    """Let the workers evict an adapter again."""
     cluster_service(router, tenant).ask("UnpinAdapter", adapter=name, worker_id=worker)
     typer.echo(f"{name} is no longer pinned on {worker or 'every worker'}")
 
@@ -409,7 +410,7 @@ def unpin(
 def grant(
     name: NameArgument,
     to: ToOption,
-    ttl: Annotated[str, typer.Option(metavar="TIME", help="For how long, such as 30d; without it until ungrant.")] = "",
+    ttl: Annotated[str, typer.Option(metavar="TIME", help="Duration, such as 30d; default: until ungrant.")] = "",
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
@@ -420,7 +421,7 @@ def grant(
 
 
 def ungrant(name: NameArgument, to: ToOption, tenant: TenantOption = TENANT, store: StoreOption = STORE) -> None:
-    """End a grant. New requests are refused within a second; answers that run go on."""
+    """End a grant. New requests are refused within a second; running ones go on."""
     _service(store, tenant).ask("DeleteGrant", adapter=name, tenant=to)
     say(f"{to} may no longer use {name}")
 
@@ -428,7 +429,7 @@ def ungrant(name: NameArgument, to: ToOption, tenant: TenantOption = TENANT, sto
 def grants(
     name: NameArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE, as_json: JsonOption = False
 ) -> None:
-    """List the tenants that may use an adapter beside its own."""
+    """List the other tenants that may use an adapter."""
     granted = _service(store, tenant).list("ListGrants", "grants", adapter=name)
     if as_json:
         print_json([{"expire_time": None, **message_values(one)} for one in granted])

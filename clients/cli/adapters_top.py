@@ -68,7 +68,7 @@ def adapters_top(
     router: RouterOption = ROUTER,
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
-    once: Annotated[bool, typer.Option("--once", help="Print one table and end, as in a pipe.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print it once and exit.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show where adapters are, live: on the device, in host memory, on disk; hits, misses and swaps since the start.

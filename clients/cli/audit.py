@@ -62,8 +62,8 @@ def verify(
 @app.command()
 def show(
     files: FilesArgument,
-    tenant: Annotated[str, typer.Option(metavar="NAME", help="Only what concerns this tenant.")] = "",
-    since: Annotated[str, typer.Option(metavar="TIME", help="Only what is newer: 2h, 30d, or 2026-11-22.")] = "",
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Only records of this tenant.")] = "",
+    since: Annotated[str, typer.Option(metavar="TIME", help="Only newer records: 2h, 30d, or 2026-11-22.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Print records, the oldest first. Does not verify them.

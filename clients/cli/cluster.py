@@ -182,14 +182,16 @@ def drain(worker: WorkerArgument, router: RouterOption = ROUTER, tenant: TenantO
     typer.echo(f"{worker} is draining; it has ended when `loraplex workers` no longer shows it")
 
 
-cells = typer.Typer(no_args_is_help=True, help="The cells of the queues, each with a Redis and workers of its own.")
+cells = typer.Typer(
+    no_args_is_help=True, help="List, drain and open cells: queues with a Redis and workers of their own."
+)
 
 CellArgument = Annotated[str, typer.Argument(metavar="CELL", help="The cell's name from `loraplex cells list`.")]
 
 
 @cells.command("list")
 def list_cells(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
-    """List the cells: workers, what waits, and how much of the jobs a second that one Redis is measured to serve."""
+    """List the cells: workers, waiting jobs, and the share of a Redis's measured rate of jobs."""
     from broker.cells import CELL_JOBS
 
     columns: Columns = {
@@ -209,25 +211,27 @@ def list_cells(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_
 
 @cells.command("drain")
 def drain_cell(cell: CellArgument, router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:
-    """Send no more jobs to a cell: what waits there goes to the other cells, what runs there ends there."""
+    """Send no more jobs to a cell; waiting ones move to other cells, running ones end there."""
     cluster_service(router, tenant).ask("DrainCell", cell=cell)
     typer.echo(f"{cell} gets no more jobs; it is empty when `loraplex cells list` shows none that wait or run")
 
 
 @cells.command("open")
 def open_cell(cell: CellArgument, router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:
-    """Send jobs to a cell again, or to a new one, whose workers get the adapters that are pinned in the others."""
+    """Send jobs to a drained or new cell; its workers get the adapters pinned in others."""
     pins = cluster_service(router, tenant).ask("OpenCell", cell=cell).pins
     typer.echo(f"{cell} is open" + (f"; {pins} pins were copied to it" if pins else ""))
 
 
-quarantine = typer.Typer(no_args_is_help=True, help="Tenants whose jobs are refused because they killed engines.")
-resume_keys = typer.Typer(no_args_is_help=True, help="The keys that sign the tokens with which streams are resumed.")
+quarantine = typer.Typer(
+    no_args_is_help=True, help="List and lift quarantines: tenants whose requests killed engines are refused."
+)
+resume_keys = typer.Typer(no_args_is_help=True, help="Rotate and withdraw the keys that sign resume tokens.")
 
 
 @quarantine.command("list")
 def list_quarantine(router: RouterOption = ROUTER, tenant: TenantOption = TENANT, as_json: JsonOption = False) -> None:
-    """List the tenants and adapters whose jobs are refused, and for how long."""
+    """List quarantined tenants and adapters, and for how long."""
     columns: dict[str, Any] = {
         "model": "model",
         "tenant": "tenant",
@@ -240,10 +244,10 @@ def list_quarantine(router: RouterOption = ROUTER, tenant: TenantOption = TENANT
 
 @quarantine.command("lift")
 def lift_quarantine(
-    name: Annotated[str, typer.Argument(metavar="TENANT", help="the tenant whose jobs are taken again")],
+    name: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant to release.")],
     router: RouterOption = ROUTER,
 ) -> None:
-    """Take a tenant's jobs again, and forget which engines died of them."""
+    """End a tenant's quarantine and forget its strikes."""
     answer = cluster_service(router, name).ask("LiftQuarantine", tenant=name)
     typer.echo(
         f"{name}: {answer.removed_count} records removed" if answer.removed_count else f"{name}: nothing to lift"
@@ -252,14 +256,14 @@ def lift_quarantine(
 
 @resume_keys.command("rotate")
 def rotate_resume_keys(router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:
-    """Make a new key, which signs on all routers within seconds; tokens of the former ones stay valid."""
+    """Create a new signing key for all routers; tokens of former keys stay valid."""
     answer = cluster_service(router, tenant).ask("RotateResumeKeys")
     typer.echo(f"a new key signs; tokens of {answer.valid_count} keys are valid")
 
 
 @resume_keys.command("withdraw")
 def withdraw_resume_keys(router: RouterOption = ROUTER, tenant: TenantOption = TENANT) -> None:
-    """Remove all keys but the one that signs; then start the routers again one by one, which forget them."""
+    """Remove all keys but the signing one; then restart the routers one by one."""
     answer = cluster_service(router, tenant).ask("WithdrawResumeKeys")
     typer.echo(f"{answer.removed_count} keys removed; start the routers again one by one to end their tokens")
 
@@ -267,7 +271,7 @@ def withdraw_resume_keys(router: RouterOption = ROUTER, tenant: TenantOption = T
 WhichArgument = Annotated[
     Literal["open", "dead"],
     typer.Argument(
-        help="open: running and waiting jobs of this router. dead: the latest jobs that killed engines, of all routers."
+        help="open: running and waiting jobs of this router; dead: the latest that killed engines, of all routers."
     ),
 ]
 
@@ -278,7 +282,7 @@ def jobs(
     tenant: TenantOption = TENANT,
     as_json: JsonOption = False,
 ) -> None:
-    """List a router's running and waiting jobs; with `dead`, the jobs that were ended because they killed engines."""
+    """List a router's running and waiting jobs; `dead`: jobs that killed engines."""
     service = cluster_service(router, tenant)
     columns: dict[str, Any] = {
         "job": "job_id",

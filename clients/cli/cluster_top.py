@@ -41,7 +41,7 @@ def top(
     router: RouterOption = ROUTER,
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
-    once: Annotated[bool, typer.Option("--once", help="Print one look and end, as in a pipe.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print it once and exit.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show a live view of the cluster until Ctrl-C.

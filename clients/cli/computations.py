@@ -99,27 +99,25 @@ def quantize(  # noqa: PLR0913, PLR0917  # one parameter a flag
             "with --report, '' leaves the weights as they are.",
         ),
     ] = "int8",
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Choose the codes of 4 bits by what the layers compute for texts.")
-    ] = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Calibrate 4-bit weights on texts.")] = False,
     bits: Annotated[
         float,
-        typer.Option(metavar="N", help="With --calibrate: maximum bits of a weight; sensitive layers get 8 within it."),
+        typer.Option(metavar="N", help="With --calibrate: maximum mean bits of a weight; sensitive layers get 8."),
     ] = 4.75,
     texts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --calibrate: a text; by default the model writes its own.")
+        Path | None, typer.Option(metavar="FILE", help="With --calibrate: a text; default: the model writes one.")
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="With --calibrate: seed of the choice of texts.")] = 0,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Compare with the original over this text; OUT may be left out."),
+        typer.Option(metavar="FILE", help="Compare with the original on this text; OUT is optional."),
     ] = None,
     kv_cache_dtype: KvCacheOption = "",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report to a JSON file.")
     ] = None,
 ) -> None:
-    """Write a quantized copy of a model, whose adapters are the original's.
+    """Write a quantized copy of a model; adapters of the original work with it.
 
     [bold]loraplex quantize ./Qwen2-0.5B ./Qwen2-0.5B-int4 --to int4 --report article.txt[/]
     """
@@ -211,7 +209,7 @@ def certify(
         str,
         typer.Option(
             metavar="SCHEME|DIR",
-            help="How the base is quantized, such as int8, or the directory of a quantized copy.",
+            help="Quantization of the base, such as int8, or the directory of a quantized copy.",
         ),
     ],
     model_dir: ModelDirOption = None,
@@ -226,7 +224,7 @@ def certify(
     store: StoreOption = STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure an adapter on a quantized base against the original base, and keep the figures with its revision.
+    """Compare an adapter on a quantized base with the original, and store the figures.
 
     Its own prompts, or those of a file, judge whole answers; prompts that are drawn without them judge free text.
 

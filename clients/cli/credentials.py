@@ -31,44 +31,42 @@ if TYPE_CHECKING:
     from broker.acl import Passwords
     from tenancy.development_ca import DevelopmentCa
 
-keys = typer.Typer(no_args_is_help=True, help="Make, list, rotate and revoke API keys. For operators.")
+keys = typer.Typer(no_args_is_help=True, help="Create, list, rotate and revoke API keys. For operators.")
 
 IdArgument = Annotated[str, typer.Argument(metavar="KEYID", help="The part of the key after `lpx_`.")]
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="New file for the key, which only its owner may read.")
 ]
-certs = typer.Typer(no_args_is_help=True, help="Make and renew certificates of an authority for development.")
+certs = typer.Typer(no_args_is_help=True, help="Create and renew certificates for development.")
 HostOption = Annotated[
     list[str] | None,
-    typer.Option("--host", metavar="HOST", help="A name or address of the servers, beside localhost; may be repeated."),
+    typer.Option("--host", metavar="HOST", help="A further name or address of the servers. Repeatable."),
 ]
-DaysOption = Annotated[
-    int, typer.Option("--days", metavar="N", min=1, max=3650, help="How long the certificates live.")
-]
+DaysOption = Annotated[int, typer.Option("--days", metavar="N", min=1, max=3650, help="Validity of the certificates.")]
 # Parts of a cluster that listen, and names and addresses that they have on their own machine.
 SERVING_PARTS = ("store", "router", "worker", "gateway")
 OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
 CERTIFICATE_KINDS = (*SERVING_PARTS, "valkey", "operator", "auditor", "tenant", "tenant-admin")
 
-redis = typer.Typer(no_args_is_help=True, help="Make the users of Redis: router, worker, operator.")
+redis = typer.Typer(no_args_is_help=True, help="Create the users of Redis: router, worker, operator.")
 
 
 @keys.command()
 def create(
-    tenant: Annotated[str, typer.Option(metavar="NAME", help="Whose key it is; none for an operator's.")] = "",
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of the key; none for an operator's.")] = "",
     role: Annotated[
         str, typer.Option(metavar="ROLE", help="tenant-user, tenant-admin, operator or auditor.")
     ] = "tenant-user",
     scope: Annotated[
-        list[str] | None, typer.Option(metavar="SCOPE", help="Restrict it to this scope; may be repeated.")
+        list[str] | None, typer.Option(metavar="SCOPE", help="Restrict it to this scope. Repeatable.")
     ] = None,
-    label: Annotated[str, typer.Option(metavar="TEXT", help="Where it is used.")] = "",
-    ttl: Annotated[str, typer.Option(metavar="TIME", help="How long it lives, such as 90d or 12h.")] = "",
+    label: Annotated[str, typer.Option(metavar="TEXT", help="A label, such as its place of use.")] = "",
+    ttl: Annotated[str, typer.Option(metavar="TIME", help="Validity, such as 90d or 12h.")] = "",
     file: OutOption = None,
     store: StoreOption = STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a key and print it. Nobody can show it again: the store keeps its hash.
+    """Create a key and print it once: the store keeps only its hash.
 
     [bold]loraplex keys create --tenant acme --label ci --ttl 90d --out acme.key[/]
     """
@@ -80,7 +78,7 @@ def create(
 
 @keys.command("list")
 def list_(
-    tenant: Annotated[str, typer.Option(metavar="NAME", help="Only this tenant's.")] = "",
+    tenant: Annotated[str, typer.Option(metavar="NAME", help="Only keys of this tenant.")] = "",
     store: StoreOption = STORE,
     as_json: JsonOption = False,
 ) -> None:
@@ -105,7 +103,7 @@ def list_(
 
 @keys.command()
 def revoke(key_id: IdArgument, store: StoreOption = STORE) -> None:
-    """End a key for good. Routers and stores refuse it within a second."""
+    """Revoke a key. Routers and stores refuse it within a second."""
     _service(store).ask("RevokeKey", key_id=key_id)
     say(f"revoked {key_id}")
 
@@ -114,13 +112,13 @@ def revoke(key_id: IdArgument, store: StoreOption = STORE) -> None:
 def rotate(
     key_id: IdArgument,
     grace: Annotated[
-        str, typer.Option(metavar="TIME", help="How long the present secret stays valid, such as 1h; 0s ends it now.")
+        str, typer.Option(metavar="TIME", help="Time that the current secret stays valid, such as 1h; 0s: none.")
     ] = "1d",
     file: OutOption = None,
     store: StoreOption = STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Make another secret of a key and print the key; the present one stays valid for a while."""
+    """Give a key a new secret and print it; the current one stays valid for a while."""
     duration = read_duration("--grace", grace)
     check_new(file)
     answer = _service(store).ask("RotateKey", key_id=key_id, grace=duration)
@@ -131,7 +129,7 @@ def rotate(
 def bootstrap(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="New file, for the store's --bootstrap-key.")],
 ) -> None:
-    """Make the first operator's key, for a store that has none. Start the store with `--bootstrap-key FILE`."""
+    """Create the first operator's key. Start the store with `--bootstrap-key FILE`."""
     say(f"wrote key {make_first_key(file)} to {file}")
 
 
@@ -174,10 +172,10 @@ def _service(store: str) -> Service:
 
 @certs.command()
 def dev(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go; made if it is missing.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the files, made if missing.")],
     host: HostOption = None,
     tenant: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Also make a certificate of this tenant; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME", help="Also make a certificate of this tenant. Repeatable.")
     ] = None,
     days: DaysOption = 365,
 ) -> None:
@@ -220,7 +218,7 @@ def make_credentials(
 
 @certs.command()
 def issue(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where `certs dev` made the authority.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of `certs dev`.")],
     kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(CERTIFICATE_KINDS)}.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Its name: of a tenant, a router, a person.")],
     host: HostOption = None,
@@ -247,12 +245,12 @@ def issue(
 
 @certs.command()
 def renew(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where `certs dev` made the authority.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of `certs dev`.")],
     within: Annotated[int, typer.Option(metavar="N", min=0, help="Renew those that end within so many days.")] = 30,
     days: DaysOption = 365,
     as_json: JsonOption = False,
 ) -> None:
-    """Renew the directory's certificates that end soon: the same names and files, another key, and list all.
+    """Renew certificates that end soon, with new keys under the same names, and list all.
 
     Running processes take the new files within seconds; the authority itself is not renewed.
 
@@ -301,24 +299,25 @@ def _redis_group() -> None:
 @redis.command()
 def acl(  # one parameter a flag
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where the password files are; missing ones are made.")
+        Path, typer.Argument(metavar="DIR", help="Directory of the password files; missing ones are made.")
     ],
-    model: Annotated[
-        list[str], typer.Option(metavar="NAME", help="Base model whose queue workers use; may be repeated.")
-    ],
+    model: Annotated[list[str], typer.Option(metavar="NAME", help="Base model whose queue workers use. Repeatable.")],
     cell: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Cell on this server, by default main; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME", help="Cell on this server; default: main. Repeatable.")
     ] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Set the users on the server, and load the functions of this version.")
     ] = False,
     rotate: Annotated[
-        bool, typer.Option("--rotate", help="Make new passwords; the present ones stay valid until the next time.")
+        bool, typer.Option("--rotate", help="Make new passwords; the current ones stay valid until the next rotation.")
     ] = False,
     url: Annotated[
         str,
         typer.Option(
-            "--redis-url", envvar="LORAPLEX_REDIS_URL", metavar="URL", help="The server; its user may set users."
+            "--redis-url",
+            envvar="LORAPLEX_REDIS_URL",
+            metavar="URL",
+            help="The server, with a user that may set users.",
         ),
     ] = "",
 ) -> None:

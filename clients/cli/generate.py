@@ -40,11 +40,9 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     top_k: Annotated[int | None, typer.Option(metavar="K", help="Sample from the K likeliest tokens.")] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(metavar="P", help="Sample from the likeliest tokens whose probabilities add up to P."),
+        typer.Option(metavar="P", help="Sample from the likeliest tokens with a total probability of P."),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Seed of the sampling; the same seed gives the same answer.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Seed of the sampling.")] = None,
     system: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="Send a chat: TEXT is its system prompt, PROMPT the user's message."),
@@ -55,25 +53,24 @@ def generate(  # noqa: PLR0913, PLR0917  # one parameter a flag
     ] = None,
     logprobs: Annotated[
         int | None,
-        typer.Option(min=0, metavar="K", help="Print each token's log probability, beside the K likeliest tokens."),
+        typer.Option(min=0, metavar="K", help="Print log probabilities of each token and the K likeliest."),
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End the answer before TEXT. Repeatable.")
     ] = None,
     json_schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The answer is JSON of the schema in FILE.")
+        Path | None, typer.Option(metavar="FILE", help="Answer in JSON of the schema in FILE.")
     ] = None,
     json_style: Annotated[
         list[str] | None,
         typer.Option(
             metavar="STYLE",
-            help="Of --json-schema: whitespace spaced (default), compact or flexible; properties as in the schema, or "
-            "sorted. Repeatable.",
+            help="Of --json-schema: spaced (default), compact or flexible; sorted: properties by name. Repeatable.",
         ),
     ] = None,
-    regex: Annotated[str | None, typer.Option(metavar="PATTERN", help="The whole answer matches PATTERN.")] = None,
+    regex: Annotated[str | None, typer.Option(metavar="PATTERN", help="Answer in text that matches PATTERN.")] = None,
     choices: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="The answer is one of the TEXTs. Repeat it for each.")
+        list[str] | None, typer.Option(metavar="TEXT", help="Answer with one of the TEXTs. Repeatable.")
     ] = None,
     router: RouterOption = ROUTER,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,

@@ -65,7 +65,7 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
             "--adapter",
             "-a",
             metavar="NAME",
-            help="Adapter to request. Repeat it to draw from several uniformly.",
+            help="Adapter to request. Repeatable: drawn uniformly.",
             autocompletion=adapter_names,
         ),
     ] = None,
@@ -121,7 +121,7 @@ def loadtest(  # noqa: PLR0913, PLR0917  # one parameter a flag
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Load a cluster and write what its clients saw: DIR/report.html, report.json and requests.csv.
+    """Load a cluster and write a report: DIR/report.html, report.json and requests.csv.
 
     [bold]loraplex loadtest --rate 20 --duration 30 --answer-tokens 128 --slo 'ttft<500ms'[/]
     """

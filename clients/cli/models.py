@@ -41,7 +41,7 @@ WorkersOption = Annotated[
     int, typer.Option("--workers", min=0, metavar="N", help="Number of workers that must serve it first.")
 ]
 WaitOption = Annotated[
-    float, typer.Option("--wait-s", min=0, metavar="SECONDS", help="Maximum time to wait for these workers.")
+    float, typer.Option("--wait-s", min=0, metavar="SECONDS", help="Timeout of the wait for these workers.")
 ]
 
 
@@ -55,7 +55,7 @@ def push(
     quantize: QuantizeOption = "",
     kv_cache_dtype: KvCacheOption = "",
     stage: Annotated[
-        bool, typer.Option("--stage", help="Keep it beside the live revision of that name, for `models promote`.")
+        bool, typer.Option("--stage", help="Stage it beside the live revision, for `models promote`.")
     ] = False,
     replace: Annotated[
         bool, typer.Option("--replace", help="Make it live at once, before any worker serves it.")
@@ -63,7 +63,7 @@ def push(
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
-    """Register a base model: its manifest and small files. The weights stay on the workers' disks.
+    """Register a base model: manifest and small files, not the weights.
 
     With --quantize or --kv-cache-dtype the model's workers need the same flag.
     """
@@ -94,7 +94,7 @@ def promote(
     router: RouterOption = ROUTER,
     store: StoreOption = STORE,
 ) -> None:
-    """Make a staged revision of a base model live once workers serve it. Running calls end on the former one.
+    """Make a staged revision of a base model live once workers serve it.
 
     The former revision's workers go on: calls with adapters that were uploaded for it, and calls that run. Roll back
     while they do, or stop them.

@@ -84,7 +84,7 @@ RouterOption = Annotated[
         "--router",
         metavar="HOST:PORT[,...]",
         envvar="LORAPLEX_ADDRESS",
-        help="Address of the router. With several, a stream that loses its router continues at another.",
+        help="Addresses of routers, separated by commas; another continues when one is lost.",
     ),
 ]
 StoreOption = Annotated[
@@ -92,7 +92,7 @@ StoreOption = Annotated[
     typer.Option("--store", metavar="HOST:PORT", envvar="LORAPLEX_STORE_ADDRESS", help="Address of the adapter store."),
 ]
 TenantOption = Annotated[
-    str, typer.Option("--tenant", metavar="NAME", envvar="LORAPLEX_TENANT", help="Tenant that the requests are for.")
+    str, typer.Option("--tenant", metavar="NAME", envvar="LORAPLEX_TENANT", help="Tenant to act for.")
 ]
 ModelOption = Annotated[
     str,
@@ -120,7 +120,7 @@ AdaptersOption = Annotated[
         "--adapter",
         "-a",
         metavar="NAME[=WEIGHT]",
-        help="NAME, NAME@ALIAS or a full name; default: the base model. Repeat it for a sum; default WEIGHT: 1.",
+        help="NAME, NAME@ALIAS or a full name; default: the base model. Repeatable: a weighted sum.",
         autocompletion=adapter_names,
     ),
 ]
@@ -139,11 +139,11 @@ CaOption = Annotated[
         "--ca",
         metavar="FILE",
         envvar=CA_VARIABLE,
-        help="Use TLS; the file has the authority that signs the servers' certificates, `system` for the system's.",
+        help="Use TLS, with the authority of the servers' certificates; `system`: the system's.",
     ),
 ]
 CertOption = Annotated[
-    Path | None, typer.Option("--cert", metavar="FILE", envvar=CERT_VARIABLE, help="The client's own certificate.")
+    Path | None, typer.Option("--cert", metavar="FILE", envvar=CERT_VARIABLE, help="The client's certificate.")
 ]
 KeyOption = Annotated[
     Path | None, typer.Option("--key", metavar="FILE", envvar=CERT_KEY_VARIABLE, help="The private key of --cert.")
@@ -162,17 +162,17 @@ KvCacheOption = Annotated[
     typer.Option(
         "--kv-cache-dtype",
         metavar="NAME",
-        help="int8: the KV cache in 8 bits; by default it is in the dtype that the model computes in.",
+        help="int8: an 8-bit KV cache; default: the model's dtype.",
     ),
 ]
 MaxTokensOption = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Maximum number of tokens of an answer; unset: the model's own, else 128."),
+    typer.Option(metavar="N", help="Maximum tokens of the answer; default: the model's, else 128."),
 ]
 TemperatureOption = Annotated[
     float | None,
     typer.Option(
-        metavar="T", help="Sampling temperature, 0: greedy; unset: the model's own (loraplex models list), else greedy."
+        metavar="T", help="Sampling temperature; 0: greedy; default: the model's (`loraplex models list`), else 0."
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -37,9 +37,7 @@ from clients.cli.terminal import (
 if TYPE_CHECKING:
     from loraplex.adapters.v1 import releases_pb2
 
-app = typer.Typer(
-    no_args_is_help=True, help="Prove a revision of an adapter, make it live step by step, and roll it back."
-)
+app = typer.Typer(no_args_is_help=True, help="Test a revision of an adapter, roll it out in steps, and roll it back.")
 # The type of the statements that `export` signs.
 _STATEMENT = "https://loraplex/release/v1"
 ReleaseArgument = Annotated[
@@ -50,13 +48,11 @@ ReleaseArgument = Annotated[
         autocompletion=adapter_names,
     ),
 ]
-SourceOption = Annotated[str, typer.Option("--source", metavar="URI", help="Where it comes from.")]
-PinOption = Annotated[str, typer.Option("--pin", metavar="TEXT", help="What the source was pinned to.")]
-ParentOption = Annotated[
-    str, typer.Option("--parent", metavar="DIGEST", help="The revision that training went on from.")
-]
-RunOption = Annotated[str, typer.Option("--run-id", metavar="ID", help="The training run.")]
-DatasetOption = Annotated[list[str] | None, typer.Option("--dataset", metavar="NAME", help="A data set; repeat it.")]
+SourceOption = Annotated[str, typer.Option("--source", metavar="URI", help="Origin of the adapter.")]
+PinOption = Annotated[str, typer.Option("--pin", metavar="TEXT", help="Commit or version of the source.")]
+ParentOption = Annotated[str, typer.Option("--parent", metavar="DIGEST", help="Revision that training continued from.")]
+RunOption = Annotated[str, typer.Option("--run-id", metavar="ID", help="Id of the training run.")]
+DatasetOption = Annotated[list[str] | None, typer.Option("--dataset", metavar="NAME", help="A data set. Repeatable.")]
 
 
 @app.command()
@@ -73,7 +69,7 @@ def push(  # noqa: PLR0913, PLR0917  # one parameter a flag
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
-    """Upload an adapter, or let the store import it, and make a release of the revision; no alias names it.
+    """Upload or import an adapter and create a release of the revision, without an alias.
 
     A model.sig in the directory is sent along.
 
@@ -105,12 +101,12 @@ def create(  # noqa: PLR0913, PLR0917  # one parameter a flag
     dataset: DatasetOption = None,
     signature: Annotated[
         Path | None,
-        typer.Option("--signature", metavar="FILE", help="The bundle that model-signing wrote of its files."),
+        typer.Option("--signature", metavar="FILE", help="Bundle that model-signing wrote for the files."),
     ] = None,
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
-    """Make a release of a revision that the store has."""
+    """Create a release of a stored revision."""
     with store_client(store, tenant) as client:
         _, revision = client.get(name)
     origin, bundle = _origin(source, pin, parent, run_id, dataset), signature.read_bytes() if signature else b""
@@ -194,7 +190,7 @@ def diff(
     store: StoreOption = STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what differs between two releases: origin, rank, settings and figures of gates."""
+    """Compare two releases: origin, rank, settings and figures of gates."""
     service = _service(store, tenant)
     gates: list[Sequence[releases_pb2.GateResult]]
     first = _find(service, name, store, tenant)
@@ -234,7 +230,7 @@ def qualify(
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
-    """Run gates on a release, by requests of the lowest priority; it is qualified if all pass.
+    """Run gates on a release with requests of the lowest priority; qualify it if all pass.
 
     [bold]loraplex releases qualify support --gates gates.toml --tenant acme[/]
     """
@@ -272,39 +268,41 @@ def promote(  # noqa: PLR0913, PLR0917  # one parameter a flag
     canary: Annotated[
         str,
         typer.Option(
-            metavar="PERCENT,...", help="Shares of the requests, step by step, such as 5,25; then it is live."
+            metavar="PERCENT,...", help="Percent of the requests in each step, such as 5,25; then it is live."
         ),
     ] = "",
-    requests: Annotated[int, typer.Option(min=0, metavar="N", help="Answers of the candidate that a step needs.")] = 0,
-    time: Annotated[str, typer.Option(metavar="TIME", help="Time that a step takes at least, such as 30m.")] = "",
+    requests: Annotated[int, typer.Option(min=0, metavar="N", help="Answers of the candidate per step.")] = 0,
+    time: Annotated[str, typer.Option(metavar="TIME", help="Minimum time of a step, such as 30m.")] = "",
     shadow: Annotated[
         float,
         typer.Option(
-            min=0, max=100, metavar="PERCENT", help="Share of live requests that the candidate repeats unseen."
+            min=0, max=100, metavar="PERCENT", help="Share of live requests that the candidate also computes, unseen."
         ),
     ] = 0.0,
-    min_requests: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Answers before which no rule is looked at.")
-    ] = 20,
+    min_requests: Annotated[int, typer.Option(min=1, metavar="N", help="Answers before the rules apply.")] = 20,
     max_error_rise: Annotated[
-        float, typer.Option(min=0, metavar="SHARE", help="Roll back above live's share of failed requests plus this.")
+        float,
+        typer.Option(min=0, metavar="SHARE", help="Roll back if the share of failed requests exceeds live's by this."),
     ] = 0.02,
     max_ttft_ratio: Annotated[
-        float | None, typer.Option(min=0, metavar="RATIO", help="Roll back above so many times live's median TTFT.")
+        float | None,
+        typer.Option(min=0, metavar="RATIO", help="Roll back if the median TTFT exceeds this multiple of live's."),
     ] = None,
     max_refusal_rise: Annotated[
-        float | None, typer.Option(min=0, metavar="SHARE", help="Roll back above live's share of refusals plus this.")
+        float | None,
+        typer.Option(min=0, metavar="SHARE", help="Roll back if the share of refusals exceeds live's by this."),
     ] = None,
     refusal: Annotated[
-        list[str] | None, typer.Option("--refusal", metavar="TEXT", help="What refusals begin with; repeat it.")
+        list[str] | None, typer.Option("--refusal", metavar="TEXT", help="Beginning of refusals. Repeatable.")
     ] = None,
     min_agreement: Annotated[
-        float | None, typer.Option(min=0, max=1, metavar="SHARE", help="Roll back below so many equal shadow tokens.")
+        float | None,
+        typer.Option(min=0, max=1, metavar="SHARE", help="Roll back if fewer of the shadow tokens are equal."),
     ] = None,
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:
-    """Make a qualified release live: at once, or with --canary by rising shares that rules watch.
+    """Make a qualified release live, at once or in --canary steps that rules watch.
 
     [bold]loraplex releases promote support --canary 5,25 --requests 200 --max-ttft-ratio 1.5 --tenant acme[/]
     """
@@ -340,7 +338,7 @@ def abort(name: ReleaseArgument, tenant: TenantOption = TENANT, store: StoreOpti
 
 @app.command()
 def rollback(name: ReleaseArgument, tenant: TenantOption = TENANT, store: StoreOption = STORE) -> None:
-    """End the canary, or the live release: requests get the revision again that was live before it."""
+    """End the canary or live release; the former live revision serves again."""
     service = _service(store, tenant)
     release = _find(service, name, store, tenant, {"canary"}, {"live"})
     _said(service.ask("RollBackRelease", name=release.name, etag=release.etag).release)
@@ -349,7 +347,7 @@ def rollback(name: ReleaseArgument, tenant: TenantOption = TENANT, store: StoreO
 @app.command()
 def export(
     name: ReleaseArgument,
-    key: Annotated[Path, typer.Option("--key", metavar="FILE", help="PEM of the private key that signs.")],
+    key: Annotated[Path, typer.Option("--key", metavar="FILE", help="PEM file of the signing private key.")],
     tenant: TenantOption = TENANT,
     store: StoreOption = STORE,
 ) -> None:

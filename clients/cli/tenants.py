@@ -30,7 +30,7 @@ plans = typer.Typer(no_args_is_help=True, help="Read and change what tenants and
 
 NameArgument = Annotated[str, typer.Argument(metavar="PLAN", help="default, tenants/TENANT or keys/KEYID.")]
 KeysDirOption = Annotated[
-    Path, typer.Option("--keys-dir", metavar="DIR", help="Where new keys go, in TENANT-LABEL.key.")
+    Path, typer.Option("--keys-dir", metavar="DIR", help="Directory of new keys, TENANT-LABEL.key.")
 ]
 tenants = typer.Typer(no_args_is_help=True, help="List, set up and remove tenants. For operators.")
 
@@ -77,7 +77,7 @@ def set_(
     store: StoreOption = STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Set limits of a plan, and make the plan if there is none; its other limits stay. Holds within a second.
+    """Set limits of a plan, which is created if needed; other limits stay.
 
     [bold]loraplex plans set tenants/acme tokens_per_day=2000000 concurrent_streams=50[/]
 
@@ -426,7 +426,7 @@ def _mapping(value: Any, at: str, names: Collection[str] | None = None) -> dict[
 @tenants.command()
 def purge(
     name: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     store: StoreOption = STORE,
     routers: Annotated[
         str,
@@ -434,12 +434,12 @@ def purge(
             "--router",
             metavar="HOST:PORT[,...]",
             envvar="LORAPLEX_ADDRESS",
-            help="Operators' address of a router, of each group with other cells; empty: only the store.",
+            help="Operator port of a router, one for each group of cells; empty: only the store.",
         ),
     ] = ROUTER,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove everything of a tenant from the store and from the cells, at once and for good.
+    """Remove all of a tenant's data from the store and the cells, irrevocably.
 
     In the store: adapters, grants, API keys and plans. In a cell: calls, waiting jobs, what Redis keeps by the name,
     caches of the routers, adapters and prefixes at the workers. Prints what was removed, and what another look still

@@ -35,7 +35,9 @@ _SHOWN = 6
 def embed(  # noqa: PLR0913, PLR0917  # one parameter a flag
     texts: TextsArgument = None,
     adapter: AdaptersOption = None,
-    pooling: Annotated[Literal["cls", "mean", "last"] | None, typer.Option(help="Instead of the model's own.")] = None,
+    pooling: Annotated[
+        Literal["cls", "mean", "last"] | None, typer.Option(help="Pooling; default: the model's.")
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not scale the vectors to length 1.")] = False,
     truncate: TruncateOption = False,
     tenant: TenantOption = TENANT,
@@ -43,7 +45,7 @@ def embed(  # noqa: PLR0913, PLR0917  # one parameter a flag
     router: RouterOption = ROUTER,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the vector of each TEXT, a line of numbers; at a terminal the first of them.
+    """Print the embedding of each TEXT, at a terminal its first numbers.
 
     [bold]loraplex embed "first text" "second text" --json[/]
     """
@@ -126,7 +128,7 @@ def score(
     router: RouterOption = ROUTER,
     as_json: JsonOption = False,
 ) -> None:
-    """Print how likely the model finds each TEXT after PROMPT: the sum of its tokens' log probabilities.
+    """Print the log probability of each TEXT after PROMPT.
 
     A TEXT follows PROMPT directly: begin it with a space where one belongs there. GREEDY is yes where the model's
     likeliest answer begins with it.
@@ -165,7 +167,7 @@ def _as_json(texts: list[str], scores: Scores) -> dict[str, Any]:
 def tokens(
     text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The text; default: all of stdin.")] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="TEXT is a user's message, which the chat template makes a prompt.")
+        bool, typer.Option("--chat", help="TEXT is a user's message, to which the chat template applies.")
     ] = False,
     ids: Annotated[bool, typer.Option("--ids", help="Print the tokens' ids instead of their number.")] = False,
     adapter: AdapterOption = "",
@@ -174,9 +176,9 @@ def tokens(
     router: RouterOption = ROUTER,
     as_json: JsonOption = False,
 ) -> None:
-    """Print how many tokens a prompt has, as generating from it would count them.
+    """Count the tokens of a prompt.
 
-    An adapter matters to --chat alone, where it has a chat template or a system prompt of its own.
+    An adapter matters only with --chat: it may have a chat template and a system prompt.
 
     [bold]loraplex tokens "Dear customer,"[/]
     [bold]loraplex tokens --ids < letter.txt[/]

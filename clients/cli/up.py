@@ -14,7 +14,9 @@ from clients.cli.terminal import CommandError
 
 
 def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
-    model: Annotated[str, typer.Option(metavar="PATH", help="A transformers directory, a GGUF file, or hash:?... .")],
+    model: Annotated[
+        str, typer.Option(metavar="PATH", help="A transformers directory, a GGUF file, or hash:? (a test engine).")
+    ],
     adapters: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="peft adapters in DIR/TENANT/NAME/; shared adapters in DIR/NAME/."),
@@ -22,18 +24,19 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
     name: Annotated[
         str, typer.Option(metavar="NAME", help="Name that requests use for the model; default: the directory's.")
     ] = "",
-    update: Annotated[
-        bool, typer.Option("--update", help="Move `live` of adapters that the store has to the directory's revisions.")
-    ] = False,
+    update: Annotated[bool, typer.Option("--update", help="Make changed adapters of the directory live.")] = False,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="Number of workers.")] = 1,
     rows: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Answers that a worker produces at once; 32 by default.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Maximum sequences that a worker computes at once; default: 32, on CUDA 256."
+        ),
     ] = None,
     max_rank: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Largest rank of an adapter; 64 by default.")
+        int | None, typer.Option(min=1, metavar="N", help="Maximum rank of an adapter; default: 64.")
     ] = None,
     adapter_slots: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Adapters on a worker's device at once; 32 by default.")
+        int | None, typer.Option(min=1, metavar="N", help="Adapters on a worker's device at once; default: 32.")
     ] = None,
     kv_blocks: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Blocks of a worker's KV cache; default: what memory allows.")
@@ -54,33 +57,25 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
             min=0,
             max=65535,
             metavar="PORT",
-            help="Serve HTTP as well, by a gateway on this port; 0 for any free port.",
+            help="Also start an HTTP gateway on this port; 0 for any free port.",
         ),
     ] = None,
-    engine_protocol: Annotated[
-        str, typer.Option(metavar="NAME", help="Serve the router's requests by a gateway's protocol too: sglang.")
-    ] = "",
-    engine_tenant: Annotated[
-        str, typer.Option(metavar="NAME", help="Tenant of that protocol's calls, which name none.")
-    ] = "default",
+    engine_protocol: Annotated[str, typer.Option(metavar="NAME", help="Also serve an engine protocol: sglang.")] = "",
+    engine_tenant: Annotated[str, typer.Option(metavar="NAME", help="Tenant of that protocol's calls.")] = "default",
     engine_adapter: Annotated[
         str, typer.Option(metavar="NAME", help="Adapter of that protocol's calls without lora_id.")
     ] = "",
     device: Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.")] = "cpu",
-    tensor_parallel: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Devices of a worker, each with a part of the model's weights.")
-    ] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, metavar="N", help="Devices that share a worker's model.")] = 1,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")] = "auto",
     quantize: QuantizeOption = "",
     kv_cache_dtype: KvCacheOption = "",
     redis_url: Annotated[
         str,
-        typer.Option(
-            envvar="LORAPLEX_REDIS_URL", metavar="URL", help="Redis to use; by default it starts a Valkey server."
-        ),
+        typer.Option(envvar="LORAPLEX_REDIS_URL", metavar="URL", help="Redis server; default: start a Valkey."),
     ] = "",
     data_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory for adapters, caches and logs; temporary by default.")
+        Path | None, typer.Option(metavar="DIR", help="Directory for adapters, caches and logs; default: temporary.")
     ] = None,
     plans: Annotated[
         Path | None,
@@ -90,17 +85,17 @@ def up(  # noqa: PLR0913, PLR0917  # one parameter a flag
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="TLS and API keys at every port: certificates, keys and data in DIR, made if it is missing.",
+            help="Use TLS and API keys; certificates, keys and data are in DIR, made if missing.",
         ),
     ] = None,
     tenants: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Tenants to set up, as `loraplex tenants apply` does; with --secured."),
+        typer.Option(metavar="FILE", help="With --secured: tenants to set up, as `loraplex tenants apply` does."),
     ] = None,
     demo: Annotated[
         bool,
         typer.Option(
-            "--demo", help="Stream answers of adapters and of the base model, to DIR/questions.jsonl if there."
+            "--demo", help="Stream answers of adapters and of the base model, to DIR/questions.jsonl if it exists."
         ),
     ] = False,
     once: Annotated[bool, typer.Option("--once", help="Run the demo, then stop.")] = False,

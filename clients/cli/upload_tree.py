@@ -118,12 +118,10 @@ def push_all(
         Path, typer.Argument(metavar="DIR", help="Adapters in DIR/TENANT/NAME/; shared adapters in DIR/NAME/.")
     ],
     model: Annotated[str, typer.Option(metavar="NAME", help="Their base model, needed if the store has several.")] = "",
-    update: Annotated[
-        bool, typer.Option("--update", help="Move `live` of adapters that the store has to the directory's revisions.")
-    ] = False,
+    update: Annotated[bool, typer.Option("--update", help="Make changed adapters of the directory live.")] = False,
     store: StoreOption = STORE,
 ) -> None:
-    """Upload the adapters of a directory that the store has not; a bad one is named, and the others are uploaded."""
+    """Upload the adapters of a directory that the store lacks; bad ones are named and left out."""
     from loraplex_client import LoraplexError
 
     with Activity() as activity:
