@@ -14,15 +14,16 @@ The roles that may call each RPC, by port. Any other call gets PERMISSION_DENIED
 [tenancy/permissions.py](../../tenancy/permissions.py); after a change run
 `.venv/bin/python -m tests.tenancy.permissions_page docs/reference/permissions.md`.
 
-- **Ports.** `public` is for tenants, `operators` for operators and the cluster's processes, `relay` for workers.
+- **Ports.** `public` is for tenants, `operators` for operators and the cluster's processes, `relay` for
+  workers and other routers.
 - **Scopes** narrow a role: a key or token that has scopes may call only the methods of these scopes.
 - **Workers** call DownloadRevision with a router's grant for that revision.
 - **ExternalScaler** has a port of its own, without credentials, because KEDA sends none. With TLS it asks for a
   certificate.
 - **Without credentials** one port serves the columns `public` and `operators`, and every caller has every role.
 
-| service | RPC | scope | public | operators | relay |
-| --- | --- | --- | --- | --- | --- |
+| RPC | scope | public | operators, relay |
+| --- | --- | --- | --- |
 """
 
 
@@ -33,13 +34,16 @@ def page() -> str:
         names: dict[tuple[str, ...], list[str]] = {}
         for name, permission in methods:
             names.setdefault(_cells(permission), []).append(name.rpartition("/")[2])
-        rows += [f"| `{service}` | {', '.join(of)} | {' | '.join(cells)} |\n" for cells, of in names.items()]
+        rows.append(f"| **{service}** | | | |\n")
+        rows += [f"| {', '.join(of)} | {' | '.join(cells)} |\n" for cells, of in names.items()]
     return _HEAD + "".join(rows)
 
 
 def _cells(row: Permission) -> tuple[str, ...]:
-    roles = ("anybody" if row.anybody else ", ".join(sorted(row.roles.get(port, ()))) for port in Port)
-    return (row.scope, *roles)
+    if row.anybody:
+        return ("", "anybody", "anybody")
+    public, operators, relay = (", ".join(sorted(row.roles.get(port, ()))) for port in Port)
+    return (row.scope, public, ", ".join(filter(None, (operators, relay and f"{relay} (relay)"))))
 
 
 if __name__ == "__main__":
