@@ -24,7 +24,7 @@ from worker.plan import PlanSettings, as_lines, plan
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs/guides/scaling.md").read_text(encoding="utf-8")
-FIGURES = (ROOT / "docs/results/scaling.md").read_text(encoding="utf-8")
+FIGURES = " ".join((ROOT / "docs/results/scaling.md").read_text(encoding="utf-8").split())
 # The sizes of Llama 3.1 8B.
 LAYERS, HIDDEN, INNER, KEYS, VOCABULARY = 32, 4096, 14_336, 1024, 128_256
 
