@@ -1,4 +1,4 @@
-"""The dtype of a model and the memory of this machine, by the same rules for the engine and for `loraplex plan`."""
+"""The dtype of a model, the memory and cores of this machine, by the same rules for the engine and `loraplex plan`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def cpu_dtype(own: str, *, bfloat16_works: bool = True) -> str:
     if own != "float16":
         return own
     return "bfloat16" if bfloat16_works else "float32"
+
+
+def available_cores(cores: int) -> int:
+    """Return how many of `cores` may be kept busy, inside the CPU limit of the control group, rounded up."""
+    try:
+        quota, period = map(int, (CONTROL_GROUP / "cpu.max").read_text().split())
+    except (OSError, ValueError):  # there is no limit: "max 100000"
+        return cores
+    return min(cores, -(-quota // period))
 
 
 def available_host_bytes() -> int:

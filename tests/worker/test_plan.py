@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from artifacts import ArtifactError
 from worker import sizing
+from worker.engine import device
 from worker.plan import PlanSettings, as_lines, plan
 
 MODEL = "examples/model"
@@ -120,6 +121,19 @@ def test_the_memory_of_this_machine_is_what_its_control_group_allows(
     assert plan(PlanSettings(MODEL)).memory_bytes == 200 << 20
     (tmp_path / "memory.max").write_text("max\n")
     assert plan(PlanSettings(MODEL)).memory_bytes > 200 << 20
+
+
+@pytest.mark.parametrize(
+    ("limit", "threads"), [("12000 100000", 1), ("150000 100000", 2), ("800000 100000", 4), ("max 100000", 4), ("", 4)]
+)
+def test_an_engine_has_as_many_threads_as_its_control_group_lets_it_keep_busy(
+    limit: str, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(sizing, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(device, "_CORES", 4)
+    assert device.step_threads(100_000_000, 0) == threads
+    assert device.step_threads(100_000_000, 3) == 3
 
 
 @pytest.mark.parametrize(

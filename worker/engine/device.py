@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.sizing import available_host_bytes
+from worker.sizing import available_cores, available_host_bytes
 
 # Share of the available host memory that adapters of all of a machine's workers may take by default: one part in this
 # many. There is a worker for each CUDA device.
@@ -105,7 +105,7 @@ _ONE_CORE_PARAMETERS = 16_000_000
 
 def step_threads(parameters: int, threads: int) -> int:
     """Return the number of threads that compute steps of a model with so many parameters; `threads`: 0, or chosen."""
-    return threads or (1 if parameters < _ONE_CORE_PARAMETERS else _CORES)
+    return threads or (1 if parameters < _ONE_CORE_PARAMETERS else available_cores(_CORES))
 
 
 def keep_to_one_core() -> None:

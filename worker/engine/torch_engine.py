@@ -43,7 +43,7 @@ from worker.engine.parallel.group import RankGroup, leave_group, rank_device
 from worker.engine.ranks import Followers, Install, OnLost, RankEnd, Start, end_process
 from worker.engine.sampling.step import InFlight
 from worker.engine.scheduling.adapter_cache import AdapterCache
-from worker.engine.scheduling.chunk_sizer import ChunkSizer, StepTimer
+from worker.engine.scheduling.chunk_sizer import ChunkSizer
 from worker.engine.scheduling.grammars import GrammarThread
 from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine.scheduling.scheduler import Scheduler
@@ -82,9 +82,12 @@ class TorchEngine(Engine[Scheduler]):
         self._followers = followers
         self._encoding = encoding
         self._chunk_sizer = chunk_sizer
-        self._timer = StepTimer()
+        # Without stepping ahead this thread computes: the time in which others use its processor is no part of a step.
+        self._clock = time.monotonic if ahead else time.thread_time
         self._ahead = ahead
-        self._in_flight: InFlight | None = None
+        # The step that is to be collected, and when it was launched; when the last one was collected.
+        self._in_flight: tuple[InFlight, float] | None = None
+        self._collected_at = 0.0
 
     def add_sequence(self, sequence: NewSequence) -> None:
         """See Engine."""
@@ -97,25 +100,25 @@ class TorchEngine(Engine[Scheduler]):
     def step(self) -> list[Output]:
         """Launch one step of the batch, and collect it, or, stepping ahead, the one before it."""
         outputs = self._scheduler.take_arrivals()
-        batch, began = self._scheduler.schedule(), time.monotonic()
+        batch, began = self._scheduler.schedule(), self._clock()
         launched = self._within_memory(self._runner.launch, batch, batch, outputs)
         last, self._in_flight = self._in_flight, None
         if last is not None:
-            outputs += self._collect(last)
+            outputs += self._collect(*last)
         step = self._within_memory(self._runner.sample, launched, batch, outputs)
         if step is not None:
-            self._timer.launched(began)
             if self._ahead:
-                self._in_flight = step
+                self._in_flight = step, began
             else:
-                outputs += self._collect(step)
+                outputs += self._collect(step, began)
         return outputs
 
-    def _collect(self, step: InFlight) -> list[Output]:
+    def _collect(self, step: InFlight, launched_at: float) -> list[Output]:
         sampled = step.collect()
-        seconds = self._timer.collected(time.monotonic())
+        # A step begins when the one before it ends, at the earliest.
+        began, self._collected_at = max(launched_at, self._collected_at), self._clock()
         if self._chunk_sizer is not None:
-            self._chunk_sizer.observe(step.batch, seconds)
+            self._chunk_sizer.observe(step.batch, self._collected_at - began)
         return self._scheduler.commit(step.batch, sampled.ids, sampled.logprobs, sampled.failures)
 
     def _within_memory(

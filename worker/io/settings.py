@@ -65,11 +65,14 @@ class Settings:
     )
     step_tokens: int = setting("maximum tokens per step; 0: 512, on CUDA 4096", 0, least=0)
     itl_target_ms: float = setting(
-        "target of milliseconds between an answer's tokens while prompts are computed; higher: earlier first tokens",
+        "target of milliseconds (on a CPU: of processor time) between an answer's tokens while prompts are computed; "
+        "higher: earlier first tokens",
         50.0,
         above=0,
     )
-    threads: int = setting("CPU threads of the engine; 0: one for a small model, else torch's choice", 0, least=0)
+    threads: int = setting(
+        "CPU threads of the engine; 0: one for a small model, else one per core within the CPU limit", 0, least=0
+    )
     cache_dir: str = setting("directory for adapters, of this worker alone; empty: a temporary one", "")
     disk_adapter_bytes: int = setting(
         "bytes of adapters on disk; 0: 10 GB, or half of the free space if less", 0, least=0

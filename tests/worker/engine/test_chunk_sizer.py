@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from options import StoppingParams
-from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer, StepTimer
+from worker.engine.scheduling.chunk_sizer import ChunkBudget, ChunkSizer
 from worker.engine.scheduling.scheduler import Scheduler
 from worker.engine.scheduling.sequence import Batch
 from worker.engine_api import EngineLimits, NewSequence
@@ -326,19 +326,3 @@ def test_without_a_chunk_sizer_a_step_takes_all_its_tokens() -> None:
     budget = ChunkBudget(20)
     taken = [budget.take(0, 12), budget.room_for(1), budget.take(500, 12), budget.room_for(1)]
     assert taken == [12, True, 8, False]
-
-
-@pytest.mark.parametrize(
-    ("launched", "collected", "seconds"),
-    [
-        ([0.0, 5.0], [2.0, 6.0], [2.0, 1.0]),  # one after the other
-        ([0.0, 1.0, 4.0], [4.0, 9.0, 9.5], [4.0, 5.0, 0.5]),  # each launched before the one before it is collected
-    ],
-)
-def test_a_step_begins_when_the_one_before_it_ends(
-    launched: Sequence[float], collected: Sequence[float], seconds: Sequence[float]
-) -> None:
-    timer = StepTimer()
-    for at in launched:
-        timer.launched(at)
-    assert [timer.collected(at) for at in collected] == seconds

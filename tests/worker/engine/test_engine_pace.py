@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,3 +74,28 @@ def test_a_prompt_beside_decodes_with_measured_chunk_sizes(
     for request in (*decodes, prompt):
         got = tuple(token for output in outputs[request.sequence_id] for token in output.token_ids)
         assert got == tiny_llama.expected(request)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep no thread to a core")
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
+def test_a_step_takes_no_longer_where_others_use_the_processor(
+    tiny_llama: Any, make_engine: Callable[..., Any], run_until_idle: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch, ahead: bool,
+) -> None:  # fmt: skip
+    moods = Moods()
+    monkeypatch.setattr("worker.engine.torch_engine.ChunkSizer", lambda target_s: moods)
+    engine = make_engine(tiny_llama.directory, **SETTINGS, paced=True)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        began, used = time.monotonic(), time.thread_time()
+        run_until_idle(engine, {0: [tiny_llama.request(f"d{number}", [5 + number], 90, None) for number in range(3)]})
+        took, used = time.monotonic() - began, time.thread_time() - used
+    finally:
+        os.sched_setaffinity(0, cores)
+        for process in busy:
+            process.kill()
+            process.wait()
+    # Stepping ahead, another device computes: times are the clock's, and no two steps have the same time.
+    assert sum(seconds for _, seconds in moods.observed) <= (took if ahead else used) <= took

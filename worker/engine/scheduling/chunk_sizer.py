@@ -8,6 +8,9 @@ from its rows, with unit costs that are learned from earlier steps:
     decodes = fixed + rows + positions that they attend to
     chunks  = fixed + tokens + positions that the tokens attend to + positions that are read for them
 
+Where the CPU computes, times are processor time: beside other work gaps are longer, by what that takes. Chunks sized by
+the wall clock were so small there that the fixed costs of steps took most of the processor.
+
 Where the decodes alone take about as long as the target, chunks get a multiple of the decodes' time. Without decodes
 nobody waits for a token, and only step_tokens and the maximum time of a step limit the chunks.
 
@@ -16,7 +19,6 @@ Comments say what happened without a constant on the simulated machines of tests
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from math import exp, log
@@ -165,24 +167,6 @@ class ChunkBudget:
                 high = middle - 1
         count = low if low == asked else low - low % _LEAST_CHUNK
         return count if self._begun else max(count, min(_LEAST_CHUNK, most))
-
-
-class StepTimer:
-    """Measures steps that are launched one after the other, perhaps before the previous one is collected."""
-
-    def __init__(self) -> None:
-        self._launches: deque[float] = deque()
-        self._collected = 0.0
-
-    def launched(self, at: float) -> None:
-        """Record a step's launch at time `at`, in seconds."""
-        self._launches.append(at)
-
-    def collected(self, at: float) -> float:
-        """Return the seconds of the oldest launched step: since its launch, or since the step before it ended."""
-        began = max(self._launches.popleft(), self._collected)
-        self._collected = at
-        return at - began
 
 
 class _Costs:
