@@ -1,7 +1,7 @@
 # The gate is `make lint` and `make test`, at home and in CI. `make check` is a quicker check while you work.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup run secured check test nightly authz forged hostile fuzz smg lorax clients evaluate operator chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts real company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets holds
+.PHONY: help setup run secured check test nightly authz forged hostile fuzz smg lorax clients evaluate operator chaos ledger cancels compilations formats swaps releases upgrade rehearsal texts real company ranks gpu bench json-schema-suite lint format lock sbom audit clean buckets holds throttled
 
 # Tests start hundreds of Python processes: without cached bytecode each would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -186,6 +186,9 @@ company: $(STAMP) ## Compare answers alone and in random batches, bit by bit, in
 
 holds: $(STAMP) ## Run tests/e2e and check how long each process holds its event loop: at most 50 ms of processor time
 	HOLDS=1 $(PYTEST) tests/e2e
+
+throttled: $(STAMP) $(REAL) ## Give a worker of the real model 0.12 and 0.4 of a core, then eight busy processes beside it (as root)
+	$(BIN)/python -m tests.throttled
 
 compilations: $(STAMP) ## Run over 500 drawn steps on a fake CUDA device; none may compile a kernel
 	REQUESTS=300 $(BIN)/pytest -s -m "" --timeout 600 tests/worker/engine/test_cuda_steps.py -k compiled
