@@ -50,7 +50,7 @@ async def run(commands: str, directory: Path, variables: Mapping[str, str]) -> s
     shell = await asyncio.create_subprocess_exec(
         *("bash", "-euo", "pipefail", "-c", f"trap '{_END}' EXIT\n{commands}"),
         cwd=directory,
-        env=environment | variables,
+        env={**environment, **variables},
         stdout=PIPE,
         stderr=STDOUT,
     )
