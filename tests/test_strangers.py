@@ -18,7 +18,7 @@ _CALL = r"^\s*(from|import) (urllib\.request|http\.client|httpx2|httpcore2|obsto
 PORTS = {
     "rpc/server.py": "options of gRPC, OneMessage, ConnectionCalls; Shares of streams that anybody may open",
     "telemetry/metrics.py": "BoundedServer: a time for the whole, the oldest of the address with most gives way",
-    "clients/gateway/http_server.py": "Places: shares of addresses; times for a handshake, headers, bodies, rests",
+    "clients/gateway/http_server.py": "deploy/edge/haproxy.cfg; a time for bodies and rests",
     "adapter_store/sources/http.py": "CheckedProxy: on loopback, for one library, cut by the transfer's end",
 }
 CALLS = {

@@ -97,19 +97,19 @@ class Cluster:
         who = self._who(headers)
         return [(address, connection.for_caller(*who)) for address, connection in self._operators.items()]
 
-    async def counted_as(self, headers: Headers, address: str) -> str:
+    async def counted_as(self, headers: Headers) -> str:
         """Return the name of the caller whose share a request takes: its tenant, once a router has told it.
 
-        A request without a credential, or with one for which no router tells a tenant, is its address's: names that
+        Requests without a credential, or with one for which no router tells a tenant, are all one caller's: names that
         anybody can make up would each have a share. Raises UnauthenticatedError where a router refuses the credential.
         """
         try:
             tenant, credential = self._who(headers)
         except HttpError:  # the handler raises it, where it needs a caller
-            return address
+            return ""
         if self._checks_credentials:
             tenant = credential and await self._tenant_of(credential)
-        return f"tenant {tenant}" if tenant or not self._checks_credentials else address
+        return f"tenant {tenant}" if tenant or not self._checks_credentials else ""
 
     def claimed(self, headers: Headers) -> str:
         """Return the name of the caller that a request claims to be of, accepted or not. Raises HttpError."""

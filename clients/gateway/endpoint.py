@@ -238,19 +238,15 @@ def reads_body(handler: Handler) -> Handler:
 
 
 class OpenRequests:
-    """The requests of the whole process, in shares: of addresses until callers are known, then of callers."""
+    """The requests of the whole process, in shares of the callers."""
 
     def __init__(self, limit: int) -> None:
-        self._receiving, self._running, self._streaming = Shares(limit), Shares(limit), Shares(_STREAMED)
-        # Bytes of the bodies of requests that run, by their addresses.
+        self._running, self._streaming = Shares(limit), Shares(_STREAMED)
+        # Bytes of the bodies of requests that run.
         self.bytes = Shares(BODIES_BYTES)
 
-    def receiving(self, address: str) -> AbstractContextManager[None]:
-        """Count a request whose body comes, while the context is open. Raises HttpError."""
-        return _counted(self._receiving, address)
-
     def running(self, caller: str) -> AbstractContextManager[None]:
-        """Count a request that has its body, while the context is open. Raises HttpError."""
+        """Count a request while the context is open. Raises HttpError."""
         return _counted(self._running, caller)
 
     def streaming(self, caller: str) -> AbstractContextManager[None]:
@@ -300,7 +296,6 @@ class HttpEndpoint:
             await self._fail(exchange, failure)
         finally:
             exchange.close()
-            self._open.bytes.give(exchange.client, exchange.body_bytes)
             metrics.open.labels(self.path).dec()
             metrics.requests.labels(self.path, str(status)).inc()
             metrics.seconds.labels(self.path).observe(time.perf_counter() - began)
@@ -315,14 +310,16 @@ class HttpEndpoint:
             allowed = ", ".join(self._handlers)
             raise HttpError(405, "method_not_allowed", f"{exchange.method}: {self.path} takes {allowed}")
         streamed = handler in _READS_BODY
-        with self._open.receiving(exchange.client):
-            body = b"" if streamed else await exchange.read_body(self._open.bytes)
-            caller = await self._gateway.cluster.counted_as(exchange.headers, exchange.client)
+        caller = await self._gateway.cluster.counted_as(exchange.headers)
         with self._open.running(caller), self._open.streaming(caller) if streamed else nullcontext():
-            call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}), caller)
-            with trace_of(exchange.headers):
-                work = asyncio.create_task(_run(handler, call))
-            await _unless_left(exchange, work)
+            try:
+                body = b"" if streamed else await exchange.read_body(self._open.bytes, caller)
+                call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}), caller)
+                with trace_of(exchange.headers):
+                    work = asyncio.create_task(_run(handler, call))
+                await _unless_left(exchange, work)
+            finally:
+                self._open.bytes.give(caller, exchange.body_bytes)
 
     def _failure(self, error: BaseException) -> HttpError:
         if isinstance(error, HttpError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import re
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -20,8 +19,8 @@ from rpc.shares import Shares
 BODY_BYTES = 4 * 1024 * 1024
 # Timeout in seconds for a request's body.
 BODY_S = 10.0
-# Maximum bytes of the bodies of all requests that run; an address alone gets half of them. A router's own bound of its
-# calls' messages is half as large, and bodies come before anybody looks at a credential.
+# Maximum bytes of the bodies of all requests that run; a caller alone gets half of them. A router's own bound of its
+# calls' messages is half as large.
 BODIES_BYTES = 512 * 1024 * 1024
 # Interval in seconds of comments in a stream without events: proxies cut a silent connection after 30 s or 60 s.
 COMMENT_S = 10.0
@@ -38,9 +37,6 @@ _READERS = [
     (b"vary", b"origin"),
 ]
 
-# Extension of a request's scope by the connection.
-STREAMS_BODY = "loraplex.streams_body"
-
 encode = msgspec.json.Encoder().encode
 
 
@@ -49,29 +45,14 @@ def raw(value: object) -> msgspec.Raw:
     return msgspec.Raw(encode(value))
 
 
-def host_of(address: str) -> str:
-    """Return an IPv4 address itself, and the /64 network of an IPv6 address: one host has all addresses of it."""
-    try:
-        ip = ipaddress.ip_address(address)
-    except ValueError:
-        return address
-    if ip.version == 4:
-        return address
-    return str(ip.ipv4_mapped or ipaddress.ip_network((int(ip) >> 64 << 64, 64)))
-
-
 class Exchange:
-    """A request and its answer, which is one JSON value or a stream of events. `status` is 0 until it is sent.
-
-    `client` is the host that it came from.
-    """
+    """A request and its answer, which is one JSON value or a stream of events. `status` is 0 until it is sent."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope.get("query_string", b"")
         self.headers = Headers(scope=scope)
-        self.client = host_of(str((scope.get("client") or ("",))[0]))
         self.status = 0
         self.body_bytes = 0
         # The id of the request at the routers, and the one that the answer has: the client's own, if it gave one.
@@ -82,8 +63,6 @@ class Exchange:
         self.reader = ""
         self._receive = receive
         self._send = send
-        # Tells the connection that a body is read as it comes, so that its size has no bound of the connection's.
-        self._streams_body = scope.get("extensions", {}).get(STREAMS_BODY, {}).get("begin", lambda: None)
         self._body_read = asyncio.Event()
         self._ended = False
         # Names that this request gives to the cluster's fields, as expressions; see errors.renamed.
@@ -94,8 +73,8 @@ class Exchange:
         self._written = 0
         self._commenting: asyncio.Task[None] | None = None
 
-    async def read_body(self, held: Shares) -> bytes:
-        """Return the body; `body_bytes` of `held` are the client's from now on, who are to be given back.
+    async def read_body(self, held: Shares, caller: str) -> bytes:
+        """Return the body; `body_bytes` of `held` are the caller's from now on, to be given back.
 
         Raises HttpError where it is too large, too slow, or the client left, or where its share does not allow it.
         """
@@ -113,7 +92,7 @@ class Exchange:
                     if message["type"] == "http.disconnect":
                         raise _left()
                     parts.append(message.get("body", b""))
-                    if not held.take(self.client, len(parts[-1])):
+                    if not held.take(caller, len(parts[-1])):
                         raise full("has as many bytes of requests as it may")
                     self.body_bytes += len(parts[-1])
                     more = message.get("more_body", False)
@@ -129,7 +108,6 @@ class Exchange:
 
         Raises HttpError where the client leaves. How fast the pieces have to come is the reader's to say.
         """
-        self._streams_body()
         more = True
         while more:
             message = await self._receive()

@@ -44,11 +44,7 @@ class GatewaySettings:
     port: int = setting("port to listen on; 0: any free port", 8000)
     tls_cert: str = setting("PEM file with the gateway's certificate, for HTTPS; with --tls-key", "")
     tls_key: str = setting("PEM file with the certificate's private key", "")
-    connections_limit: int = setting("maximum open connections; half of them of one address", 10_000, least=1)
     requests_limit: int = setting("maximum requests at once; a caller gets a share of them", 8_192, least=1)
-    client_stall_s: float = setting(
-        "seconds after which the connection of a client that reads nothing is closed", 15.0, above=0
-    )
     responses_kept_s: float = setting(
         "seconds that answers of /v1/responses are kept in memory for `previous_response_id`; 0: not at all",
         KEPT_S,

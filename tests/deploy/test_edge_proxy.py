@@ -6,8 +6,6 @@ The tests run Debian's haproxy, and skip where it cannot be had.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator
@@ -31,10 +29,9 @@ from rpc.tls import TlsFiles
 from tenancy.development_ca import DevelopmentCa
 from tenancy.guard import open_guard
 from tests.credentials_files import CA, write_tls_files
-from tests.debian_program import debian_program
+from tests.edge_proxy import EDGE, edge_proxy, free_ports, write_edge_files
 from tests.rpc.raw_http2 import HEADERS, UnreadingClient
 
-EDGE = Path(__file__).parents[2] / "deploy/edge"
 GENERATE = "/loraplex.inference.v1.InferenceService/Generate"
 
 
@@ -99,12 +96,6 @@ def page(tls: tuple[Path, Path] | None) -> Iterator[int]:
     server.server_close()
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports that are free now."""
-    with ExitStack() as open_:
-        return [open_.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
-
-
 def is_served(open_: ExitStack, port: int) -> bool:
     """Connect from another address, until `open_` closes; return whether the proxy speaks."""
     try:
@@ -147,9 +138,6 @@ async def edge(
     with page((cert, key) if secured else None) as gateway:
         variables = {
             "EDGE_ADDRESS": f"127.0.0.1:{tenants}",
-            "EDGE_SLOTS": "1",
-            "EDGE_LOOK_S": "0.1",
-            "HAPROXY": debian_program("haproxy"),
             "ROUTERS": f"127.0.0.1:{port}",
             "STORES": f"127.0.0.1:{port}",
             "GATEWAYS": f"127.0.0.1:{gateway}",
@@ -164,24 +152,11 @@ async def edge(
                 "MTLS_ADDRESS": f"127.0.0.1:{certificates}",
                 "MTLS_ROUTERS": f"127.0.0.1:{mtls}",
             }
-        command = ("sh", str(EDGE / "run.sh")) if secured else (variables["HAPROXY"], "-f")
-        environ = os.environ | variables | settings
-        proxy = await asyncio.create_subprocess_exec(*command, str(config), env=environ, process_group=0)
         try:
-            async with asyncio.timeout(60):
+            async with edge_proxy(config, **variables, **settings), asyncio.timeout(60):
                 yield Ports(tenants, certificates)
         finally:
-            if proxy.returncode is None:
-                os.killpg(proxy.pid, signal.SIGTERM)  # at once; run.sh alone would let calls end first
-            await proxy.wait()
             await server.stop(0)
-
-
-def write_edge_files(directory: Path, ca: DevelopmentCa) -> None:
-    """Write the proxy's certificate, and its key beside it, as the chart mounts them."""
-    cert, key, _ = write_tls_files(directory, "loraplex://router/edge", ca)
-    key.replace(directory / "edge.pem.key")
-    cert.replace(directory / "edge.pem")
 
 
 def trusted(ca: DevelopmentCa = CA) -> ssl.SSLContext:

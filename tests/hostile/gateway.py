@@ -1,6 +1,7 @@
-"""Floods of a gateway that a quiet caller on the same host must not notice: spellings of a key, idle connections.
+"""Floods of a gateway that a quiet caller must not notice: spellings of a key, idle connections.
 
-The gateway and the check of keys are the real ones. The router behind them begins answers and never ends them.
+The proxy, the gateway and the check of keys are the real ones. The router behind them begins answers and never ends
+them. Floods come from another address than the quiet caller's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tenancy.api_keys import ApiKeyReader, HashedKey, HashedSecret, KeyDirectory
 from tenancy.development_ca import DevelopmentCa
 from tenancy.guard import Guard
 from tenancy.permissions import Port
+from tests.edge_proxy import edge_proxy, free_ports, listening
 
 _BODY = b'{"model":"hash","prompt":"x","max_tokens":9,"stream":true}'
 _HELD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n%%s\r\nContent-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
@@ -33,8 +35,9 @@ _ASKED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n%s\r\n\r\n"
 # Timeout in seconds for the first line of an answer: a request that the router holds has none.
 _HELD_S = 0.2
 _ANSWERED_S = 10.0
-# Number of connections for each request that the gateway may run: more than all floods of requests need.
+# Number of connections for each request that the gateway may run: more than one address may have.
 _CONNECTIONS = 32
+_FLOODER = "127.0.0.2"
 Flood = Callable[["Attack"], Coroutine[Any, Any, None]]
 
 
@@ -47,13 +50,14 @@ class Attack:
     loud: str
     quiet: str
     held: list[asyncio.StreamWriter] = field(default_factory=list)
+    _asks: int = 0
 
-    async def send(self, request: bytes, timeout_s: float = _ANSWERED_S) -> bytes:
+    async def send(self, request: bytes, timeout_s: float = _ANSWERED_S, own: str = _FLOODER) -> bytes:
         """Return the status of the answer on a connection of its own, which stays; empty for none."""
         host, _, port = self.address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        self.held.append(writer)
         with suppress(ConnectionError, TimeoutError, asyncio.IncompleteReadError):
+            reader, writer = await asyncio.open_connection(host, int(port), local_addr=(own, 0))
+            self.held.append(writer)
             writer.write(request)
             async with asyncio.timeout(timeout_s):
                 return (await reader.readuntil(b"\r\n")).split(b" ")[1]
@@ -62,11 +66,13 @@ class Attack:
     async def ask(self, count: int) -> list[float]:
         """Let the quiet tenant ask, one request after the other; return the seconds of those that were served."""
         seconds = list[float]()
+        self._asks += 1  # a connection for each request is a flood too, of one address
+        asked = _ASKED % f"Authorization: Bearer {self.quiet}".encode()
         for _ in range(count):
             began = time.monotonic()
-            if await self.send(_ASKED % f"Authorization: Bearer {self.quiet}".encode()) == b"200":
+            if await self.send(asked, own=f"127.0.1.{self._asks}") == b"200":
                 seconds.append(time.monotonic() - began)
-            self.held.pop().close()
+                self.held.pop().close()
         return seconds
 
     def end(self) -> None:
@@ -141,11 +147,16 @@ async def attacked(directory: Path, requests_limit: int) -> AsyncIterator[Attack
         ca=str(files[2]),
         port=0,
         requests_limit=requests_limit,
-        connections_limit=_CONNECTIONS * requests_limit,
         drain_s=0.0,
     )
     try:
-        async with serving(settings, GatewayMetrics()) as (address, _):
+        (edge,) = free_ports(1)
+        address = f"127.0.0.1:{edge}"
+        async with (
+            serving(settings, GatewayMetrics()) as (gateway, _),
+            edge_proxy(EDGE_ADDRESS=address, ROUTERS=gateway, GATEWAYS=gateway),
+        ):
+            await listening(edge)
             attack = Attack(address, requests_limit, loud=texts[0], quiet=texts[1])
             try:
                 yield attack

@@ -13,11 +13,8 @@ from starlette.datastructures import Headers
 
 from clients.gateway.cluster import Cluster
 from clients.gateway.errors import HttpError
-from clients.gateway.exchange import host_of
-from clients.gateway.http_server import Place, Places
 
 KEY, LIMITED = "lpx_key_secret", "lpx_limited_secret"
-HOST = "10.0.0.1"
 
 
 class Routers:
@@ -66,98 +63,41 @@ def spellings() -> Iterator[Headers]:
 async def test_every_spelling_of_a_key_is_one_caller_whom_a_router_is_asked_about_once(
     cluster: Cluster, routers: Routers
 ) -> None:
-    callers = {await cluster.counted_as(headers, HOST) for headers in spellings()}
+    callers = {await cluster.counted_as(headers) for headers in spellings()}
     assert callers == {"tenant globex"}
     assert routers.asked == {KEY: 1}
-    assert await cluster.counted_as(Headers({"x-api-key": LIMITED}), HOST) == HOST
+    assert await cluster.counted_as(Headers({"x-api-key": LIMITED})) == ""
 
 
 async def test_all_tokens_of_a_tenant_are_one_caller(cluster: Cluster) -> None:
     tokens = [Headers({"x-api-key": f"header.{number}.signature"}) for number in range(24)]
     unproven = {cluster.claimed(headers) for headers in tokens}
     assert len(unproven) == 24
-    assert {await cluster.counted_as(headers, HOST) for headers in tokens} == {"tenant acme"}
+    assert {await cluster.counted_as(headers) for headers in tokens} == {"tenant acme"}
     assert {cluster.claimed(headers) for headers in tokens} == {"tenant acme"}, "owners of conversations"
 
 
 async def test_made_up_keys_have_no_share_of_their_own(cluster: Cluster, routers: Routers) -> None:
-    assert await cluster.counted_as(Headers({}), HOST) == HOST
-    assert await cluster.counted_as(Headers({"authorization": "Basic abc"}), HOST) == HOST
-    assert await cluster.counted_as(Headers({"authorization": "Bearer a", "x-api-key": "b"}), HOST) == HOST
+    assert await cluster.counted_as(Headers({})) == ""
+    assert await cluster.counted_as(Headers({"authorization": "Basic abc"})) == ""
+    assert await cluster.counted_as(Headers({"authorization": "Bearer a", "x-api-key": "b"})) == ""
     for _ in range(2):
         with pytest.raises(UnauthenticatedError):
-            await cluster.counted_as(Headers({"x-api-key": "made up"}), HOST)
+            await cluster.counted_as(Headers({"x-api-key": "made up"}))
     assert routers.asked == {"made up": 2}
     for name in ("x-api-key", "x-loraplex-tenant"):  # no router could read them
         with pytest.raises(HttpError, match="60000 characters") as caught:
             cluster.caller(Headers({name: "x" * 60_000}))
         assert caught.value.status == 401
     routers.fails = UnavailableError("no router")
-    assert await cluster.counted_as(Headers({"x-api-key": KEY}), HOST) == HOST
+    assert await cluster.counted_as(Headers({"x-api-key": KEY})) == ""
 
 
 async def test_without_credentials_a_caller_is_the_tenant_alone(cluster: Cluster, routers: Routers) -> None:
     cluster._checks_credentials = False
-    callers = {await cluster.counted_as(Headers({"x-loraplex-tenant": "a", "x-api-key": key}), HOST) for key in "xyz"}
+    callers = {await cluster.counted_as(Headers({"x-loraplex-tenant": "a", "x-api-key": key})) for key in "xyz"}
     assert callers == {"tenant a"}
     assert not routers.asked
-
-
-def test_a_host_has_all_addresses_of_its_network() -> None:
-    assert host_of("10.0.0.1") == host_of("::ffff:10.0.0.1") == "10.0.0.1"
-    assert host_of("2001:db8:0:1::5") == host_of("2001:db8:0:1:ffff::") == "2001:db8:0:1::/64"
-    assert host_of("2001:db8:0:2::5") != host_of("2001:db8:0:1::5")
-    assert host_of("") == ""
-
-
-class Connections:
-    """Connections of hosts at places; `closed` are those that were closed for others."""
-
-    def __init__(self, limit: int) -> None:
-        self.places = Places(limit)
-        self.closed: list[str] = []
-
-    def open(self, host: str, name: str = "", works: bool = False) -> Place | None:
-        place = self.places.enter(host)
-        if place is not None:
-            place.close = lambda: self.closed.append(name)
-            if works:
-                place.work()
-        return place
-
-
-def test_a_host_has_half_of_the_connections_and_its_new_ones_take_the_place_of_idle_ones() -> None:
-    connections = Connections(8)
-    places = [connections.open("a", f"a{at}") for at in range(4)]
-    assert all(places)
-    places[0].work()  # type: ignore[union-attr]
-    assert connections.open("a", "a4")
-    assert connections.closed == ["a1"], "the one that has rested longest"
-    for _ in range(4):
-        assert connections.open("b", works=True)
-    assert connections.open("b") is None, "all of its half work"
-
-
-def test_the_idle_connections_of_the_host_that_has_most_make_room_for_others() -> None:
-    connections = Connections(8)
-    for at in range(4):
-        assert connections.open("loud", f"loud {at}")
-    for _ in range(3):
-        assert connections.open("busy", works=True)
-    quiet = connections.open("quiet", "quiet")
-    assert quiet
-    assert connections.open("new", "new")
-    assert connections.open("new", "new too")
-    assert connections.closed == ["loud 0", "loud 1"]
-    # Now loud and new have two each, and busy has three without an idle one.
-    assert connections.open("busy") is None
-    assert connections.open("quiet", "quiet too")
-    assert connections.closed.pop() == "loud 2"
-    assert connections.open("quiet")
-    assert connections.closed.pop() == "quiet", "nobody has more: its own makes room"
-    quiet.leave()  # as it does when it ends
-    assert sum(connections.places._of_host.values()) == 8
-    assert connections.places.resting.keys() == {"loud", "new", "quiet"}
 
 
 async def test_bytes_of_tokens_of_a_default_model_are_asked_for_each_caller() -> None:

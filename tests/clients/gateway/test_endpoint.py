@@ -14,7 +14,6 @@ from loraplex_client.endpoint import trace_metadata
 from starlette.datastructures import Headers
 
 from clients.gateway.endpoint import Gateway, GatewayMetrics, HttpCall, HttpEndpoint, OpenRequests, trace_of
-from clients.gateway.errors import HttpError
 from clients.gateway.openai_api import PROTOCOL
 from rpc.shares import Shares
 
@@ -24,8 +23,8 @@ SCOPE = {"type": "http", "method": "POST", "path": "/x", "headers": []}
 class Caller:
     """Stands for a cluster whose callers are what the header Authorization says."""
 
-    async def counted_as(self, headers: Headers, address: str) -> str:
-        return headers.get("authorization", address)
+    async def counted_as(self, headers: Headers) -> str:
+        return headers.get("authorization", "")
 
 
 class Client:
@@ -43,9 +42,9 @@ class Client:
         self._endpoint = HttpEndpoint("/x", PROTOCOL, {"POST": handler}, Gateway(cluster, self.metrics), requests)
         self._asked = False
 
-    async def ask(self, headers: tuple[tuple[bytes, bytes], ...] = (), address: str = "::1") -> tuple[int, str]:
+    async def ask(self, headers: tuple[tuple[bytes, bytes], ...] = ()) -> tuple[int, str]:
         """Return the status of the answer and its body."""
-        await self._endpoint({**SCOPE, "headers": headers, "client": (address, 1)}, self._receive, self._send)
+        await self._endpoint({**SCOPE, "headers": headers}, self._receive, self._send)
         body = b"".join(message.get("body", b"") for message in self.sent).decode()
         return self.sent[0]["status"], body
 
@@ -102,29 +101,31 @@ async def test_a_full_gateway_refuses() -> None:
     assert not client._endpoint._open._running._of_tenant
 
 
-async def test_the_bodies_of_an_address_have_half_of_what_all_may_have() -> None:
+async def test_the_bodies_of_a_caller_have_half_of_what_all_may_have() -> None:
     async def answers(call: HttpCall) -> None:
-        assert shares._of_tenant["10.0.0.2"] == len(call.body)
+        assert shares._of_tenant["quiet"] == len(call.body)
         await call.exchange.answer({})
 
     shares = Shares(6)
-    assert shares.take("10.0.0.1", 3)
-    for address, expected in (("10.0.0.1", 503), ("10.0.0.2", 200)):
+    assert shares.take("loud", 3)
+    for caller, expected in (("loud", 503), ("quiet", 200)):
         client = Client(answers)
         client._endpoint._open.bytes = shares
-        assert (await client.ask(address=address))[0] == expected
-        assert shares._of_tenant == {"10.0.0.1": 3}
+        assert (await client.ask(((b"authorization", caller.encode()),)))[0] == expected
+        assert shares._of_tenant == {"loud": 3}
 
 
-async def test_bodies_that_do_not_come_from_one_address_leave_room_for_those_of_others() -> None:
-    requests = OpenRequests(8)
-    with ExitStack() as slow:
-        for _ in range(4):
-            slow.enter_context(requests.receiving("10.0.0.1"))
-        with pytest.raises(HttpError, match="as many requests as it may"):
-            slow.enter_context(requests.receiving("10.0.0.1"))
-        slow.enter_context(requests.receiving("10.0.0.2"))
-        slow.enter_context(requests.receiving(""))
+async def test_a_body_that_does_not_come_has_a_place_of_its_caller() -> None:
+    async def answers(call: HttpCall) -> None:
+        pytest.fail("there is no body")
+
+    async def receive() -> Any:
+        assert client._endpoint._open._running._of_tenant == {"Bearer slow": 1}
+        return {"type": "http.disconnect"}
+
+    client = Client(answers)
+    client._receive = receive  # type: ignore[method-assign]
+    assert (await client.ask(((b"authorization", b"Bearer slow"),)))[0] == 499
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "soon", "9" * 30, ""])

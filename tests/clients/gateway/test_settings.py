@@ -18,7 +18,6 @@ from clients.gateway.settings import GatewaySettings
         ({"tls_cert": "a.pem"}, "--tls-key"),
         ({"operator_router": "router:50061"}, "--operator-router router:50061: needs --ca"),
         ({"requests_limit": 0}, "--requests-limit 0: at least 1"),
-        ({"client_stall_s": 0.0}, "--client-stall-s"),
         ({"host_names": "a.test,b.test:80"}, "--host-names b.test:80: a name alone"),
         ({"host_names": "https://a.test"}, "--host-names https://a.test: a name alone"),
         ({"port": 70_000}, "--port 70000: not a port"),

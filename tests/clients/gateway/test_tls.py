@@ -68,27 +68,6 @@ async def test_a_new_certificate_is_shown_to_new_connections(tmp_path: Path) -> 
         assert await answered(*former) == b"HTTP/1.1 404 Not Found"
 
 
-async def test_connections_count_before_their_handshake_ends(tmp_path: Path) -> None:
-    ca, metrics = DevelopmentCa(), GatewayMetrics()
-    cert, key = write(tmp_path, ca)
-    settings = GatewaySettings("127.0.0.1:1", port=0, tls_cert=cert, tls_key=key, connections_limit=4)
-    async with serving(settings, metrics) as (address, _):
-        host, _, port = address.rpartition(":")
-        # A host may have two of four connections: its third one closes its first.
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
-        assert await silent.pop(0)[0].read() == b""
-        assert metrics.closed.labels("limit")._value.get() == 1
-        for _, writer in silent:
-            writer.close()
-            await writer.wait_closed()
-
-        async with asyncio.timeout(10):
-            while metrics.closed.labels("handshake")._value.get() < 2:  # noqa: ASYNC110  # nothing tells of a count
-                await asyncio.sleep(0.01)
-        async with connection(address, ca) as served:
-            assert await answered(*served) == b"HTTP/1.1 404 Not Found"
-
-
 def test_files_that_do_not_go_together_are_read_and_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

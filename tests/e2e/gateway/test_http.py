@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 
 from clients.gateway.app import serving
 from clients.gateway.endpoint import GatewayMetrics
@@ -23,7 +20,6 @@ LONG = b'{"model":"a","messages":[{"role":"user","content":"x"}],"max_tokens":20
 
 # Another request, behind one whose end proxies and servers may see at different places.
 BEHIND = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-HEADERS_OF_70_KB = b"".join(b"x-%d: %s\r\n" % (number, b"a" * 1_000) for number in range(70))
 CHUNK = b"40000\r\n" + b" " * 2**18 + b"\r\n"
 
 
@@ -73,9 +69,7 @@ async def exchange(address: str, *parts: bytes) -> tuple[int, dict[str, str], di
         ((POST, b"Content-Length: 2\r\n\r\n{]"), 400, "invalid_json"),
         ((b"GET /v1/nothing HTTP/1.1\r\nHost: localhost\r\n\r\n",), 404, "unknown_path"),
         ((b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",), 405, "method_not_allowed"),
-        ((b"GET /health HTTP/1.1\r\nHost: localhost\r\nx-a: ", b"a" * 400_000), 431, "headers_too_large"),
-        ((b"GET /health HTTP/1.1\r\nHost: localhost\r\n", HEADERS_OF_70_KB, b"\r\n"), 431, "headers_too_large"),
-        ((b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.test\r\n\r\n",), 400, "invalid_http"),
+        ((b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.test\r\n\r\n",), 403, "host_not_allowed"),
         ((POST, b"x-loraplex-tenant: b\r\nContent-Length: 2\r\n\r\n{}"), 400, "missing_required_parameter"),
         ((b"GET /v1/models HTTP/1.1\r\nx-loraplex-tenant: A B\r\n\r\n",), 401, "unauthenticated"),
         ((b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", BEHIND), 405, "method_not_allowed"),
@@ -84,22 +78,18 @@ async def exchange(address: str, *parts: bytes) -> tuple[int, dict[str, str], di
 async def test_requests_that_are_none(cluster: Cluster, parts: tuple[bytes, ...], status: int, code: str) -> None:
     found, headers, error = await exchange(cluster.local.http, *parts)
     assert (found, error["code"]) == (status, code)
-    assert (found != 431 and code != "invalid_http") or headers["connection"] == "close"
+    assert code != "invalid_http" or headers["connection"] == "close"
 
 
-@pytest.mark.parametrize(
-    ("head", "status"),
-    [(POST + b"Content-Length: 30000000\r\n\r\n", b"413"), (b"GET /health HTTP/1.1\r\nX-A: ", b"431")],
-)
-async def test_a_client_that_sends_far_too_much_gets_its_answer(cluster: Cluster, head: bytes, status: bytes) -> None:
+async def test_a_client_that_sends_far_too_much_gets_its_answer(cluster: Cluster) -> None:
     """Such an answer was lost: a connection that is closed before all was read is reset."""
     reader, writer = await connect(cluster.local.http)
-    writer.write(head)
+    writer.write(POST + b"Content-Length: 30000000\r\n\r\n")
     for _ in range(30):
         writer.write(b"a" * 1_000_000)
         await writer.drain()
     async with asyncio.timeout(10):
-        assert (await reader.readline()).split()[1] == status
+        assert (await reader.readline()).split()[1] == b"413"
     writer.close()
 
 
@@ -134,57 +124,6 @@ async def test_an_upgrade_that_is_offered_is_ignored(cluster: Cluster, offer: st
         assert answer.count(b'"chat.completion"') == 2
     finally:
         writer.close()
-
-
-@pytest_asyncio.fixture(loop_scope="package")
-async def limited(cluster: Cluster) -> AsyncIterator[str]:
-    """A gateway of this process with small limits."""
-    settings = GatewaySettings(cluster.local.router, port=0, client_stall_s=0.5, connections_limit=3, drain_s=1.0)
-    async with serving(settings, GatewayMetrics()) as (address, _):
-        yield address
-
-
-async def test_a_client_that_never_reads_is_dropped(cluster: Cluster, limited: str, eventually: Eventually) -> None:
-    _, writer = await connect(limited)
-    try:
-        writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(LONG) + LONG)
-        await eventually(lambda: rows(cluster, 16))
-        await eventually(cluster.idle)
-    finally:
-        writer.close()
-
-
-async def rows(cluster: Cluster, count: int) -> bool:
-    return sum(worker.rows_running for worker in await cluster.workers()) == count
-
-
-async def test_connections_beyond_the_limit_take_the_place_of_idle_ones(
-    cluster: Cluster, limited: str, eventually: Eventually
-) -> None:
-    """The test is one host, which has half of three connections, rounded up."""
-    (idle, _), *_ = others = [await connect(limited) for _ in range(2)]
-    assert await is_served(limited)
-    assert not await idle.read(-1), "the one that has rested longest is closed"
-    for _, writer in others:
-        writer.close()
-    body = LONG.replace(b'"n":16', b'"n":1')
-    busy = []
-    for _ in range(2):
-        reader, writer = await connect(limited)
-        writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        await reader.readuntil(b"data: ")
-        busy.append(writer)
-    assert not await is_served(limited), "nothing is closed for a new one that answers a request"
-    for writer in busy:
-        writer.close()
-    await eventually(lambda: is_served(limited))
-    await eventually(cluster.idle)
-
-
-async def is_served(address: str) -> bool:
-    with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-        return (await exchange(address, b"GET /v1/nothing HTTP/1.1\r\nHost: localhost\r\n\r\n"))[0] == 404
-    return False
 
 
 async def test_a_gateway_that_stops_tells_the_answers_that_it_cuts(cluster: Cluster, eventually: Eventually) -> None:
