@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,8 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from prometheus_client import Counter, Histogram
 
-from rpc.errors import CallError, Exhausted, Internal, InvalidField
-from rpc.shares import spread
+from rpc.errors import CallError, Internal, InvalidField
 from rpc.status import CODES, abort
 
 log = logging.getLogger(__name__)
@@ -360,47 +358,3 @@ def _code_of(error: BaseException) -> str:
     if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
         return "CANCELLED"
     return "INTERNAL"
-
-
-class ConnectionCalls(Interceptor):
-    """Refuses calls beyond `limit` of a connection, with a reason.
-
-    gRPC bounds a connection's streams too (rpc.server). What is beyond that bound ends with UNAVAILABLE and without
-    a reason, so that bound is the larger one.
-    A call is open as long as its task: one whose client reads neither answer nor status counts until the client leaves.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._open: dict[str, int] = {}
-
-    def wrap(self, handler: Handler, method: str) -> Handler:
-        """Wrap the handler."""
-        return wrapped(handler, self._counted)
-
-    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(request: Any, context: Context) -> Any:
-            self._enter(context.peer())
-            return method(request, context)
-
-        return counted
-
-    def _enter(self, peer: str) -> None:
-        """Count the current call until its end. Raises Exhausted."""
-        count = self._open.get(peer, 0)
-        if count >= self._limit:
-            raise Exhausted(
-                "connection/calls",
-                f"the connection has {count} calls open, which are as many as may be; use another connection too",
-                retry_after_s=spread(),
-                reason="CONNECTION_FULL",
-            )
-        self._open[peer] = count + 1
-        current_call().add_done_callback(partial(self._leave, peer))
-
-    def _leave(self, peer: str, _: Any) -> None:
-        remaining = self._open[peer] - 1
-        if remaining:
-            self._open[peer] = remaining
-        else:
-            del self._open[peer]

@@ -1,8 +1,8 @@
-"""Reads the messages of calls that have one, behind the guard and within bounds, in the place of gRPC.
+"""Reads the messages of calls that have one, behind the guard and in turns, in the place of gRPC.
 
-gRPC receives a message before anybody has looked at the credential, however long the rest of it takes: one connection
-without a credential, with thousands of calls that send all but the last byte, would take gigabytes. On the wire a call
-with one message is the same as a stream of one, so that the methods are served as streams, and read here.
+gRPC receives a message before anybody has looked at the credential, however long the rest of it takes, and a proxy does
+not know how long that is: a thousand calls that send all but the last byte of 4 MiB would take gigabytes. On the wire a
+call with one message is the same as a stream of one, so that the methods are served as streams, and read here.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ import grpc
 
 from rpc.errors import DeadlinePassed, InvalidField
 from rpc.interceptors import Context, Handler, Interceptor
-from rpc.principal import NAMING_ROLES, known_caller
-from rpc.shares import FairTurns, Shares
+from rpc.principal import known_caller
+from rpc.shares import FairTurns
 
 # Maximum bytes of the messages that are being received: their size is not known before.
 RECEIVING_BYTES = 64 * 1024 * 1024
 # Timeout in seconds for the rest of a call's message: a client that sends half of it keeps a place.
 RECEIVE_S = 10.0
-# Maximum number of calls that wait for their messages; what their clients have sent of them meanwhile is kept by gRPC,
-# up to 64 KiB each. A tenant or address alone gets half of them; operators and parts of the cluster are not bounded.
-WAITING = 2_048
 
 
 def reading(handler: Handler, read: Callable[[Context], Awaitable[tuple[Any, Callable[[], None]]]]) -> Handler:
@@ -58,13 +55,29 @@ def reading(handler: Handler, read: Callable[[Context], Awaitable[tuple[Any, Cal
     return grpc.stream_unary_rpc_method_handler(one, None, handler.response_serializer)
 
 
-class Receiving:
-    """The messages that are being received, in turns of their callers: each at most `message_bytes`, in `limit_s`."""
+class OneMessage(Interceptor):
+    """Receives the one message of a call, in turns of the callers: each at most `message_bytes`, in `limit_s`.
+
+    Put it behind the guard; methods that are streams already pass it. Callers without a credential are one caller.
+    """
 
     def __init__(self, message_bytes: int, limit_s: float = RECEIVE_S) -> None:
         self._message_bytes = message_bytes
         self._turns = FairTurns(max(RECEIVING_BYTES, 2 * message_bytes))
         self._limit_s = limit_s
+
+    def wrap(self, handler: Handler, method: str) -> Handler:
+        """Serve the method as one of a stream of messages, of which the first is read."""
+        decode = handler.request_deserializer
+        if handler.request_streaming or decode is None:
+            return handler
+
+        async def read(context: Context) -> tuple[Any, Callable[[], None]]:
+            principal = known_caller()
+            who = "" if principal is None else principal.tenant or principal.name
+            return decode(await self.read(who, context)), lambda: None
+
+        return reading(handler, read)
 
     async def read(self, who: str, context: Context) -> bytes:
         """Return the bytes of a call's message. Raises InvalidField or DeadlinePassed."""
@@ -80,36 +93,3 @@ class Receiving:
             raise InvalidField("request", "the call has no message")
         assert isinstance(data, bytes), "the handler has no deserializer"
         return data
-
-
-class OneMessage(Interceptor):
-    """Receives the one message of a call. Put it behind the guard; methods that are streams already pass it.
-
-    Callers without a credential have bounds of their own: from many addresses they would take everybody's turns.
-    """
-
-    def __init__(self, authenticated: Receiving, strangers: Receiving) -> None:
-        self._authenticated = authenticated, Shares(WAITING)
-        self._strangers = strangers, Shares(WAITING)
-
-    def wrap(self, handler: Handler, method: str) -> Handler:
-        """Serve the method as one of a stream of messages, of which the first is read."""
-        decode = handler.request_deserializer
-        if handler.request_streaming or decode is None:
-            return handler
-
-        async def read(context: Context) -> tuple[Any, Callable[[], None]]:
-            return decode(await self._read(context)), lambda: None
-
-        return reading(handler, read)
-
-    async def _read(self, context: Context) -> bytes:
-        """Return the bytes of a call's message. Raises a CallError."""
-        principal = known_caller()
-        receiving, waiting = self._strangers if principal is None else self._authenticated
-        who = context.peer().rpartition(":")[0] if principal is None else principal.tenant or principal.name
-        if principal is not None and principal.roles & NAMING_ROLES:
-            return await receiving.read(who, context)
-        what = "calls whose messages this process waits for"
-        with waiting.held(who, subject=f"callers/{who}/messages", what=what, reason="MESSAGES_FULL"):
-            return await receiving.read(who, context)

@@ -15,19 +15,17 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from rpc.interceptors import CallGuard, ConnectionCalls, ReadableMessages, StatusInterceptor
-from rpc.receiving import OneMessage, Receiving
-from rpc.shares import Shares
+from rpc.interceptors import CallGuard, ReadableMessages, StatusInterceptor
+from rpc.receiving import OneMessage
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 # Maximum number of connections, where the process may open as many files; and maximum of files that it asks for.
 _CONNECTIONS = 10_000
 _FILES = 65_536
-# Maximum number of calls of one connection at a time, and of its streams. gRPC ends calls beyond the latter without a
-# reason, so that it is larger, for bursts. A stream of which nothing is served yet takes some 20 kB.
-CALLS = 1_024
-_STREAMS = 4 * CALLS
+# Maximum number of calls of one connection at a time, beyond which clients wait: as many as a router's by default, so
+# that tenants behind a gateway's connection have their shares. A call of which nothing is served yet takes some 20 kB.
+_STREAMS = 8_192
 # Timeout in ms for a new connection's handshake, and time in ms after which one without a call is closed.
 _HANDSHAKE_MS = 10_000
 _IDLE_MS = 3_600_000
@@ -65,21 +63,14 @@ def raise_file_limit() -> int:
     return _FILES if soft == resource.RLIM_INFINITY else soft
 
 
-# Maximum number of open Watch calls, which need no credential: an address alone gets half of them.
-WATCHES = 1_024
-# Mean time in seconds after which a refused client is to call again; it may call Check at any time.
-_RETRY_S = 10.0
-
-
-class BoundedHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
-    """grpc.health.v1.Health, with a bound of the streams of it that anybody may open.
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # its package has no types
+    """grpc.health.v1.Health.
 
     gRPC's own package has one too. There a change of the health waits for each client that watches it, and one that
     reads nothing holds up the start, the drain and the end of the process.
     """
 
-    def __init__(self, watches: int = WATCHES) -> None:
-        self._watches = Shares(watches)
+    def __init__(self) -> None:
         self._serving: dict[str, bool] = {}
         # Set at the next change, and then replaced.
         self._changed = asyncio.Event()
@@ -110,20 +101,15 @@ class BoundedHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Yield the health of a service whenever it changes. Raises Exhausted."""
-        host = context.peer().rpartition(":")[0]
-        what = "Watch calls of this process; call Check instead"
-        with self._watches.held(
-            host, subject="health/watches", what=what, reason="HEALTH_WATCHED", retry_after_s=_RETRY_S
-        ):
-            sent = None
-            while True:
-                status = self._status(request.service)
-                if status == sent:
-                    await self._changed.wait()
-                else:
-                    yield health_pb2.HealthCheckResponse(status=status)
-                    sent = status
+        """Yield the health of a service whenever it changes."""
+        sent = None
+        while True:
+            status = self._status(request.service)
+            if status == sent:
+                await self._changed.wait()
+            else:
+                yield health_pb2.HealthCheckResponse(status=status)
+                sent = status
 
     def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
         statuses = health_pb2.HealthCheckResponse
@@ -215,8 +201,7 @@ class Server:
 
     The `guard` decides who may call which method; without one, the server serves its health alone. `outer` interceptors
     see calls before the guard, `interceptors` see those that it has admitted. `connections`: a limit other than the
-    usual one. `calls`: maximum of open calls of a connection. `shared_ports`: other processes of this user may listen
-    on the same ports, if they share them too.
+    usual one. `shared_ports`: other processes of this user may listen on the same ports, if they share them too.
     """
 
     def __init__(
@@ -227,20 +212,18 @@ class Server:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         options: Sequence[tuple[str, Any]] | None = None,
         connections: int | None = None,
-        calls: int = CALLS,
         shared_ports: bool = False,
     ) -> None:
         self._guard = guard
         # The status interceptor is outermost, so that it also sees what the others raise.
         edge = {**dict(edge_options(connections)), **dict(channel_options() if options is None else options)}
-        message_bytes = edge["grpc.max_receive_message_length"]
-        self._messages = OneMessage(Receiving(message_bytes), Receiving(message_bytes))
-        before, behind = (*outer, ConnectionCalls(calls)), (*interceptors, ReadableMessages())
+        self._messages = OneMessage(edge["grpc.max_receive_message_length"])
+        behind = self._messages, *interceptors, ReadableMessages()
         self._grpc = grpc.aio.server(
             options=[*edge.items(), *_SERVER_OPTIONS, ("grpc.so_reuseport", int(shared_ports))],
-            interceptors=[StatusInterceptor(), *before, *([guard] if guard else []), self._messages, *behind],
+            interceptors=[StatusInterceptor(), *outer, *([guard] if guard else []), *behind],
         )
-        self._health = BoundedHealth()
+        self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         # Generated code adds services to this. Health alone is added to gRPC's own server: see Services.
         self.services: Any = Services(self._grpc)

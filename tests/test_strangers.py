@@ -16,7 +16,7 @@ _PORT = (
 )
 _CALL = r"^\s*(from|import) (urllib\.request|http\.client|httpx2|httpcore2|obstore|aiohttp|requests|huggingface_hub)\b"
 PORTS = {
-    "rpc/server.py": "options of gRPC, OneMessage, ConnectionCalls; Shares of streams that anybody may open",
+    "rpc/server.py": "deploy/edge/haproxy.cfg; options of gRPC, OneMessage",
     "telemetry/metrics.py": "BoundedServer: a time for the whole, the oldest of the address with most gives way",
     "clients/gateway/http_server.py": "deploy/edge/haproxy.cfg; a time for bodies and rests",
     "adapter_store/sources/http.py": "CheckedProxy: on loopback, for one library, cut by the transfer's end",

@@ -20,7 +20,7 @@ from clients.scaler.policy import CellSums, Observation, Pool, divide
 from clients.scaler.settings import LOOK_S, ScalerSettings
 from rpc.errors import InvalidField, Unavailable
 from rpc.interceptors import Context
-from rpc.server import WATCHES, Server, stop_signal
+from rpc.server import Server, stop_signal
 from rpc.shares import Shares
 from telemetry.logging import LogOnce
 from telemetry.metrics import Meters, serve_metrics
@@ -30,6 +30,8 @@ from tenancy.permissions import Port
 
 log = logging.getLogger(__name__)
 
+# Maximum number of open StreamIsActive calls: an address alone gets half of them.
+WATCHES = 1_024
 # Timeout in seconds of a look at the cluster.
 _ASK_S = 4.0
 # Time in seconds after the last look that succeeded, from which on no number is given: KEDA then keeps the workers.

@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import httpx2
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loraplex.adapters.v1 import adapters_pb2 as store_pb
 from loraplex.adapters.v1 import adapters_pb2_grpc
 from loraplex.inference.v1 import inference_pb2 as pb
@@ -30,6 +31,7 @@ from tenancy.development_ca import DevelopmentCa
 from tenancy.guard import open_guard
 from tests.credentials_files import CA, write_tls_files
 from tests.edge_proxy import EDGE, edge_proxy, free_ports, write_edge_files
+from tests.rpc.half_sent import HalfSent
 from tests.rpc.raw_http2 import HEADERS, UnreadingClient
 
 GENERATE = "/loraplex.inference.v1.InferenceService/Generate"
@@ -244,6 +246,11 @@ async def test_a_cluster_without_credentials_is_served_at_one_port(tmp_path: Pat
             assert len((await stub.Tokenize(pb.TokenizeRequest(), wait_for_ready=True)).token_ids) == 10
             adapters: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
             await adapters.ListAdapters(store_pb.ListAdaptersRequest())
+            check = health_pb2_grpc.HealthStub(channel).Check
+            await check(health_pb2.HealthCheckRequest())
+        async with HalfSent(at.tenants, "/grpc.health.v1.Health/Check", 1 << 20) as stranger:
+            stranger.call()
+            await stranger.until(lambda: bool(stranger.answered))  # long before its message has come
         async with httpx2.AsyncClient() as client:
             assert (await client.get(f"http://127.0.0.1:{at.tenants}/v1/models")).text == "/v1/models"
 

@@ -11,10 +11,9 @@ from loraplex.inference.v1 import inference_pb2_grpc
 
 from rpc.probe import main
 from rpc.server import Server
-from rpc.shares import Shares
 from telemetry.metrics import Meters, serve_metrics
 from tenancy.guard import open_guard
-from tests.rpc.raw_http2 import UnreadingClient
+from tests.rpc.raw_http2 import HEADERS, UnreadingClient
 
 
 async def test_the_probe_tells_whether_a_process_serves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,36 +60,13 @@ async def test_watch_streams_the_changes() -> None:
     assert seen == [status.NOT_SERVING, status.SERVING, status.NOT_SERVING]
 
 
-async def test_watches_are_bounded_by_address() -> None:
-    server = Server()
-    server._health._watches = Shares(4)
-    port = server.bind("127.0.0.1", 0)
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
-        for watch in watches:
-            await watch.read()
-        refused = stub.Watch(health_pb2.HealthCheckRequest())
-        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        await stub.Check(health_pb2.HealthCheckRequest())
-        for watch in watches:
-            watch.cancel()
-        async with asyncio.timeout(10):
-            while server._health._watches._of_tenant:  # noqa: ASYNC110  # nothing tells of their ends
-                await asyncio.sleep(0.01)
-    await server.stop(0)
-
-
 async def test_a_client_that_reads_nothing_holds_up_no_change() -> None:
     server = Server()
     port = server.bind("127.0.0.1", 0)
     await server.start()
     async with UnreadingClient(port) as client:
         client.call(1, "/grpc.health.v1.Health/Watch")
-        async with asyncio.timeout(10):
-            while not server._health._watches._of_tenant:  # noqa: ASYNC110  # nothing tells of their beginnings
-                await asyncio.sleep(0.01)
+        await client.frame_of(1, HEADERS)
         async with asyncio.timeout(3):  # before the server gives up the call
             await server.set_serving(True)
             await server.stop(0)

@@ -45,12 +45,12 @@ class Answers(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class Served:
-    """A server whose connections may have three open calls, and its tenants two together, which is one for each."""
+    """A server whose tenants may have two open calls together, which is one for each."""
 
     def __init__(self) -> None:
         self.answers, self.refused = Answers(), list[str]()  # type: ignore[abstract]  # grpc has its own methods for those left out
         bounds = OpenCalls(2, 1 << 20, lambda method, tenant, error: self.refused.append(error.reason))
-        self.server = Server(open_guard(), interceptors=[bounds], calls=3)
+        self.server = Server(open_guard(), interceptors=[bounds])
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.answers, self.server.services)
         self.port = self.server.bind("127.0.0.1", 0)
 

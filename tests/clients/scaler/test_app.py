@@ -15,10 +15,9 @@ from loraplex.cluster.v1 import cluster_pb2
 from loraplex.scaler.v1 import externalscaler_pb2 as pb
 from loraplex.scaler.v1.externalscaler_pb2_grpc import ExternalScalerStub
 
-from clients.scaler.app import STALE_S, Scaler, ScalerMetrics, new_server
+from clients.scaler.app import STALE_S, WATCHES, Scaler, ScalerMetrics, new_server
 from clients.scaler.settings import ScalerSettings
 from rpc.errors import InvalidField
-from rpc.server import WATCHES
 from tenancy.development_ca import DevelopmentCa
 
 
