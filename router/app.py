@@ -150,7 +150,6 @@ def _server(
         outer=[meter],
         interceptors=inner,
         options=options,
-        calls=calls,
         shared_ports=shared_ports,
     )
 
