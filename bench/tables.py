@@ -34,8 +34,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     machine, versions = report["machine"], report["versions"]
     packages = ", ".join(f"{package} {versions[package]}" for package in _PACKAGES if package in versions)
     where = (
-        f"`{report['command']}` on {machine['processor']}, {machine['cores']} cores, {machine['threads']} threads, "
-        f"load {machine['load_1_min']} at the end; {packages}."
+        f"`{report['command']}` on {machine['processor']}, {machine['cores']} cores, "
+        f"load {machine['load_1_min']}; {packages}."
     )
     ratios = [[f"`{key}`", cell(value), report["aims"][key]] for key, value in report["ratios"].items()]
     rows = report.get("page_rows") or report["rows"]
