@@ -137,21 +137,14 @@ def _server(
     if port is Port.OPERATORS:
         return Server(guard, outer=[meter], interceptors=[auditor])
     open_calls = OpenCalls(settings.open_calls_limit, settings.open_bytes_limit, telemetry.refused)
-    # Maximum calls of one connection: above the limit of open calls, so that this limit refuses them.
-    calls = 2 * settings.open_calls_limit
     inner: list[Interceptor] = [open_calls, auditor]
     if settings.engine_protocol:
         from router.api.sglang import UnnamedCallers  # see add_services
 
         inner.insert(0, UnnamedCallers(settings.engine_tenant))
-    options = [*channel_options(), ("grpc.max_concurrent_streams", calls)]
-    return Server(
-        guard,
-        outer=[meter],
-        interceptors=inner,
-        options=options,
-        shared_ports=shared_ports,
-    )
+    # More calls of one connection than the limit of open calls, so that this limit refuses them.
+    options = [*channel_options(), ("grpc.max_concurrent_streams", 2 * settings.open_calls_limit)]
+    return Server(guard, outer=[meter], interceptors=inner, options=options, shared_ports=shared_ports)
 
 
 class RelayAccess:
