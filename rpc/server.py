@@ -23,8 +23,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 # Maximum number of connections, where the process may open as many files; and maximum of files that it asks for.
 _CONNECTIONS = 10_000
 _FILES = 65_536
-# Maximum number of calls of one connection at a time, beyond which clients wait. One of which nothing is served yet takes
-# some 20 kB.
+# Maximum number of calls of one connection at a time, beyond which clients wait. One of which nothing is served yet
+# takes some 20 kB.
 _STREAMS = 4_096
 # Timeout in ms for a new connection's handshake, and time in ms after which one without a call is closed.
 _HANDSHAKE_MS = 10_000

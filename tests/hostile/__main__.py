@@ -14,7 +14,10 @@ from pathlib import Path
 # Maximum time in seconds that a case may take, and the most that the quiet tenant's 99th percentile may grow.
 CASE_S = 1.0
 SLOWER = 1.5
-# Maximum of that ratio beside a flood, and maximum seconds between two tokens of a stream beside a Resume of 4 MB.
+# Maximum of that ratio beside a flood of an address at the proxy, and of MiB that a process has more after it.
+SLOWER_AT_EDGE, MORE_MIB = 2.0, 64.0
+# Maximum of that ratio beside a flood of a tenant, and maximum seconds between two tokens of a stream beside a large
+# Resume of 4 MB.
 SLOWER_IN_FLOOD = 3.0
 GAP_S = 0.2
 SEED = 16
@@ -76,8 +79,39 @@ async def main() -> int:
         shown = f"p99 {1e3 * p99(seconds):.1f} ms" if seconds else "none"
         print(f"gateway, {name}: {len(seconds)} of {GATEWAY_ASKS} requests served, {shown}")
     refused = any(len(seconds) < GATEWAY_ASKS for seconds in gateway.values())
-    withstood = await _withstands_floods()
+    withstood = await _withstands_floods() & await _withstands_addresses()
     return 1 if failures or slow or refused or ratio > SLOWER or not withstood else 0
+
+
+async def _withstands_addresses() -> bool:
+    """Time the quiet tenant behind the proxy beside one flood of an address after the other; print times and memory."""
+    from tests.hostile.edge import FLOODS, SETTLE_S, behind_edge, flooded
+    from tests.hostile.floods import MODEL, WORKER_FLAGS
+    from tests.hostile.quiet import p99, timed_apart
+    from tests.hostile.run import running
+
+    withstood = True
+    with tempfile.TemporaryDirectory(prefix="hostile-") as directory:
+        async with (
+            running(Path(directory), MODEL, WORKER_FLAGS, http_port=0) as cluster,
+            behind_edge(cluster) as (port, memory),
+        ):
+            address = f"127.0.0.1:{port}"
+            for name, flood in FLOODS.items():
+                alone, beside = list[float](), list[float]()
+                before = memory()
+                for _ in range(SPANS):
+                    alone += await timed_apart(address, SPAN_S)
+                    async with flooded(port, flood):
+                        beside += await timed_apart(address, SPAN_S)
+                await asyncio.sleep(SETTLE_S)
+                more = {part: mib - before[part] for part, mib in memory().items()}
+                largest, ratio = max(more, key=more.__getitem__), p99(beside) / p99(alone)
+                withstood = withstood and ratio <= SLOWER_AT_EDGE and more[largest] <= MORE_MIB
+                times = f"p99 TTFT {1e3 * p99(alone):.1f} ms alone, {1e3 * p99(beside):.1f} ms beside"
+                print(f"{name} at the proxy: quiet tenant's {times}: {ratio:.2f} times (aim {SLOWER_AT_EDGE:g})")
+                print(f"{name} at the proxy: {largest} has {more[largest]:.0f} MiB more (aim {MORE_MIB:g})")
+    return withstood
 
 
 async def _withstands_floods() -> bool:

@@ -55,10 +55,12 @@ class Outcome:
 
 @asynccontextmanager
 async def running(
-    directory: Path, model: str = MODEL, worker_flags: tuple[str, ...] = ()
+    directory: Path, model: str = MODEL, worker_flags: tuple[str, ...] = (), http_port: int | None = None
 ) -> AsyncIterator[LocalCluster]:
     """Run a cluster of a hash model; a second base model has tokenizer files that panic, and many modules."""
-    settings = ClusterSettings(model, port=0, store_port=0, data_dir=directory, worker_flags=worker_flags)
+    settings = ClusterSettings(
+        model, port=0, store_port=0, http_port=http_port, data_dir=directory, worker_flags=worker_flags
+    )
     panics = b'{"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""},' + files_of("byte-level")[
         "tokenizer.json"
     ].replace(b'"normalizer": null,', b"").lstrip(b"{ \n")
@@ -93,13 +95,14 @@ async def attack(cluster: LocalCluster, cases: Iterable[Case], calls: int, per_s
             for case in waiting:
                 sent += 1
                 await asyncio.sleep(began + sent / per_s - time.monotonic())
-                await _try(store if case.method.startswith((STORE, ADMIN)) else router, case, outcome)
+                await send_case(store if case.method.startswith((STORE, ADMIN)) else router, case, outcome)
 
         await asyncio.gather(*(work() for _ in range(calls)))
     return outcome
 
 
-async def _try(channel: grpc.aio.Channel, case: Case, outcome: Outcome) -> None:
+async def send_case(channel: grpc.aio.Channel, case: Case, outcome: Outcome) -> None:
+    """Send a case, and count its end."""
     name, said = f"{case.method.rpartition('/')[2]}: {case.name}", OWN_ERROR
     while said == OWN_ERROR:
         began = time.monotonic()

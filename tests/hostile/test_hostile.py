@@ -10,10 +10,12 @@ from pathlib import Path
 import grpc
 import pytest
 from loraplex.inference.v1 import inference_pb2_grpc
+from loraplex_client import AsyncClient
 
 from deploy.local import LocalCluster
 from rpc.server import channel_options
-from tests.hostile import floods
+from tests.hostile import edge, floods
+from tests.hostile.edge import behind_edge
 from tests.hostile.gateway import FLOODS, quiet_beside_floods
 from tests.hostile.quiet import QuietTenant
 from tests.hostile.run import attack, running
@@ -43,6 +45,20 @@ async def test_hostile_calls_end_with_one_clean_status_and_a_quiet_tenant_is_ser
         for flood in (*floods.FLOODS.values(), floods.FLOODS["rapid cancels"]):
             await flood.call(stub)
         assert await floods.resume_once(stub, await floods.large_resume(stub, received=300)) == "delta"
+
+
+async def test_floods_of_addresses_at_the_proxy_leave_room_and_memory(cluster: LocalCluster) -> None:
+    async with behind_edge(cluster) as (port, memory), AsyncClient(f"127.0.0.1:{port}", "quiet") as client:
+        await client.generate("hello", max_tokens=4, model="hash")
+        before = memory()
+        for name, flood in edge.FLOODS.items():
+            if name != "long echoes":  # there is no gateway here
+                async with edge.flooded(port, flood):
+                    for number in range(5):
+                        await client.generate(f"hello {number}", max_tokens=4, model="hash")
+                        await asyncio.sleep(0.1)
+        more = {part: mib - before[part] for part, mib in memory().items()}
+        assert max(more.values()) < 128, more  # at once; `make hostile` waits
 
 
 async def test_floods_of_a_gateway_leave_room_for_a_quiet_tenant(tmp_path: Path) -> None:
