@@ -32,7 +32,7 @@ def write_edge_files(directory: Path, ca: DevelopmentCa = CA) -> Path:
 
 @asynccontextmanager
 async def edge_proxy(
-    config: Path = EDGE / "haproxy.cfg", **variables: str
+    config: Path = EDGE / "haproxy.cfg", /, **variables: str
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run the proxy with these variables, until it is stopped at once. It may not listen yet."""
     program = debian_program("haproxy")
