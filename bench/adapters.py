@@ -125,22 +125,27 @@ def measure(setup: Setup, quick: bool) -> Report:
     over_few = [run.tokens_per_s / other.tokens_per_s for run, other in zip(many, few, strict=True)]
     of_limit = [limit_s(run.steps, setup.shape, mean_rank, ceilings, LINEARS) / run.seconds for run in many]
     fits, twice = (median(first_tokens[share]) for share in (0.5, 2.0))
+    rows = [
+        *saturated_rows(saturated),
+        *(row(f"gaps between tokens, {load.value}", "ms", [1e3 * gap for gap in gaps[load]]) for load in Loads),
+        *(row(f"first token, adapter {where}", "ms", [1e3 * s for s in taken]) for where, taken in lone.items()),
+        *(row(f"cluster: first token, {where}", "ms", [1e3 * s for s in taken]) for where, taken in stored.items()),
+    ]
+    ceilings = meter.rows()
     return Report(
         name="adapters",
         command="python -m bench.adapters" + (" --quick" if quick else ""),
         quick=quick,
         setup=asdict(setup) | {"ranks": RANKS, "linears": LINEARS, "dtype": "bfloat16"},
         rows=[
-            *saturated_rows(saturated),
-            *(row(f"gaps between tokens, {load.value}", "ms", [1e3 * gap for gap in gaps[load]]) for load in Loads),
-            *(row(f"first token, adapter {where}", "ms", [1e3 * s for s in taken]) for where, taken in lone.items()),
-            *(row(f"cluster: first token, {where}", "ms", [1e3 * s for s in taken]) for where, taken in stored.items()),
+            *rows,
             *(
                 row(f"first token, half the peak load, {share:g} adapters a slot", "ms", [1e3 * s for s in taken])
                 for share, taken in first_tokens.items()
             ),
-            *meter.rows(),
+            *ceilings,
         ],
+        page_rows=[*rows, *ceilings],
         ratios={
             "n1000_over_n5": median(over_few),
             "n1000_of_limit": median(of_limit),
