@@ -131,7 +131,6 @@ def measure(setup: Setup, quick: bool) -> Report:
         *(row(f"first token, adapter {where}", "ms", [1e3 * s for s in taken]) for where, taken in lone.items()),
         *(row(f"cluster: first token, {where}", "ms", [1e3 * s for s in taken]) for where, taken in stored.items()),
     ]
-    ceilings = meter.rows()
     return Report(
         name="adapters",
         command="python -m bench.adapters" + (" --quick" if quick else ""),
@@ -143,9 +142,9 @@ def measure(setup: Setup, quick: bool) -> Report:
                 row(f"first token, half the peak load, {share:g} adapters a slot", "ms", [1e3 * s for s in taken])
                 for share, taken in first_tokens.items()
             ),
-            *ceilings,
+            *meter.rows(),
         ],
-        page_rows=[*rows, *ceilings],
+        page_rows=[*rows, *meter.rows()],
         ratios={
             "n1000_over_n5": median(over_few),
             "n1000_of_limit": median(of_limit),
