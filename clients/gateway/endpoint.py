@@ -7,7 +7,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -227,8 +227,6 @@ Handler = Callable[[HttpCall], Awaitable[None]]
 
 
 _READS_BODY: set[Handler] = set()
-# Maximum number of requests at once whose bodies are streamed, as many as a store receives; a caller alone gets half.
-_STREAMED = 64
 
 
 def reads_body(handler: Handler) -> Handler:
@@ -241,27 +239,19 @@ class OpenRequests:
     """The requests of the whole process, in shares of the callers."""
 
     def __init__(self, limit: int) -> None:
-        self._running, self._streaming = Shares(limit), Shares(_STREAMED)
+        self._running = Shares(limit)
         # Bytes of the bodies of requests that run.
         self.bytes = Shares(BODIES_BYTES)
 
-    def running(self, caller: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def running(self, caller: str) -> Iterator[None]:
         """Count a request while the context is open. Raises HttpError."""
-        return _counted(self._running, caller)
-
-    def streaming(self, caller: str) -> AbstractContextManager[None]:
-        """Count a request whose handler reads its body, while the context is open. Raises HttpError."""
-        return _counted(self._streaming, caller)
-
-
-@contextmanager
-def _counted(shares: Shares, name: str) -> Iterator[None]:
-    if not shares.take(name):
-        raise full("runs as many requests as it may")
-    try:
-        yield
-    finally:
-        shares.give(name)
+        if not self._running.take(caller):
+            raise full("runs as many requests as it may")
+        try:
+            yield
+        finally:
+            self._running.give(caller)
 
 
 class HttpEndpoint:
@@ -309,11 +299,10 @@ class HttpEndpoint:
         if handler is None:
             allowed = ", ".join(self._handlers)
             raise HttpError(405, "method_not_allowed", f"{exchange.method}: {self.path} takes {allowed}")
-        streamed = handler in _READS_BODY
         caller = await self._gateway.cluster.counted_as(exchange.headers)
-        with self._open.running(caller), self._open.streaming(caller) if streamed else nullcontext():
+        with self._open.running(caller):
             try:
-                body = b"" if streamed else await exchange.read_body(self._open.bytes, caller)
+                body = b"" if handler in _READS_BODY else await exchange.read_body(self._open.bytes, caller)
                 call = HttpCall(exchange, self._gateway, body, scope.get("path_params", {}), caller)
                 with trace_of(exchange.headers):
                     work = asyncio.create_task(_run(handler, call))

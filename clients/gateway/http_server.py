@@ -29,10 +29,6 @@ from files import FollowedFiles
 from rpc.server import PortInUse, raise_file_limit
 from rpc.settings import SettingsError
 
-# Timeout in ms after which Linux gives up data that a client does not take from a connection that we have closed.
-_UNSENT_MS = 60_000
-# Maximum bytes that a connection keeps in the kernel before they are sent, beside uvicorn's own 64 KiB.
-_UNSENT_BYTES = 128 * 1024
 # Time in seconds in which the rest of a refused request is read and dropped: closing before would reset the
 # connection, and the client would not see its answer.
 _REST_S = 10.0
@@ -48,9 +44,6 @@ def listen(host: str, port: int) -> socket.socket:
         bound = socket.socket(family, socket.SOCK_STREAM)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            for name, value in (("TCP_USER_TIMEOUT", _UNSENT_MS), ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES)):
-                if hasattr(socket, name):  # connections inherit it
-                    bound.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             bound.bind((bare, port))
         except BaseException:
             bound.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,7 @@ from artifacts.base_model import BaseModel, ModuleShape, read_base_model
 from clients.cli.models import registered
 from clients.gateway.adapters_api import FilesForm
 from clients.gateway.app import serving
-from clients.gateway.endpoint import GatewayMetrics, OpenRequests
-from clients.gateway.errors import HttpError
+from clients.gateway.endpoint import GatewayMetrics
 from clients.gateway.settings import GatewaySettings
 from tests.adapter_store.conftest import Q_PROJ
 from tests.adapter_store.conftest import files_of as adapter_files
@@ -149,16 +148,6 @@ async def test_a_store_that_is_away_is_not_waited_for() -> None:
     async with gateway(NOBODY) as address:
         status, answer = await ask(address, form(b"x"))
     assert (status, answer["error"]["code"]) == (503, "router_unreachable")
-
-
-def test_no_caller_has_all_uploads() -> None:
-    requests = OpenRequests(8)
-    with ExitStack() as running:
-        for _ in range(32):
-            running.enter_context(requests.streaming("loud"))
-        with pytest.raises(HttpError, match="gateway"):
-            running.enter_context(requests.streaming("loud"))
-        running.enter_context(requests.streaming("other"))
 
 
 def test_a_form_is_the_same_in_whatever_pieces_it_comes() -> None:
