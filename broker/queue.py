@@ -275,9 +275,9 @@ class JobQueue:
             entry = self.make_entry(job, placement)
             await self._renew([job.attempt, entry.body, entry.wanted], self.keys.job(job.job_id))
 
-    async def record_death(self, tenant: str, adapter: str, job_id: str) -> int:
+    async def record_death(self, tenant: str, adapter: str, job_id: str, age_ms: int = 0) -> int:
         """Record a job that engines died of; returns for how many ms its tenant and adapter are refused. Idempotent."""
-        return int(await self._record_death(self.keys.waiting, [self.keys.prefix, tenant, adapter, job_id]))
+        return int(await self._record_death(self.keys.waiting, [self.keys.prefix, tenant, adapter, job_id, age_ms]))
 
     async def quarantined(self) -> dict[tuple[str, str], int]:
         """Return for how many ms new jobs are refused, by tenant and its adapter's digest.

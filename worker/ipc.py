@@ -2,8 +2,8 @@
 
 I/O process                        engine process
     │  Configure, then Add, Abort; Warm, Pin, Unpin, ForgetTenant, FollowBlocks  ──▶
-    │  ◀── Ready | Unusable, then Begun, PromptLogprobs, Stepped, Refused, PinRefused, TenantForgotten, Compiling,
-    │      BlockChanges
+    │  ◀── Ready | Unusable, then Begun, PromptLogprobs, Stepped, Refused, PinRefused, Loaded, TenantForgotten,
+    │      Compiling, BlockChanges
 """
 
 from __future__ import annotations
@@ -107,6 +107,13 @@ class PinRefused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """A Warm or Pin has been carried out; with `error`, the adapter can't be loaded."""
+
+    digest: str
+    error: str
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded; the engine takes sequences within these limits."""
 
@@ -173,6 +180,7 @@ FromEngine = (
     | Unusable
     | Refused
     | PinRefused
+    | Loaded
     | TenantForgotten
     | Begun
     | PromptLogprobs

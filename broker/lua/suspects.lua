@@ -28,17 +28,18 @@ function quarantine.checked_deaths(now, count, at, of_job)
   error('unreadable')
 end
 
--- Refuse a subject for longer with every death, from QUARANTINE_MS on.
-function quarantine.refuse(call, subject, deaths)
+-- Refuse a subject for longer with every death, from QUARANTINE_MS on; the last death was at `at`.
+function quarantine.refuse(call, subject, deaths, at)
   local ms = math.min(QUARANTINE_MS * QUARANTINE_GROWTH ^ (deaths - 1), QUARANTINE_LIMIT_MS)
   local before_ms = quarantine.refused_ms(call, redis.call('ZSCORE', call.keys.quarantine, subject))
-  redis.call('ZADD', call.keys.quarantine, call.now + math.max(ms, before_ms), subject)
+  redis.call('ZADD', call.keys.quarantine, math.max(at + ms, call.now + before_ms), subject)
 end
 
--- Record that a job was ended because engines died of it, the last ones while it ran alone. Answers for how many ms its
--- tenant's jobs with its adapter are refused. A repeated call for the same job changes nothing.
+-- Record that a job was ended because engines died of it, the last ones while it ran alone, and how many ms ago. Answers
+-- for how many ms its tenant's jobs with its adapter are refused. A repeated call for the same job changes nothing.
 register('record_death', function(_, arguments)
   local call, tenant, adapter, job = new_call(arguments), arguments[2], arguments[3], arguments[4]
+  local at = call.now - tonumber(arguments[5])
   local subject, prefix, of_deaths = tenant .. ' ' .. adapter, tenant .. ' ', call.keys.deaths
   redis.call('ZREMRANGEBYSCORE', call.keys.quarantine, '-inf', call.now)
   redis.call('HDEL', call.keys.suspects, job)
@@ -55,10 +56,10 @@ register('record_death', function(_, arguments)
     end
   end
   if last_job ~= job then
-    redis.call('HSET', of_deaths, subject, cmsgpack.pack(deaths + 1, call.now, job))
-    quarantine.refuse(call, subject, deaths + 1)
+    redis.call('HSET', of_deaths, subject, cmsgpack.pack(deaths + 1, at, job))
+    quarantine.refuse(call, subject, deaths + 1, at)
     -- A tenant that kills engines with one adapter after the other is refused as a whole.
-    if adapters > 0 then quarantine.refuse(call, tenant, adapters) end
+    if adapters > 0 then quarantine.refuse(call, tenant, adapters, at) end
   end
   return quarantine.left_ms(call, tenant, adapter)
 end)

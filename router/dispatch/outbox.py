@@ -20,7 +20,7 @@ from broker.connection import REDIS_DOWN
 from broker.homes import Roster, WorkerLoad
 from broker.messages import AdapterRequest, DeadJob, Job, WorkerState
 from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError, RedisFullError
-from broker.terms import NO_KEY, KeyTerms, Placement
+from broker.terms import DEATHS_MEMORY_MS, NO_KEY, KeyTerms, Placement
 from router.dispatch.cells import Cells
 from router.dispatch.links import DispatchTiming
 from router.dispatch.routed_job import JobState, RoutedJob
@@ -240,19 +240,26 @@ class Outbox:
         self._remove(routed.placement.cell, f"adding the dead letter of job {dead.job_id}", add)
 
     def record_death(self, job: Job) -> None:
-        """Record in all cells that engines died of a job, for the quarantine of its tenant and adapter."""
+        """Record in all cells that engines died of a job, for the quarantine of its tenant and adapter.
+
+        A cell that is away gets to know it when it is back.
+        """
         for cell in self._cells.names:
             self._record_death(job, cell)
 
     def _record_death(self, job: Job, cell: str) -> None:
-        adapter = job.adapter.digest if job.adapter else ""
+        adapter, died_at = job.adapter.digest if job.adapter else "", time.monotonic()
+        until = died_at + DEATHS_MEMORY_MS / 1e3
 
         async def record() -> None:
-            refused_ms = await self._queue_of(job.model, cell).record_death(job.tenant, adapter, job.job_id)
+            age_ms, queue = round((time.monotonic() - died_at) * 1e3), self._queue_of(job.model, cell)
+            refused_ms = await queue.record_death(job.tenant, adapter, job.job_id, age_ms)
             message = "jobs of tenant %s with adapter %s are refused for %.0f s: they kill engines"
             log.error(message, job.tenant, adapter or "(none)", refused_ms / 1e3, extra=fields(tenant=job.tenant))
 
-        self._remove(cell, f"recording the death of job {job.job_id}", record)
+        what = f"recording the death of job {job.job_id}"
+        # Without a bound: deaths are few, and nothing waits behind one that waits for a cell.
+        self._start(asyncio.Semaphore(), lambda: self._persist(what, record, due=lambda: time.monotonic() < until))
 
     def _remove(self, cell: str, what: str, operation: Operation) -> None:
         until = time.monotonic() + self._timing.finish_s

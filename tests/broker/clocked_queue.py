@@ -232,9 +232,9 @@ class ClockedQueue:
         """Return the load."""
         return await self._queue().load()
 
-    async def record_death(self, tenant: str, adapter: str, job_id: str) -> int:
+    async def record_death(self, tenant: str, adapter: str, job_id: str, age_ms: int = 0) -> int:
         """A job ended because engines died of it."""
-        return await self._queue().record_death(tenant, adapter, job_id)
+        return await self._queue().record_death(tenant, adapter, job_id, age_ms)
 
     async def clear_free_rows(self, worker: str) -> None:
         """A worker has not claimed for long."""

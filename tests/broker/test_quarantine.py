@@ -63,6 +63,12 @@ async def test_a_death_that_is_recorded_twice_counts_once(queue: ClockedQueue) -
     assert await queue.record_death("mallory", "", "j1") == MINUTE - 1_000
 
 
+async def test_a_death_that_is_recorded_late_is_refused_for_what_is_left(queue: ClockedQueue) -> None:
+    assert await queue.record_death("mallory", "", "j1", MINUTE - 1_000) == 1_000
+    assert await queue.record_death("mallory", "", "j2", 10 * MINUTE) == 1_000
+    assert await queue.record_death("mallory", "", "j3") == 25 * MINUTE
+
+
 async def test_what_waits_is_dropped_at_a_claim_and_no_later_attempt_comes_in(queue: ClockedQueue) -> None:
     await enqueue(queue, "waits", "mallory")
     await queue.enqueue(make_job("again", "mallory", attempt=2))

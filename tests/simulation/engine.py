@@ -19,6 +19,7 @@ from worker.ipc import (
     Configure,
     ForgetTenant,
     FromEngine,
+    Loaded,
     Ready,
     Refused,
     TenantForgotten,
@@ -118,6 +119,7 @@ class SimulatedEngine:
             if outputs or beat or now != stats:
                 self._tell(*step_messages(outputs, now))
                 stats = now
+            self._tell(*(Loaded(digest, error) for digest, error in engine.adapters.ended_commands()))
             beat = False
             if not engine.has_work() and not self._inbox:
                 with contextlib.suppress(TimeoutError):

@@ -37,6 +37,7 @@ from worker.ipc import (
     EngineEnd,
     FollowBlocks,
     ForgetTenant,
+    Loaded,
     Pin,
     PinRefused,
     Ready,
@@ -153,6 +154,8 @@ def serve(engine: Engine[Any], end: EngineEnd, messages: list[ToEngine] | None, 
             for report in step_messages(outputs, stats):
                 end.send(report)
             reported = stats
+        for digest, error in engine.adapters.ended_commands():
+            end.send(Loaded(digest, error))
         changes = engine.block_changes(_FOLLOWED_BLOCKS)
         if changes is not None:
             end.send(BlockChanges(*changes))

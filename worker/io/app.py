@@ -51,6 +51,7 @@ from worker.ipc import (
     BlockChanges,
     Configure,
     FollowBlocks,
+    Loaded,
     PinRefused,
     PromptLogprobs,
     Ready,
@@ -248,7 +249,6 @@ async def _listen(engine: EngineProcess, results: Results, commands: OperatorCom
         match message:
             case Stepped():
                 results.stepped(message)
-                commands.resident(message.stats.adapters)
             case Begun():
                 results.begun(message)
             case PromptLogprobs():
@@ -257,6 +257,8 @@ async def _listen(engine: EngineProcess, results: Results, commands: OperatorCom
                 results.refused(message)
             case PinRefused():
                 commands.pin_refused(message)
+            case Loaded():
+                commands.loaded(message)
             case TenantForgotten():
                 tenant_data.answered(message)
             case BlockChanges():

@@ -17,8 +17,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import grpc
 from loraplex.admin.v1 import tenants_pb2 as pb
@@ -34,7 +34,7 @@ from worker.io.adapters.fetch import AdapterFetcher, DiskPin, FetchFailedError, 
 from worker.io.engine_client import EngineProcess
 from worker.io.relay.links import ForgetError
 from worker.io.results import Results, UsageLog
-from worker.ipc import ForgetTenant, Pin, PinRefused, TenantForgotten, Unpin, Warm
+from worker.ipc import ForgetTenant, Loaded, Pin, PinRefused, TenantForgotten, Unpin, Warm
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,6 @@ class _DevicePlacement:
     requests: dict[str, AdapterRequest]
     pinned: bool
     disk_pin: DiskPin
-    arrived: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
     @property
@@ -82,8 +81,6 @@ class OperatorCommands:
         self._fetcher = fetcher
         self._max_rank = max_rank
         self._placements: dict[str, _DevicePlacement] = {}
-        # Digests of the adapters that are to become warm.
-        self._warming: set[str] = set()
 
     async def run(self, incarnation: str, stop: asyncio.Event) -> None:
         """Pin what the cell has pinned, then carry out commands; never returns. A drain sets `stop`, like SIGTERM."""
@@ -133,10 +130,15 @@ class OperatorCommands:
                 self._end(placement)
         return removed
 
-    def resident(self, digests: Sequence[str]) -> None:
-        """Note which adapters the engine has on its device now."""
-        for digest in self._warming.intersection(digests) if self._warming else ():
-            self._placements[digest].arrived.set()
+    def loaded(self, message: Loaded) -> None:
+        """Note that the engine has loaded an adapter, or can't; one to be warm may leave the disk."""
+        placement = self._placements.get(message.digest)
+        if placement is None:
+            return
+        if message.error:
+            log.warning("%s can't be loaded: %s", placement.request.adapter.revision, message.error)
+        if not placement.pinned:
+            self._end(placement)
 
     def pin_refused(self, message: PinRefused) -> None:
         """Give up a pin that the engine refused."""
@@ -204,21 +206,15 @@ class OperatorCommands:
             log.warning("can't warm %s: %s", ref.revision, error)
             self._end(placement)
             return
-        self._warming.add(ref.digest)
         self._engine.send(Warm(source))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WARM_S):
-                await placement.arrived.wait()
-        if not placement.arrived.is_set():
-            log.warning("%s is not warm after %g s: no slot, or it can't be loaded", ref.revision, WARM_S)
-            self._engine.send(Unpin(ref.digest))  # the engine must not read files that the disk may remove
+        await asyncio.sleep(WARM_S)  # `loaded` ends this
+        log.warning("%s is not warm after %g s: no slot", ref.revision, WARM_S)
+        self._engine.send(Unpin(ref.digest))  # the engine must not read files that the disk may remove
         self._end(placement)
 
     def _end(self, placement: _DevicePlacement) -> None:
         """Forget a placement; the disk need not keep its adapter any more."""
-        digest = placement.request.adapter.digest
-        del self._placements[digest]
-        self._warming.discard(digest)
+        del self._placements[placement.request.adapter.digest]
         placement.disk_pin.release()
         if placement.task is not None and placement.task is not asyncio.current_task():
             placement.task.cancel()

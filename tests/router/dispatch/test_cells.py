@@ -140,10 +140,10 @@ def test_a_suspect_stays_where_it_is_known_but_not_in_a_drained_cell(seen: Seen)
 class Router:
     """A dispatcher with two cells on one server."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, **times: float) -> None:
         self.seen = Seen()
         self.queues = {name: JobQueue(redis, Keys("tiny", name)) for name in ("main", "second")}
-        timing = DispatchTiming(look_s=0.01, pause_s=0.01, unservable_grace_s=0.0, late_enqueue_s=0.01)
+        timing = DispatchTiming(look_s=0.01, pause_s=0.01, unservable_grace_s=0.0, late_enqueue_s=0.01, **times)
         self.dispatcher = Dispatcher(
             lambda _, cell: self.queues[cell],
             lambda _, cell: Placement(cell=cell),
@@ -191,6 +191,24 @@ async def test_a_new_job_whose_cell_does_not_answer_goes_to_another(
     router.dispatcher._timing = DispatchTiming(enqueue_s=0.0)
     with pytest.raises(Unavailable):
         await router.dispatcher.dispatch(replace(JOB, job_id="k"))
+
+
+async def test_a_quarantine_reaches_a_cell_that_was_away_for_long(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = Router(redis, finish_s=0.0)
+    queue, asked = router.queues[router.seen.other], asyncio.Event()
+
+    async def fail(*_: object) -> int:
+        asked.set()
+        raise RedisConnectionError("away")
+
+    with monkeypatch.context() as away:
+        away.setattr(queue, "record_death", fail)
+        router.dispatcher._outbox.record_death(JOB)
+        await asyncio.wait_for(asked.wait(), 10)
+    await router.dispatcher.drain_tasks()
+    assert list(await queue.quarantined()) == [(JOB.tenant, ADAPTER.digest)]
 
 
 async def test_a_drain_is_seen_by_every_router(redis: Redis) -> None:

@@ -24,6 +24,7 @@ from worker.ipc import (
     Begun,
     Configure,
     FromEngine,
+    Loaded,
     Pin,
     PinRefused,
     Ready,
@@ -85,7 +86,9 @@ class EngineProcess:
             message = self._inbox.pop(0)
             if isinstance(message, kind):
                 return message
-            assert isinstance(message, Begun) or (isinstance(message, Stepped) and not message.outputs), message
+            assert isinstance(message, (Begun, Loaded)) or (isinstance(message, Stepped) and not message.outputs), (
+                message
+            )
 
     def start(self, config: EngineConfig = CONFIG) -> Ready:
         self.send(Configure(config))
@@ -148,6 +151,7 @@ def test_operators_pin_and_warm_adapters(engine: EngineProcess, adapters: list[A
     pinned, *others = adapters
     engine.send(Pin(pinned))
     engine.until(lambda: engine.stats is not None and engine.stats.adapters == (pinned.digest,))
+    assert engine.receive(Loaded) == Loaded(pinned.digest, "")
     engine.send(Pin(others[0]))
     assert engine.receive(PinRefused).digest == others[0].digest
     for number in range(4):
@@ -157,6 +161,7 @@ def test_operators_pin_and_warm_adapters(engine: EngineProcess, adapters: list[A
     assert engine.stats.tiers.swaps == 3
     engine.send(Unpin(pinned.digest))
     engine.send(Warm(others[0]))
+    assert engine.receive(Loaded) == Loaded(others[0].digest, "")
     digests = {adapter.digest for adapter in others}
     engine.until(lambda: engine.stats is not None and set(engine.stats.adapters) == digests)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any, cast
 
 from options import TokenLogprobs
@@ -16,6 +17,7 @@ class IdleEngine:
 
     def __init__(self) -> None:
         self.checks = 0
+        self.adapters = SimpleNamespace(ended_commands=lambda: [])
         self.working = False
 
     def has_work(self) -> bool:

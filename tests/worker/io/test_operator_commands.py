@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
+from unittest.mock import AsyncMock
+
+import pytest
 
 from broker.commands import Command, Verb
 from broker.messages import AdapterRef, AdapterRequest
 from worker.io.commands import OperatorCommands
+from worker.ipc import Loaded, Warm
 
 
 def pin_of(tenant: str) -> AdapterRequest:
@@ -42,6 +47,36 @@ async def test_a_purge_leaves_a_pin_that_another_tenant_has_too() -> None:
     assert [adapter.revision for adapter in commands.adapters] == [pin_of("acme").adapter.revision]
     assert commands.forget_tenant("globex") == 0
     assert commands.forget_tenant("acme") == 1
+    assert not list(commands.adapters)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await commands.close()
+
+
+@pytest.mark.parametrize("error", ["", "out of memory"])
+async def test_a_warm_adapter_may_leave_the_disk_once_the_engine_has_answered(error: str) -> None:
+    sent, released = asyncio.Queue[Any](), asyncio.Event()
+    told, never = [Command(Verb.WARM, pin_of("acme"))], asyncio.Event()
+
+    async def next_command(incarnation: str, wait_s: float) -> Command:
+        if not told:
+            await never.wait()
+        return told.pop()
+
+    async def fetch(*args: Any) -> list[Path]:
+        return [Path("/adapters/a")]
+
+    disk_pin = SimpleNamespace(fetch=fetch, release=released.set)
+    queue: Any = SimpleNamespace(
+        pins=SimpleNamespace(list=AsyncMock(return_value=[])), commands=SimpleNamespace(next=next_command)
+    )
+    engine: Any = SimpleNamespace(send=sent.put_nowait)
+    commands = OperatorCommands(queue, engine, cast(Any, SimpleNamespace(disk_pin=lambda: disk_pin)), max_rank=8)
+    running = asyncio.create_task(commands.run("w", asyncio.Event()))
+    assert isinstance(await sent.get(), Warm)
+    assert not released.is_set()
+    commands.loaded(Loaded("sha256:0", error))
+    assert released.is_set()
     assert not list(commands.adapters)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -107,9 +107,10 @@ class AdapterCache(Generic[P]):
         self._arrived: list[str] = []
         self._load_failures = 0
         self._failed: list[tuple[str, Exception]] = []
-        # Operators' commands that have not begun, and the digest of the one that is under way.
+        # Operators' commands that have not begun, the digest of the one that is under way, and those that have ended.
         self._commands: dict[str, AdapterSource] = {}
         self._under_way: str | None = None
+        self._ended: list[tuple[str, str]] = []
 
     def request(self, source: AdapterSource) -> None:
         """Bring an adapter in, unless that is under way; poll reports when it is there."""
@@ -132,9 +133,16 @@ class AdapterCache(Generic[P]):
         self._host.touch(digest)
 
     def warm_adapter(self, source: AdapterSource) -> None:
-        """Bring an adapter into a slot when one can be had; one that can't be loaded is forgotten."""
-        if source.digest not in self.slots:
+        """Bring an adapter into a slot when one can be had; `ended_commands` reports when that has ended."""
+        if source.digest in self.slots:
+            self._ended.append((source.digest, ""))
+        else:
             self._commands[source.digest] = source
+
+    def ended_commands(self) -> list[tuple[str, str]]:
+        """Return the digests whose commands have ended since the last call, each with why it can't be loaded, or ""."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def pin_adapter(self, source: AdapterSource) -> None:
         """Bring an adapter into a slot and keep it there. Raises ValueError where no slot would be left for others."""
@@ -165,8 +173,10 @@ class AdapterCache(Generic[P]):
         while self._may_command():
             digest = next(iter(self._commands))
             source = self._commands.pop(digest)
-            if digest not in self.slots:
-                self._under_way = digest
+            self._under_way = digest
+            if digest in self.slots:
+                self._end_command(digest)
+            else:
                 self.request(source)
         self.slots.now += 1
         self._budget.begin_poll(busy=busy)
@@ -221,8 +231,7 @@ class AdapterCache(Generic[P]):
     def _take(self, digest: str, result: P | Exception) -> None:
         requested = self._end_load(digest, result)
         if isinstance(result, Exception):
-            if digest == self._under_way:
-                self._under_way = None
+            self._end_command(digest, str(result))
             if requested:
                 self._host.let_go(digest)
                 if digest in self.slots:  # it drains; sequences that wait for it can use it as it is
@@ -283,6 +292,7 @@ class AdapterCache(Generic[P]):
                 self._memory.install(prepared, slot)
         except Exception as error:  # any: it belongs to this adapter alone
             self.slots.return_slot(slot)
+            self._end_command(digest, str(error))
             self._fail(digest, error)
         else:
             self.slots.occupy(digest, slot, self._memory.size(prepared))
@@ -300,5 +310,9 @@ class AdapterCache(Generic[P]):
         self._reads.drop_request(digest)
         self._transfers.discard(digest)
         self._host.let_go(digest)
+        self._end_command(digest)
+
+    def _end_command(self, digest: str, error: str = "") -> None:
         if digest == self._under_way:
             self._under_way = None
+            self._ended.append((digest, error))

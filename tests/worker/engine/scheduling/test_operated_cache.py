@@ -55,6 +55,22 @@ def test_a_warm_adapter_is_there_before_anybody_asks(make_loads: Callable[..., A
     # The last one took the place of the first, which nobody had asked for.
     assert set(loads.cache.slots.digests) == {"b", "c", "d"}
     assert (loads.cache.slots.pinned, loads.cache.slots.kept, loads.reads.total()) == (0, {}, 5)
+    ended = dict(loads.cache.ended_commands())
+    assert [digest for digest, error in ended.items() if error] == ["broken"]
+    assert set(ended) == {"a", "broken", "b", "c", "d"}
+
+
+def test_a_command_for_an_adapter_that_is_there_ends_though_it_leaves_at_once(make_loads: Callable[..., Any]) -> None:
+    loads = make_loads(1)
+    for digest in ("b", "a"):
+        loads.cache.warm_adapter(source(digest))
+    settle(loads)
+    loads.cache.ended_commands()
+    loads.cache.warm_adapter(source("a"))
+    sequence = Sequence(NewSequence("1", (1,), adapter=source("b")), 1, frozenset())
+    WaitingSequences(loads.cache, RowShares()).enter(sequence)
+    assert settle(loads) == ("b",)
+    assert loads.cache.ended_commands() == [("a", "")]
 
 
 @pytest.mark.parametrize("transfers", [False, True])
