@@ -230,11 +230,12 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         self, request: pb.DownloadRevisionRequest, context: Context
     ) -> AsyncIterator[pb.DownloadRevisionResponse]:
         """Send a revision, then its files; DATA_LOSS before the last piece of a damaged file."""
+        if running := Role.WORKER in caller().roles:
+            await context.send_initial_metadata(())  # which it waits for, to tell a slow store from one that hangs
         tenant = calling_tenant()
         with refusals("name"):
             name = parse_revision_name(request.name)
         # A worker fetches for a job that was admitted: the end of a grant does not end the answer.
-        running = Role.WORKER in caller().roles
         if running and self._worker_grants is not None:
             self._worker_grants.check(context, tenant, request.name)
         if not await self._grants.may_use(name.adapter_name, tenant, running=running):

@@ -354,6 +354,7 @@ def _dispatcher(
         plans.queue_share_of,
         lambda: plans.key_terms(calling_key()),
         models.live.homes_of,
+        cells.fits_elsewhere,
     )
     return Dispatcher(
         *(models.queue_of, placer.place, metrics),

@@ -23,6 +23,7 @@ class Fault(StrEnum):
 
     TRICKLES = "one byte a second"
     HANGS = "nothing comes"
+    SILENT = "nothing comes after the acceptance"
     GARBLED = "other bytes"
     TOO_LONG = "more bytes than there are"
     BREAKS_OFF = "the connection breaks in the middle"
@@ -98,7 +99,11 @@ class FaultyStore:
                 await context.abort(grpc.StatusCode.NOT_FOUND, "no such revision")
             case Fault.HANGS:
                 await asyncio.Event().wait()
+            case Fault.SILENT:
+                await context.send_initial_metadata(())
+                await asyncio.Event().wait()
             case Fault.GATED:
+                await context.send_initial_metadata(())
                 await self.gate.wait()
         metadata = [(key, value) for key, value in context.invocation_metadata() or () if key == "x-loraplex-tenant"]
         async with grpc.aio.insecure_channel(self.target, options=channel_options()) as channel:

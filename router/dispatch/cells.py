@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from broker.cells import Backlog, CellSight, CellView, DrainedCells, choose_cell
@@ -13,20 +14,26 @@ from telemetry.logging import LogOnce
 
 log = logging.getLogger(__name__)
 
+# Maximum number of workers that may fail a job for a fault of their own: each costs a moment.
+WORKERS_TRIED = 3
+
 
 @dataclass(slots=True)
 class _Cell:
-    """A cell for jobs of one base model: the sizes of its workers are maximum tokens and rank."""
+    """A cell for jobs of one base model: the ids of its workers by their size, maximum tokens and rank."""
 
     view: CellView
-    sizes: frozenset[tuple[int, int]]
+    sizes: Mapping[tuple[int, int], Set[str]]
     is_open: bool
     answers: bool
     away: bool
 
-    def takes(self, tokens: int, rank: int) -> bool:
-        """Tell whether a worker there can take a job of so many tokens whose adapter has that rank."""
-        return any(tokens <= most_tokens and rank <= most_rank for most_tokens, most_rank in self.sizes)
+    def takes(self, job: Job) -> bool:
+        """Tell whether a worker there that has not failed a job can take it."""
+        return any(
+            job.tokens <= most_tokens and job.rank <= most_rank and not workers.issubset(job.failed_at)
+            for (most_tokens, most_rank), workers in self.sizes.items()
+        )
 
 
 class Cells:
@@ -101,13 +108,16 @@ class Cells:
     def choose(self, job: Job, former: str = "") -> str:
         """Return the cell that gets a job, or its next attempt, which waited or ran in the `former` one.
 
-        A job that engines may have died of stays where it is known, if it can.
+        A job that engines may have died of stays where it is known, if it can. One that workers could not serve has its
+        last try elsewhere: the fault may be their cell's.
         """
         if len(self.names) == 1:
             return self.names[0]
         cells = self._candidates(job)
         if job.strikes and any(cell.view.name == former for cell in cells):
             return former
+        if len(job.failed_at) == WORKERS_TRIED - 1:
+            cells = [cell for cell in cells if cell.view.name != former] or cells
         digest = job.adapter.digest if job.adapter else ""
         work = work_of(job)
         chosen = choose_cell([cell.view for cell in cells], digest, job.job_id, job.tenant, work)
@@ -121,21 +131,23 @@ class Cells:
 
     def another(self, job: Job, cell: str) -> str | None:
         """Return a cell that can take a job whose cell's Redis did not answer; None: there is no other."""
-        if len(self.names) == 1 or not any(one.view.name != cell for one in self._fit(job)):
-            return None
-        return self.choose(job)
+        return self.choose(job) if self.fits_elsewhere(job, cell) else None
+
+    def fits_elsewhere(self, job: Job, cell: str) -> bool:
+        """Tell whether the workers of another cell can take a job."""
+        return len(self.names) > 1 and any(one.view.name != cell for one in self._fit(job))
 
     def leaves_after_s(self, job: Job, cell: str, patience_s: float) -> float | None:
         """Return after which time in seconds a job that waits in a cell goes to another; None: it stays.
 
         At once where the cell is drained or away, after `patience_s` where no worker there can take the job.
         """
-        if len(self.names) == 1 or not any(one.view.name != cell for one in self._fit(job)):
+        if not self.fits_elsewhere(job, cell):
             return None
         here = next((one for one in self._all(job) if one.view.name == cell), None)
         if here is None or not here.is_open or here.away:
             return 0.0
-        return None if here.takes(job.tokens, job.rank) else patience_s
+        return None if here.takes(job) else patience_s
 
     def _candidates(self, job: Job) -> list[_Cell]:
         """Return the cells of which one is chosen: where no workers can take the job, open ones, best that answer."""
@@ -148,7 +160,7 @@ class Cells:
 
     def _fit(self, job: Job) -> list[_Cell]:
         """Return the cells whose workers can take the job; drained ones only where no others can."""
-        fit = [cell for cell in self._all(job) if cell.answers and cell.takes(job.tokens, job.rank)]
+        fit = [cell for cell in self._all(job) if cell.answers and cell.takes(job)]
         return [cell for cell in fit if cell.is_open] or fit
 
     def _all(self, job: Job) -> list[_Cell]:
@@ -162,11 +174,13 @@ class Cells:
         backlog = self._backlogs.setdefault((model, name), Backlog())
         is_open = name not in self.drained
         if sight is None:
-            return _Cell(CellView(name, 0, 0, backlog), frozenset(), is_open, answers=False, away=False)
+            return _Cell(CellView(name, 0, 0, backlog), {}, is_open, answers=False, away=False)
         serving = [s for s in sight.workers if s.phase is WorkerPhase.SERVING and s.base_digest == base_digest]
         # By all of them, so that every router has the same ranking, whatever links it has just now.
         rows, used = sum(s.rows_limit for s in serving), sum(s.rows_running + s.rows_waiting for s in serving)
-        sizes = frozenset((s.max_tokens, s.max_rank) for s in self._linked(serving))
+        sizes = defaultdict[tuple[int, int], set[str]](set)
+        for state in self._linked(serving):
+            sizes[state.max_tokens, state.max_rank].add(state.worker_id)
         return _Cell(
             CellView(name, rows, used, backlog), sizes, is_open, sight.answers and name not in self._failed, sight.away
         )

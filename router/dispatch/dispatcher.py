@@ -23,9 +23,9 @@ from broker.ledger import ReserveCall
 from broker.messages import Job
 from broker.queue import JobQueue, QuarantinedError, UnreservedError
 from broker.terms import Entry, Placement, QueueState, is_short
-from router.dispatch.cells import Cells
+from router.dispatch.cells import WORKERS_TRIED, Cells
 from router.dispatch.links import DispatchTiming, Frame, WorkerLink, WorkerLinks
-from router.dispatch.outbox import REFUSALS, WORKERS_TRIED, Outbox, queue_full, refusal
+from router.dispatch.outbox import REFUSALS, Outbox, queue_full, refusal
 from router.dispatch.routed_job import JobState, ReaderRounds, RoutedJob
 from router.metrics import LOST, MOVED, RETURNED, UNCLAIMED, RouterMetrics
 from rpc.errors import CallError, DeadlinePassed, Exhausted, Internal, Unavailable
@@ -367,7 +367,8 @@ class Dispatcher:
         if failure.reason not in WORKERS_OWN:
             return False
         tried = replace(job, failed_at=(*job.failed_at, link.worker_id))
-        has_others = len(tried.failed_at) < WORKERS_TRIED and bool(self._place(tried, cell).prefer)
+        is_left = self._place(tried, cell).prefer or self._cells.fits_elsewhere(tried, cell)
+        has_others = len(tried.failed_at) < WORKERS_TRIED and bool(is_left)
         if not has_others and failure.reason != SEAL_REFUSED:
             return False
         message = "worker %s can't serve a job (%s); it is dispatched again"

@@ -21,7 +21,7 @@ from broker.homes import Roster, WorkerLoad
 from broker.messages import AdapterRequest, DeadJob, Job, WorkerState
 from broker.queue import DeadlineUnattainableError, JobQueue, QuarantinedError, QueueFullError, RedisFullError
 from broker.terms import DEATHS_MEMORY_MS, NO_KEY, KeyTerms, Placement
-from router.dispatch.cells import Cells
+from router.dispatch.cells import WORKERS_TRIED, Cells
 from router.dispatch.links import DispatchTiming
 from router.dispatch.routed_job import JobState, RoutedJob
 from router.metrics import RouterMetrics
@@ -33,9 +33,6 @@ log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
-
-# Maximum number of workers that may fail a job for a fault of their own: each costs a moment.
-WORKERS_TRIED = 3
 # Maximum number of warms that a router remembers: it does not ask a worker again while it may still load the adapter.
 _WARMS_LIMIT = 4_096
 
@@ -44,6 +41,7 @@ class Placer:
     """Places jobs among the workers that serve their model in a cell.
 
     `serving`: by model, base digest and cell. `homes_of`: by model, cell and adapter's digest.
+    `fits_elsewhere`: whether another cell can take a job of this one.
     """
 
     def __init__(
@@ -54,6 +52,7 @@ class Placer:
         queue_share_of: Callable[[str], float] = lambda tenant: 1.0,
         calling_key_terms: Callable[[], KeyTerms] = lambda: NO_KEY,
         homes_of: Callable[[str, str, str], int] = lambda model, cell, digest: 1,
+        fits_elsewhere: Callable[[Job, str], bool] = lambda job, cell: False,
     ) -> None:
         self._serving = serving
         self._weight_of = weight_of
@@ -61,6 +60,7 @@ class Placer:
         self._queue_share_of = queue_share_of
         self._calling_key_terms = calling_key_terms
         self._homes_of = homes_of
+        self._fits_elsewhere = fits_elsewhere
         self._turns = count()
         # The workers that could have the last job of each model in each cell.
         self._rosters: dict[tuple[str, str], tuple[tuple[WorkerState, ...], Roster]] = {}
@@ -91,7 +91,8 @@ class Placer:
             if state.worker_id in preference.to_warm and self._is_due(state.incarnation, digest)
         )
         load_tokens = weight_bytes / MIB * self._adapter_mib_tokens
-        last_try = len(preference.workers) < 2 or len(job.failed_at) + 1 >= WORKERS_TRIED
+        has_others = len(preference.workers) > 1 or self._fits_elsewhere(job, cell)
+        last_try = not has_others or len(job.failed_at) + 1 >= WORKERS_TRIED
         return Placement(weight, preference.workers, load_tokens, share, key, cell, warm=warm, last_try=last_try)
 
     def _is_due(self, incarnation: str, digest: str) -> bool:

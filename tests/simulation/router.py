@@ -228,6 +228,7 @@ class SimulatedRouter:
             MIB_TOKENS,
             calling_key_terms=lambda: self.plans.key_terms(calling_key()),
             homes_of=self.models.live.homes_of,
+            fits_elsewhere=self.cells.fits_elsewhere,
         )
         self.dispatcher = WatchedDispatcher(
             self.models.queue_of,

@@ -17,10 +17,10 @@ from broker.queue import JobQueue
 from broker.terms import Placement
 from router.dispatch.cells import Cells
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.links import DispatchTiming
+from router.dispatch.links import DispatchTiming, Frame
 from rpc.errors import Unavailable
 from tests.broker.test_liveness import worker
-from tests.router.recording_link import ROOMY, RecordingLink, claim, dispatched, frame, job
+from tests.router.recording_link import ROOMY, RecordingLink, claim, dispatched, frame, job, read
 
 ADAPTER = AdapterRef("r/sha256:x", "sha256:x", 8, 1000)
 JOB = replace(job(), adapter=ADAPTER)
@@ -137,6 +137,17 @@ def test_a_suspect_stays_where_it_is_known_but_not_in_a_drained_cell(seen: Seen)
     assert seen.cells.choose(suspect, seen.other) == seen.home
 
 
+def test_the_last_try_of_a_job_that_workers_could_not_serve_is_elsewhere(seen: Seen) -> None:
+    seen.home_is(workers=[serving(name) for name in ("w1", "w2", "w3")])
+    tried = replace(JOB, failed_at=("w1",))
+    assert seen.cells.choose(tried, seen.home) == seen.home
+    assert seen.cells.choose(replace(tried, failed_at=("w1", "w2")), seen.home) == seen.other
+    seen.home_is(workers=[serving("w1")])
+    assert seen.cells.choose(tried, seen.home) == seen.other, "none is left"
+    seen.look(**{seen.home: sight("w1"), seen.other: replace(sight(seen.other), workers=())})
+    assert seen.cells.choose(tried, seen.home) == seen.home
+
+
 class Router:
     """A dispatcher with two cells on one server."""
 
@@ -191,6 +202,22 @@ async def test_a_new_job_whose_cell_does_not_answer_goes_to_another(
     router.dispatcher._timing = DispatchTiming(enqueue_s=0.0)
     with pytest.raises(Unavailable):
         await router.dispatcher.dispatch(replace(JOB, job_id="k"))
+
+
+async def test_a_job_that_no_worker_of_its_cell_can_serve_goes_to_another_before_its_caller_gets_the_error(
+    redis: Redis,
+) -> None:
+    router = Router(redis)
+    home, other = router.seen.home, router.seen.other
+    async with dispatched(router.dispatcher, JOB) as routed:
+        for attempt, cell in ((1, home), (2, other)):
+            assert (await claim(router.queues[cell])).attempt == attempt
+            failure = Unavailable("no answer", reason="STORE_DOWN")
+            failed = Frame(JOB.job_id, attempt, 0, (), failure=failure)
+            router.dispatcher.receive_frame(RecordingLink(cell), failed)
+            await router.dispatcher.drain_tasks()
+        with pytest.raises(Unavailable, match="no answer"):
+            await read(routed)
 
 
 async def test_a_quarantine_reaches_a_cell_that_was_away_for_long(

@@ -143,7 +143,7 @@ async def running(
     queue = JobQueue(redis, KEYS, worker_id="w")
     with socket.create_server(("127.0.0.1", 0)) as store:
         tier = DiskTier.open(disk, 1 << 30)
-        fetcher = AdapterFetcher(f"127.0.0.1:{store.getsockname()[1]}", tier, DownloadTimeouts(300.0, 300.0))
+        fetcher = AdapterFetcher(f"127.0.0.1:{store.getsockname()[1]}", tier, DownloadTimeouts(300.0, 300.0, 300.0))
         jobs, telemetry = LocalJobs(), JobTelemetry(WorkerMetrics(), Spans(), "w")
         usage = UsageLog(jobs, queue)
         results = Results(jobs, engine, await engine.ready(), usage, telemetry, links)

@@ -61,10 +61,14 @@ class FetchFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DownloadTimeouts:
-    """Timeouts of a download in seconds: for all of it, and for the next piece (up to 1 MiB) from the store."""
+    """Timeouts of a download in seconds: for all of it, the next piece (up to 1 MiB), and the store's acceptance of it.
+
+    The store accepts a download before it reads anything, so that one which hangs is soon told from a slow one.
+    """
 
     total_s: float
     silent_s: float
+    accepted_s: float = 3.0
 
 
 def _sizes(*refs: AdapterRef) -> dict[str, int]:
@@ -450,15 +454,18 @@ async def _parts(
     if ref.grant:
         metadata.append((WORKER_GRANT_KEY, ref.grant))
     call = store.DownloadRevision(request, timeout=timeouts.total_s, metadata=metadata)
+    silent_s = timeouts.accepted_s
     try:
+        async with asyncio.timeout(silent_s):
+            await call.initial_metadata()
         while True:
-            async with asyncio.timeout(timeouts.silent_s):
+            async with asyncio.timeout(silent_s := timeouts.silent_s):
                 part = await call.read()
             if not isinstance(part, pb.DownloadRevisionResponse):  # the end
                 return
             yield part
     except TimeoutError as error:
-        message = f"{ref.revision}: the store sent nothing for {timeouts.silent_s:g} s"
+        message = f"{ref.revision}: the store sent nothing for {silent_s:g} s"
         raise FetchFailedError(Failure("UNAVAILABLE", "STORE_TIMEOUT", message, "adapter")) from error
     finally:
         call.cancel()

@@ -106,6 +106,7 @@ async def failure_of(fetch: Awaitable[Path]) -> tuple[str, str]:
 FAILURES = {
     Fault.TRICKLES: ("UNAVAILABLE", "STORE_TIMEOUT"),
     Fault.HANGS: ("UNAVAILABLE", "STORE_TIMEOUT"),
+    Fault.SILENT: ("UNAVAILABLE", "STORE_TIMEOUT"),
     Fault.GARBLED: ("DATA_LOSS", "DATA_LOSS"),
     Fault.TOO_LONG: ("DATA_LOSS", "DATA_LOSS"),
     Fault.BREAKS_OFF: ("UNAVAILABLE", "STORE_DOWN"),
@@ -118,8 +119,12 @@ FAILURES = {
 async def test_a_fault_fails_its_own_jobs_while_others_are_fetched(world: World, fault: Fault) -> None:
     # A trickle of bytes is not silence: the whole download takes too long. The timeouts hold for the others' fetches
     # too, which a busy machine makes wait.
-    timeouts = {Fault.TRICKLES: DownloadTimeouts(1.5, 1.2), Fault.HANGS: DownloadTimeouts(60.0, 1.2)}
-    world.timeouts = timeouts.get(fault, DownloadTimeouts(60.0, 60.0))
+    timeouts = {
+        Fault.TRICKLES: DownloadTimeouts(1.5, 1.2, 60.0),
+        Fault.HANGS: DownloadTimeouts(60.0, 60.0, 1.2),
+        Fault.SILENT: DownloadTimeouts(60.0, 1.2, 60.0),
+    }
+    world.timeouts = timeouts.get(fault, DownloadTimeouts(60.0, 60.0, 60.0))
     world.store.faults["a"] = fault
     async with world.worker() as fetcher:
         pins = [fetcher.disk_pin() for _ in range(100)]
