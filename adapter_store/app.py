@@ -209,7 +209,7 @@ class Store:
             None if (tls := self._settings.tls_files()) is None else WorkerGrants(tls, self._refused),
         )
         purge = TenantPurge(self._database, self._data, self._keys, self._plans, self._read_all_keys)
-        self._remove = catalog.remove_expired
+        self._remove, self._note_grants = catalog.remove_expired, grants.note_expired
         add = self._server.add
         add(partial(pb_grpc.add_AdapterServiceServicer_to_server, adapters))
         add(partial(keys_pb2_grpc.add_KeyServiceServicer_to_server, KeyService(self._keys)))
@@ -283,6 +283,7 @@ class Store:
             log.warning("the last uses of API keys are not saved: %s", error)
 
     async def _remove_expired(self) -> None:
+        await asyncio.to_thread(self._note_grants)
         try:
             if removed := await asyncio.to_thread(self._remove):
                 log.info("removed %d revisions at the end of their time", removed)

@@ -74,6 +74,7 @@ class Catalog:
         signers: Signers,
     ) -> None:
         self._database = database
+        self.changes = database.adapter_changes
         self._data = data
         self.deleted = deleted
         self._quotas = quotas

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from adapter_store.adapter_changes import AdapterChanges
 from adapter_store.storage import DataDirectory, DataDirectoryError, disk_full
 
 # A statement, and the values that it was run with.
@@ -260,6 +261,9 @@ ALTER TABLE certificates ADD COLUMN expected_answers INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE certificates ADD COLUMN right_original INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE certificates ADD COLUMN right_quantized INTEGER NOT NULL DEFAULT 0;
 """,
+    """
+CREATE INDEX expiring_grants ON grants (expire_ns) WHERE expire_ns IS NOT NULL;
+""",
 )
 _COLUMNS = """
 SELECT tables.name, columns.name FROM sqlite_master AS tables, pragma_table_info(tables.name) AS columns
@@ -317,6 +321,7 @@ class Database:
         self.lock = threading.RLock()
         # Called with the statements of other stores' changes, or None for all of them, with the lock held.
         self.changed: Callable[[list[Statement] | None], None] = lambda _: None
+        self.adapter_changes = AdapterChanges()
         if blobs and not (path.is_file() and path.stat().st_size):
             raise _lost_catalog(path, blobs)
         try:
@@ -329,6 +334,7 @@ class Database:
                     connection.execute(f"PRAGMA {pragma}")
                 migrate(connection, path, blobs)
                 _check_shape(connection, path)
+                self.adapter_changes.watch(connection)
                 opened.pop_all()
         except sqlite3.Error as error:
             raise DataDirectoryError(f"--data: {path} cannot be opened as the catalog: {error}") from error
@@ -341,16 +347,20 @@ class Database:
         Raises Exhausted on a full disk.
         """
         with self.lock:
+            committed = False
             try:
                 self._connection.execute("BEGIN IMMEDIATE")
                 yield self._connection
                 self._connection.execute("COMMIT")
+                committed = True
             except BaseException as error:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
                     raise disk_full() from error
                 raise
+            finally:
+                self.adapter_changes.end_transaction(committed=committed)
 
     def repeated(self, change: Callable[[], T]) -> T:
         """Return what a change returns. Of stores that share a catalog one may have to make it again."""

@@ -58,6 +58,15 @@ class Grants:
         self._keep_ns = round(keep_s * 1e9)
         self._clock = clock
         self._limit = limit
+        self._looked_ns = clock()
+
+    def note_expired(self) -> None:
+        """Tell routers of the adapters of which a grant has ended by its time since the last call."""
+        since, self._looked_ns = self._looked_ns, self._clock()
+        with self._database.reading() as rows:
+            between = (since, self._looked_ns)
+            expired = rows.execute("SELECT adapter FROM grants WHERE expire_ns > ? AND expire_ns <= ?", between)
+            self._database.adapter_changes.publish(row["adapter"] for row in expired)
 
     async def may_use(self, name: AdapterName, tenant: str, *, running: bool = False) -> bool:
         """Return whether the tenant may use the adapter; with `running`, whether a job that runs on it may go on."""

@@ -304,9 +304,12 @@ class Replica(Database):
             for piece in answer.stream():
                 file.write(piece)
             file.flush()
+            self.adapter_changes.unwatch(self._connection)
             with closing(sqlite3.connect(file.name)) as snapshot:
                 snapshot.backup(self._connection)
         migrate(self._connection, self._directory)
+        self.adapter_changes.watch(self._connection)
+        self.adapter_changes.begin_epoch()
         self._head = msgspec.structs.replace(head, count=head.snapshot_count, segments=(), tail=())
         self._version = version
         self.changed(None)

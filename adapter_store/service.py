@@ -265,6 +265,13 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
                 answer.candidate.split_key = candidate.plan.split_key
         return answer
 
+    async def ListAdapterChanges(
+        self, request: pb.ListAdapterChangesRequest, context: Context
+    ) -> pb.ListAdapterChangesResponse:
+        """Return the names of the adapters that have changed since the last call."""
+        epoch, latest, names = self._catalog.changes.since(request.epoch, request.after)
+        return pb.ListAdapterChangesResponse(epoch=epoch, latest=latest, names=names)
+
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         """Return a page of the adapters that the caller may use, in order of name."""
         tenant = calling_tenant()

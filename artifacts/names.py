@@ -124,6 +124,12 @@ def parse_revision_name(text: str) -> RevisionName:
     return RevisionName(adapter.tenant, adapter.adapter, match[2])
 
 
+def adapter_of(text: str) -> str:
+    """Return the adapter's name in a reference or full name, without its tenant, alias and digest."""
+    name = text.partition("@")[0]
+    return name.split("/", 3)[3] if name.startswith(_FULL) else name
+
+
 def parse_reference(text: str, tenant: str) -> Reference:
     """Parse NAME, NAME@ALIAS or NAME@sha256:... as `tenant` writes it, NAME short or full. Raises ArtifactError."""
     name, at, suffix = text.partition("@")

@@ -116,6 +116,7 @@ PERMISSIONS: Mapping[str, Permission] = {
             # Names of all tenants' adapters, as GetTraffic has them.
             "FindRevisions": _READ_CLUSTER,
             "GetAdapter": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _OPERATORS | _ROUTERS}),
+            "ListAdapterChanges": Permission(ADAPTERS_READ, {Port.OPERATORS: _ROUTERS}),
             "DownloadRevision": Permission(ADAPTERS_READ, {Port.PUBLIC: _USERS, Port.OPERATORS: _PARTS}),
             "RegisterBaseModel": Permission(MODELS_WRITE, {Port.OPERATORS: _OPERATORS}),
             "PromoteBaseModel": Permission(MODELS_WRITE, {Port.OPERATORS: _OPERATORS}),

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -18,6 +19,7 @@ from loraplex.admin.v1 import accounts_pb2, accounts_pb2_grpc, keys_pb2, keys_pb
 from artifacts import ArtifactError
 from artifacts.generation_config import UNSAID, GenerationConfig
 from artifacts.json_object import parse_object
+from artifacts.names import adapter_of
 from artifacts.outcomes import StepOutcomes
 from broker.commands import is_of_tenant
 from broker.messages import AdapterRef
@@ -120,9 +122,9 @@ def _problem_type(config: bytes) -> str:
         return ""
 
 
-# Maximum age in seconds of a cached name: a new upload is served this much later at most. While the store does not
-# answer, a name is good for as long as the API keys are.
-NAME_TTL_S = 1.0
+# Interval in seconds between looks at what adapters have changed: a new upload is served this much later at most. While
+# the store does not answer, a name is good for as long as the API keys are.
+NAMES_LOOK_S = 1.0
 # Timeout in seconds for a call; a store that restarts is back by then.
 CALL_S = 5.0
 # Timeout in seconds for asking again for a name that is cached, and for sums that are sent again.
@@ -198,7 +200,11 @@ class StoreClient:
         self._address = address
         self._away_s = away_s
         self._channel = LiveChannel(address, tls, _OPTIONS)
+        # Each with the time until which it was surely right; infinite where it still is, by the last look.
         self._names: dict[tuple[str, str], tuple[float, ResolvedAdapter]] = {}
+        # The position in the store's changes, and the time of the last look that was answered.
+        self._seen, self._looked_at = ("", 0), -inf
+        self._looking = SharedCalls[bool]()
         self._epochs: dict[str, int] = {}
         self._resolving = SharedCalls[ResolvedAdapter]()
         self._asking = FairTurns(ASKS_AT_ONCE)
@@ -208,16 +214,18 @@ class StoreClient:
         return self._channel.stub(adapters_pb2_grpc.AdapterServiceStub)
 
     async def resolve(self, tenant: str, name: str) -> ResolvedAdapter:
-        """Return the revision that a tenant's name stands for, at most NAME_TTL_S stale, or `away_s` without the store.
+        """Return the revision that a tenant's name means, at most NAMES_LOOK_S stale, or `away_s` without the store.
 
         Raises NotFound, InvalidField or Unavailable.
         """
-        key = (tenant, name)
-        resolved_at, cached = self._names.get(key, (0.0, None))
-        age_s = time.monotonic() - resolved_at
-        if cached is not None and age_s < NAME_TTL_S:
+        key, answers = (tenant, name), True
+        if time.monotonic() - self._looked_at >= NAMES_LOOK_S:
+            answers = await self._looking.run("", self._look)
+        right_until, cached = self._names.get(key, (0.0, None))
+        fresh = cached is not None and time.monotonic() - min(right_until, self._looked_at) < self._away_s
+        if cached is not None and fresh and (right_until == inf or not answers):
+            self._keep(key, right_until, cached)  # as the last one used
             return cached
-        fresh = cached is not None and age_s < self._away_s
         try:
             return await self._resolving.run(key, lambda: self._ask_in_turn(tenant, name, cached=fresh))
         except Unavailable:
@@ -235,12 +243,37 @@ class StoreClient:
         except TimeoutError:
             message = f"the adapter store at {self._address} has not got to this name within {CALL_S:g} s"
             raise Unavailable(message, reason="STORE_DOWN") from None
+        seen, asked_at = self._seen, time.monotonic()
         try:
             resolved = await self._ask(tenant, name, cached=cached)
         finally:
             self._asking.give(tenant)
-        keep_newest(self._names, (tenant, name), (time.monotonic(), resolved), NAMES_KEPT)
+        # A look that was answered meanwhile may have told of a change that this answer lacks.
+        self._keep((tenant, name), inf if seen == self._seen != ("", 0) else asked_at, resolved)
         return resolved
+
+    async def _look(self) -> bool:
+        """Ask which adapters have changed; return whether the store has answered."""
+        asked_at, (epoch, after) = time.monotonic(), self._seen
+        try:
+            with self._errors_of("adapter"):
+                request = pb.ListAdapterChangesRequest(epoch=epoch, after=after)
+                news = await self._stub.ListAdapterChanges(request, timeout=RENEWAL_S)
+        except CallError:
+            return False
+        changed = set(news.names)
+        if changed or news.epoch != epoch:
+            for key, (right_until, resolved) in self._names.items():
+                if right_until == inf and (news.epoch != epoch or adapter_of(key[1]) in changed):
+                    self._names[key] = self._looked_at, resolved
+        self._seen, self._looked_at = (news.epoch, news.latest), asked_at
+        return True
+
+    def _keep(self, key: tuple[str, str], right_until: float, resolved: ResolvedAdapter) -> None:
+        """Keep a name and the epochs of its revisions, as the ones that were used last."""
+        keep_newest(self._names, key, (right_until, resolved), NAMES_KEPT)
+        for one in (resolved, *((resolved.candidate.resolved,) if resolved.candidate else ())):
+            keep_newest(self._epochs, one.ref.revision, one.epoch, NAMES_KEPT)
 
     async def _ask(self, tenant: str, name: str, *, cached: bool) -> ResolvedAdapter:
         request, metadata = pb.GetAdapterRequest(name=name), ((TENANT_KEY, tenant),)
@@ -273,7 +306,6 @@ class StoreClient:
             for certificate in revision.certificates
             if certificate.verdict in {pb.VERDICT_REFUSED, pb.VERDICT_WARNED}
         }
-        keep_newest(self._epochs, ref.revision, epoch, NAMES_KEPT)
         return ResolvedAdapter(ref, revision.base_digest, breaches, epoch)
 
     def epoch_of(self, revision: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import grpc
 import pytest
 from loraplex.adapters.v1 import adapters_pb2 as pb
 
+from adapter_store.adapter_changes import AdapterChanges
 from broker.messages import AdapterRef
 from router.catalog import store_client
 from router.catalog.adapters import resolve_adapters
@@ -62,6 +65,7 @@ async def test_names_that_one_tenant_asks_for_delay_no_other_s(monkeypatch: pyte
     monkeypatch.setattr(StoreClient, "_ask", ask)
     store = StoreClient("127.0.0.1:1")
     store._asking = FairTurns(4)
+    store._looked_at = time.monotonic()
     asked = [asyncio.create_task(store.resolve("loud", f"a{number}")) for number in range(20)]
     asked.append(asyncio.create_task(store.resolve("quiet", "a")))
     for _ in range(5):
@@ -77,37 +81,95 @@ class Names:
 
     def __init__(self) -> None:
         self.known = {"a", "b"}
+        self.changes = AdapterChanges()
+        self.calls: Counter[str] = Counter()
         self.asked, self.answers = asyncio.Event(), asyncio.Event()
 
     async def _get_adapter(self, request: pb.GetAdapterRequest, context: Any) -> pb.GetAdapterResponse:
-        self.asked.set()
-        await self.answers.wait()
+        self.calls[request.name] += 1
         if request.name not in self.known:
             await context.abort(grpc.StatusCode.NOT_FOUND, "adapter not found: b; looked in tenant acme")
-        return pb.GetAdapterResponse(revision=pb.Revision(name=request.name, digest=f"sha256:{request.name}"))
+        digest = f"sha256:{request.name}{self.calls[request.name]}"
+        self.asked.set()
+        await self.answers.wait()
+        return pb.GetAdapterResponse(revision=pb.Revision(name=request.name, digest=digest))
+
+    async def _changes(self, request: pb.ListAdapterChangesRequest, _: Any) -> pb.ListAdapterChangesResponse:
+        self.calls["changes"] += 1
+        epoch, latest, names = self.changes.since(request.epoch, request.after)
+        return pb.ListAdapterChangesResponse(epoch=epoch, latest=latest, names=names)
 
     async def serve(self, port: int = 0) -> tuple[Server, int]:
         server = Server(open_guard())
-        method = grpc.unary_unary_rpc_method_handler(
-            self._get_adapter, pb.GetAdapterRequest.FromString, pb.GetAdapterResponse.SerializeToString
-        )
+        methods = {
+            "GetAdapter": grpc.unary_unary_rpc_method_handler(
+                self._get_adapter, pb.GetAdapterRequest.FromString, pb.GetAdapterResponse.SerializeToString
+            ),
+            "ListAdapterChanges": grpc.unary_unary_rpc_method_handler(
+                self._changes, pb.ListAdapterChangesRequest.FromString, pb.ListAdapterChangesResponse.SerializeToString
+            ),
+        }
         service = "loraplex.adapters.v1.AdapterService"
-        server.services.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(service, {"GetAdapter": method}),)
-        )
+        server.services.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
         port = server.bind("127.0.0.1", port)
         await server.start()
         return server, port
 
 
+NAMES = ("a", "tenants/acme/adapters/a@canary", "b")
+
+
+async def test_a_name_is_asked_for_again_only_once_its_adapter_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_client, "NAMES_LOOK_S", 0.0)
+    names = Names()
+    names.known |= {*NAMES}
+    names.answers.set()
+    server, port = await names.serve()
+    store = StoreClient(f"127.0.0.1:{port}")
+
+    async def asked() -> list[int]:
+        for name in NAMES:
+            await store.resolve("acme", name)
+        return [names.calls[name] for name in NAMES]
+
+    assert [await asked() for _ in range(3)] == [[1, 1, 1]] * 3
+    names.changes.publish(["a"])
+    assert await asked() == await asked() == [2, 2, 1]
+    names.changes.begin_epoch()
+    assert await asked() == await asked() == [3, 3, 2]
+    monkeypatch.setattr(store_client, "NAMES_LOOK_S", 60.0)
+    looks = names.calls["changes"]
+    await asked()
+    assert names.calls["changes"] == looks
+    await store.close()
+    await server.stop(0)
+
+
+async def test_an_answer_that_a_change_overtakes_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_client, "NAMES_LOOK_S", 0.0)
+    names = Names()
+    server, port = await names.serve()
+    store = StoreClient(f"127.0.0.1:{port}")
+    asking = asyncio.create_task(store.resolve("acme", "a"))
+    await names.asked.wait()
+    names.changes.publish(["a"])
+    assert await store._look()
+    names.answers.set()
+    assert (await asking).ref.digest == "sha256:a1"
+    assert [(await store.resolve("acme", "a")).ref.digest for _ in range(2)] == ["sha256:a2"] * 2
+    await store.close()
+    await server.stop(0)
+
+
 async def test_names_outlive_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_client, "NAME_TTL_S", 0.0)
+    monkeypatch.setattr(store_client, "NAMES_LOOK_S", 0.0)
     names = Names()
     names.answers.set()
     server, port = await names.serve()
     store = StoreClient(f"127.0.0.1:{port}")
     known = [await store.resolve("acme", name) for name in "ab"]
     names.known.remove("b")
+    names.changes.publish(["b"])
     with pytest.raises(NotFound, match="adapter not found: b; looked in tenant acme"):
         await store.resolve("acme", "b")
     await server.stop(0)
@@ -125,7 +187,7 @@ async def test_names_outlive_a_store_that_is_away(monkeypatch: pytest.MonkeyPatc
 async def test_a_name_beyond_the_cached_ones_drops_only_the_one_asked_for_longest_ago(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store_client, "NAME_TTL_S", 0.0)
+    monkeypatch.setattr(store_client, "NAMES_LOOK_S", 0.0)
     monkeypatch.setattr(store_client, "NAMES_KEPT", 2)
     monkeypatch.setattr(store_client, "CALL_S", 0.2)
     names = Names()
@@ -150,6 +212,6 @@ async def test_a_store_that_is_killed_and_comes_back_fails_no_new_name() -> None
     await server.stop(0)
     names.answers.set()
     server, _ = await names.serve(port)
-    assert (await asking).ref.digest == "sha256:a"
+    assert (await asking).ref.digest == "sha256:a2"
     await store.close()
     await server.stop(0)
