@@ -27,19 +27,16 @@ class AdapterChanges:
 
     def __init__(self, limit: int = NAMES_KEPT) -> None:
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._noted = set[str | None]()
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
         """Begin anew: everything may have changed."""
         with self._lock:
-            self._begin_epoch()
-
-    def _begin_epoch(self) -> None:
-        self._epoch, self._latest = secrets.token_hex(8), 0
-        # By name, the last one last.
-        self._numbers = dict[str, int]()
+            self._epoch, self._latest = secrets.token_hex(8), 0
+            # By name, the last one last.
+            self._numbers = dict[str, int]()
 
     def watch(self, connection: sqlite3.Connection) -> None:
         """Note the adapters that are changed through a connection."""
@@ -71,7 +68,7 @@ class AdapterChanges:
                 self._numbers.pop(name, None)
                 self._numbers[name] = self._latest
             if len(self._numbers) > self._limit:
-                self._begin_epoch()
+                self.begin_epoch()
 
     def since(self, epoch: str, after: int) -> tuple[str, int, list[str]]:
         """Return the epoch, the number of the last change, and the names that were changed after one of that epoch."""

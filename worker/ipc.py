@@ -2,8 +2,8 @@
 
 I/O process                        engine process
     │  Configure, then Add, Abort; Warm, Pin, Unpin, ForgetTenant, FollowBlocks  ──▶
-    │  ◀── Ready | Unusable, then Begun, PromptLogprobs, Stepped, Refused, PinRefused, Loaded, TenantForgotten,
-    │      Compiling, BlockChanges
+    │  ◀── Ready | Unusable, then Begun, PromptLogprobs, Stepped, Refused, Loaded, TenantForgotten, Compiling,
+    │      BlockChanges
 """
 
 from __future__ import annotations
@@ -100,18 +100,12 @@ class BlockChanges(msgspec.Struct, frozen=True, tag=True):
     complete: bool
 
 
-class PinRefused(msgspec.Struct, frozen=True, tag=True):
-    """The engine does not pin an adapter, for this reason."""
-
-    digest: str
-    message: str
-
-
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """A Warm or Pin has been carried out; with `error`, the adapter can't be loaded."""
+    """A Warm or Pin has been carried out; with `error` it failed, and a pin that was `refused` is none."""
 
     digest: str
-    error: str
+    error: str = ""
+    refused: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -176,17 +170,7 @@ def step_messages(outputs: list[Output], stats: EngineStats) -> Iterator[PromptL
 
 ToEngine = Configure | Add | Abort | Warm | Pin | Unpin | ForgetTenant | FollowBlocks
 FromEngine = (
-    Ready
-    | Unusable
-    | Refused
-    | PinRefused
-    | Loaded
-    | TenantForgotten
-    | Begun
-    | PromptLogprobs
-    | Stepped
-    | Compiling
-    | BlockChanges
+    Ready | Unusable | Refused | Loaded | TenantForgotten | Begun | PromptLogprobs | Stepped | Compiling | BlockChanges
 )
 
 _encoder = msgspec.msgpack.Encoder()

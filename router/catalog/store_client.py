@@ -202,8 +202,9 @@ class StoreClient:
         self._channel = LiveChannel(address, tls, _OPTIONS)
         # Each with the time until which it was surely right; infinite where it still is, by the last look.
         self._names: dict[tuple[str, str], tuple[float, ResolvedAdapter]] = {}
-        # The position in the store's changes, and the time of the last look that was answered.
-        self._seen, self._looked_at = ("", 0), -inf
+        self._changes = StoreChanges("adapters", self._ask_changes)
+        # The number of looks that were told of changes, and the time of the last one that was answered.
+        self._news, self._looked_at = 0, -inf
         self._looking = SharedCalls[bool]()
         self._epochs: dict[str, int] = {}
         self._resolving = SharedCalls[ResolvedAdapter]()
@@ -243,31 +244,33 @@ class StoreClient:
         except TimeoutError:
             message = f"the adapter store at {self._address} has not got to this name within {CALL_S:g} s"
             raise Unavailable(message, reason="STORE_DOWN") from None
-        seen, asked_at = self._seen, time.monotonic()
+        news, asked_at = self._news, time.monotonic()
         try:
             resolved = await self._ask(tenant, name, cached=cached)
         finally:
             self._asking.give(tenant)
         # A look that was answered meanwhile may have told of a change that this answer lacks.
-        self._keep((tenant, name), inf if seen == self._seen != ("", 0) else asked_at, resolved)
+        self._keep((tenant, name), inf if news == self._news else asked_at, resolved)
         return resolved
 
     async def _look(self) -> bool:
         """Ask which adapters have changed; return whether the store has answered."""
-        asked_at, (epoch, after) = time.monotonic(), self._seen
-        try:
-            with self._errors_of("adapter"):
-                request = pb.ListAdapterChangesRequest(epoch=epoch, after=after)
-                news = await self._stub.ListAdapterChanges(request, timeout=RENEWAL_S)
-        except CallError:
+        asked_at, news = time.monotonic(), await self._changes.look()
+        if news is None:
             return False
-        changed = set(news.names)
-        if changed or news.epoch != epoch:
+        (page, *_), anew = news
+        if anew or page.names:
+            self._news, changed = self._news + 1, set(page.names)
             for key, (right_until, resolved) in self._names.items():
-                if right_until == inf and (news.epoch != epoch or adapter_of(key[1]) in changed):
+                if right_until == inf and (anew or adapter_of(key[1]) in changed):
                     self._names[key] = self._looked_at, resolved
-        self._seen, self._looked_at = (news.epoch, news.latest), asked_at
+        self._looked_at = asked_at
         return True
+
+    async def _ask_changes(self, epoch: str, after: int) -> pb.ListAdapterChangesResponse:
+        request = pb.ListAdapterChangesRequest(epoch=epoch, after=after)
+        with self._errors_of("adapter"):
+            return await self._stub.ListAdapterChanges(request, timeout=RENEWAL_S)
 
     def _keep(self, key: tuple[str, str], right_until: float, resolved: ResolvedAdapter) -> None:
         """Keep a name and the epochs of its revisions, as the ones that were used last."""

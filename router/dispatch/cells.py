@@ -31,7 +31,7 @@ class _Cell:
     def takes(self, job: Job) -> bool:
         """Tell whether a worker there that has not failed a job can take it."""
         return any(
-            job.tokens <= most_tokens and job.rank <= most_rank and not workers.issubset(job.failed_at)
+            job.tokens <= most_tokens and job.rank <= most_rank and not workers <= set(job.failed_at)
             for (most_tokens, most_rank), workers in self.sizes.items()
         )
 

@@ -39,7 +39,6 @@ from worker.ipc import (
     ForgetTenant,
     Loaded,
     Pin,
-    PinRefused,
     Ready,
     Refused,
     Stepped,
@@ -199,7 +198,7 @@ def _place_adapter(engine: Engine[Any], end: EngineEnd, message: Warm | Pin | Un
             try:
                 engine.adapters.pin_adapter(adapter)
             except ValueError as error:
-                end.send(PinRefused(adapter.digest, str(error)))
+                end.send(Loaded(adapter.digest, str(error), refused=True))
         case Unpin(digest):
             engine.adapters.unpin_adapter(digest)
 

@@ -52,7 +52,6 @@ from worker.ipc import (
     Configure,
     FollowBlocks,
     Loaded,
-    PinRefused,
     PromptLogprobs,
     Ready,
     Refused,
@@ -255,8 +254,6 @@ async def _listen(engine: EngineProcess, results: Results, commands: OperatorCom
                 results.prompt_read(message)
             case Refused():
                 results.refused(message)
-            case PinRefused():
-                commands.pin_refused(message)
             case Loaded():
                 commands.loaded(message)
             case TenantForgotten():

@@ -34,7 +34,7 @@ from worker.io.adapters.fetch import AdapterFetcher, DiskPin, FetchFailedError, 
 from worker.io.engine_client import EngineProcess
 from worker.io.relay.links import ForgetError
 from worker.io.results import Results, UsageLog
-from worker.ipc import ForgetTenant, Loaded, Pin, PinRefused, TenantForgotten, Unpin, Warm
+from worker.ipc import ForgetTenant, Loaded, Pin, TenantForgotten, Unpin, Warm
 
 log = logging.getLogger(__name__)
 
@@ -131,20 +131,14 @@ class OperatorCommands:
         return removed
 
     def loaded(self, message: Loaded) -> None:
-        """Note that the engine has loaded an adapter, or can't; one to be warm may leave the disk."""
+        """Note that the engine has loaded an adapter, or failed to; one to be warm may leave the disk."""
         placement = self._placements.get(message.digest)
         if placement is None:
             return
         if message.error:
-            log.warning("%s can't be loaded: %s", placement.request.adapter.revision, message.error)
-        if not placement.pinned:
-            self._end(placement)
-
-    def pin_refused(self, message: PinRefused) -> None:
-        """Give up a pin that the engine refused."""
-        placement = self._placements.get(message.digest)
-        if placement is not None and placement.pinned:
-            log.warning("%s is not pinned: %s", placement.request.adapter.revision, message.message)
+            what = "pinned" if placement.pinned else "warm"
+            log.warning("%s is not %s: %s", placement.request.adapter.revision, what, message.error)
+        if message.refused or not placement.pinned:
             self._end(placement)
 
     def _begin(self, request: AdapterRequest, *, pinned: bool) -> None:

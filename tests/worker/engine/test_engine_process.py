@@ -26,7 +26,6 @@ from worker.ipc import (
     FromEngine,
     Loaded,
     Pin,
-    PinRefused,
     Ready,
     Refused,
     Splitter,
@@ -151,9 +150,10 @@ def test_operators_pin_and_warm_adapters(engine: EngineProcess, adapters: list[A
     pinned, *others = adapters
     engine.send(Pin(pinned))
     engine.until(lambda: engine.stats is not None and engine.stats.adapters == (pinned.digest,))
-    assert engine.receive(Loaded) == Loaded(pinned.digest, "")
+    assert engine.receive(Loaded) == Loaded(pinned.digest)
     engine.send(Pin(others[0]))
-    assert engine.receive(PinRefused).digest == others[0].digest
+    refused = engine.receive(Loaded)
+    assert (refused.digest, refused.refused) == (others[0].digest, True)
     for number in range(4):
         engine.finish(NewSequence(str(number), (7, 8), adapter=others[number % 2], stopping=StoppingParams(3)))
     assert engine.stats is not None
@@ -161,7 +161,7 @@ def test_operators_pin_and_warm_adapters(engine: EngineProcess, adapters: list[A
     assert engine.stats.tiers.swaps == 3
     engine.send(Unpin(pinned.digest))
     engine.send(Warm(others[0]))
-    assert engine.receive(Loaded) == Loaded(others[0].digest, "")
+    assert engine.receive(Loaded) == Loaded(others[0].digest)
     digests = {adapter.digest for adapter in others}
     engine.until(lambda: engine.stats is not None and set(engine.stats.adapters) == digests)
 
