@@ -1,4 +1,4 @@
-"""Whatever changes what an adapter's name means is told to routers, once they can see it, and nothing else is."""
+"""Routers are told what changes the meaning of an adapter's name, once they can see it, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MADE = (
 
 
 class News:
-    """What a reader gets with each look."""
+    """A reader of the changes."""
 
     def __init__(self, changes: AdapterChanges) -> None:
         self._changes, self._seen = changes, ("", 0)
