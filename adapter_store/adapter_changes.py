@@ -34,7 +34,7 @@ class AdapterChanges:
     def begin_epoch(self) -> None:
         """Begin anew: everything may have changed."""
         with self._lock:
-            self._epoch, self._latest = secrets.token_hex(8), 0
+            self.epoch, self._latest = secrets.token_hex(8), 0
             # By name, the last one last.
             self._numbers = dict[str, int]()
 
@@ -74,9 +74,9 @@ class AdapterChanges:
         """Return the epoch, the number of the last change, and the names that were changed after one of that epoch."""
         names = list[str]()
         with self._lock:
-            if epoch == self._epoch:
+            if epoch == self.epoch:
                 for name, number in reversed(self._numbers.items()):
                     if number <= after:
                         break
                     names.append(name)
-            return self._epoch, self._latest, names
+            return self.epoch, self._latest, names

@@ -258,7 +258,8 @@ class AdapterService(pb_grpc.AdapterServiceServicer):
         if not await self._grants.may_use(reference.candidates[0], tenant):
             raise NotFound("adapter", request.name)
         adapter, revision, candidate = await asyncio.to_thread(self._catalog.resolve, reference, request.name)
-        answer = pb.GetAdapterResponse(adapter=adapter_to_pb(adapter), revision=self._revision(revision))
+        epoch = self._catalog.changes.epoch
+        answer = pb.GetAdapterResponse(adapter=adapter_to_pb(adapter), revision=self._revision(revision), epoch=epoch)
         if candidate is not None:
             answer.candidate.CopyFrom(candidate_to_pb(candidate, self._fitness))
             if Role.ROUTER in caller().roles:

@@ -246,11 +246,12 @@ class StoreClient:
             raise Unavailable(message, reason="STORE_DOWN") from None
         news, asked_at = self._news, time.monotonic()
         try:
-            resolved = await self._ask(tenant, name, cached=cached)
+            resolved, epoch = await self._ask(tenant, name, cached=cached)
         finally:
             self._asking.give(tenant)
-        # A look that was answered meanwhile may have told of a change that this answer lacks.
-        self._keep((tenant, name), inf if news == self._news else asked_at, resolved)
+        # A look that was answered meanwhile may have told of a change that this answer lacks, or be of another store.
+        is_right = (news, epoch) == (self._news, self._changes.epoch)
+        self._keep((tenant, name), inf if is_right else asked_at, resolved)
         return resolved
 
     async def _look(self) -> bool:
@@ -278,7 +279,8 @@ class StoreClient:
         for one in (resolved, *((resolved.candidate.resolved,) if resolved.candidate else ())):
             keep_newest(self._epochs, one.ref.revision, one.epoch, NAMES_KEPT)
 
-    async def _ask(self, tenant: str, name: str, *, cached: bool) -> ResolvedAdapter:
+    async def _ask(self, tenant: str, name: str, *, cached: bool) -> tuple[ResolvedAdapter, str]:
+        """Return what a name means, and the epoch of the store's changes."""
         request, metadata = pb.GetAdapterRequest(name=name), ((TENANT_KEY, tenant),)
 
         async def ask(timeout_s: float) -> pb.GetAdapterResponse:
@@ -289,7 +291,7 @@ class StoreClient:
         epoch = answer.adapter.create_time.ToNanoseconds()
         resolved = self._resolved(answer.revision, epoch)
         if not answer.HasField("candidate"):
-            return resolved
+            return resolved, answer.epoch
         message = answer.candidate
         candidate = RolledOut(
             self._resolved(message.revision, epoch),
@@ -300,7 +302,7 @@ class StoreClient:
             tuple(message.refusal_phrases),
             message.split_key,
         )
-        return replace(resolved, candidate=candidate)
+        return replace(resolved, candidate=candidate), answer.epoch
 
     def _resolved(self, revision: pb.Revision, epoch: int) -> ResolvedAdapter:
         ref = AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes)
@@ -473,7 +475,7 @@ class StoreChanges(Generic[PageT]):
     def __init__(self, name: str, ask: Callable[[str, int], Awaitable[PageT]]) -> None:
         self._name = name
         self._ask = ask
-        self._epoch, self._latest = "", 0
+        self.epoch, self._latest = "", 0
         self._once = LogOnce(log)
 
     async def look(self) -> tuple[list[PageT], bool] | None:
@@ -481,7 +483,7 @@ class StoreChanges(Generic[PageT]):
 
         Nothing is returned of changes that were read in part, so that the next look begins where this one did.
         """
-        pages, epoch, latest = list[PageT](), self._epoch, self._latest
+        pages, epoch, latest = list[PageT](), self.epoch, self._latest
         try:
             while not pages or pages[-1].more:
                 page = await self._ask(epoch, latest)
@@ -490,8 +492,8 @@ class StoreChanges(Generic[PageT]):
         except CallError as error:
             self._once(f"{self._name}: {error.message}")
             return None
-        anew = epoch != self._epoch
-        self._epoch, self._latest = epoch, latest
+        anew = epoch != self.epoch
+        self.epoch, self._latest = epoch, latest
         self._once.reset()
         return pages, anew
 

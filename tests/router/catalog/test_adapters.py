@@ -57,10 +57,10 @@ async def test_names_that_one_tenant_asks_for_delay_no_other_s(monkeypatch: pyte
     began: list[str] = []
     answered = asyncio.Event()
 
-    async def ask(_: StoreClient, tenant: str, name: str, *, cached: bool) -> ResolvedAdapter:
+    async def ask(_: StoreClient, tenant: str, name: str, *, cached: bool) -> tuple[ResolvedAdapter, str]:
         began.append(tenant)
         await answered.wait()
-        return ResolvedAdapter(REF, name)
+        return ResolvedAdapter(REF, name), ""
 
     monkeypatch.setattr(StoreClient, "_ask", ask)
     store = StoreClient("127.0.0.1:1")
@@ -82,6 +82,8 @@ class Names:
     def __init__(self) -> None:
         self.known = {"a", "b"}
         self.changes = AdapterChanges()
+        # That of GetAdapter's answers, where it is of another store.
+        self.epoch = ""
         self.calls: Counter[str] = Counter()
         self.asked, self.answers = asyncio.Event(), asyncio.Event()
 
@@ -92,7 +94,8 @@ class Names:
         digest = f"sha256:{request.name}{self.calls[request.name]}"
         self.asked.set()
         await self.answers.wait()
-        return pb.GetAdapterResponse(revision=pb.Revision(name=request.name, digest=digest))
+        revision = pb.Revision(name=request.name, digest=digest)
+        return pb.GetAdapterResponse(revision=revision, epoch=self.epoch or self.changes.epoch)
 
     async def _changes(self, request: pb.ListAdapterChangesRequest, _: Any) -> pb.ListAdapterChangesResponse:
         self.calls["changes"] += 1
@@ -137,6 +140,9 @@ async def test_a_name_is_asked_for_again_only_once_its_adapter_has_changed(monke
     assert await asked() == await asked() == [2, 2, 1]
     names.changes.begin_epoch()
     assert await asked() == await asked() == [3, 3, 2]
+    names.epoch = "another store's, which may be behind"
+    names.changes.publish(["b"])
+    assert [await asked(), await asked()] == [[3, 3, 3], [3, 3, 4]]
     monkeypatch.setattr(store_client, "NAMES_LOOK_S", 60.0)
     looks = names.calls["changes"]
     await asked()
