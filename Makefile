@@ -159,7 +159,7 @@ authz: $(STAMP) ## Call every RPC with every role and every fault of its credent
 	$(BIN)/python -m tests.authz
 
 ranks: $(STAMP) ## Compare every family on two and four ranks, quantized too, with one process
-	FAMILIES=all $(BIN)/python -m pytest -q tests/worker/engine/ranks tests/e2e/test_ranks.py
+	FAMILIES=all $(BIN)/python -m pytest -q -m "" tests/worker/engine/ranks tests/e2e/test_ranks.py
 	$(BIN)/python -m tests.worker.engine.ranks.memory
 
 chaos: $(STAMP) ## Kill, stop and cut off every part under load; check every token
@@ -178,7 +178,7 @@ texts: $(STAMP) ## Encode TEXTS texts by the load tester while workers are kille
 	TEXTS=$(TEXTS) $(BIN)/pytest -s --timeout 3600 -o faulthandler_timeout=0 tests/e2e/test_worker_loss.py -k text
 
 real: $(STAMP) $(REAL) ## Fetch a real model and encoder and compare hundreds of answers with transformers' and peft's
-	REAL=1 $(BIN)/pytest -q -s tests/real
+	REAL=1 $(BIN)/pytest -q -s -m "" tests/real
 	$(BIN)/python -m examples.check
 
 company: $(STAMP) ## Compare answers alone and in random batches, bit by bit, in every dtype of the CPU

@@ -127,7 +127,9 @@ async def test_a_quota_is_of_both_cells(cells: Cells, eventually: Eventually) ->
         assert Counter(len(one.choices[0].token_ids) for one in ended if isinstance(one, Generation)) == {TOKENS: QUOTA}
 
 
-@pytest.mark.parametrize(("name", "what"), [("second", "dies"), ("second", "hangs"), ("main", "dies")])
+@pytest.mark.parametrize(
+    ("name", "what"), [pytest.param("second", "dies", marks=pytest.mark.nightly), ("second", "hangs"), ("main", "dies")]
+)
 async def test_a_cell_whose_redis_is_lost_loses_nothing(
     cells: Cells, eventually: Eventually, name: str, what: str
 ) -> None:

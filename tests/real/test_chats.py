@@ -151,6 +151,7 @@ async def test_characters_of_several_tokens_arrive_whole(cluster: Cluster) -> No
     assert len("".join(pieces)) >= 2
 
 
+@pytest.mark.nightly
 async def test_an_adapters_template_renders_tools(cluster: Cluster, tokenizer: Any) -> None:
     chat: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Berlin?"}]
     expected = tokenizer.apply_chat_template(
@@ -177,6 +178,7 @@ async def test_an_adapters_template_renders_tools(cluster: Cluster, tokenizer: A
     assert follow_up.usage.prompt_tokens == len(expected)
 
 
+@pytest.mark.nightly
 async def test_an_answer_goes_on_after_its_worker_was_killed(cluster: Cluster) -> None:
     chat = [{"role": "user", "content": "Tell me a long story about a fox and the moon."}]
     options: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}

@@ -34,6 +34,8 @@ SEEDS = 24
 # 30148: a wait for less than the clock's resolution, which never ended in virtual time.
 # 7786, 510469: tokens that were told and not charged yet when Redis was wiped, or charged again to an older one.
 FAILED = (136, 172, 190, 267, 2302, 6021, 7786, 30148, 41086, 510469)
+# Those of `make test`: two versions, Redis lost beside charges, and virtual time.
+OFTEN = (136, 7786, 30148)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +92,9 @@ def test_every_option_that_is_served_is_drawn(outcomes: list[Outcome]) -> None:
     assert {field.name for field in formats} == {request.format_field for request in requests} - {""}
 
 
-@pytest.mark.parametrize("seed", FAILED)
+@pytest.mark.parametrize(
+    "seed", [seed if seed in OFTEN else pytest.param(seed, marks=pytest.mark.nightly) for seed in FAILED]
+)
 def test_what_failed_once_holds(seed: int) -> None:
     assert not report_seed(seed).wrong
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -263,8 +264,17 @@ PROTOCOLS: dict[str, tuple[Ask, dict[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("template", TEMPLATES)
+# Pairs of `make test`: every template and every protocol.
+OFTEN = {("hermes", "own"), ("optional", "own"), ("mistral", "chat"), ("llama3", "messages"), ("hermes", "responses")}
+
+
+@pytest.mark.parametrize(
+    ("template", "protocol"),
+    [
+        pair if pair in OFTEN else pytest.param(*pair, marks=pytest.mark.nightly)
+        for pair in product(TEMPLATES, PROTOCOLS)
+    ],
+)
 async def test_reasoning_comes_first_and_then_the_format(clients: Clients, template: str, protocol: str) -> None:
     ask, kinds = PROTOCOLS[protocol]
     cases = [(kind, stream, seed) for kind in kinds for stream in (False, True) for seed in range(3)]

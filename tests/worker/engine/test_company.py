@@ -33,6 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "KV cache in int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "two ranks": {"dtype": "bfloat16", "tensor_parallel": 2},
 }
+# Kinds of `make test`.
+OFTEN = ("bfloat16", "int4")
 # Blocks for all, and blocks so few that sequences are preempted; a step takes all of a prompt, or parts of it.
 ALONE: dict[str, Any] = {"rows": 1, "kv_blocks": 60, "block_size": 16, "step_tokens": 512}
 BATCHES: Sequence[dict[str, Any]] = (
@@ -113,7 +115,9 @@ def check(
         assert answers == {name: alone[name][begun[name] :] for name in answers}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS]
+)
 def test_no_bit_of_an_answer_depends_on_its_company(
     kind: str, model: TinyModel, make_engine: Any, run_until_idle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +129,10 @@ def test_no_bit_of_an_answer_depends_on_its_company(
 
 # Forms that other kernels or torch compute: layer norms and plain MLPs, softcaps, experts with adapters, latent
 # attention.
-@pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt2", "gemma2")), "mixtral", "deepseek_v3"],
+)
 @pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_nor_does_one_of_another_family(
     family: str, kind: str, tmp_path: Any, save_adapter: Any, make_engine: Any, run_until_idle: Any

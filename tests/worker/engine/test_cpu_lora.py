@@ -24,6 +24,7 @@ IN_FEATURES, WIDTHS = 150, (67, 33, 2310)
 TILE_SIZES = 544, (64, 32, 2304)
 # Relative to outputs of about 1: rounded once at the end, whatever stands between.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+DTYPES = torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)
 
 
 class Group:
@@ -108,7 +109,7 @@ MIXES = {
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["plain", "DoRA"])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_row_gets_what_its_adapter_makes_of_it(dtype: torch.dtype, dora: bool) -> None:
     group = Group(dtype, RANKS, dora=dora)
     for slots in MIXES.values():
@@ -123,7 +124,7 @@ def test_a_row_without_an_adapter_keeps_its_bits() -> None:
     assert torch.equal(result[2, WIDTHS[0] :], y[2, WIDTHS[0] :]), "layers that the adapter does not change"
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_company_changes_no_bit(dtype: torch.dtype) -> None:
     """Neither that of other adapters' rows nor that of its own adapter's, nor how a task is cut into parts."""
     group = Group(dtype, RANKS)
@@ -133,7 +134,7 @@ def test_company_changes_no_bit(dtype: torch.dtype) -> None:
         assert torch.equal(group.result([slot], x[row : row + 1], y[row : row + 1])[0], together[row])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_prompt_s_rows_have_the_bits_of_decodes(dtype: torch.dtype) -> None:
     group = Group(dtype, RANKS)
     x, y = group.inputs(302)

@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 
 
 @pytest.mark.usefixtures("kept_compilations")
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.nightly), 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.nightly)])
 def test_the_kernel_compiles(dtype: torch.dtype, capability: int) -> None:
     from worker.engine.sampling.cuda import choose_call, totals_call
 

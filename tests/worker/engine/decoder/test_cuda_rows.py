@@ -93,7 +93,7 @@ def test_an_attention_that_rotates_all_features_is_known_by_its_numbers(tiny_lla
 
 
 @pytest.mark.usefixtures("kept_compilations")
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.nightly), 90])
 def test_the_kernels_compile(capability: int) -> None:
     from worker.engine.decoder.cuda import AttentionForm, QueryKeyNorms, gate_call
     from worker.engine.decoder.residuals import Norm, NormForm, norm_call
@@ -142,8 +142,9 @@ def test_a_model_whose_rows_may_depend_on_each_other_is_refused() -> None:
         use_invariant_products(model)
 
 
-def test_the_launches_of_a_layer() -> None:
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_the_launches_of_a_layer(quick: bool) -> None:
     """An operator of torch's more in each layer would show here."""
-    ratios = measure(quick=False).ratios
+    ratios = measure(quick).ratios
     assert ratios["launches_a_layer"] <= 10
     assert ratios["launches_a_layer_adapters"] <= 18

@@ -17,6 +17,9 @@ from worker.engine.quantized.weight import AnyLinear, QuantizedLinear, Quantized
 # Outputs and columns: less than a panel and a vector, whole ones, and more with a rest.
 SHAPES = [(5, 16), (33, 86), (100, 290)]
 MAX_ROWS = 40
+# Kinds of weights with a kernel each, which is compiled for seconds.
+AT_NIGHT = [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("int8 zeros", "int4")]
+QUANTIZED = ["int8", "int4 zeros", *AT_NIGHT]
 
 
 def _linear(outputs: int, columns: int, kind: str, seed: int = 0) -> AnyLinear:
@@ -56,7 +59,7 @@ def _check(layer: PanelLayer, linear: AnyLinear, tolerance: float, dtype: torch.
     assert torch.equal(layer(x[:6].view(2, 3, -1)), y[:6].view(2, 3, -1))
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8 zeros", "int4", "int4 zeros"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", *QUANTIZED])
 @pytest.mark.parametrize(("outputs", "columns"), SHAPES)
 def test_products_are_those_of_the_weight(outputs: int, columns: int, kind: str) -> None:
     linear = _linear(outputs, columns, kind)
@@ -64,7 +67,7 @@ def test_products_are_those_of_the_weight(outputs: int, columns: int, kind: str)
 
 
 @pytest.mark.skipif(V != 16, reason="tiles have panels of 32 outputs")
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int8 zeros", "int4", "int4 zeros"])
+@pytest.mark.parametrize("kind", ["bfloat16", *QUANTIZED])
 @pytest.mark.parametrize(("outputs", "columns"), [(33, 96), (100, 288), (5, 2304)])
 def test_products_of_tiles_are_those_of_the_weight(outputs: int, columns: int, kind: str) -> None:
     """The code for AMX, over tiles in memory."""
@@ -92,14 +95,14 @@ def test_instructions_of_tiles_are_assembled() -> None:
 
 
 @pytest.mark.skipif(bfloat16_products(16) != PAIRS, reason="no products of pairs of bfloat16 on this processor")
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int8 zeros", "int4", "int4 zeros"])
+@pytest.mark.parametrize("kind", ["bfloat16", *QUANTIZED])
 @pytest.mark.parametrize(("outputs", "columns"), SHAPES)
 def test_products_of_pairs_are_those_of_the_weight(outputs: int, columns: int, kind: str) -> None:
     linear = _linear(outputs, columns, kind)
     _check(PanelLinear(linear, torch.bfloat16, PAIRS), linear, 5e-3, torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int8 zeros", "int4", "int4 zeros"])
+@pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize(("outputs", "columns"), SHAPES)
 def test_rows_in_fixed_point_lose_less_than_bfloat16_does(outputs: int, columns: int, kind: str) -> None:
     linear = _linear(outputs, columns, kind)

@@ -12,6 +12,8 @@ from worker.engine.quantized.weight import QuantizedLinear, QuantizedWeight, qua
 
 SCHEMES = [(8, None, True), (8, None, False), (8, 32, True), (4, 32, True), (4, 32, False), (4, None, True)]
 
+AT_NIGHT = [pytest.param(*case, marks=pytest.mark.nightly) for case in ((80, "fp8", 40), (100, "int8", 200))]
+
 
 @pytest.mark.parametrize(("bits", "group", "symmetric"), SCHEMES)
 def test_codes_are_about_half_a_step_from_the_weight(bits: int, group: int | None, symmetric: bool) -> None:
@@ -75,7 +77,7 @@ def test_the_layer_computes_with_the_dequantized_weight_and_moves_without_a_cast
 
 
 @pytest.mark.usefixtures("kept_compilations")
-@pytest.mark.parametrize(("capability", "name", "rows"), [(80, "fp8", 40), (90, "int4", 1), (100, "int8", 200)])
+@pytest.mark.parametrize(("capability", "name", "rows"), [(90, "int4", 1), *AT_NIGHT])
 def test_the_product_with_codes_compiles(capability: int, name: str, rows: int) -> None:
     """In tiles of every height; int4 has groups with zero points, fp8's numbers no device must know."""
     pytest.importorskip("triton", reason="Triton is for Linux")

@@ -32,7 +32,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 # Families that transformers has no plan to divide.
 REFUSED = {"gpt2", "gpt_bigcode", "gpt_oss", "hunyuan_v1_dense", "opt", "persimmon", "stablelm"}
 TIED = {"qwen2"}
-CASES = [("llama", 2, ""), ("qwen2", 2, "int4"), ("mixtral", 4, "int8")]
+CASES = [("llama", 2, ""), ("qwen2", 2, "int4"), pytest.param("mixtral", 4, "int8", marks=pytest.mark.nightly)]
 if os.environ.get("FAMILIES") == "all":
     schemes = "int4-128", "int8-zero-point", "int4+embeddings", "int8+embeddings"
     CASES = [*product(sorted(FAMILIES.keys() - REFUSED), (2, 4), ("", "int8", "int4"))]

@@ -21,6 +21,7 @@ SLOTS = 3
 ROWS = 8
 SIZES = {f"adapter {number}": 1 + number % 5 for number in range(12)}
 PASSED_OVER_MOST = 8
+AT_NIGHT = [pytest.param(*case, marks=pytest.mark.nightly) for case in ((0, False), (1000, True))]
 BROKEN = frozenset(["adapter 11"])
 
 
@@ -203,7 +204,7 @@ class Walk:
         assert self.cache.demand._waiting == self.cache.demand._parked == self.cache.demand._carried == {}
 
 
-@pytest.mark.parametrize(("host_bytes", "transfers"), [(0, False), (8, True), (20, False), (1000, True)])
+@pytest.mark.parametrize(("host_bytes", "transfers"), [(8, True), (20, False), *AT_NIGHT])
 def test_random_operations(gated_loads: Any, host_bytes: int, transfers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demand, "PASSED_OVER_MOST", PASSED_OVER_MOST)
     seed = 11 + host_bytes

@@ -42,7 +42,7 @@ def run(active: int, in_flight: int = IN_FLIGHT) -> Result:
 
 
 def test_throughput_bends_with_the_adapters_in_use() -> None:
-    results = {active: run(active) for active in (8, 16, 64, 128, 1000)}
+    results = {active: run(active) for active in (8, 16, 128, 1000)}
     base = results[16]
     for active, result in results.items():
         # Rate if swaps cost the steps' time and nothing else: most of it is left.
@@ -65,7 +65,7 @@ def test_at_half_the_load_the_first_token_comes_as_soon() -> None:
     assert statistics.median(twice.waits) <= 2 * statistics.median(fits.waits)
 
 
-@pytest.mark.parametrize("slots", [2, 8])
+@pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.nightly), 8])
 def test_busy_adapters_do_not_keep_the_others_out(slots: int) -> None:
     """So many adapters as there are slots take nearly all requests, and their rows overlap without end."""
 

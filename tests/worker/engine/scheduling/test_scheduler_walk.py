@@ -16,6 +16,7 @@ from worker.engine_api import AdapterSource, Failure, NewSequence
 
 # Number of walks of each scheduler, and of operations of each walk.
 WALKS, LENGTH = 70, 60
+AT_NIGHT = [pytest.param(*case, marks=pytest.mark.nightly) for case in ((True, 24, 64), (False, 60, 2))]
 NAN_LOGITS = Failure("INTERNAL", "NAN_LOGITS", "not a number")
 
 
@@ -110,7 +111,7 @@ class SchedulerWalk:
         self.loads.close()
 
 
-@pytest.mark.parametrize(("ahead", "blocks", "most"), [(True, 16, 2), (False, 24, 64), (True, 24, 64), (False, 60, 2)])
+@pytest.mark.parametrize(("ahead", "blocks", "most"), [(True, 16, 2), (False, 24, 64), *AT_NIGHT])
 def test_random_walks(gated_loads: Any, ahead: bool, blocks: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demand, "PASSED_OVER_MOST", most)
     seen: Counter[str] = Counter()
