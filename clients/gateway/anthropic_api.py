@@ -6,17 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Required
 
-from anthropic.types import ToolParam
-from anthropic.types.message_count_tokens_params import MessageCountTokensParams
-from anthropic.types.message_create_params import MessageCreateParamsBase
-from loraplex_client import (
-    AsyncGenerationStream,
-    FinishReason,
-    Generation,
-    Piece,
-    ToolCallPart,
-    Usage,
-)
+from loraplex_client import AsyncGenerationStream, FinishReason, Generation, Piece, ToolCallPart, Usage
 from pydantic import ConfigDict, Discriminator, Tag, with_config
 from pydantic_core import from_json
 from typing_extensions import TypedDict
@@ -195,8 +185,6 @@ _TYPES = {
 }
 # The temperature where neither request nor model has one: Anthropic's own.
 _TEMPERATURE = 1.0
-
-
 # Type of the tools whose calls the client runs, which they need not have.
 _CUSTOM = "custom"
 
@@ -235,10 +223,19 @@ class HostedTool(TypedDict):
     type: str
 
 
-class CustomTool(ToolParam, total=False):
+class CustomTool(TypedDict, total=False):
     """A tool that the client runs; prompts are cached anyway."""
 
+    type: Literal["custom"] | None
+    name: Required[str]
+    description: str
+    input_schema: Required[dict[str, Any]]
+    strict: bool
+    allowed_callers: list[str]
     cache_control: Any
+    defer_loading: bool
+    eager_input_streaming: bool | None
+    input_examples: list[dict[str, Any]]
 
 
 def _tool_kind(tool: Any) -> str:
@@ -250,34 +247,76 @@ def _tool_kind(tool: Any) -> str:
 Tool = Annotated[Annotated[CustomTool, Tag("Custom")] | Annotated[HostedTool, Tag("Hosted")], Discriminator(_tool_kind)]
 
 
-class MessagesRequest(MessageCreateParamsBase, total=False):
-    """Body of a request to /v1/messages. Older versions of the protocol have sampling; json_style is ours."""
+class ToolChoice(TypedDict, total=False):
+    """Whether the model calls tools."""
 
-    messages: Required[list[Message]]  # type: ignore[misc]
-    system: str | list[TextOrOther]  # type: ignore[misc]
+    type: Required[Literal["auto", "any", "none"]]
+    disable_parallel_tool_use: bool
+
+
+class NamedTool(TypedDict, total=False):
+    """The one tool that the model calls."""
+
+    type: Required[Literal["tool"]]
+    name: Required[str]
+    disable_parallel_tool_use: bool
+
+
+class JsonFormat(TypedDict):
+    """The format of an answer."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(TypedDict, total=False):
+    """The effort of reasoning and the format of the answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None
+    format: JsonFormat | None
+
+
+class Metadata(TypedDict, total=False):
+    """Who asks."""
+
+    user_id: str | None
+
+
+# The types of the package `anthropic` would say the same, and its import takes longer than the rest of the gateway's.
+class CountRequest(TypedDict, total=False):
+    """Body of a request to /v1/messages/count_tokens."""
+
+    model: Required[str]
+    messages: Required[list[Message]]
+    system: str | list[TextOrOther]
+    tools: list[Tool]
+    tool_choice: ToolChoice | NamedTool
+    output_config: OutputConfig
+    speed: Literal["standard", "fast"] | None
+    user_profile_id: str
+    workspace_id: str
     # Not checked: of thinking, `disabled` alone has an effect; prompts are cached, and are what the client sends.
     thinking: Any
     cache_control: Any
     context_management: Any
     betas: Any
+
+
+class MessagesRequest(CountRequest, total=False):
+    """Body of a request to /v1/messages. Older versions of the protocol have sampling; json_style is ours."""
+
+    max_tokens: Required[int]
+    stop_sequences: list[str]
+    metadata: Metadata
+    service_tier: Literal["auto", "standard_only"]
+    container: Any
+    diagnostics: Any
+    inference_geo: str | None
     stream: bool | None
     temperature: float | None
     top_p: float | None
     top_k: int | None
     json_style: str | list[str] | None
-    tools: list[Tool]  # type: ignore[misc]
-
-
-class CountRequest(MessageCountTokensParams, total=False):
-    """Body of a request to /v1/messages/count_tokens."""
-
-    messages: Required[list[Message]]  # type: ignore[misc]
-    system: str | list[TextOrOther]  # type: ignore[misc]
-    thinking: Any
-    cache_control: Any
-    context_management: Any
-    betas: Any
-    tools: list[Tool]  # type: ignore[misc]
 
 
 MESSAGES, COUNT = Body(MessagesRequest, LENIENT), Body(CountRequest, LENIENT)

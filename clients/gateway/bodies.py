@@ -1,4 +1,4 @@
-"""Bodies of requests, validated by the types that the protocols' own packages declare; nothing is converted."""
+"""Bodies of requests, validated by the TypedDicts of their protocols; nothing is converted."""
 
 from __future__ import annotations
 
