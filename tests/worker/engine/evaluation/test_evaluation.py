@@ -112,6 +112,7 @@ def test_the_report_of_a_quantized_copy(tmp_path: Path) -> None:
         quantization_report(SHIPPED, copy, str(text))
 
 
+@pytest.mark.nightly
 def test_a_kv_cache_of_8_bits_costs_the_shipped_model_less_than_half_a_percent_of_perplexity(tmp_path: Path) -> None:
     from worker.engine.evaluation.report import quantization_report
 

@@ -38,8 +38,15 @@ from worker.engine_api import NewSequence
 
 pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
 
+# Families of `make test`, each of a form of its own: rotary and learned positions, parts of heads rotated, windows and
+# softcaps, experts, latent attention.
+OFTEN = {"llama", "gpt2", "gpt_neox", "gemma2", "mixtral", "deepseek_v3"}
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+
+@pytest.mark.parametrize(
+    "model_type",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.nightly) for name in sorted(FAMILIES)],
+)
 def test_a_family_answers_as_transformers_does(
     model_type: str,
     tmp_path: Path,
