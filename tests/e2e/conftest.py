@@ -166,7 +166,7 @@ def eventually() -> Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]:
     """Waits until a condition of the cluster holds; workers report themselves twice a second."""
 
     async def wait(condition: Callable[[], Awaitable[bool]]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             while not await condition():  # noqa: ASYNC110 — the workers' own reports are the only event there is
                 await asyncio.sleep(0.1)
 

@@ -81,7 +81,7 @@ class Cells:
     async def begin(self, salt: str, count: int = STREAMS) -> tuple[Answers, Counter[str]]:
         """Begin streams of adapters and the base model; return their answers, and how many jobs each cell has."""
         asks = [asyncio.create_task(ask(self.cluster, at, salt, TOKENS).whole()) for at in range(count)]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             while True:  # routers tell when they are asked
                 begun = await jobs(self.cluster)
                 if len(begun) + sum(one.done() for one in asks) >= count:

@@ -65,7 +65,7 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
 
 async def finish(process: asyncio.subprocess.Process, out: Path) -> tuple[int | None, str, dict[str, Any]]:
     """Exit code, stderr, and the report."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(100):
         _, stderr = await process.communicate()
     assert (out / "report.html").stat().st_size > 10_000, stderr.decode()
     return process.returncode, stderr.decode(), json.loads((out / "report.json").read_text())
