@@ -248,7 +248,7 @@ Tool = Annotated[Annotated[CustomTool, Tag("Custom")] | Annotated[HostedTool, Ta
 
 
 class ToolChoice(TypedDict, total=False):
-    """Whether the model calls tools."""
+    """The choice to call tools, or not."""
 
     type: Required[Literal["auto", "any", "none"]]
     disable_parallel_tool_use: bool
@@ -277,7 +277,7 @@ class OutputConfig(TypedDict, total=False):
 
 
 class Metadata(TypedDict, total=False):
-    """Who asks."""
+    """The user of a request."""
 
     user_id: str | None
 
