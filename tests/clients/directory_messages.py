@@ -1,4 +1,4 @@
-"""What a push says of each directory of trained_directories.py: `DIR` is the directory."""
+"""Messages of a push of each directory of trained_directories.py: `DIR` is the directory."""
 
 from __future__ import annotations
 
