@@ -177,15 +177,18 @@ _OPEN_ENDED, _OPEN_ENDED_TOKENS = 16, 128
 
 
 def _bounded(job: Job, plans: Iterable[Plan]) -> Job:
-    """Return a job whose answers hold no more of the plans' limits than leaves room for others like it."""
-    most = job.stopping.max_tokens
+    """Return a job whose answers fit the plans' limits, and leave room for others like it where these are large."""
+    most, prompt = job.stopping.max_tokens, len(job.prompt_ids)
     for plan in plans:
-        for limit in (plan.output_tokens_per_minute, plan.tokens_per_day, plan.tokens_per_month):
+        for limit, used in (
+            (plan.output_tokens_per_minute, 0), (plan.tokens_per_day, prompt), (plan.tokens_per_month, prompt)
+        ):  # fmt: skip
             if limit is not None:
-                most = min(most, max(_OPEN_ENDED_TOKENS, limit // _OPEN_ENDED // job.n))
+                whole = (limit - used) // job.n
+                most = min(most, max(min(_OPEN_ENDED_TOKENS, whole), limit // _OPEN_ENDED // job.n))
         if plan.context_tokens is not None:
-            most = min(most, max(1, plan.context_tokens - len(job.prompt_ids)))
-    most = max(most, min(job.stopping.min_tokens, job.stopping.max_tokens))
+            most = min(most, plan.context_tokens - prompt)
+    most = max(1, most, min(job.stopping.min_tokens, job.stopping.max_tokens))
     return replace(job, stopping=replace(job.stopping, max_tokens=most))
 
 

@@ -324,12 +324,20 @@ async def test_a_plan_bounds_what_one_request_may_ask_for(new: New) -> None:
         ({"output_tokens_per_minute": 16_000}, 4, 250),
         ({"tokens_per_month": 500}, 1, 128),
         ({"context_tokens": 50}, 1, 48),
+        # A small limit leaves room for one: its prompt has two tokens.
+        ({"tokens_per_day": 100}, 1, 98),
+        ({"tokens_per_month": 100, "output_tokens_per_minute": 90}, 1, 90),
+        ({"tokens_per_day": 100}, 4, 24),
+        ({"tokens_per_day": 2}, 1, 1),
     ],
 )
 async def test_an_answer_without_a_maximum_leaves_room_for_others(new: New, plan: Any, n: int, most: int) -> None:
     quotas = new(**plan)
     asked = job(max_tokens=30_000, n=n)
-    assert quotas.apply_plan(asked, is_open_ended=True).stopping.max_tokens == most
+    bounded = quotas.apply_plan(asked, is_open_ended=True)
+    assert bounded.stopping.max_tokens == most
+    if plan.get("tokens_per_day") != 2:
+        await quotas.reserve("acme", len(bounded.prompt_ids), n * most)
     if "context_tokens" not in plan:
         assert quotas.apply_plan(asked) == asked
 
