@@ -95,5 +95,7 @@ LIBRARIES = (
     Library("dspy", ("dspy==3.4.1",), "use_dspy.py"),
     # The version of `make evaluate`, which compares its figures.
     Library("guidellm", ("guidellm==0.8.1", "torch==2.13.0"), "use_guidellm.py", ("completions", "chat")),
+    # As above. Without torch, which only its own backends need.
+    Library("lm_eval", ("lm_eval[api]==0.4.13", "transformers==5.23.0"), "use_lm_eval.py", ("completions", "chat")),
     Library("java.net.http", (), "use_java.java"),
 )

@@ -28,7 +28,7 @@ class Recorded:
 
     def body_for(self, model: str, tokens: int = TOKENS, **more: Any) -> dict[str, Any]:
         """Return the body with a model of ours, a limit of tokens and further fields."""
-        if self.path.endswith("/count_tokens"):
+        if self.path.endswith(("/count_tokens", "/tokenize")):
             return {**self.body, "model": model, **more}
         own = "max_output_tokens" if self.path == "/v1/responses" else "max_tokens"
         limits = {name: tokens for name in _LIMITS if name in self.body} or {own: tokens}
