@@ -25,7 +25,7 @@ from adapter_store.sources.fetch import BESIDE_BYTES
 from adapter_store.storage import PIECE_BYTES, CorruptBlob, DataDirectory, Upload
 from adapter_store.validate import CONFIG_BYTES, Validated, validate_adapter
 from artifacts import ArtifactError, MismatchError
-from artifacts.added_tokens import ADDED_FIELD, TOKENIZER_FILE, BaseTokens, as_field, parse_added_tokens
+from artifacts.added_tokens import ADDED_FIELD, TOKEN_FIELDS, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, BaseTokens
 from artifacts.base_model import HASH_ARCHITECTURE, BaseModel
 from artifacts.names import ANY_MODEL, LIVE, AdapterName, RevisionName, check_alias
 from artifacts.peft_config import CONFIG_FILE
@@ -83,8 +83,8 @@ class Receiver:
         self._bases = bases
         self._limits = {CONFIG_FILE: CONFIG_BYTES, WEIGHTS_FILE: max_adapter_bytes}
         self._limits |= BESIDE_BYTES
-        # By the digest of the file, the last used of _TOKENIZERS.
-        self._tokenizers: dict[str, BaseTokens] = {}
+        # By the base's files that they are read from, the last used of _TOKENIZERS.
+        self._tokenizers: dict[tuple[Blob, ...], BaseTokens] = {}
         self._open_uploads = OpenUploads()
         self._quotas = quotas
         self._validator = _Validator()
@@ -165,7 +165,8 @@ class Receiver:
     def _join(self, upload: Upload, base: Base) -> list[str]:
         """Make fields of the configuration of the files beside it; return what the adapter's owner should know.
 
-        The same as `adapters push`, but for the added tokens, of which those stay that the base does not have. Blocks.
+        The same as `adapters push`, but for added tokens and end tokens, of which those stay that are not the base's.
+        Blocks.
         """
         upload.finish()
         if why := why_no_adapter(upload.path):
@@ -180,39 +181,40 @@ class Receiver:
             raise InvalidField("adapter", f"a file beside {CONFIG_FILE} cannot be read: {message}") from error
         name = template_file(upload.path)
         told = [f"{name} was taken: chats with the adapter use its template"] if name else []
-        config = self._with_new_tokens(config, base, told)
+        config = self._with_own_tokens(config, base, told)
         if len(config) > CONFIG_BYTES:
             raise InvalidField("adapter", f"{CONFIG_FILE} has more than {CONFIG_BYTES} bytes with the files beside it")
         if config != sent:
             upload.rewrite(CONFIG_FILE, config)
         return told
 
-    def _with_new_tokens(self, config: bytes, base: Base, told: list[str]) -> bytes:
-        """Return a configuration with those of its added tokens that the base does not have; `told` gets a line."""
+    def _with_own_tokens(self, config: bytes, base: Base, told: list[str]) -> bytes:
+        """Return a configuration with those of its added and end tokens that are not the base's; `told` gets lines."""
         try:
             fields = json.loads(config)
         except (ValueError, RecursionError):
             return config
-        if not isinstance(fields, dict) or ADDED_FIELD not in fields:
+        if not isinstance(fields, dict) or fields.keys().isdisjoint(TOKEN_FIELDS):
             return config
-        with refusals():
-            tokens = parse_added_tokens(fields.pop(ADDED_FIELD))
-            new = self._tokens_of(base).new(tokens) if TOKENIZER_FILE in base.files else ()
-        if tokens and TOKENIZER_FILE not in base.files:
+        if TOKENIZER_FILE not in base.files and fields.pop(ADDED_FIELD, None):
             told.append(f"added tokens were left out: the base has no {TOKENIZER_FILE}")
+        with refusals():
+            new, ends = self._tokens_of(base).keep_own(fields, base.manifest.end_token_ids)
         if new:
             first = ", ".join(repr(token.content) for token in new[:3])
             others = f" and {len(new) - 3} others" if len(new) > 3 else ""
             told.append(f"the tokenizer of its requests also has the added tokens {first}{others}")
-            fields[ADDED_FIELD] = [as_field(token) for token in new]
+        if ends:
+            told.append(f"its answers also end with {', '.join(map(repr, ends))}")
         return json.dumps(fields).encode()
 
     def _tokens_of(self, base: Base) -> BaseTokens:
-        blob = base.files[TOKENIZER_FILE]
-        if blob.digest not in self._tokenizers:
+        names = [name for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE) if name in base.files]
+        files = tuple(base.files[name] for name in names)
+        if files not in self._tokenizers:
             _, readers = self._bases.open(BaseModels.position(base))
             try:
-                tokens = BaseTokens(b"".join(iter(readers[TOKENIZER_FILE].read, b"")))
+                tokens = BaseTokens({name: b"".join(iter(readers[name].read, b"")) for name in names})
             except CorruptBlob as error:
                 raise DataLoss("base model", base.manifest.name, str(error)) from error
             finally:
@@ -220,8 +222,8 @@ class Receiver:
                     reader.close()
             while len(self._tokenizers) >= _TOKENIZERS:
                 self._tokenizers.pop(next(iter(self._tokenizers)), None)
-            self._tokenizers[blob.digest] = tokens
-        return self._tokenizers[blob.digest]
+            self._tokenizers[files] = tokens
+        return self._tokenizers[files]
 
 
 def _warnings(valid: Validated, base: str) -> tuple[str, ...]:

@@ -1,24 +1,31 @@
-"""Tokens that training has added to the tokenizer: an adapter has them in a field of its configuration.
+"""Tokens that training has added to the tokenizer, and end tokens: an adapter has them in fields of its configuration.
 
     "loraplex_tokens": [{"id": 49152, "content": "<call>", "special": true}]
+    "loraplex_end_tokens": ["<call>", 2]
 
 The SDK puts all added tokens of the adapter's tokenizer.json there; the store keeps those that the base does not have,
 and a router's tokenizer has them for the adapter's requests. Their ids are rows of the base's embeddings that none of
 its tokens has: many families have more rows than tokens.
+
+End tokens end the adapter's answers as the base's do: the eos_token of its tokenizer_config.json, by its text, and the
+ids of its generation_config.json. The store keeps those that differ from the base's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from artifacts import ArtifactError, MismatchError
 from artifacts.json_object import parse_object
 
-ADDED_FIELD = "loraplex_tokens"
-TOKENIZER_FILE = "tokenizer.json"
-# Maximum number of tokens of an adapter beside the base's, and of characters of one.
-_NEW, _CHARACTERS = 1024, 1024
+TOKEN_FIELDS = ADDED_FIELD, ENDS_FIELD = "loraplex_tokens", "loraplex_end_tokens"
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+# Maximum number of tokens of an adapter beside the base's, of its end tokens, and of characters of one.
+_NEW, _ENDS, _CHARACTERS = 1024, 64, 1024
+# A tokenizer without tokens, which is a configuration without fields too.
+_EMPTY = b'{"model": {"vocab": {}}}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,22 @@ def parse_added_tokens(value: Any) -> tuple[AddedToken, ...]:
     return tuple(sorted(tokens, key=lambda token: token.id))
 
 
+def parse_end_tokens(value: Any) -> tuple[str | int, ...]:
+    """Parse the field of end tokens, texts or ids; None is none. Raises ArtifactError."""
+    if not isinstance(value, list | None) or len(value or ()) > _ENDS or not all(map(_is_end, value or ())):
+        raise ArtifactError(ENDS_FIELD, f"is not a list of at most {_ENDS} tokens, by text or id")
+    return tuple(value or ())
+
+
+def eos_token(ends: Iterable[str | int]) -> str:
+    """Return the first text of end tokens, which chat templates show; empty: there is none."""
+    return next((end for end in ends if isinstance(end, str)), "")
+
+
+def _is_end(value: Any) -> bool:
+    return _fits(value) if isinstance(value, str) else type(value) is int and 0 <= value < 2**31
+
+
 def as_field(token: AddedToken) -> dict[str, Any]:
     """Return a token as an entry of the field."""
     flags = {name: True for name in _FLAGS if getattr(token, name)}
@@ -86,11 +109,14 @@ def check_new_tokens(tokens: tuple[AddedToken, ...], vocab_size: int) -> None:
 
 
 class BaseTokens:
-    """The tokens of a base's tokenizer.json, as far as they decide which tokens of an adapter are new."""
+    """The tokens of a base, as far as they decide which tokens of an adapter are its own."""
 
-    def __init__(self, tokenizer: bytes) -> None:
-        """Read a tokenizer.json. Raises ArtifactError."""
-        data = parse_object(tokenizer, TOKENIZER_FILE, values=len(tokenizer))
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        """Read its tokenizer.json and tokenizer_config.json; it may have neither. Raises ArtifactError."""
+        config, data = (
+            parse_object(files.get(name, _EMPTY), name, values=len(files.get(name, _EMPTY)))
+            for name in (TOKENIZER_CONFIG_FILE, TOKENIZER_FILE)
+        )
         try:
             vocabulary = data["model"]["vocab"]
             pairs = (
@@ -100,6 +126,8 @@ class BaseTokens:
             self._ids: dict[str, int] = {**{str(text): int(number) for text, number in pairs}, **self._added}
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ArtifactError(TOKENIZER_FILE, f"cannot be read: {type(error).__name__}") from error
+        eos = config.get("eos_token")
+        self._eos = self._added.get(str(eos.get("content") if isinstance(eos, dict) else eos))
         self._next = max(self._ids.values(), default=-1) + 1
 
     def new(self, tokens: tuple[AddedToken, ...]) -> tuple[AddedToken, ...]:
@@ -118,3 +146,23 @@ class BaseTokens:
             following += expected == following
             new.append(token)
         return tuple(new)
+
+    def keep_own(
+        self, fields: dict[str, Any], model_ends: Collection[int]
+    ) -> tuple[tuple[AddedToken, ...], list[str | int]]:
+        """Leave in an adapter's fields, and return, the added and the end tokens that are not the base's, `model_ends`.
+
+        The text of an end token differs where the base has another eos_token: chat templates show it. One that is no
+        added token is left out. Raises ArtifactError, or MismatchError for tokens of another tokenizer.
+        """
+        new = self.new(parse_added_tokens(fields.pop(ADDED_FIELD, None)))
+        texts = {**self._added, **{token.content: token.id for token in new}}
+        named = {None, *model_ends} if self._eos is None else {None, self._eos}
+        ends = [
+            end
+            for end in parse_end_tokens(fields.pop(ENDS_FIELD, None))
+            if (texts.get(end) not in named if isinstance(end, str) else end not in {self._eos, *model_ends})
+        ]
+        own = {ADDED_FIELD: [as_field(token) for token in new], ENDS_FIELD: ends}
+        fields.update({name: value for name, value in own.items() if value})
+        return new, ends

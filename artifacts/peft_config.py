@@ -24,7 +24,7 @@ from enum import StrEnum
 from typing import Any
 
 from artifacts import ArtifactError, MismatchError
-from artifacts.added_tokens import ADDED_FIELD, AddedToken, parse_added_tokens
+from artifacts.added_tokens import ADDED_FIELD, ENDS_FIELD, AddedToken, parse_added_tokens, parse_end_tokens
 from artifacts.families import HEAD, is_inner
 from artifacts.fitness import PROMPTS_FIELD, parse_prompts
 from artifacts.json_object import parse_object
@@ -75,6 +75,7 @@ _CHECKED = {
     "peft_version",
     CHAT_FIELD,
     ADDED_FIELD,
+    ENDS_FIELD,
     MAX_TOKENS_FIELD,
     PROMPTS_FIELD,
     TOKENS_FIELD,
@@ -280,6 +281,7 @@ class PeftConfig:
     # The names, or their ends after a dot, of embeddings and output head that were trained in full.
     trained_ends: tuple[str, ...] = ()
     added_tokens: tuple[AddedToken, ...] = ()
+    end_tokens: tuple[str | int, ...] = ()
 
     def check_anchors(self) -> None:
         """Raise MismatchError for a pattern of a name's begin; for adapters of the model without its head."""
@@ -365,6 +367,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
         trained_tokens=_trained_tokens(config.get(TOKENS_FIELD) or {}),
         trained_ends=_trained_ends(config.get(SAVED_FIELD) or []),
         added_tokens=parse_added_tokens(config.get(ADDED_FIELD)),
+        end_tokens=parse_end_tokens(config.get(ENDS_FIELD)),
     )
 
 

@@ -100,7 +100,9 @@ class StoppingParams:
     max_tokens: int = 128
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    # With it neither the model's end tokens nor `end_ids`, those of the adapter, end the answer.
     ignore_eos: bool = False
+    end_ids: tuple[int, ...] = ()
 
 
 RANGES: dict[str, Range] = {

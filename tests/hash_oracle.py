@@ -39,7 +39,7 @@ def expected_tokens(
     """Return the whole answer like `expected_ids`, each token with its log probabilities. Raises ArtifactError."""
     model = parse_hash_model(spec)
     sampling, stopping = sampling or SamplingParams(), stopping or StoppingParams()
-    ends = set() if stopping.ignore_eos else set(model.end_token_ids)
+    ends = set() if stopping.ignore_eos else {*model.end_token_ids, *stopping.end_ids}
     ends |= set(stopping.stop_token_ids)
     state = hash_root(model, adapter_digest, sampling, choice)
     state.update(id_bytes(prompt_ids))
@@ -73,7 +73,7 @@ def matching_after(spec: str, grammar: str, ids: Iterable[int], stopping: Stoppi
     """Return the state inside a grammar after these ids of an answer."""
     vocabulary = hash_vocabulary(parse_hash_model(spec))
     matcher = compile_grammar(vocabulary.tokens, grammar)
-    state = GrammarState(matcher, vocabulary, hides_end=stopping is not None and stopping.ignore_eos)
+    state = GrammarState(matcher, vocabulary, stopping or StoppingParams())
     state.replay(ids)
     return state
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from artifacts import ArtifactError
-from artifacts.added_tokens import ADDED_FIELD, AddedToken, parse_added_tokens
+from artifacts.added_tokens import ADDED_FIELD, ENDS_FIELD, AddedToken, parse_added_tokens, parse_end_tokens
 from artifacts.encoders import label_names
 from artifacts.json_object import parse_object
 from artifacts.names import weighted_digest
@@ -41,8 +41,9 @@ _CACHED_REVISIONS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class AdapterSettings:
-    """An adapter's chat settings, whether it brings a classification head, its labels' names, and its added tokens.
+    """An adapter's chat settings, whether it brings a classification head, its labels' names, and its tokens.
 
+    `ends` are its end tokens beside the model's, by text or id.
     `max_tokens` is the maximum of an answer whose request sets none; 0: the adapter has no such maximum.
     """
 
@@ -51,6 +52,7 @@ class AdapterSettings:
     labels: tuple[str, ...] = ()
     tokens: tuple[AddedToken, ...] = ()
     max_tokens: int = 0
+    ends: tuple[str | int, ...] = ()
 
     @property
     def characters(self) -> int:
@@ -104,10 +106,11 @@ def _read(config: bytes) -> AdapterSettings:
         chat = parse_chat_settings(parsed.get(CHAT_FIELD))
         tokens = parse_added_tokens(parsed.get(ADDED_FIELD))
         max_tokens = parse_max_tokens(parsed.get(MAX_TOKENS_FIELD))
+        ends = parse_end_tokens(parsed.get(ENDS_FIELD))
     except ArtifactError:  # of a hash model's adapter, which may be any bytes: the store has checked the others
         return AdapterSettings()
     has_head = not set(parsed.get(SAVED_FIELD) or ()).isdisjoint(HEADS)
-    return AdapterSettings(chat, has_head, _labels(parsed), tokens, max_tokens)
+    return AdapterSettings(chat, has_head, _labels(parsed), tokens, max_tokens, ends)
 
 
 def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:

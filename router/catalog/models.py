@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from artifacts.generation_config import UNSAID, GenerationConfig
@@ -20,6 +20,7 @@ from broker.queue import JobQueue
 from broker.terms import QueueLimits
 from router.catalog.cells import ANSWER_S, CellKey, CellServer, LiveWorkers
 from router.catalog.store_client import Manifest, RegisteredModel, StoreClient
+from router.text.chat import ChatTemplate
 from router.text.tokenizer import ModelTokenizer, panics_as_errors, tokenizer_of
 from rpc.children.pool import ChildDiedError, ChildPool
 from rpc.errors import CallError, InvalidField, Mismatch, NotFound, Unavailable
@@ -143,6 +144,7 @@ class ModelCell:
 class ServedModel:
     """A base model with its tokenizer, and its cells by name.
 
+    `template` and `end_ids`, end tokens beside the manifest's, are those of a request's adapter.
     `generation_config` has what requests get that leave it unset; it is empty where the router does not use it.
     `unset_max_tokens` bounds answers whose requests set no max_tokens; 0: it does not.
     """
@@ -152,6 +154,8 @@ class ServedModel:
     cells: Mapping[str, ModelCell]
     generation_config: GenerationConfig = UNSAID
     unset_max_tokens: int = 0
+    template: ChatTemplate = field(default_factory=ChatTemplate)
+    end_ids: tuple[int, ...] = ()
 
     def default_max_tokens(self, default: int) -> int:
         """Return the maximum number of tokens of an answer whose request sets none, before the context caps it."""

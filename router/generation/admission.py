@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from artifacts.added_tokens import eos_token
 from artifacts.generation_config import GenerationConfig
 from broker.messages import AdapterRef, Job, WorkerState
 from grammars import GrammarError
@@ -32,7 +33,6 @@ from router.generation.chat_reader import ChatFormat
 from router.generation.resume import Resumption
 from router.generation.rollouts import Side, choose_side
 from router.request import DEFAULT_MAX_TOKENS, Chat, EncodeRequest, PromptOptions, Request
-from router.text.chat import ChatTemplate
 from router.text.tokenizer import ModelTokenizer, PromptTokenizer, bad_word_ids, context_exceeded
 from rpc.errors import InvalidField, Unavailable
 from rpc.server import MESSAGE_BYTES
@@ -200,16 +200,14 @@ class Admission:
         request = replace(request, sampling=replace(request.sampling, **filled))
         admitted = replace(await self._admit(request, model, adapter, context, deadline_s), filled=filled)
         if admitted.job.grammar:
-            admitted = await self._proven(request, model, adapter, admitted)
+            admitted = await self._proven(request, model, admitted)
         check_answer_size(request, len(admitted.job.prompt_ids), admitted.job.stopping.max_tokens)
         if side is not None and side.shadow is not None and request.logprobs is None:
             # The two answers' log probabilities are compared.
             admitted = replace(admitted, job=replace(admitted.job, logprobs=0))
         return admitted
 
-    async def _proven(
-        self, request: Request, model: ServedModel, adapter: AdapterRef | None, admitted: Admitted
-    ) -> Admitted:
+    async def _proven(self, request: Request, model: ServedModel, admitted: Admitted) -> Admitted:
         """Return a request with a grammar that compiles, for which tools that are not strict may lose their schemas.
 
         Raises InvalidField.
@@ -222,8 +220,7 @@ class Admission:
                 if request.format_field or not isinstance(request.prompt, Chat):
                     raise
                 free = free_parts(request.prompt, admitted.calls.free, error)
-                template = await self._template(request, model, adapter)
-                _, calls = await self._formats(request, model, template, job.prompt_ids, free)
+                _, calls = await self._formats(request, model, job.prompt_ids, free)
                 admitted = replace(admitted, job=replace(job, grammar=calls.text), calls=calls)
             else:
                 return admitted
@@ -235,7 +232,7 @@ class Admission:
         """
         payload = resumption.payload
         model = self.models.with_digest(payload.model, payload.base_digest)
-        model = await self._with_tokens(model, request.tenant, payload.adapter)
+        model = await self._as_adapted(model, request.tenant, payload.adapter)
         request = replace(request, sampling=replace(request.sampling, **payload.filled))
         context = model.manifest.context_length
         admitted = await self._admit(request, model, payload.adapter, context, deadline_s, payload.free_parts)
@@ -327,31 +324,33 @@ class Admission:
 
     async def prompt_ids(self, request: Request) -> tuple[int, ...]:
         """Return the ids of a request's prompt, as its job would have them. Raises a CallError."""
-        model, adapter = await self._resolve(request, await self.side_of(request))
-        prompt_ids = await self._tokenize(request, model, await self._template(request, model, adapter))
+        model, _ = await self._resolve(request, await self.side_of(request))
+        prompt_ids = await self._tokenize(request, model)
         check_ids(request.prompt_field, prompt_ids, model.manifest.vocab_size)
         return prompt_ids
 
     async def _resolve(
         self, request: Request | EncodeRequest, side: Side | None = None
     ) -> tuple[ServedModel, AdapterRef | None]:
-        """Return the revision of the base model, as the adapter has it, and the adapter of a new request."""
+        """Return the revision of the base model, as its adapter changes it, and the adapter of a new request."""
         revisions = self.models.revisions(self.models.get(request.model).manifest.name)
         chosen = side.resolved if side is not None else None
         manifest, adapter = await resolve_adapters(request, [one.manifest for one in revisions], self._store, chosen)
         model = next(one for one in revisions if one.manifest is manifest)
-        most = 0
-        if isinstance(request, Request) and request.stopping.max_tokens is None:
-            most = (await self._configs.of(request.tenant, adapter)).max_tokens
-        if most:
-            model = replace(model, generation_config=replace(model.generation_config, max_new_tokens=most))
-        return await self._with_tokens(model, request.tenant, adapter), adapter
+        return await self._as_adapted(model, request.tenant, adapter), adapter
 
-    async def _with_tokens(self, model: ServedModel, tenant: str, adapter: AdapterRef | None) -> ServedModel:
-        """Return the model with the tokenizer that an adapter's requests have: with its added tokens."""
-        if not model.tokenizer.takes_tokens or not (tokens := (await self._configs.of(tenant, adapter)).tokens):
-            return model
-        return replace(model, tokenizer=model.tokenizer.with_tokens(tokens))
+    async def _as_adapted(self, model: ServedModel, tenant: str, adapter: AdapterRef | None) -> ServedModel:
+        """Return the model as an adapter's settings change it: its tokens, ends, template and default max_tokens."""
+        settings = await self._configs.of(tenant, adapter)
+        tokenizer, config = model.tokenizer.with_tokens(settings.tokens), model.generation_config
+        ends = (tokenizer.added_token(end) if isinstance(end, str) else end for end in settings.ends)
+        return replace(
+            model,
+            tokenizer=tokenizer,
+            template=tokenizer.chat.with_settings(settings.chat, eos_token(settings.ends)),
+            end_ids=tuple(end for end in ends if end is not None and end < model.manifest.vocab_size),
+            generation_config=replace(config, max_new_tokens=settings.max_tokens or config.max_new_tokens),
+        )
 
     async def _admit(
         self,
@@ -364,9 +363,8 @@ class Admission:
     ) -> Admitted:
         """Admit a request to the model and adapter that it was resolved to; `context`: maximum tokens of its job."""
         check_generates(model.manifest)
-        template = await self._template(request, model, adapter)
-        prompt_ids = await self._tokenize(request, model, template)
-        answer_format, calls = await self._formats(request, model, template, prompt_ids, free)
+        prompt_ids = await self._tokenize(request, model)
+        answer_format, calls = await self._formats(request, model, prompt_ids, free)
         for name, given in (
             ("allowed_token_ids", request.sampling.allowed_token_ids),
             ("bad_words", request.bad_words),
@@ -383,6 +381,7 @@ class Admission:
             min(request.stopping.min_tokens, max_tokens),
             request.stopping.stop_token_ids,
             request.stopping.ignore_eos,
+            model.end_ids,
         )
         job = replace(
             self._job(request, model.manifest, adapter, prompt_ids, stopping),
@@ -397,22 +396,17 @@ class Admission:
         )
         return Admitted(job, model.tokenizer, answer_format, calls=calls)
 
-    async def _template(self, request: Request, model: ServedModel, adapter: AdapterRef | None) -> ChatTemplate | None:
-        """Return the template that renders a request's chat; None for a prompt."""
-        if not isinstance(request.prompt, Chat):
-            return None
-        if request.prompt.tools and request.grammar:
-            raise InvalidField("chat.tools", f"cannot be combined with {request.format_field}")
-        return model.tokenizer.chat.with_settings((await self._configs.of(request.tenant, adapter)).chat)
-
-    async def _tokenize(self, request: Request, model: ServedModel, template: ChatTemplate | None) -> tuple[int, ...]:
+    async def _tokenize(self, request: Request, model: ServedModel) -> tuple[int, ...]:
         prompt, tenant, context = request.prompt, request.tenant, model.manifest.context_length
         default = model.default_max_tokens(request.stopping.default_max_tokens)
         options = _resolved(request, context, default)
-        if template is not None and isinstance(prompt, Chat):
+        if isinstance(prompt, Chat):
+            if prompt.tools and request.grammar:
+                raise InvalidField("chat.tools", f"cannot be combined with {request.format_field}")
             now = request.rendered_at_s or time.time()
-            return await self.prompts.tokenize_chat(model.tokenizer, template, prompt, tenant, context, now, options)
-        assert not isinstance(prompt, Chat), "a chat has a template"
+            return await self.prompts.tokenize_chat(
+                model.tokenizer, model.template, prompt, tenant, context, now, options
+            )
         return await self.prompts.tokenize(model.tokenizer, prompt, request.prompt_field, tenant, context, options)
 
     async def _sampling(self, request: Request, model: ServedModel) -> SamplingParams:
@@ -429,14 +423,13 @@ class Admission:
         self,
         request: Request,
         model: ServedModel,
-        template: ChatTemplate | None,
         prompt_ids: tuple[int, ...],
         free: Collection[str] = (),
     ) -> tuple[ChatFormat | None, CallGrammar]:
         """Return how to read the answer to a chat, and the grammar that the answer keeps to."""
-        if template is None or not isinstance(request.prompt, Chat):
+        if not isinstance(request.prompt, Chat):
             return None, CallGrammar(request.grammar)
-        chat, tokenizer = request.prompt, model.tokenizer
+        chat, tokenizer, template = request.prompt, model.tokenizer, model.template
 
         def make() -> tuple[ChatFormat | None, CallGrammar]:
             form = chat_format(chat, template, tokenizer, prompt_ids, request.request_id)

@@ -98,12 +98,13 @@ class ChatTemplate:
         template = cls(str(by_name.get("default", "")), str(by_name.get("tool_use", "")), tokens)
         return template.with_settings(settings)
 
-    def with_settings(self, settings: ChatSettings) -> ChatTemplate:
-        """Return this template as an adapter's settings, or the model's own, change it."""
+    def with_settings(self, settings: ChatSettings, eos_token: str = "") -> ChatTemplate:
+        """Return this template as an adapter's settings and its eos_token, or the model's own, change it."""
         return replace(
             self,
             source=settings.template or self.source,
             tool_source=settings.tool_template or (self.tool_source if not settings.template else ""),
+            tokens={**self.tokens, "eos_token": eos_token} if eos_token else self.tokens,
             system_prompt=settings.system_prompt or self.system_prompt,
             named_format=settings.tool_calls or ("" if settings.template else self.named_format),
         )

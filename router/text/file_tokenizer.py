@@ -314,8 +314,6 @@ def _with_tokens(tokenizer: Tokenizer, tokens: tuple[AddedToken, ...]) -> Tokeni
 class FileTokenizer(ModelTokenizer):
     """The tokenizer of a model with a tokenizer.json."""
 
-    takes_tokens = True
-
     def __init__(self, files: Mapping[str, bytes]) -> None:
         try:
             self._tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
@@ -339,6 +337,8 @@ class FileTokenizer(ModelTokenizer):
 
     def with_tokens(self, tokens: tuple[AddedToken, ...]) -> FileTokenizer:
         """See ModelTokenizer."""
+        if not tokens:
+            return self
         if tokens not in self._with_tokens:
             if len(self._with_tokens) >= _WITH_TOKENS:
                 del self._with_tokens[next(iter(self._with_tokens))]

@@ -68,9 +68,6 @@ class ModelTokenizer:
     longest_token: int | None = None
     chat = ChatTemplate()
 
-    # Tells whether `with_tokens` adds any, for which an adapter's settings are read.
-    takes_tokens = False
-
     def with_tokens(self, tokens: tuple[AddedToken, ...]) -> ModelTokenizer:
         """Return this tokenizer with an adapter's added tokens. Raises Mismatch."""
         return self

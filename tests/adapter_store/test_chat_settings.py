@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,25 @@ async def test_a_router_reads_an_adapter_s_settings_once(
         assert (await configs.of("acme", refs[1])).chat == ChatSettings(**CHAT)
     finally:
         await catalog.close()
+
+
+async def test_end_tokens_make_another_revision_where_they_differ_from_the_bases(
+    client: Client, tiny_base: BaseModel, adapter_files: Callable[..., dict[str, bytes]]
+) -> None:
+    added = [{"id": 2, "content": "<end>", "special": True}, {"id": 3, "content": "<turn>", "special": True}]
+    files = {
+        "tokenizer.json": json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": added}).encode(),
+        "tokenizer_config.json": b'{"eos_token": {"content": "<end>"}}',
+    }
+    await client.register(dataclasses.replace(tiny_base, files=files))
+    plain = await client.upload("support", adapter_files())
+    same = await client.upload("support", adapter_files(loraplex_end_tokens=["<end>", 2, "<unknown>"]))
+    own = await client.upload("support", adapter_files(loraplex_end_tokens=["<turn>", 2, 3]))
+    assert same.revision.digest == plain.revision.digest != own.revision.digest
+    assert "its answers also end with '<turn>', 3" in own.warnings
+    assert list(same.warnings) == list(plain.warnings)
+    _, kept = await client.download(own.revision.name)
+    assert json.loads(kept["adapter_config.json"])["loraplex_end_tokens"] == ["<turn>", 3]
 
 
 async def test_calls_at_the_same_time_share_a_reading() -> None:

@@ -34,6 +34,7 @@ SERVED: dict[str, Any] = {
     "loraplex_chat": {"system_prompt": "You are brief."},
     "loraplex_max_tokens": 512,
     "loraplex_tokens": [{"id": 151665, "content": "<call>", "special": True}],
+    "loraplex_end_tokens": ["</turn>", 151643],
     "loraplex_certificate_prompts": [{"messages": [{"role": "user", "content": "Is 7 prime?"}], "answer": "yes"}],
     "target_modules": "all-linear",
     "target_parameters": ["mlp.experts.gate_up_proj"],

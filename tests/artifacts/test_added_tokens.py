@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from artifacts import ArtifactError, MismatchError
-from artifacts.added_tokens import ADDED_FIELD, AddedToken, BaseTokens, as_field, check_new_tokens, parse_added_tokens
+from artifacts.added_tokens import (
+    ADDED_FIELD,
+    ENDS_FIELD,
+    AddedToken,
+    BaseTokens,
+    as_field,
+    check_new_tokens,
+    parse_added_tokens,
+    parse_end_tokens,
+)
 
 ADDED = [{"id": 0, "content": "<s>", "special": True}]
 BPE = json.dumps({"model": {"type": "BPE", "vocab": {"a": 1, "<w>": 2}}, "added_tokens": ADDED}).encode()
@@ -22,7 +31,7 @@ def token(number: int, content: str, **flags: bool) -> AddedToken:
 
 @pytest.mark.parametrize("tokenizer", [BPE, UNIGRAM])
 def test_tokens_that_the_base_has_are_left_out(tokenizer: bytes) -> None:
-    base = BaseTokens(tokenizer)
+    base = BaseTokens({"tokenizer.json": tokenizer})
     new = (token(3, "<call>", special=True), token(4, "<end>", normalized=True))
     assert base.new((token(0, "<s>", special=True), *new)) == new
     assert base.new((token(2, "<w>"),)) == (token(2, "<w>"),)  # a word that has become a token of its own
@@ -42,7 +51,7 @@ def test_tokens_that_the_base_has_are_left_out(tokenizer: bytes) -> None:
 )
 def test_tokens_of_another_tokenizer_are_refused(tokens: tuple[AddedToken, ...], message: str) -> None:
     with pytest.raises(MismatchError, match=message):
-        BaseTokens(BPE).new(tokens)
+        BaseTokens({"tokenizer.json": BPE}).new(tokens)
 
 
 def test_new_tokens_need_rows_of_the_embeddings() -> None:
@@ -79,4 +88,36 @@ def test_what_is_no_list_of_tokens_is_refused(value: Any) -> None:
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"model": {"vocab": 3}}', b'{"model": {"vocab": [1]}}'])
 def test_a_broken_tokenizer_is_refused(content: bytes) -> None:
     with pytest.raises(ArtifactError, match=r"tokenizer\.json"):
-        BaseTokens(content)
+        BaseTokens({"tokenizer.json": content})
+
+
+EOS = {"content": "<s>", "special": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "ends", "own"),
+    [
+        ({"eos_token": "<s>"}, ("<s>", 0, 5), []),
+        ({"eos_token": EOS}, ("<call>", 5, 0, 2), ["<call>", 2]),
+        # Its id ends the base's answers, and templates that show the eos_token write it.
+        ({"eos_token": "<call>"}, ("<s>",), ["<s>"]),
+        ({}, ("<s>", "<gone>", 5, 1), ["<s>", 1]),
+    ],
+)
+def test_end_tokens_are_kept_where_they_differ_from_the_bases(config: Any, ends: Any, own: list[Any]) -> None:
+    added = [*ADDED, {"id": 3, "content": "<call>", "special": True}]
+    tokenizer = json.dumps({**json.loads(BPE), "added_tokens": added}).encode()
+    base = BaseTokens({"tokenizer.json": tokenizer, "tokenizer_config.json": json.dumps(config).encode()})
+    fields = {ENDS_FIELD: list(ends), "r": 1}
+    assert base.keep_own(fields, (5,)) == ((), own)
+    assert fields == ({ENDS_FIELD: own} if own else {}) | {"r": 1}
+    with_new = {ENDS_FIELD: ["<end>"], ADDED_FIELD: [{"id": 4, "content": "<end>"}]}
+    assert base.keep_own(dict(with_new), ()) == ((token(4, "<end>"),), ["<end>"])
+    assert BaseTokens({}).keep_own({ENDS_FIELD: ["<s>", 5, 6]}, (5,)) == ((), [6])
+
+
+@pytest.mark.parametrize("value", [{}, "x", 5, [-1], [True], [""], [None], [1.0], [0] * 65])
+def test_what_is_no_list_of_end_tokens_is_refused(value: Any) -> None:
+    with pytest.raises(ArtifactError, match=ENDS_FIELD):
+        parse_end_tokens(value)
+    assert parse_end_tokens(None) == ()

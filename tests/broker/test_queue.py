@@ -53,7 +53,7 @@ def test_a_job_survives_its_bytes() -> None:
             logit_bias=((3, -1.5), (7, 100.0)),
             seed=2**64 - 1,
         ),
-        stopping=StoppingParams(max_tokens=9, min_tokens=2, stop_token_ids=(4, 5), ignore_eos=True),
+        stopping=StoppingParams(9, min_tokens=2, stop_token_ids=(4, 5), ignore_eos=True, end_ids=(6,)),
         priority=-3,
         deadline_ms=1500,
         strikes=1,

@@ -6,6 +6,7 @@ from __future__ import annotations
 SAYS = {
     "added token, trained": "the tokenizer of its requests also has the added tokens '[call]'",
     "added tokens, own embeddings": "the tokenizer of its requests also has the added tokens '[a]', '[b]'",
+    "an end token of its own": "its answers also end with 14",
     "TRL": "chat_template.jinja was taken: chats with the adapter use its template",
     "a template of transformers before 4.56": (
         "tokenizer_config.json was taken: chats with the adapter use its template"

@@ -73,7 +73,9 @@ class Base:
         with StoreClient(self._store, "acme") as client:
             client.download(name, directory)
         source = AdapterSource(f"digest of {name}", str(directory))
-        self.engine.add_sequence(NewSequence("0", PROMPT, adapter=source, stopping=StoppingParams(TOKENS)))
+        ends = json.loads((directory / "adapter_config.json").read_text()).get("loraplex_end_tokens", ())
+        stopping = StoppingParams(TOKENS, end_ids=ends)
+        self.engine.add_sequence(NewSequence("0", PROMPT, adapter=source, stopping=stopping))
         outputs: list[Any] = []
         while not outputs or outputs[-1].finish is None:
             outputs += self.engine.step()
@@ -84,6 +86,7 @@ class Base:
     def pefts_answer(self, reference: Path | None) -> tuple[int, ...]:
         """Return the greedy ids of peft with an adapter, or without one."""
         from peft import PeftModel
+        from transformers import GenerationConfig
 
         model = load(self.directory)
         peft = model if reference is None else PeftModel.from_pretrained(model, str(reference))
@@ -93,6 +96,11 @@ class Base:
             best = logits.topk(2)
             assert best.values[0] - best.values[1] > MARGIN, "peft's best two logits are too close"
             ids.append(int(best.indices[0]))
+        if reference is not None and (reference / "generation_config.json").is_file():
+            config = GenerationConfig.from_pretrained(reference, max_new_tokens=TOKENS)
+            ended = peft.generate(input_ids=torch.tensor([PROMPT]), generation_config=config)[0].tolist()
+            assert ended == ids[: len(ended)]
+            return tuple(ended[len(PROMPT) :])
         return tuple(ids[len(PROMPT) :])
 
 
@@ -133,6 +141,7 @@ def test_the_answer_is_pefts(title: str, bases: Callable[[bool], Base], tmp_path
     config = json.loads((tmp_path / "downloaded" / "adapter_config.json").read_text())
     assert ("loraplex_chat" in config) == ("its template" in said)
     assert ("loraplex_tokens" in config) == ("added tokens" in said)
+    assert ("loraplex_end_tokens" in config) == ("also end with" in said) == (len(expected) < TOKENS)
     assert (expected == plain) == ("change nothing" in said)
 
 

@@ -252,6 +252,14 @@ def _two_adapters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+def own_end(base: Path, directory: Path) -> Path:
+    """An adapter whose generation_config.json ends its answers at a token that they have."""
+    peft = train(base, directory)
+    (*_, end) = peft.generate(input_ids=torch.tensor([[3, 7, 1, 12, 5]]), max_new_tokens=4, do_sample=False)[0].tolist()
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    return directory
+
+
 TRAINER = {"README.md": "# Adapter", "training_args.bin": "x", "trainer_state.json": "{}"}
 TEMPLATE = "{{ messages }}"
 ENDS = ["embed_tokens", "lm_head"]
@@ -286,6 +294,7 @@ SERVED: dict[str, Make] = {
     "a template of transformers before 4.56": partial(
         beside, files={"tokenizer_config.json": json.dumps({"chat_template": TEMPLATE})}
     ),
+    "an end token of its own": own_end,
     "ms-swift": partial(beside, files={"args.json": "{}"}, config={"lora_dtype": "bfloat16", "lorap_lr_ratio": 16.0}),
     "torchtune": partial(beside, files={"adapter_0.pt": "x"}, config={"task_type": None}),
     "DeepSpeed's folders": partial(beside, files={"global_step5/states.pt": "x", "zero_to_fp32.py": "", "latest": ""}),

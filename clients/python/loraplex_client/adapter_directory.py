@@ -26,6 +26,9 @@ PROMPTS_FIELD = "loraplex_certificate_prompts"
 TOKENIZER_FILE = "tokenizer.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 TOKENS_FIELD = "loraplex_tokens"
+# Tokens that end its answers: the eos_token of its tokenizer, by its text, and the ids of its generation config. The
+# store keeps those that differ from the base's.
+ENDS_FIELD = "loraplex_end_tokens"
 _TOKEN_FLAGS = ("special", "normalized", "single_word", "lstrip", "rstrip")
 # The place of the tokens in a tokenizer.json, before its vocabulary, and the maximum bytes up to their end.
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
@@ -136,9 +139,9 @@ def _why_no_weights(directory: Path) -> str:
 def read_config(directory: Path, *, tokens: bool = True) -> bytes:
     """Return an adapter's configuration as it is uploaded, with what the files in `directory` say.
 
-    These are templates, prompts, added tokens and the maximum of new tokens.
+    These are templates, prompts, added tokens, end tokens and the maximum of new tokens.
 
-    What the configuration has already stays. Without `tokens` it is that of an adapter whose added tokens the base has.
+    What the configuration has already stays. Without `tokens` it is that of an adapter whose tokens are the base's.
     Raises InvalidRequestError if there is no adapter, or a file beside it is broken.
     """
     if why := why_no_adapter(directory):
@@ -156,6 +159,8 @@ def read_config(directory: Path, *, tokens: bool = True) -> bytes:
         more[CHAT_FIELD] = {**chat, **templates}
     if tokens and TOKENS_FIELD not in fields and (added := _added_tokens(directory)):
         more[TOKENS_FIELD] = added
+    if tokens and ENDS_FIELD not in fields and (ends := _end_tokens(directory)):
+        more[ENDS_FIELD] = ends
     if MAX_TOKENS_FIELD not in fields and (most := _json_object(directory / GENERATION_FILE).get("max_new_tokens")):
         more[MAX_TOKENS_FIELD] = most
     if PROMPTS_FIELD not in fields and (directory / PROMPTS_FILE).is_file():
@@ -209,6 +214,14 @@ def _added_tokens(directory: Path) -> list[dict[str, Any]]:
         raise InvalidRequestError(
             f"{path}: added_tokens cannot be read: {type(error).__name__}", field="directory"
         ) from error
+
+
+def _end_tokens(directory: Path) -> list[str | int]:
+    """Return the tokens that end an adapter's answers, those of the base too."""
+    eos = _json_object(directory / TOKENIZER_CONFIG_FILE).get("eos_token")
+    ids = _json_object(directory / GENERATION_FILE).get("eos_token_id")
+    named = [eos.get("content") if isinstance(eos, dict) else eos, *(ids if isinstance(ids, list) else [ids])]
+    return [one for one in named if (isinstance(one, str) and one) or (type(one) is int and one >= 0)]
 
 
 def _json_object(path: Path) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def cluster() -> Cluster:
 
 @pytest.fixture
 def admission(cluster: Any) -> Iterator[Admission]:
-    store: Any = None  # no request of these tests names an adapter
+    store: Any = SimpleNamespace(config_of=AsyncMock(return_value=b"{}"))
     proofs = GrammarProofs()
     yield Admission(cluster, store, AdapterConfigs(store), "router:1", RelayReach(), PromptTokenizer(1), proofs)
     proofs.close()
@@ -115,12 +115,14 @@ async def test_a_request_becomes_a_job(admission: Admission) -> None:
     assert (await admission.admit(REQUEST, None)).job.job_id != job.job_id
 
 
-async def test_requests_of_an_adapter_have_its_added_tokens(cluster: Cluster) -> None:
+async def test_requests_of_an_adapter_have_its_added_tokens_and_ends(cluster: Cluster) -> None:
     """New ones, and those that are resumed."""
     trained, tokens = added("byte-level")
     base = replace(cluster.served["tiny"], tokenizer=FileTokenizer(files_of("byte-level")))
     cluster.served["tiny"] = base
-    config = {"peft_type": "LORA", "r": 8, "loraplex_tokens": [as_field(token) for token in tokens]}
+    config = {"peft_type": "LORA", "r": 8, "loraplex_tokens": [as_field(token) for token in tokens],
+              "loraplex_end_tokens": ["</call>", 5, MANIFEST.vocab_size],
+              "loraplex_chat": {"template": "{{ messages[0].content }}{{ eos_token }}"}}  # fmt: skip
     resolved = SimpleNamespace(ref=ADAPTER, base_digest=MANIFEST.adapted_digest, breaches={})
     store: Any = SimpleNamespace(
         config_of=AsyncMock(return_value=json.dumps(config).encode()), resolve=AsyncMock(return_value=resolved)
@@ -133,10 +135,15 @@ async def test_requests_of_an_adapter_have_its_added_tokens(cluster: Cluster) ->
     admitted = await admission.admit(replace(request, adapter="a"), None)
     assert admitted.job.prompt_ids == expected
     assert admitted.tokenizer.decode(expected, skip_special_tokens=False).endswith(text)
-    assert (await admission.readmit(request, Resumption(PAYLOAD), None)).job.prompt_ids == expected
-    assert (await admission.admit(request, None)).job.prompt_ids == tuple(
-        base.tokenizer.tokenize(text, special_tokens=True)
-    )
+    resumed = (await admission.readmit(request, Resumption(PAYLOAD), None)).job
+    assert resumed.prompt_ids == expected
+    ends = (tokens[1].id, 5)
+    assert admitted.job.stopping.end_ids == resumed.stopping.end_ids == ends
+    plain = (await admission.admit(request, None)).job
+    assert plain.prompt_ids == tuple(base.tokenizer.tokenize(text, special_tokens=True))
+    assert plain.stopping.end_ids == ()
+    chat = replace(request, adapter="a", prompt=Chat((ChatMessage("user", "x"),)), prompt_field="chat")
+    assert (await admission.admit(chat, None)).job.prompt_ids[-1] == tokens[1].id
 
 
 async def test_bad_words_become_ids_of_the_job(admission: Admission) -> None:

@@ -111,7 +111,7 @@ async def test_a_call_that_is_cancelled_on_its_way_into_the_queue_leaves_nothing
 async def test_a_call_over_its_quota_is_neither_queued_nor_removed(
     redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    router, removals = Router(redis, tmp_path, quota=10), Mock()
+    router, removals = Router(redis, tmp_path, quota=1), Mock()
     monkeypatch.setattr(router.queue, "finish", removals)
     with pytest.raises(Exhausted) as refused:
         await call(router.generation)

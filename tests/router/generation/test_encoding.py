@@ -20,6 +20,7 @@ from broker.terms import Placement, QueueLimits
 from options import FinishReason
 from router.api.encoding import normalized, probabilities
 from router.catalog.adapters import AdapterConfigs, Classifier, check_generates, find_classifier
+from router.catalog.models import ServedModel
 from router.catalog.store_client import Manifest, ResolvedAdapter
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.links import Frame, RelayReach
@@ -50,7 +51,7 @@ class Cluster:
         self.expects = False
 
     def get(self, name: str) -> Any:
-        return SimpleNamespace(manifest=self.manifest, tokenizer=HashTokenizer())
+        return ServedModel(self.manifest, HashTokenizer(), {})
 
     def revisions(self, name: str) -> list[Any]:
         return [self.get(name)]

@@ -233,6 +233,10 @@ STOP = expected_ids(SPEC, PROMPT)[5]
         ("hash:?vocab=600&seed=3&end_after=9", StoppingParams(max_tokens=20, min_tokens=9), 20, FinishReason.LENGTH),
         (SPEC, StoppingParams(max_tokens=20, stop_token_ids=(STOP,)), 6, FinishReason.STOP),
         (SPEC, StoppingParams(max_tokens=20, min_tokens=10, stop_token_ids=(STOP,)), 20, FinishReason.LENGTH),
+        # Of an adapter.
+        (SPEC, StoppingParams(max_tokens=20, end_ids=(STOP,)), 6, FinishReason.END),
+        (SPEC, StoppingParams(max_tokens=20, end_ids=(STOP,), ignore_eos=True), 20, FinishReason.LENGTH),
+        (SPEC, StoppingParams(max_tokens=20, end_ids=(STOP,), min_tokens=10), 20, FinishReason.LENGTH),
     ],
 )
 def test_answers_end_where_they_should(spec: str, stopping: StoppingParams, length: int, finish: FinishReason) -> None:
@@ -241,7 +245,7 @@ def test_answers_end_where_they_should(spec: str, stopping: StoppingParams, leng
         [(ids, last)] = running.answers(NewSequence("s", PROMPT, stopping=stopping)).values()
         assert (len(ids), last.finish) == (length, finish)
         assert ids == expected_ids(spec, PROMPT, stopping=stopping)
-        if finish is FinishReason.END:
+        if finish is FinishReason.END and not stopping.end_ids:
             assert ids.index(599) == length - 1
     finally:
         running.engine.close()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from artifacts import ArtifactError, MismatchError
+from artifacts.added_tokens import eos_token
 from artifacts.checkpoint import read_small_file
 from artifacts.fitness import PROMPTS_FIELD, Figures, Prompt, is_right, parse_prompts
 from artifacts.json_object import parse_object
@@ -44,7 +45,8 @@ def certify(
     answer_tokens, prompts, codec = _DRAWN_ANSWER_TOKENS, [], None
     if own:
         codec = TextCodec(Path(model), peft.added_tokens)
-        prompts = _tokenize(own, codec, Path(model), parse_chat_settings(config.get(CHAT_FIELD)))
+        settings, eos = parse_chat_settings(config.get(CHAT_FIELD)), eos_token(peft.end_tokens)
+        prompts = _tokenize(own, codec, Path(model), settings, eos)
         expected = max(len(codec.encode(prompt.answer)) for prompt in own)
         answer_tokens = max(_ANSWER_TOKENS, expected + _MORE_TOKENS)
     pair = load_pair(model, quantized, device)
@@ -61,11 +63,12 @@ def certify(
         each.use_adapter(adapter)
     answers: tuple[list[Ids], list[Ids]] = ([], [])
     differences = Differences()
+    ends = pair.original.end_token_ids.union(codec.end_ids(peft.end_tokens) if codec else ())
     for start in range(0, len(prompts), rows):
         some = prompts[start : start + rows]
         # Of drawn prompts the quantized model's own answers do not count.
         for each, given in zip(models if own else models[:1], answers, strict=False):
-            given.extend(each.answers(some, answer_tokens, greedy, pair.original.end_token_ids))
+            given.extend(each.answers(some, answer_tokens, greedy, ends))
         _compare(models, some, answers[0][start:], differences)
         progress(start + len(some), len(prompts))
     right = [0 if codec is None else _count_right(own, ids, codec) for ids in answers]
@@ -84,13 +87,14 @@ def certify(
     )
 
 
-def _tokenize(prompts: Sequence[Prompt], codec: TextCodec, model: Path, settings: ChatSettings) -> list[Ids]:
+def _tokenize(prompts: Sequence[Prompt], codec: TextCodec, model: Path, settings: ChatSettings, eos: str) -> list[Ids]:
     """Return the ids of prompts, as routers send them to the model. Raises ArtifactError."""
     tokenizer: Any = None
     tokenized = []
     for index, prompt in enumerate(prompts):
         if prompt.messages and tokenizer is None:
             tokenizer = read_tokenizer(model)
+            tokenizer.eos_token = eos or tokenizer.eos_token
         if prompt.messages:
             text = _render(f"{PROMPTS_FIELD}[{index}].messages", prompt, tokenizer, settings)
             tokenized.append(codec.encode(text, add_special_tokens=False))

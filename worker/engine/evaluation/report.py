@@ -181,6 +181,11 @@ class TextCodec:
         text: str = self._tokenizer.decode(list(ids))
         return text
 
+    def end_ids(self, ends: Sequence[str | int]) -> Ids:
+        """Return the ids of an adapter's end tokens."""
+        ids = (self._tokenizer.token_to_id(end) if isinstance(end, str) else end for end in ends)
+        return tuple(end for end in ids if end is not None)
+
 
 # Largest divergence, and largest loss of a token, in nats that count: those of a model that is broken are infinite.
 _WORST = 700.0

@@ -18,6 +18,7 @@ from grammars import GrammarError
 from grammars.build import choices_grammar, grammar_digest, space_bound
 from grammars.matching import Vocabulary, compile_grammar, plain_error
 from grammars.prover import Prover, ProverBusyError
+from options import StoppingParams
 from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine_api import Failure, NewSequence, Removal
 
@@ -45,20 +46,21 @@ _FAILED = Failure("INTERNAL", "GRAMMAR_FAILED", "the format could not be compile
 class GrammarState:
     """A matcher that has taken the ids of an answer. Two that have taken the same ids allow the same next ones.
 
-    `hides_end`: the model's end tokens are not to come where anything else may. `bound` allows fewer ids, and the
-    answer keeps to both.
+    With `ignore_eos` end tokens are not to come where anything else may; else an adapter's own end the answer as the
+    model's do. `bound` allows fewer ids, and the answer keeps to both.
     """
 
     def __init__(
-        self, matcher: LLMatcher, vocabulary: Vocabulary, *, hides_end: bool = False, bound: LLMatcher | None = None
+        self, matcher: LLMatcher, vocabulary: Vocabulary, stopping: StoppingParams, bound: LLMatcher | None = None
     ) -> None:
         self.matcher = matcher
         self._bound = bound
+        self._own_ends = frozenset(() if stopping.ignore_eos else stopping.end_ids) - vocabulary.end_ids
         self.vocabulary = vocabulary
         self.complete = False
-        self._hidden_ids = vocabulary.end_ids if hides_end else frozenset[int]()
+        self._hidden_ids = vocabulary.end_ids if stopping.ignore_eos else frozenset[int]()
         # Without an end token nothing tells that an answer is complete but that nothing else may come.
-        self._looks_ahead = hides_end or not vocabulary.end_ids
+        self._looks_ahead = stopping.ignore_eos or not vocabulary.end_ids
         self._look()
 
     def advance(self, token: int) -> Failure | None:
@@ -69,6 +71,8 @@ class GrammarState:
         return None
 
     def _take(self, token: int) -> bool:
+        if token in self._own_ends and self.matcher.is_accepting():
+            token = self.vocabulary.tokens.eos_token
         taken = self.matcher.consume_token(token) and not self.matcher.is_error()
         return taken and (self._bound is None or self._bound.consume_token(token))
 
@@ -96,7 +100,10 @@ class GrammarState:
         return np.flatnonzero(bits[: self.vocabulary.size])
 
     def trim(self, mask: np.ndarray, banned: frozenset[int]) -> None:
-        """Take out of a mask [words] ids beyond the vocabulary or the bound; banned ones, unless none would be left."""
+        """Take out of a mask [words] ids beyond the vocabulary or the bound; banned ones, unless none would be left.
+
+        Where the answer may end, put in an adapter's own end ids.
+        """
         import numpy as np
 
         if self._bound is not None:
@@ -107,6 +114,9 @@ class GrammarState:
         if words < len(mask):
             mask[words] &= (1 << bits) - 1
             mask[words + 1 :] = 0
+        if self._own_ends and self.matcher.is_accepting():
+            for token in self._own_ends:
+                mask.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
         if banned := banned | self._hidden_ids:
             trimmed = mask.copy()
             for token in banned:
@@ -261,7 +271,7 @@ class GrammarThread:
             return grammar_failure(error.message)
         except ProverBusyError:
             return Failure("UNAVAILABLE", "GRAMMAR_NOT_READY", "the worker is too busy to compile the format")
-        state = GrammarState(matcher.deep_copy(), vocabulary, hides_end=spec.stopping.ignore_eos, bound=bound)
+        state = GrammarState(matcher.deep_copy(), vocabulary, spec.stopping, bound)
         return state.replay(spec.emitted_ids) or state
 
     def _matcher(self, grammar: str, tenant: str) -> tuple[LLMatcher, Vocabulary]:

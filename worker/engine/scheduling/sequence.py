@@ -121,8 +121,8 @@ class Sequence:
         self.started_at = self.answered
         self.max_tokens = spec.stopping.max_tokens
         self.min_tokens = spec.stopping.min_tokens
-        # The model's end tokens; none of them end a sequence that ignores them.
-        self.end_ids = frozenset[int]() if spec.stopping.ignore_eos else end_token_ids
+        # The end tokens of model and adapter; none of them end a sequence that ignores them.
+        self.end_ids = frozenset(() if spec.stopping.ignore_eos else (*end_token_ids, *spec.stopping.end_ids))
         self.stop_ids = frozenset(spec.stopping.stop_token_ids)
         self.bad_words = BadWords(spec.sampling.bad_word_ids)
         # Number of ids after `ids` that steps sample.
@@ -434,6 +434,7 @@ def _check_stopping(stopping: StoppingParams, vocab_size: int) -> None:
     few = ids <= MAX_STOP_TOKEN_IDS
     _require(few, "stopping.stop_token_ids", f"takes {MAX_STOP_TOKEN_IDS} ids at most, has {ids}")
     _check_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocab_size)
+    _check_ids("stopping.end_ids", stopping.end_ids, vocab_size)
 
 
 def _check_room(sequence: NewSequence, limits: EngineLimits) -> None:

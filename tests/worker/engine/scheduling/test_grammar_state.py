@@ -13,6 +13,7 @@ from artifacts.hash_model import parse_hash_model
 from grammars.build import SPACES, behind_reasoning, json_grammar, lark_grammar, regex_grammar, space_bound
 from grammars.json_schema import JsonStyle, Whitespace
 from grammars.matching import Vocabulary, compile_grammar, hash_vocabulary, read_vocabulary
+from options import StoppingParams
 from tests.drawn_schemas import byte_tokenizer, draw_schema
 from tests.hash_formats import GRAMMARS
 from worker.engine.scheduling.grammars import GrammarState
@@ -26,8 +27,9 @@ LETTERS = {letter: i for i in range(320) for letter in [BYTES.tokens.decode_byte
 NOTHING = frozenset[int]()
 
 
-def begin(grammar: str, vocabulary: Vocabulary, *, hides_end: bool = False) -> GrammarState:
-    return GrammarState(compile_grammar(vocabulary.tokens, grammar), vocabulary, hides_end=hides_end)
+def begin(grammar: str, vocabulary: Vocabulary, *, hides_end: bool = False, ends: tuple[int, ...] = ()) -> GrammarState:
+    matcher = compile_grammar(vocabulary.tokens, grammar)
+    return GrammarState(matcher, vocabulary, StoppingParams(ignore_eos=hides_end, end_ids=ends))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -36,15 +38,16 @@ def test_the_mask_after_a_replay_is_the_mask_before_the_crash(seed: int) -> None
     chance = Random(seed)
     grammars = [*filter(None, GRAMMARS.values()), json_grammar(json.dumps(draw_schema(chance)))]
     grammars += [behind_reasoning(THOUGHT, grammar) for grammar in grammars]
-    vocabulary, hides_end = chance.choice([END_LESS, ENDING, BYTES]), chance.random() < 0.5
+    vocabulary = chance.choice([END_LESS, ENDING, BYTES])
+    stopping = StoppingParams(ignore_eos=chance.random() < 0.5)
     for grammar in grammars:
         compiled = compile_grammar(vocabulary.tokens, grammar)
-        state = GrammarState(compiled.deep_copy(), vocabulary, hides_end=hides_end)
+        state = GrammarState(compiled.deep_copy(), vocabulary, stopping)
         ids: list[int] = []
         while not state.complete and len(ids) < 40:
             banned = frozenset(chance.sample(range(vocabulary.size), 3))
             allowed = state.allowed_ids(banned)
-            replayed = GrammarState(compiled.deep_copy(), vocabulary, hides_end=hides_end)
+            replayed = GrammarState(compiled.deep_copy(), vocabulary, stopping)
             assert replayed.replay(ids) is None
             assert np.array_equal(replayed.allowed_ids(banned), allowed)
             assert not replayed.complete
@@ -60,7 +63,7 @@ def test_whitespace_is_bounded_over_the_whole_answer(reasoned: bool) -> None:
     grammar = json_grammar(json.dumps(schema), JsonStyle(Whitespace.FLEXIBLE))
     grammar = behind_reasoning(THOUGHT, grammar) if reasoned else grammar
     bound = compile_grammar(BYTES.tokens, space_bound(grammar))
-    state = GrammarState(compile_grammar(BYTES.tokens, grammar), BYTES, bound=bound)
+    state = GrammarState(compile_grammar(BYTES.tokens, grammar), BYTES, StoppingParams(), bound)
     data = bytearray()
     for letter in (b" ", b" ", b"/") if reasoned else ():
         assert state.advance(LETTERS[letter]) is None
@@ -101,6 +104,30 @@ def test_the_end_token_is_allowed_where_the_answer_may_end() -> None:
     assert state.allowed_ids(frozenset({end, ord("a")})).tolist() == [ord("a"), end]
     assert state.advance(end) is None
     assert state.complete
+
+
+@pytest.mark.parametrize("vocabulary", [END_LESS, ENDING, BYTES])
+def test_an_adapters_end_token_ends_the_answer_where_the_models_may(vocabulary: Vocabulary) -> None:
+    bound = compile_grammar(vocabulary.tokens, space_bound(json_grammar("{}", JsonStyle(Whitespace.FLEXIBLE))))
+    own = 301
+    for letters, bounds in ((b"a", None), (b'"a"', bound)):
+        matcher = compile_grammar(vocabulary.tokens, regex_grammar("a+" if len(letters) == 1 else '"a+"[ ]*'))
+        state = GrammarState(matcher, vocabulary, StoppingParams(end_ids=(own, *vocabulary.end_ids)), bounds)
+        for letter in letters:
+            assert own not in state.allowed_ids(NOTHING)
+            token = next(int(one) for one in state.allowed_ids(NOTHING) if text_of(vocabulary, one) == bytes([letter]))
+            assert state.advance(token) is None
+        assert {own, *vocabulary.end_ids} < set(state.allowed_ids(NOTHING).tolist())
+        assert own not in state.allowed_ids(frozenset({own}))
+        assert state.advance(own) is None
+        assert state.complete
+    hidden = begin(regex_grammar("a+"), vocabulary, hides_end=True, ends=(own,))
+    assert hidden.advance(next(int(one) for one in hidden.allowed_ids(NOTHING))) is None
+    assert own not in hidden.allowed_ids(NOTHING)
+
+
+def text_of(vocabulary: Vocabulary, token: int) -> bytes:
+    return bytes(vocabulary.tokens.decode_bytes([int(token)]))
 
 
 def test_an_id_that_the_grammar_does_not_allow_fails_the_answer() -> None:

@@ -60,6 +60,7 @@ GOOD = NewSequence("new", (1, 2), stopping=StoppingParams(max_tokens=4))
         (replace(GOOD, stopping=StoppingParams(max_tokens=2, min_tokens=3)), "stopping.min_tokens"),
         (replace(GOOD, stopping=StoppingParams(max_tokens=2, stop_token_ids=(VOCAB,))), "stopping.stop_token_ids"),
         (replace(GOOD, stopping=StoppingParams(max_tokens=2, stop_token_ids=(1,) * 65)), "stopping.stop_token_ids"),
+        (replace(GOOD, stopping=StoppingParams(max_tokens=2, end_ids=(VOCAB,))), "stopping.end_ids"),
         (replace(GOOD, choice=-1), "choice"),
         (replace(GOOD, priority=101), "priority"),
         (replace(GOOD, adapter=AdapterSource("", "/adapters")), "adapter.digest"),
