@@ -58,22 +58,17 @@ def cpu_limit(pids: Sequence[int], share: float) -> Iterator[None]:
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """Keep the machine busy with so many processes."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
+    with contextlib.ExitStack() as running:
+        for _ in range(count):
+            running.callback(running.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"])).kill)
         yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def processor_s(pids: Sequence[int]) -> float:
     """Return the seconds of processor time that the processes have used."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])  # in user mode and in the kernel
-    return ticks / os.sysconf("SC_CLK_TCK")
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    # In user mode and in the kernel.
+    return sum(int(of[11]) + int(of[12]) for of in fields) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -99,31 +94,24 @@ async def answer(cluster: Cluster, pids: Sequence[int], tokens: int, seed: str) 
 
 async def main(tokens: int, shares: Sequence[float], busy: int) -> int:
     """Run all forms of throttling; return 1 if one of them failed."""
-    failed = False
+    right, model = True, str(real_model())
     # The blocks of one run take the place of those of the run before it: next to nothing is cached.
     blocks = (tokens + BESIDE * SHORT) // 16 + 2 * (1 + BESIDE)
-    flags = ("--kv-blocks", str(blocks))
     with TemporaryDirectory(prefix="throttled-") as directory:
-        async with running_cluster(Path(directory), str(real_model()), {}, worker_flags=flags) as cluster:
+        async with running_cluster(Path(directory), model, {}, worker_flags=("--kv-blocks", f"{blocks}")) as cluster:
             [worker] = await cluster.workers()
             pids = (worker.pid, worker.engine_pid)
-            forms = [(f"{share:g} of a core", share) for share in shares] + [(f"beside {busy} busy processes", 0.0)]
-            for form, share in forms[: None if busy else -1]:
+            for share in [*shares, *[0.0] * (busy > 0)]:
+                form = f"{share:g} of a core" if share else f"beside {busy} busy processes"
                 await answer(cluster, pids, tokens, f"before {form}")  # in the first steps of all the engine compiles
                 free = await answer(cluster, pids, tokens, form)
                 await answer(cluster, pids, tokens, f"between {form}")
                 with cpu_limit(pids, share) if share else busy_processes(busy):
                     work = await answer(cluster, pids, tokens, form)
-                allowed_s = free.used_s / share if share else free.used_s * work.wall_s / work.used_s
-                right = work.ids == free.ids and work.wall_s <= LIMIT * allowed_s
-                failed |= not right
-                print(
-                    f"{form}: {work.wall_s:.1f} s, {work.used_s:.1f} s of them on the processor; at its own speed "
-                    f"{free.wall_s:.1f} s and {free.used_s:.1f} s. {work.wall_s / allowed_s:.2f} times what is "
-                    f"allowed, {'the same' if work.ids == free.ids else 'OTHER'} ids: {'right' if right else 'WRONG'}",
-                    flush=True,
-                )
-    return int(failed)
+                factor = work.wall_s / (free.used_s / share) if share else work.used_s / free.used_s
+                print(f"{form}: {factor:.2f} times what the processor allows\n  free {free}\n  then {work}", flush=True)
+                right &= factor <= LIMIT and work.ids == free.ids
+    return 0 if right else 1
 
 
 if __name__ == "__main__":
@@ -131,5 +119,4 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=2000, help="tokens of the long prompt")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.12, 0.4], help="shares of a core")
     parser.add_argument("--busy", type=int, default=8, help="number of busy processes; 0: leave this form out")
-    settings = parser.parse_args()
-    sys.exit(asyncio.run(main(settings.tokens, settings.shares, settings.busy)))
+    sys.exit(asyncio.run(main(**vars(parser.parse_args()))))
