@@ -45,6 +45,8 @@ _STOP_S = 2.0
 _RUNNABLE, _WAITS_FOR_DISK = "R", "D"
 # Maximum time in seconds that a process waits for a disk between two moments on the processor; beyond, the disk hangs.
 _DISK_S = 1.0
+# Unit in seconds of processor times in /proc/PID/stat.
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Starvation:
@@ -80,14 +82,14 @@ class Starvation:
 
 
 def _threads(pid: int) -> Iterator[tuple[int, str, float]]:
-    """Yield number, state and processor time in seconds of each thread of a process and its children."""
+    """Yield number, state and processor time in seconds of each thread of a process and its main thread's children."""
     with contextlib.suppress(OSError):  # it has ended, or this is no Linux
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):
-                state = (task / "stat").read_text().rpartition(")")[2].split(maxsplit=1)[0]
-                yield int(task.name), state, int((task / "schedstat").read_text().split()[0]) / 1e9
-                for child in (task / "children").read_text().split():
-                    yield from _threads(int(child))
+                fields = (task / "stat").read_text().rpartition(")")[2].split()
+                yield int(task.name), fields[0], (int(fields[11]) + int(fields[12])) * _TICK_S
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            yield from _threads(int(child))
 
 
 class EngineLostError(Exception):
