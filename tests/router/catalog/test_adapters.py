@@ -104,7 +104,7 @@ class Names:
 
     async def serve(self, port: int = 0) -> tuple[Server, int]:
         server = Server(open_guard())
-        methods = {
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "GetAdapter": grpc.unary_unary_rpc_method_handler(
                 self._get_adapter, pb.GetAdapterRequest.FromString, pb.GetAdapterResponse.SerializeToString
             ),
