@@ -115,6 +115,7 @@ def test_import_writes_a_directory_and_overwrites_none(
     assert capfd.readouterr().err.endswith(f"error: {directory}: exists; give a new directory\n")
 
 
+@pytest.mark.nightly
 def test_ctrl_c_leaves_nothing(file: Path, tmp_path: Path) -> None:
     """The signal goes to the command and its worker, as at a terminal."""
     command = [sys.executable, "-m", "clients.cli", "models", "import", str(file), str(tmp_path / "out")]

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 import pytest_asyncio
-from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import HEADERS, MESSAGES, PROMPT, Eventually, expected
 
+if TYPE_CHECKING:  # imported by the tests that need it: it takes seconds
+    from anthropic import AsyncAnthropic as Client
+
 pytestmark = pytest.mark.asyncio(loop_scope="package")
-Client = anthropic.AsyncAnthropic
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 ASKED: dict[str, Any] = {"messages": MESSAGES, "model": "a", "max_tokens": 12}
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}
 WEATHER: Any = {
@@ -40,13 +39,18 @@ FORCED: dict[str, Any] = {
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def client(cluster: Cluster) -> AsyncIterator[Client]:
-    async with Client(
+    from anthropic import AsyncAnthropic
+
+    async with AsyncAnthropic(
         base_url=f"http://{cluster.local.http}", api_key="none", default_headers=HEADERS, max_retries=0
     ) as own:
         yield own
 
 
 async def test_whole_answers_and_streams(client: Client, cluster: Cluster) -> None:
+    from anthropic.types import Message, RawMessageStreamEvent
+
+    checked: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
     text = expected(PROMPT, cluster.digests["a"], 12)
     whole = await client.messages.create(**ASKED, **GREEDY)
     Message.model_validate(whole.model_dump(), strict=True)
@@ -60,7 +64,7 @@ async def test_whole_answers_and_streams(client: Client, cluster: Cluster) -> No
 
     kinds, streamed = [], ""
     async for event in await client.messages.create(**ASKED, **GREEDY, stream=True):
-        EVENT.validate_python(event.model_dump())
+        checked.validate_python(event.model_dump())
         kinds.append(event.type)
         if event.type == "content_block_delta" and event.delta.type == "text_delta":
             streamed += event.delta.text
@@ -102,42 +106,44 @@ async def test_tools_and_conversations(client: Client, cluster: Cluster) -> None
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
-        ({"model": "nobody"}, anthropic.NotFoundError, "model not found: nobody"),
-        ({"messages": [{"role": "user", "content": "x" * 40_000}]}, anthropic.BadRequestError, "prompt is too long: "),
-        ({"extra_body": {"tempperature": 1}}, anthropic.BadRequestError, "tempperature: unknown parameter"),
-        ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError, "temperature: -1"),
+        ({"model": "nobody"}, "NotFoundError", "model not found: nobody"),
+        ({"messages": [{"role": "user", "content": "x" * 40_000}]}, "BadRequestError", "prompt is too long: "),
+        ({"extra_body": {"tempperature": 1}}, "BadRequestError", "tempperature: unknown parameter"),
+        ({"extra_body": {"temperature": -1}}, "BadRequestError", "temperature: -1"),
         (
             {"tools": [{"name": "f", "strict": True, "input_schema": {"type": "object", "not": {}}}]},
-            anthropic.BadRequestError,
+            "BadRequestError",
             "tools[0].input_schema.not",
         ),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}]},
-            anthropic.BadRequestError,
+            "BadRequestError",
             "tools[0].type: web_search_20250305 is run by Anthropic's servers; tools with an input_schema are served",
         ),
-        ({"tools": [{"name": "f"}]}, anthropic.BadRequestError, "tools[0].input_schema: is required"),
+        ({"tools": [{"name": "f"}]}, "BadRequestError", "tools[0].input_schema: is required"),
         (
             {"tools": [{"name": "f", "type": "custom", "input_schema": {"type": "object"}, "x": 1}]},
-            anthropic.BadRequestError,
+            "BadRequestError",
             "tools[0].x: unknown parameter",
         ),
-        ({"tools": [3]}, anthropic.BadRequestError, "tools[0]: "),
+        ({"tools": [3]}, "BadRequestError", "tools[0]: "),
         (
             {"system": "x", "messages": [{"role": "wizard", "content": "x"}]},
-            anthropic.BadRequestError,
+            "BadRequestError",
             "messages[0].role",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
-            anthropic.BadRequestError,
+            "BadRequestError",
             "messages[0].content[0].type: image is not served",
         ),
-        ({"extra_headers": {"x-request-timeout-ms": "1"}}, anthropic.APIStatusError, "the answer was not complete"),
+        ({"extra_headers": {"x-request-timeout-ms": "1"}}, "APIStatusError", "the answer was not complete"),
     ],
 )
-async def test_errors(client: Client, given: Any, kind: type[anthropic.APIStatusError], message: str) -> None:
-    with pytest.raises(kind) as caught:
+async def test_errors(client: Client, given: Any, kind: str, message: str) -> None:
+    import anthropic
+
+    with pytest.raises(getattr(anthropic, kind)) as caught:
         await client.messages.create(**{**ASKED, "max_tokens": 500, **given})
     body: Any = caught.value.body
     assert body["type"] == "error"

@@ -6,9 +6,8 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
 import pytest_asyncio
@@ -18,6 +17,9 @@ from rpc.settings import is_installed
 from tests.e2e.conftest import Cluster
 from tests.e2e.gateway.conftest import HEADERS, MESSAGES, PROMPT, Eventually, expected
 from tests.e2e.gateway.kills import kill_busiest_worker, router_of_moved
+
+if TYPE_CHECKING:  # imported by the tests that need it: it takes seconds
+    import anthropic
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 TOKENS = 150
@@ -137,6 +139,8 @@ async def _tokens(stream: AsyncIterator[Any]) -> Any:
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def clients(cluster: Cluster, client: openai.AsyncOpenAI) -> AsyncIterator[Clients]:
+    import anthropic
+
     url = f"http://{cluster.local.http}"
     async with (
         anthropic.AsyncAnthropic(base_url=url, api_key="none", default_headers=HEADERS, max_retries=0) as claude,

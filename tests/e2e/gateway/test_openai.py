@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -169,6 +168,8 @@ async def test_tools_and_schemas(client: Client, cluster: Cluster) -> None:
 
 
 async def test_the_whitespace_of_json_is_asked_for_in_each_protocol(client: Client, cluster: Cluster) -> None:
+    import anthropic
+
     schema = {
         "type": "object",
         "properties": {"n": {"const": [1, 2]}},

@@ -13,9 +13,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import grpc
 import jsonschema  # type: ignore[import-untyped]
 import openai
@@ -27,6 +26,9 @@ from tokenizers import AddedToken, Tokenizer
 from rpc.settings import is_installed
 from tests.drawn_schemas import byte_tokenizer
 from tests.e2e.conftest import TENANT, running_cluster
+
+if TYPE_CHECKING:  # imported by the tests that need it: it takes seconds
+    import anthropic
 
 pytestmark = [pytest.mark.model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -140,6 +142,8 @@ class Clients:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def clients(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clients]:
+    import anthropic
+
     directory = tmp_path_factory.mktemp("reasoning")
     model = write_model(directory / "model")
     adapters = {name: write_adapter(directory / "adapters" / name, source) for name, source in TEMPLATES.items()}
