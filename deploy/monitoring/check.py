@@ -380,7 +380,7 @@ _VARIABLES = {"$__rate_interval": "1m", "$tenant": "acme", "$adapter": "acme/a"}
 
 def check_monitoring(root: Path) -> list[str]:
     """Return a line for each problem of the dashboards and rules below `root`."""
-    documented = {"up", *re.findall(r"^\| `(\w+)(?:\{[\w,]+\})?` \|", (root / METRICS).read_text(), re.MULTILINE)}
+    documented = {"up", *re.findall(r"^[|-] `(\w+)(?:\{[\w,]+\})?`", (root / METRICS).read_text(), re.MULTILINE)}
     rules = [rule for group in yaml.safe_load((root / RULES).read_text())["groups"] for rule in group["rules"]]
     return [
         *_dashboard_problems(root, documented),

@@ -48,7 +48,7 @@ def test_the_shipped_files_name_nothing_that_does_not_exist(tree: Path) -> None:
         ),
         (RULES, "#loraplexkvfull", "#kv", "docs }}/guides/runbook.md#loraplexkvfull"),
         (RUNBOOK, "## LoraplexKvFull", "## KV", "docs/guides/runbook.md: no section LoraplexKvFull"),
-        (METRICS, "| `loraplex_relay_links` |", "| `relay_links` |", "Relay: no metric loraplex_relay_links"),
+        (METRICS, "- `loraplex_relay_links`", "- `relay_links`", "Relay: no metric loraplex_relay_links"),
         (DASHBOARD, "Rows", "Lines", "loraplex-cluster.json: is not what deploy.monitoring.check says"),
     ],
 )

@@ -32,7 +32,7 @@ PROMPT, TOKENS = "a secret prompt", 12
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
 LABELS = {
     name: {label for label in labels.split(",") if label}
-    for name, labels in re.findall(r"^\| `(loraplex_\w+)(?:\{([\w,]+)\})?` \|", PAGE, re.MULTILINE)
+    for name, labels in re.findall(r"^[|-] `(loraplex_\w+)(?:\{([\w,]+)\})?`", PAGE, re.MULTILINE)
 }
 
 

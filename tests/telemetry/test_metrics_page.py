@@ -16,14 +16,15 @@ from telemetry.metrics import Meters
 from worker.io.metrics import WorkerMetrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\| `(loraplex_\w+)(?:\{[\w,]+\})?` \|(?: (all|Router, .*?) \|)? (histogram:)?", re.MULTILINE)
+# Name, processes in the table of several, and the kind where it is a histogram.
+ROW = re.compile(r"^[|-] `(loraplex_\w+)(?:\{[\w,]+\})?`(?: \| (all|Router, .*?) \||:)\s(histogram:)?", re.MULTILINE)
 
 
 def documented(section: str) -> dict[str, str]:
     """Return the kinds of a process's metrics by their names."""
     own, shared = (PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0] for title in (section, "In several processes"))
     rows = ROW.findall(own)
-    assert len(rows) == own.count("\n| `")
+    assert len(rows) == own.count("\n- `")
     rows += [row for row in ROW.findall(shared) if row[1] == "all" or section in row[1].split(", ")]
     kinds = {
         name: "counter" if name.endswith("_total") else "histogram" if histogram else "gauge"
