@@ -16,7 +16,11 @@ import pytest
 TOGETHER = ("tests/e2e/answers/", "tests/e2e/gateway/")
 # Files and folders that take ten seconds or more, longest first. Others begin last, where a long one would run alone.
 COMPUTING = (
+    "tests/e2e/test_tutorial.py",
+    "tests/real/",
     "tests/e2e/test_shipped_model.py",
+    "tests/worker/engine/test_company.py",
+    "tests/worker/engine/test_cuda_steps.py",
     "tests/worker/engine/test_interpreted_kernels.py",
     "tests/worker/engine/decoder/test_decoder_steps.py",
     "tests/worker/engine/model/test_architectures.py",

@@ -7,8 +7,6 @@ import math
 import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 
 from broker.cells import CELL_JOBS
+from tests.worker.plan_command import run
 from worker import cluster_plan
 from worker.__main__ import rank_parts
 from worker.cluster_plan import ClusterSettings, plan_cluster, routers_for
@@ -68,18 +67,12 @@ def load(llama: Path) -> ClusterSettings:
     )  # fmt: skip
 
 
-def run(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "worker", "plan", *words]
-    return subprocess.run(
-        command, cwd=cwd, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
-    )
-
-
-def test_the_guide_has_what_the_command_prints(llama: Path) -> None:
+def test_the_guide_has_what_the_command_prints(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example = re.search(r"    \$ loraplex plan ((?:.*\\\n)*.*)\n((?:    .*\n)+)", GUIDE)
     assert example is not None
     words, printed = shlex.split(example[1].replace("\\\n", "")), re.sub("(?m)^    ", "", example[2])
-    done = run(words, llama.parent)
+    monkeypatch.chdir(llama.parent)
+    done = run(*words)
     assert (done.stdout, done.stderr) == (printed, "")
 
 
@@ -107,8 +100,8 @@ def test_the_guide_s_table_of_routers_is_computed() -> None:
 
 
 @pytest.mark.parametrize(("words", "flag"), [([], "--context"), (["--cluster"], "--requests")])
-def test_each_plan_says_which_flags_it_has(words: list[str], flag: str, tmp_path: Path) -> None:
-    shown = run([*words, "--help"], tmp_path)
+def test_each_plan_says_which_flags_it_has(words: list[str], flag: str) -> None:
+    shown = run(*words, "--help")
     assert shown.returncode == 0
     assert flag in shown.stdout
     assert shown.stdout.startswith(" ".join(["usage: loraplex plan", *words]))
@@ -190,7 +183,7 @@ def test_ranks_have_parts_of_everything(load: ClusterSettings, llama: Path) -> N
 def test_a_mistake_is_one_line(flags: dict[str, str], line: str, llama: Path) -> None:
     given = {"model": str(llama), "requests": "500", "prompt": "512", "answer": "200", "memory": "80GiB"}
     given |= {"prompt-rate": "20000", "answer-rate": "4000"} | flags
-    done = run(["--cluster", *(f"--{name}={value}" for name, value in given.items())], llama)
+    done = run("--cluster", *(f"--{name}={value}" for name, value in given.items()))
     assert done.returncode == 2
     assert done.stderr.startswith(line)
     assert done.stderr.count("\n") == 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from artifacts import ArtifactError
+from tests.worker.plan_command import run
 from worker import sizing
 from worker.engine import device
 from worker.plan import PlanSettings, as_lines, plan
 
 MODEL = "examples/model"
-
-
-def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "worker", "plan", *flags], capture_output=True, text=True, check=False, timeout=60
-    )
 
 
 def test_the_sizes_are_those_of_the_formulas() -> None:

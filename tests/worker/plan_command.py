@@ -1,0 +1,38 @@
+"""`loraplex plan` in the test's own process: one of its own takes a second to start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+
+import pytest
+
+from worker.__main__ import main
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The exit code of a command and what it printed."""
+
+    returncode: int | str | None
+    stdout: str
+    stderr: str
+
+
+def run(*words: str) -> Ended:
+    """Run the command to its end."""
+    out, err, umask = StringIO(), StringIO(), os.umask(0o077)
+    os.umask(umask)
+    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["worker", "plan", *words])
+        code: int | str | None
+        try:
+            code = main()
+        except SystemExit as ended:
+            code = ended.code
+        finally:
+            os.umask(umask)
+    return Ended(code, out.getvalue(), err.getvalue())
