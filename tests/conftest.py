@@ -13,6 +13,9 @@ from redis.asyncio import Redis
 from bench.valkey import running_valkey
 from broker.connection import connect
 
+# Among the results of tests the lines of gRPC's C library about connections that end are noise.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 pytest_plugins = ["tests.tiny_models", "tests.task_stacks", "tests.small_disks", "tests.file_order"]
 
 
