@@ -35,7 +35,7 @@ _FILES = (
 )
 
 
-class Origin(Protocol):
+class BackupSource(Protocol):
     """A place that is copied."""
 
     def read_catalog(self, into: sqlite3.Connection) -> None:
@@ -68,7 +68,7 @@ def copy(origin: str, destination: str) -> int:
         return len(blobs)
 
 
-def _copy_files(source: Origin, blobs: Sequence[Blob], data: DataDirectory, database: Database) -> None:
+def _copy_files(source: BackupSource, blobs: Sequence[Blob], data: DataDirectory, database: Database) -> None:
     for blob in blobs:
         if data.has(blob.digest):
             continue
@@ -139,7 +139,7 @@ class _Bucket:
 
 
 @contextmanager
-def _opened(place: str, work: Path) -> Iterator[Origin]:
+def _opened(place: str, work: Path) -> Iterator[BackupSource]:
     if "://" not in place:
         yield _Directory(Path(place))
         return

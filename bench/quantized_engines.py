@@ -16,7 +16,7 @@ import torch
 from bench.bare_engine import BareEngine
 from bench.rounds import Timed
 from bench.workload import Request
-from worker.engine.linear.choice import Choice
+from worker.engine.linear.choice import LayoutChoice
 from worker.engine.linear.layouts import Layout, float_layouts
 from worker.engine.model import loader
 
@@ -84,13 +84,13 @@ def serving(
     return closing(BareEngine(model, adapters, rows, dtype=dtype, quantize=quantize, kv_blocks=_KV_BLOCKS))
 
 
-def _forced(chosen: ForcedLayout, own: torch.dtype, computes: Sequence[torch.dtype]) -> Choice:
+def _forced(chosen: ForcedLayout, own: torch.dtype, computes: Sequence[torch.dtype]) -> LayoutChoice:
     compute = computes[-1]
     if chosen.layout == "torch":
         layout = Layout("torch", lambda linear: linear)
     else:
         layout = next(one for one in float_layouts(own, compute) if one.name == chosen.layout)
-    return Choice(compute, {str(own).removeprefix("torch."): layout})
+    return LayoutChoice(compute, {str(own).removeprefix("torch."): layout})
 
 
 class BandwidthMeter:

@@ -35,7 +35,7 @@ _CONNECTING = ("ping", "select", "info", "cluster|slots", "cluster|shards", "com
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class RedisUser:
     """A user: its commands and those of its functions, patterns of the keys that it writes, and of those it reads."""
 
     commands: tuple[str, ...]
@@ -47,8 +47,8 @@ def _of_model(*names: str) -> tuple[str, ...]:
     return tuple(f"lp:{{{_MODEL}/{_CELL}}}:{name}" for name in names)
 
 
-ROLES: Mapping[str, Role] = {
-    "router": Role(
+ROLES: Mapping[str, RedisUser] = {
+    "router": RedisUser(
         commands=(
             *("fcall", "function|load", "time", "exists", "del", "pexpire"),
             *("get", "getrange", "mget", "set", "incr"),
@@ -61,7 +61,7 @@ ROLES: Mapping[str, Role] = {
         ),
         keys=(f"lp:{{*/{_CELL}}}:*", "lp:{ledger}:*", "lp:{resume}:*", "lp:{cells}:*"),
     ),
-    "worker": Role(
+    "worker": RedisUser(
         commands=(
             *("fcall", "time", "exists", "del", "pexpire", "pttl", "get", "mget", "set", "incr"),
             *("hget", "hmget", "hgetall", "hlen", "hset", "hsetnx", "hdel"),
@@ -76,7 +76,7 @@ ROLES: Mapping[str, Role] = {
         read_keys=_of_model("routers", "quarantine", "arrivals", "news", "pins"),
     ),
     # Can make itself any user by setting users: as strong as the server's own.
-    "operator": Role(
+    "operator": RedisUser(
         commands=(
             *("acl|setuser", "acl|save", "acl|list", "acl|log", "acl|whoami", "acl|getuser"),
             *("function|load", "function|list", "function|delete", "config|get", "slowlog|get", "client|list"),
@@ -98,7 +98,7 @@ def rules(user: str, models: Sequence[str], cells: Sequence[str], passwords: Seq
     return ["on", *hashes, "resetchannels", *writes, *reads, "-@all", *commands]
 
 
-def commands_of(role: Role) -> list[str]:
+def commands_of(role: RedisUser) -> list[str]:
     """Return the commands that a role needs, in lower case."""
     return sorted({*role.commands, *_CONNECTING})
 

@@ -27,7 +27,7 @@ from artifacts.gguf_files import refuse_gguf
 from artifacts.quantization import FLAG_HELP, parse_quantization
 from rpc.settings import SettingsError, read_settings, setting
 from worker import cluster_plan, plan
-from worker.cluster_plan import ClusterSettings
+from worker.cluster_plan import LoadSettings
 from worker.engine_api import ModelUnusableError
 
 # Interval in seconds after which a thread that reads a large job gives way to the event loop; Python's own is 5 ms,
@@ -87,7 +87,7 @@ def _plan(argv: list[str]) -> int:
     """Print the plan of a device or, with --cluster, of a cluster. Raises SettingsError, ArtifactError."""
     try:
         if any(word.startswith("--cluster") for word in argv):
-            settings = read_settings(ClusterSettings, "worker-plan", argv, {}, command="loraplex plan --cluster")
+            settings = read_settings(LoadSettings, "worker-plan", argv, {}, command="loraplex plan --cluster")
             cluster = cluster_plan.plan_cluster(settings, rank_parts(settings))
             print(plan.as_json(cluster) if settings.json else cluster_plan.as_lines(cluster))
             return 0
@@ -99,7 +99,7 @@ def _plan(argv: list[str]) -> int:
     return 0
 
 
-def rank_parts(settings: plan.PlanSettings | ClusterSettings) -> plan.Divide:
+def rank_parts(settings: plan.PlanSettings | LoadSettings) -> plan.Divide:
     """Return what divides the model among ranks. Only then torch is imported, which the engine's rules need."""
 
     def divide(columns: int) -> list[plan.RankParts]:

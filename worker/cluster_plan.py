@@ -25,7 +25,7 @@ from worker.plan import (
     MEMORY_HELP,
     TENSOR_PARALLEL_HELP,
     Divide,
-    Plan,
+    MemoryPlan,
     PlanSettings,
     parse_bytes,
     plan,
@@ -48,7 +48,7 @@ _MOST_ROWS = 1_000_000
 
 
 @dataclass(frozen=True)
-class ClusterSettings:
+class LoadSettings:
     """Says how many workers, routers and Redis cells serve a load, what memory they need, and what they cost."""
 
     model: str = setting("a transformers directory; its headers are enough")
@@ -112,7 +112,7 @@ class ClusterSettings:
 
 
 @dataclass(frozen=True)
-class Service:
+class ServiceLevel:
     """The service that a number of workers gives: the share of their time that is used, and times in milliseconds.
 
     `ttft_ms` holds for 99% of the requests.
@@ -130,9 +130,9 @@ class ClusterPlan:
     `workers` is the number of all cells together; each cell has as many. Every router serves all cells.
     """
 
-    settings: ClusterSettings
-    device: Plan
-    service: Service
+    settings: LoadSettings
+    device: MemoryPlan
+    service: ServiceLevel
     cells: int
     workers: int
     devices: int
@@ -146,7 +146,7 @@ class ClusterPlan:
     cost_an_hour: float
 
 
-def plan_cluster(settings: ClusterSettings, divide: Divide = lambda columns: ()) -> ClusterPlan:
+def plan_cluster(settings: LoadSettings, divide: Divide = lambda columns: ()) -> ClusterPlan:
     """Plan the cluster. Raises ValueError where no number of these workers keeps the promises, and as `plan` does."""
     bare = plan(settings.device(0), divide)
     if bare.context < settings.prompt + settings.answer:
@@ -192,7 +192,7 @@ def routers_for(cores: float) -> int:
     return max(1, math.ceil(cores / ROUTER_BUSY))
 
 
-def _fewest_workers(settings: ClusterSettings) -> tuple[int, Service]:
+def _fewest_workers(settings: LoadSettings) -> tuple[int, ServiceLevel]:
     """Return the fewest workers that keep the promises, and what they give. Raises ValueError."""
     prompt_s = settings.prompt / settings.prompt_rate
     # Of each step the prompts get what the answers leave of the promise.
@@ -212,7 +212,7 @@ def _fewest_workers(settings: ClusterSettings) -> tuple[int, Service]:
         if itl_ms <= settings.itl_ms and ttft_ms <= settings.ttft_ms:
             ttft_ms += 1000 * _wait_s(settings.requests * held_s, workers * settings.rows, held_s)
             if ttft_ms <= settings.ttft_ms:
-                return workers, Service(share * device_s, itl_ms, ttft_ms)
+                return workers, ServiceLevel(share * device_s, itl_ms, ttft_ms)
         workers += max(1, workers // 100)
     raise ValueError(f"--requests {settings.requests:g}: more than {_MOST_ROWS:,} rows are needed; check the rates")
 

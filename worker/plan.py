@@ -65,7 +65,7 @@ class PlanSettings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """All sizes in bytes. `sequences_fit` counts sequences of the whole context beside weights and adapter slots.
 
     `adapters_fit` counts adapter slots beside weights and the batch. `needed_bytes` has all of these, and `spare_bytes`
@@ -121,7 +121,7 @@ class RankParts(Protocol):
 Divide = Callable[[int], Sequence[RankParts]]
 
 
-def plan(settings: PlanSettings, divide: Divide = lambda columns: ()) -> Plan:
+def plan(settings: PlanSettings, divide: Divide = lambda columns: ()) -> MemoryPlan:
     """Compute the plan; `divide` gives the parts of the ranks, where there are several.
 
     Raises ArtifactError for a model that can't be read, ValueError for a bad memory size, and what `divide` raises.
@@ -159,7 +159,7 @@ def plan(settings: PlanSettings, divide: Divide = lambda columns: ()) -> Plan:
     beside = slots + per_sequence * settings.batch
     spare = math.ceil(beside / USABLE) - beside
     needed = weights + beside + spare
-    return Plan(
+    return MemoryPlan(
         model=base.name,
         architecture=base.architecture,
         parameters=parameters,
@@ -256,7 +256,7 @@ def as_json(result: Any) -> str:
     return json.dumps(asdict(result))
 
 
-def as_lines(result: Plan) -> str:
+def as_lines(result: MemoryPlan) -> str:
     """Render the plan for people: a name and a value a line."""
     verdict = "fits" if result.needed_bytes <= result.memory_bytes else "does not fit"
     missing = result.needed_bytes - result.memory_bytes

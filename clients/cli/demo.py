@@ -51,7 +51,7 @@ def read_questions(root: Path | None) -> tuple[Question, ...]:
 
 
 @dataclass
-class Answer:
+class DemoAnswer:
     """An answer as it streams. `adapter` is empty for the base model; the API key's file says who asks, if any."""
 
     tenant: str
@@ -97,7 +97,7 @@ class Scene:
     """A prompt, sent as text to continue or as a user's message, and its answers."""
 
     prompt: str
-    answers: tuple[Answer, ...]
+    answers: tuple[DemoAnswer, ...]
     is_chat: bool = False
 
     async def follow(self, router: str, changed: Callable[[], None]) -> None:
@@ -125,7 +125,7 @@ def adapter_scenes(adapters: Sequence[AdapterDirectory], questions: Iterable[Que
     scenes = [
         Scene(
             question.text,
-            (Answer(question.tenant, question.adapter, colour), Answer(DEFAULT_TENANT, "", "white")),
+            (DemoAnswer(question.tenant, question.adapter, colour), DemoAnswer(DEFAULT_TENANT, "", "white")),
             is_chat=True,
         )
         for question, colour in zip(questions, _COLOURS, strict=False)
@@ -133,7 +133,7 @@ def adapter_scenes(adapters: Sequence[AdapterDirectory], questions: Iterable[Que
     ]
     chosen = [(adapter.tenant, adapter.name) for adapter in choose(adapters)] + [(DEFAULT_TENANT, "")]
     return scenes or [
-        Scene(DEMO_PROMPT, tuple(Answer(*name, colour) for name, colour in zip(chosen, _COLOURS, strict=False)))
+        Scene(DEMO_PROMPT, tuple(DemoAnswer(*name, colour) for name, colour in zip(chosen, _COLOURS, strict=False)))
     ]
 
 
@@ -141,7 +141,7 @@ def tenant_scenes(specs: Iterable[TenantSpec], keys_dir: Path) -> list[Scene]:
     """Return one prompt for the tenants that have an API key; nothing where none has."""
     asking = [spec for spec in specs if spec.keys]
     answers = tuple(
-        Answer(
+        DemoAnswer(
             spec.name,
             next((adapter.name for adapter in spec.adapters), ""),
             colour,

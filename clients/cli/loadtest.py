@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from clients.loadtest.conditions import Condition
     from clients.loadtest.fleet import Target
-    from clients.loadtest.generator import Progress
+    from clients.loadtest.generator import LoadProgress
     from clients.loadtest.plan import LoadPlan
     from clients.loadtest.runs import Done
 
@@ -278,18 +278,18 @@ class Screen:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, label: str, latest: Sequence[Progress]) -> None:
+    def show(self, label: str, latest: Sequence[LoadProgress]) -> None:
         """Show the latest progress of each process; none while they start."""
         if self._live is not None:
             self._live.update(self._table(label, latest) if latest else f"{label}: {_WAITING}", refresh=True)
         elif time.monotonic() - self._lined_s >= _LINE_EVERY_S:
             self._lined_s = time.monotonic()
-            sys.stderr.write((Figures(latest).line(label) if latest else f"{label}: {_WAITING}") + "\n")
+            sys.stderr.write((RunProgress(latest).line(label) if latest else f"{label}: {_WAITING}") + "\n")
 
-    def _table(self, label: str, latest: Sequence[Progress]) -> Table:
+    def _table(self, label: str, latest: Sequence[LoadProgress]) -> Table:
         from clients.loadtest.samples import OK
 
-        figures = Figures(latest)
+        figures = RunProgress(latest)
         last_at_s, last_tokens, rate = self._rate
         if figures.at_s < last_at_s:  # A new run has begun.
             last_at_s, last_tokens = 0.0, 0
@@ -312,10 +312,10 @@ class Screen:
         return table
 
 
-class Figures:
+class RunProgress:
     """The progress of all generator processes together."""
 
-    def __init__(self, latest: Sequence[Progress]) -> None:
+    def __init__(self, latest: Sequence[LoadProgress]) -> None:
         from clients.loadtest.samples import LEFT, OK
 
         self.at_s = max(progress.at_s for progress in latest)

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from clients.loadtest.generator import Generator, Progress, Share
+from clients.loadtest.generator import Generator, LoadProgress, Share
 from clients.loadtest.plan import LoadPlan
 from clients.loadtest.sender import EncodeSender, GrpcSender, Sender
 from clients.loadtest.workload import Workload
@@ -103,7 +103,7 @@ class Fleet:
                 process.kill()
                 process.join()
 
-    def run(self, plan: LoadPlan, on_progress: Callable[[Sequence[Progress]], None]) -> LoadRun:
+    def run(self, plan: LoadPlan, on_progress: Callable[[Sequence[LoadProgress]], None]) -> LoadRun:
         """Run a plan to its end or to Ctrl-C. `on_progress` gets () until all are ready. Raises GeneratorDiedError."""
         for pipe in self._pipes:
             self._send(pipe, plan)
@@ -115,7 +115,7 @@ class Fleet:
         for pipe in self._pipes:
             self._send(pipe, start_s)
         shares: dict[int, Share] = {}
-        latest: dict[int, Progress] = {}
+        latest: dict[int, LoadProgress] = {}
         interrupted = False
         while len(shares) < len(self._pipes):
             try:
@@ -130,7 +130,7 @@ class Fleet:
                         self._send(pipe, "stop")
         return LoadRun(tuple(share for _, share in sorted(shares.items())), started_unix_s, interrupted)
 
-    def _collect(self, shares: dict[int, Share], latest: dict[int, Progress]) -> None:
+    def _collect(self, shares: dict[int, Share], latest: dict[int, LoadProgress]) -> None:
         waiting = [pipe for number, pipe in enumerate(self._pipes) if number not in shares]
         for ready in wait(waiting):
             number = self._pipes.index(ready)  # type: ignore[arg-type]  # it is one of those given

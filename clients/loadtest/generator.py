@@ -30,7 +30,7 @@ _RECENT = 512
 
 
 @dataclass(frozen=True)
-class Progress:
+class LoadProgress:
     """A process's progress: counts since the start of the run, `recent_*` of the last requests and messages."""
 
     at_s: float
@@ -117,9 +117,9 @@ class Generator:
         if self._arriving is not None:
             self._arriving.cancel()
 
-    def progress(self) -> Progress:
+    def progress(self) -> LoadProgress:
         """Return the progress so far."""
-        return Progress(
+        return LoadProgress(
             self._sender.now_s(),
             self._sent,
             self._sent - self._statuses.total(),

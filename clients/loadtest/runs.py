@@ -13,7 +13,7 @@ import numpy as np
 from loraplex_client import Client
 
 from clients.loadtest.fleet import Fleet, LoadRun, Target
-from clients.loadtest.generator import Progress, Share
+from clients.loadtest.generator import LoadProgress, Share
 from clients.loadtest.plan import LoadPlan
 from clients.loadtest.samples import Samples, merge
 from clients.loadtest.statistics import loop_kind, measured, spread, summarise
@@ -57,7 +57,7 @@ def run_all(
     plan: LoadPlan,
     target: Target,
     pool: Sequence[int],
-    on_progress: Callable[[str, Sequence[Progress]], None],
+    on_progress: Callable[[str, Sequence[LoadProgress]], None],
 ) -> Done:
     """Run every point of the plan until a run ends early. `on_progress` gets the run's label.
 

@@ -18,9 +18,9 @@ from typing import Any
 import kopf
 from loraplex_client import LoraplexError
 
-from clients.operator.objects import AdapterLook, BaseModel, LoraAdapter, delete_adapter, look_at_base
+from clients.operator.objects import AdapterLook, LoraAdapter, ModelObject, delete_adapter, look_at_base
 from clients.operator.settings import OperatorSettings
-from clients.operator.store import IMPORT_FAILED_S, SOON_S, Outcome, Refused, State, Store, outcome_of
+from clients.operator.store import IMPORT_FAILED_S, SOON_S, Rejected, State, Status, StoreLink, outcome_of
 from rpc.settings import SettingsError
 from telemetry.metrics import Meters, serve_metrics
 
@@ -76,14 +76,14 @@ class Pace:
             self.changed.set()
         self.spec = spec
 
-    async def run(self, look: Callable[[], Awaitable[Outcome]], stopped: Any) -> Outcome | None:
+    async def run(self, look: Callable[[], Awaitable[Status]], stopped: Any) -> Status | None:
         """Look when it is time; None: the object has changed or is deleted, or the operator stops."""
         async with self.lock:
             pause_s = 0.0 if self.changed.is_set() else self.again_s
             self.changed.clear()
             begun = asyncio.Event()
 
-            async def due() -> Outcome:
+            async def due() -> Status:
                 await asyncio.sleep(pause_s)
                 begun.set()
                 return await look()
@@ -108,7 +108,7 @@ class Pace:
 class Operator:
     """The handlers of kopf."""
 
-    def __init__(self, settings: OperatorSettings, store: Store, metrics: OperatorMetrics) -> None:
+    def __init__(self, settings: OperatorSettings, store: StoreLink, metrics: OperatorMetrics) -> None:
         self._tenants_of = settings.tenants_of()
         self._store, self._metrics = store, metrics
         self._look_s = settings.look_s
@@ -147,7 +147,7 @@ class Operator:
         """Look at a LoraAdapter when it is time; kopf calls it again at once."""
         pace = Pace.of(memo)
 
-        async def look() -> Outcome:
+        async def look() -> Status:
             wanted = LoraAdapter.of(body.metadata.name, body.spec)
             if (refused := self._refused(body, wanted, more["owners"])) is not None:
                 return outcome_of(refused, {})
@@ -163,8 +163,8 @@ class Operator:
     async def follow_base(self, body: kopf.Body, patch: kopf.Patch, memo: Any, **more: Any) -> None:
         """Look at a BaseModel when it is time; kopf calls it again at once."""
 
-        async def look() -> Outcome:
-            wanted = BaseModel.of(body.metadata.name, body.spec)
+        async def look() -> Status:
+            wanted = ModelObject.of(body.metadata.name, body.spec)
             if (refused := self._refused(body, wanted, more["owners"])) is not None:
                 return outcome_of(refused, {})
             return await look_at_base(self._store, wanted, _teller(body))
@@ -189,7 +189,7 @@ class Operator:
 
     async def _follow(
         self,
-        look: Callable[[], Awaitable[Outcome]],
+        look: Callable[[], Awaitable[Status]],
         body: kopf.Body,
         patch: kopf.Patch,
         pace: Pace,
@@ -197,7 +197,7 @@ class Operator:
     ) -> None:
         generation = 0
 
-        async def look_now() -> Outcome:
+        async def look_now() -> Status:
             nonlocal generation
             generation = body.metadata.get("generation", 0)
             return await look()
@@ -208,7 +208,7 @@ class Operator:
             self._metrics.looks.labels(body["kind"]).inc()
             self._tell(body, patch, outcome, generation)
 
-    def _tell(self, body: kopf.Body, patch: kopf.Patch, outcome: Outcome, generation: int | None = None) -> None:
+    def _tell(self, body: kopf.Body, patch: kopf.Patch, outcome: Status, generation: int | None = None) -> None:
         """Write an object's status where it has changed, and an event of it."""
         kind, former = body["kind"], body.status
         ready = _condition(former, "Ready") or {}
@@ -225,28 +225,30 @@ class Operator:
             event_type = "Warning" if outcome.warns else "Normal"
             kopf.event(body, type=event_type, reason=outcome.reason, message=outcome.message)
 
-    def _refused(self, body: kopf.Body, wanted: LoraAdapter | BaseModel, owners: Mapping[Any, Any]) -> Refused | None:
+    def _refused(
+        self, body: kopf.Body, wanted: LoraAdapter | ModelObject, owners: Mapping[Any, Any]
+    ) -> Rejected | None:
         """Return why an object's requests are not carried out."""
         if (refused := self._not_allowed(body, wanted)) is not None:
             return refused
         first = min(owners.get(wanted.key, ()), default=None)
         if first is None or first[2] == body.metadata.uid:
             return None
-        return Refused("Conflict", f"{first[1]} asks for {'/'.join(wanted.key[1:])} already; delete one of the two")
+        return Rejected("Conflict", f"{first[1]} asks for {'/'.join(wanted.key[1:])} already; delete one of the two")
 
-    def _not_allowed(self, body: kopf.Body, wanted: LoraAdapter | BaseModel) -> Refused | None:
+    def _not_allowed(self, body: kopf.Body, wanted: LoraAdapter | ModelObject) -> Rejected | None:
         """Return the refusal of what an object's namespace may not ask for."""
         namespace = body.metadata.namespace or ""
         if not (tenants := self._tenants_of.get(namespace)):
             return None
         more = "; the chart's value operator.namespaces, or --namespaces of the operator, allows more"
-        if isinstance(wanted, BaseModel):
+        if isinstance(wanted, ModelObject):
             message = f"spec.digest: {namespace} is for adapters of some tenants, and base models are everybody's{more}"
-            return Refused("DigestNotAllowed", message) if wanted.digest else None
+            return Rejected("DigestNotAllowed", message) if wanted.digest else None
         if wanted.tenant in tenants:
             return None
         message = f"spec.tenant: objects of {namespace} may have adapters of {', '.join(sorted(tenants))} alone{more}"
-        return Refused("TenantNotAllowed", message)
+        return Rejected("TenantNotAllowed", message)
 
     def _note_state(self, body: kopf.Body, state: str | None) -> None:
         uid, kind = str(body.metadata.uid), body["kind"]
@@ -257,8 +259,8 @@ class Operator:
             self._metrics.objects.labels(kind, state).inc()
 
 
-def _read(body: kopf.Body) -> LoraAdapter | BaseModel:
-    kind: type[LoraAdapter] | type[BaseModel] = LoraAdapter if body["kind"] == "LoraAdapter" else BaseModel
+def _read(body: kopf.Body) -> LoraAdapter | ModelObject:
+    kind: type[LoraAdapter] | type[ModelObject] = LoraAdapter if body["kind"] == "LoraAdapter" else ModelObject
     return kind.of(body.metadata.name, body.spec)
 
 
@@ -280,7 +282,7 @@ def _condition(status: Mapping[str, Any], type_: str) -> Mapping[str, Any] | Non
     return next((one for one in conditions if one["type"] == type_), None)
 
 
-def _status(former: Mapping[str, Any], outcome: Outcome, generation: int) -> dict[str, Any]:
+def _status(former: Mapping[str, Any], outcome: Status, generation: int) -> dict[str, Any]:
     """Return the status of an object; a state that is not known is the last one that was."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     conditions = []
@@ -319,7 +321,7 @@ async def run(settings: OperatorSettings) -> None:
     _check_kubernetes()
     # kopf tells at level info of every look.
     logging.getLogger("kopf").setLevel(logging.DEBUG if settings.log_level == "debug" else logging.WARNING)
-    metrics, store, ready = OperatorMetrics(), Store(settings.store), asyncio.Event()
+    metrics, store, ready = OperatorMetrics(), StoreLink(settings.store), asyncio.Event()
     metrics_server = serve_metrics(metrics, settings.host, settings.metrics_port)
     telling = asyncio.create_task(_say_ready(ready, settings, metrics))
     operator = Operator(settings, store, metrics)

@@ -25,10 +25,10 @@ from clients.operator.store import (
     IMPORT_FAILED_S,
     REST_S,
     SOON_S,
-    Outcome,
-    Refused,
+    Rejected,
     State,
-    Store,
+    Status,
+    StoreLink,
     outcome_of,
     reason_of,
 )
@@ -131,28 +131,30 @@ class AdapterLook:
     between import and release, or where the release was refused.
     """
 
-    def __init__(self, store: Store, wanted: LoraAdapter, status: Mapping[str, Any], told: bool, tell: Tell) -> None:
+    def __init__(
+        self, store: StoreLink, wanted: LoraAdapter, status: Mapping[str, Any], told: bool, tell: Tell
+    ) -> None:
         self._anybody, self._store = store, store.of(wanted.tenant)
         self._wanted, self._status, self._told, self._tell = wanted, status, told, tell
         self._fields: dict[str, Any] = {}
 
-    async def outcome(self) -> Outcome:
+    async def outcome(self) -> Status:
         """Make the calls that the object needs now, and return how it is."""
         try:
             return await self._look()
-        except (Refused, sdk.LoraplexError) as error:
+        except (Rejected, sdk.LoraplexError) as error:
             return outcome_of(error, self._fields)
 
-    async def _look(self) -> Outcome:
+    async def _look(self) -> Status:
         wanted, store = self._wanted, self._store
         if (base := await self._anybody.base(wanted.base)) is None:
-            raise Refused(
+            raise Rejected(
                 "BaseNotFound",
                 f"spec.base: the store has no base model {wanted.base}; register it: an entry of the chart's models, "
                 f"or loraplex models push DIR --name {wanted.base}",
             )
         if not await self._anybody.knows(wanted.tenant):
-            raise Refused(
+            raise Rejected(
                 "TenantUnknown",
                 f"spec.tenant: {wanted.tenant} has neither a plan nor an API key; set it up: "
                 f"loraplex tenants create {wanted.tenant}",
@@ -168,7 +170,7 @@ class AdapterLook:
             revision = await self._known_revision()
             if revision is None and not self._told:
                 message = f"the store fetches {wanted.source}"
-                return Outcome(State.IMPORTING, "False", "Importing", message, 0.0, self._fields)
+                return Status(State.IMPORTING, "False", "Importing", message, 0.0, self._fields)
             release = await self._new_release(revision, releases)
         else:
             await self._abort_others(releases)
@@ -203,7 +205,7 @@ class AdapterLook:
             origin = releases_pb2.Origin(source=wanted.source, pin=pin, run_id=wanted.run)
             return await self._store.change("CreateRelease", revision=revision.name, origin=origin)
         except (sdk.InvalidRequestError, sdk.FailedPreconditionError, sdk.DataLossError) as error:
-            raise Refused(reason_of(error), error.message, IMPORT_FAILED_S) from error
+            raise Rejected(reason_of(error), error.message, IMPORT_FAILED_S) from error
 
     async def _abort_others(self, releases: Sequence[releases_pb2.Release]) -> None:
         """End the open releases of other sources: the object owns the adapter."""
@@ -224,7 +226,7 @@ class AdapterLook:
             release = await self._store.change("PromoteRelease", name=release.name, etag=release.etag, plan=plan)
         return release
 
-    def _outcome(self, release: releases_pb2.Release, base: adapters_pb2.BaseModel) -> Outcome:
+    def _outcome(self, release: releases_pb2.Release, base: adapters_pb2.BaseModel) -> Status:
         """Return how an object with a release is."""
         cause, number, fields = release.history[-1].cause, release.name.rpartition("/")[2], self._fields
         fields |= {"digest": release.digest, "pin": release.origin.pin, "release": release.name, "share": None}
@@ -236,7 +238,7 @@ class AdapterLook:
             case _States.RELEASE_STATE_CANARY:
                 fields["share"] = f"{release.rollout.plan.steps[release.rollout.step].permille / 10:g}%"
                 message = f"release {number} is a canary: {cause}"
-                return Outcome(State.CANARY, "False", "Canary", message, SOON_S, fields)
+                return Status(State.CANARY, "False", "Canary", message, SOON_S, fields)
             case _States.RELEASE_STATE_ROLLED_BACK | _States.RELEASE_STATE_RETIRED:
                 rolled_back = release.state == _States.RELEASE_STATE_ROLLED_BACK
                 state = State.ROLLED_BACK if rolled_back else State.RETIRED
@@ -244,26 +246,26 @@ class AdapterLook:
                     f"release {number} {'was rolled back' if rolled_back else 'has ended'}: {cause}; change "
                     f"spec.source, or spec.run to release the same again; loraplex releases history {of_tenant}"
                 )
-                return Outcome(state, "False", state, message, REST_S, fields)
+                return Status(state, "False", state, message, REST_S, fields)
         if failed := [gate.name for gate in release.gates if not gate.passed]:
             message = f"gates of release {number} failed: {', '.join(failed)}; change spec.source or spec.run"
-            return Outcome(State.VERIFIED, "False", "GatesFailed", message, SOON_S, fields)
+            return Status(State.VERIFIED, "False", "GatesFailed", message, SOON_S, fields)
         message = f"release {number} waits for its gates: loraplex releases qualify {of_tenant} --gates FILE"
-        return Outcome(State.VERIFIED, "False", "WaitsForGates", message, SOON_S, fields)
+        return Status(State.VERIFIED, "False", "WaitsForGates", message, SOON_S, fields)
 
-    def _live(self, base_digest: str, base: adapters_pb2.BaseModel) -> Outcome:
+    def _live(self, base_digest: str, base: adapters_pb2.BaseModel) -> Status:
         wanted = self._wanted
         if base_digest == (base.original_digest or base.digest):
             message = f"requests of {wanted.tenant} for {wanted.adapter} get it"
-            return Outcome(State.LIVE, "True", "Live", message, REST_S, self._fields)
+            return Status(State.LIVE, "True", "Live", message, REST_S, self._fields)
         message = (
             f"it was checked for an earlier revision of {wanted.base}, and is refused once no worker serves that one; "
             "change spec.run to import it for the live one"
         )
-        return Outcome(State.LIVE, "False", "BaseReplaced", message, REST_S, self._fields)
+        return Status(State.LIVE, "False", "BaseReplaced", message, REST_S, self._fields)
 
 
-async def delete_adapter(store: Store, wanted: LoraAdapter, status: Mapping[str, Any]) -> bool:
+async def delete_adapter(store: StoreLink, wanted: LoraAdapter, status: Mapping[str, Any]) -> bool:
     """Delete the adapter of a LoraAdapter that goes; returns False for one that never was the object's.
 
     That one's object was refused from its first look on. Where a first look was killed, the store has what it imported.
@@ -288,7 +290,7 @@ def _current(wanted: LoraAdapter, releases: Sequence[releases_pb2.Release]) -> r
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class ModelObject:
     """A BaseModel: a base model that should be registered, and the digest of the revision that should be live."""
 
     model: str
@@ -296,7 +298,7 @@ class BaseModel:
     digest: str
 
     @classmethod
-    def of(cls, name: str, spec: Mapping[str, Any]) -> BaseModel:
+    def of(cls, name: str, spec: Mapping[str, Any]) -> ModelObject:
         """Read an object, which the schema of its definition has checked."""
         return cls(spec.get("model", name), spec.get("digest", ""))
 
@@ -306,24 +308,24 @@ class BaseModel:
         return ("BaseModel", self.model) if self.digest else ()
 
 
-async def look_at_base(store: Store, wanted: BaseModel, tell: Tell) -> Outcome:
+async def look_at_base(store: StoreLink, wanted: ModelObject, tell: Tell) -> Status:
     """Make the calls that a BaseModel needs now, and return how it is."""
     try:
         return await _look_at_base(store, wanted, tell)
-    except (Refused, sdk.LoraplexError) as error:
+    except (Rejected, sdk.LoraplexError) as error:
         return outcome_of(error, {})
 
 
-async def _look_at_base(store: Store, wanted: BaseModel, tell: Tell) -> Outcome:
+async def _look_at_base(store: StoreLink, wanted: ModelObject, tell: Tell) -> Status:
     if (live := await store.base(wanted.model)) is None:
-        raise Refused(
+        raise Rejected(
             "NotRegistered",
             f"the store has no base model {wanted.model}; register it: an entry of the chart's models, or "
             f"loraplex models push DIR --name {wanted.model}",
         )
     if wanted.digest and live.digest != wanted.digest:
         if (staged := await store.base(f"{wanted.model}@{wanted.digest}")) is None:
-            raise Refused(
+            raise Rejected(
                 "RevisionNotFound",
                 f"spec.digest: the store has no such revision of {wanted.model}, and {live.digest} is live; stage it: "
                 f"loraplex models push DIR --name {wanted.model} --stage",
@@ -337,4 +339,4 @@ async def _look_at_base(store: Store, wanted: BaseModel, tell: Tell) -> Outcome:
         "contextLength": live.context_length,
         "quantization": live.quantization,
     }
-    return Outcome(State.LIVE, "True", "Live", f"{wanted.model} is registered", REST_S, fields)
+    return Status(State.LIVE, "True", "Live", f"{wanted.model} is registered", REST_S, fields)

@@ -54,7 +54,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Status:
     """The result of a look: an object's state, and its condition Ready (True, False, Unknown) with reason and message.
 
     `fields` are further fields of its status; the next look is after `again_s`.
@@ -78,7 +78,7 @@ class Outcome:
         return self.stalled or self.ready == "Unknown" or self.reason in {"BaseReplaced", "GatesFailed"}
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """A request that stays refused until somebody changes something; the message says what to do."""
 
     def __init__(self, reason: str, message: str, again_s: float = REFUSED_S) -> None:
@@ -166,7 +166,7 @@ class TenantStore:
             await self.ask("DeleteAdapter", adapters_pb2.DeleteAdapterRequest(name=adapter))
 
 
-class Store:
+class StoreLink:
     """A connection to the store, with the credentials of the environment. Raises InvalidRequestError."""
 
     def __init__(self, address: str) -> None:
@@ -224,17 +224,17 @@ def reason_of(error: sdk.LoraplexError) -> str:
     return "".join(word.capitalize() for word in error.reason.split("_")) or type(error).__name__.removesuffix("Error")
 
 
-def outcome_of(error: Refused | sdk.LoraplexError, fields: Mapping[str, Any]) -> Outcome:
+def outcome_of(error: Rejected | sdk.LoraplexError, fields: Mapping[str, Any]) -> Status:
     """Return how an object is after a call for it has failed."""
-    if isinstance(error, Refused):
-        return Outcome(State.REFUSED, "False", error.reason, str(error), error.again_s, fields)
+    if isinstance(error, Rejected):
+        return Status(State.REFUSED, "False", error.reason, str(error), error.again_s, fields)
     retry_after_s = getattr(error, "retry_after_s", None)
     reason = reason_of(error)
     if isinstance(error, _PASSING) or retry_after_s is not None:
-        return Outcome(State.UNKNOWN, "Unknown", reason, error.message, max(SOON_S, retry_after_s or 0.0), fields)
+        return Status(State.UNKNOWN, "Unknown", reason, error.message, max(SOON_S, retry_after_s or 0.0), fields)
     message = error.message
     if isinstance(error, sdk.UnauthenticatedError):
         message += "; give the operator an operator's API key: LORAPLEX_API_KEY_FILE"
     elif isinstance(error, sdk.PermissionDeniedError) and not error.reason.startswith("SOURCE_"):
         message += "; the operator needs an operator's API key, and the address of the store's operators' port"
-    return Outcome(State.REFUSED, "False", reason, message, REFUSED_S, fields)
+    return Status(State.REFUSED, "False", reason, message, REFUSED_S, fields)

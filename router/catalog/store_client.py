@@ -156,7 +156,7 @@ def keep_newest(cache: dict[K, T], key: K, value: T, limit: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Breach:
+class Unfitness:
     """The limits that an adapter's certificate breaks, with both numbers, and whether it is refused for that."""
 
     text: str
@@ -173,7 +173,7 @@ class ResolvedAdapter:
 
     ref: AdapterRef
     base_digest: str
-    breaches: Mapping[str, Breach] = field(default_factory=dict)
+    breaches: Mapping[str, Unfitness] = field(default_factory=dict)
     epoch: int = 0
     # The revision that is rolled out in the place of this one, which the name means.
     candidate: RolledOut | None = None
@@ -307,7 +307,7 @@ class StoreClient:
     def _resolved(self, revision: pb.Revision, epoch: int) -> ResolvedAdapter:
         ref = AdapterRef(revision.name, revision.digest, revision.rank, revision.weight_bytes)
         breaches = {
-            certificate.quantization: Breach(certificate.breach, certificate.verdict == pb.VERDICT_REFUSED)
+            certificate.quantization: Unfitness(certificate.breach, certificate.verdict == pb.VERDICT_REFUSED)
             for certificate in revision.certificates
             if certificate.verdict in {pb.VERDICT_REFUSED, pb.VERDICT_WARNED}
         }

@@ -17,7 +17,7 @@ import typer
 from clients.cli.__main__ import app
 from clients.gateway.settings import GatewaySettings
 from clients.scaler.settings import ScalerSettings
-from worker.cluster_plan import ClusterSettings
+from worker.cluster_plan import LoadSettings
 from worker.engine_api import FailureReason
 from worker.plan import PlanSettings
 
@@ -27,7 +27,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), *sorted
 COMMANDS = re.compile(r"^(?: {4}|)loraplex ((?:[^\n]*\\\n)*[^\n]*)$|`loraplex ([^`]+)`", re.MULTILINE)
 LINKS = re.compile(r"\]\(([^)#\s:]*)(?:#([^)\s]*))?\)")
 # Commands that read their own arguments, and what these are.
-SETTINGS = {"gateway": (GatewaySettings,), "scaler": (ScalerSettings,), "plan": (PlanSettings, ClusterSettings)}
+SETTINGS = {"gateway": (GatewaySettings,), "scaler": (ScalerSettings,), "plan": (PlanSettings, LoadSettings)}
 
 
 def commands(page: Path) -> Iterator[str]:

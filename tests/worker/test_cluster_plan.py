@@ -17,7 +17,7 @@ from broker.cells import CELL_JOBS
 from tests.worker.plan_command import run
 from worker import cluster_plan
 from worker.__main__ import rank_parts
-from worker.cluster_plan import ClusterSettings, plan_cluster, routers_for
+from worker.cluster_plan import LoadSettings, plan_cluster, routers_for
 from worker.engine_api import ModelUnusableError
 from worker.plan import PlanSettings, as_lines, plan
 
@@ -60,8 +60,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def load(llama: Path) -> ClusterSettings:
-    return ClusterSettings(
+def load(llama: Path) -> LoadSettings:
+    return LoadSettings(
         model=str(llama), requests=500, prompt=512, answer=200, memory="80GiB", prompt_rate=20_000, answer_rate=4_000,
         adapters=1_000,
     )  # fmt: skip
@@ -107,7 +107,7 @@ def test_each_plan_says_which_flags_it_has(words: list[str], flag: str) -> None:
     assert shown.stdout.startswith(" ".join(["usage: loraplex plan", *words]))
 
 
-def test_workers_are_the_fewest_that_are_busy_and_prompt_enough(load: ClusterSettings) -> None:
+def test_workers_are_the_fewest_that_are_busy_and_prompt_enough(load: LoadSettings) -> None:
     planned = plan_cluster(load)
     device_s = 512 / 20_000 + 200 / 4_000
     assert planned.workers == math.ceil(500 * device_s / 0.9 - 1e-9) + 1
@@ -122,14 +122,14 @@ def test_workers_are_the_fewest_that_are_busy_and_prompt_enough(load: ClusterSet
     assert promised.workers > planned.workers
 
 
-def test_one_worker_alone_makes_requests_wait(load: ClusterSettings) -> None:
+def test_one_worker_alone_makes_requests_wait(load: LoadSettings) -> None:
     # Erlang's C of 4 rows that 3.5 answers take: 0.7 wait, 99% at most 8.5 times what an answer takes.
     assert cluster_plan._wait_s(3.5, 4, 1.0) == pytest.approx(math.log(0.7379 / 0.01) / 0.5, rel=0.01)
     few = replace(load, requests=3.9, rows=4, answer_rate=1_000)
     assert plan_cluster(replace(few, ttft_ms=60_000)).workers < plan_cluster(few).workers
 
 
-def test_slots_are_for_the_adapters_that_a_worker_is_home_of(load: ClusterSettings) -> None:
+def test_slots_are_for_the_adapters_that_a_worker_is_home_of(load: LoadSettings) -> None:
     assert plan_cluster(load).slots == load.rows
     many = plan_cluster(replace(load, adapters=4_000))
     assert many.slots == math.ceil(1.6 * 4_000 / (many.workers - 1))
@@ -139,7 +139,7 @@ def test_slots_are_for_the_adapters_that_a_worker_is_home_of(load: ClusterSettin
     assert crowded.worker_host_bytes > 1.6 * crowded.adapters_a_worker * crowded.device.adapter_bytes
 
 
-def test_a_load_beyond_a_cell_has_several(load: ClusterSettings) -> None:
+def test_a_load_beyond_a_cell_has_several(load: LoadSettings) -> None:
     planned = plan_cluster(replace(load, requests=7_000, price=2.0, core_price=0.1))
     assert planned.cells == 3
     assert planned.workers % 3 == 0
@@ -149,7 +149,7 @@ def test_a_load_beyond_a_cell_has_several(load: ClusterSettings) -> None:
     assert planned.cost_an_hour == pytest.approx(planned.workers * 2 + (planned.routers + 3) * 0.1)
 
 
-def test_ranks_have_parts_of_everything(load: ClusterSettings, llama: Path) -> None:
+def test_ranks_have_parts_of_everything(load: LoadSettings, llama: Path) -> None:
     settings = PlanSettings(str(llama), memory="40GiB", tensor_parallel=2)
     one, two = plan(replace(settings, tensor_parallel=1)), plan(settings, rank_parts(settings))
     assert two.kv_bytes_per_token == one.kv_bytes_per_token // 2

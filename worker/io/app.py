@@ -44,7 +44,7 @@ from worker.io.local_jobs import LocalJob, LocalJobs
 from worker.io.membership import Presence, wait_until_registered, worker_state
 from worker.io.metrics import WorkerMetrics
 from worker.io.relay.links import LinkSettings
-from worker.io.results import REPORT_S, JobTelemetry, Results, UsageLog
+from worker.io.results import REPORT_S, JobTelemetry, Results, TokenReports
 from worker.io.settings import Settings
 from worker.ipc import (
     Begun,
@@ -133,7 +133,7 @@ class EngineSession:
 
     async def _serve(self, engine: EngineProcess, ready: Ready, stop: asyncio.Event) -> None:
         settings, metrics, jobs = self._settings, self._telemetry.metrics, LocalJobs()
-        usage = UsageLog(jobs, self._queue)
+        usage = TokenReports(jobs, self._queue)
         link_settings = LinkSettings(
             self._worker_id, self._incarnation, base_digest=self._base.digest, credentials=self._link_credentials
         )

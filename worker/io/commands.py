@@ -33,7 +33,7 @@ from worker.engine_api import Removal
 from worker.io.adapters.fetch import AdapterFetcher, DiskPin, FetchFailedError, fetch_source
 from worker.io.engine_client import EngineProcess
 from worker.io.relay.links import ForgetError
-from worker.io.results import Results, UsageLog
+from worker.io.results import Results, TokenReports
 from worker.ipc import ForgetTenant, Loaded, Pin, TenantForgotten, Unpin, Warm
 
 log = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ class TenantData:
         engine: EngineProcess,
         results: Results,
         commands: OperatorCommands,
-        usage: UsageLog,
+        usage: TokenReports,
     ) -> None:
         self._fetcher = fetcher
         self._engine = engine

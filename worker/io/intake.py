@@ -29,7 +29,7 @@ from worker.io.engine_client import EngineProcess
 from worker.io.local_jobs import LocalJob, LocalJobs, LocalJobState
 from worker.io.metrics import WorkerMetrics
 from worker.io.relay.links import RouterLinks
-from worker.io.results import Results, UsageLog
+from worker.io.results import Results, TokenReports
 from worker.ipc import Add
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Intake:
         engine: EngineProcess,
         fetcher: AdapterFetcher,
         results: Results,
-        usage: UsageLog,
+        usage: TokenReports,
         metrics: WorkerMetrics,
     ) -> None:
         self._base_digest = base_digest

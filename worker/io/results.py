@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 REPORT_S = 1.0
 
 
-class UsageLog:
+class TokenReports:
     """Reports to the queue of the tokens that local jobs have made, for their tenants' counters.
 
     They count from the attempt's start, so that one that comes twice does no harm.
@@ -191,7 +191,7 @@ class Results:
         jobs: LocalJobs,
         engine: EngineProcess,
         ready: Ready,
-        usage: UsageLog,
+        usage: TokenReports,
         telemetry: JobTelemetry,
         link_settings: LinkSettings,
         breaker: EngineBreaker | None = None,

@@ -15,7 +15,7 @@ from adapter_store.app import StoreSettings
 from artifacts.base_model import read_base_model
 from clients.cli.models import registered
 from clients.operator.objects import AdapterLook, LoraAdapter
-from clients.operator.store import Outcome, Store
+from clients.operator.store import Status, StoreLink
 from tests.credentials_files import write_tls_files
 
 
@@ -37,10 +37,10 @@ async def operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     await store.stop(0)
 
 
-async def look(address: str, tenant: str = "acme") -> Outcome:
+async def look(address: str, tenant: str = "acme") -> Status:
     """Look at an adapter whose source no store allows."""
     wanted = LoraAdapter.of("support", {"tenant": tenant, "base": "base", "source": "hf://acme/support"})
-    store = Store(address)
+    store = StoreLink(address)
     try:
         return await AdapterLook(store, wanted, {}, True, lambda *_: None).outcome()
     finally:

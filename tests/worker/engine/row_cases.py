@@ -15,8 +15,8 @@ from torch.nn.functional import gelu, silu
 from artifacts.families import KvShape
 from tests.worker.engine.interpreted import interpret_quickly
 from worker.engine.attention.paged import AttentionStep, KvCache, LayerCall
-from worker.engine.decoder.cuda import AttentionForm, QueryKeyNorms, gate_call
-from worker.engine.decoder.residuals import FORMS, Norm, NormForm, norm_call
+from worker.engine.decoder.cuda import QueryKeyNorms, RotaryForm, gate_call
+from worker.engine.decoder.residuals import FORMS, NormForm, NormKernel, norm_call
 
 NOTHING = torch.empty(0)
 CALL = LayerCall(0, NOTHING, NOTHING, NOTHING, 1.0)
@@ -34,7 +34,7 @@ def differences(dtype: torch.dtype, device: str) -> dict[str, float]:
         weight = torch.randn(columns, generator=generator).to(dtype)
         for offset, late in FORMS:
             form = NormForm(1e-5, offset, late)
-            norm = Norm(form, weight.to(device))
+            norm = NormKernel(form, weight.to(device))
             out = torch.zeros(5, columns, dtype=dtype, device=device)
             norm_call(norm, x.to(device)[:, :columns], out).launch()
             found[f"norm of {columns}, {offset:g}, {late}"] = difference(out, form.compute(x[:, :columns], weight))
@@ -54,17 +54,17 @@ def differences(dtype: torch.dtype, device: str) -> dict[str, float]:
         found[f"gelu of {columns}"] = difference(out, gelu(x[:, :columns], approximate="tanh") * x[:, columns:])
     for dim, value_dim, heads, kv_heads in ((16, 16, 4, 2), (24, 10, 3, 1)):
         found[f"rotation of {heads} heads of {dim}"] = rotation(
-            dtype, device, AttentionForm(CALL, heads, kv_heads, dim, value_dim)
+            dtype, device, RotaryForm(CALL, heads, kv_heads, dim, value_dim)
         )
         for what, sizes in {"each": (dim, dim), "all": (heads * dim, kv_heads * dim)}.items():
             norms = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
             both = QueryKeyNorms(NormForm(1e-6, 1.0, late=True), *(norm.to(device) for norm in norms))
-            normed = AttentionForm(CALL, heads, kv_heads, dim, value_dim, both)
+            normed = RotaryForm(CALL, heads, kv_heads, dim, value_dim, both)
             found[f"norm of {what}, rotation of {heads} heads of {dim}"] = rotation(dtype, device, normed)
     return found
 
 
-def rotation(dtype: torch.dtype, device: str, form: AttentionForm) -> float:
+def rotation(dtype: torch.dtype, device: str, form: RotaryForm) -> float:
     """Compare queries in their rows, and keys and values in the cache."""
     generator, tokens = torch.Generator().manual_seed(2), 5
     x, cos, sin = (

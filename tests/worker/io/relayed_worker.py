@@ -31,7 +31,7 @@ from worker.io.intake import Intake
 from worker.io.local_jobs import LocalJobs
 from worker.io.metrics import WorkerMetrics
 from worker.io.relay.links import LinkSettings
-from worker.io.results import JobTelemetry, Results, UsageLog
+from worker.io.results import JobTelemetry, Results, TokenReports
 from worker.ipc import Begun, Configure, PromptLogprobs, Stepped
 
 KEYS = Keys("hash", "main")
@@ -145,7 +145,7 @@ async def running(
         tier = DiskTier.open(disk, 1 << 30)
         fetcher = AdapterFetcher(f"127.0.0.1:{store.getsockname()[1]}", tier, DownloadTimeouts(300.0, 300.0, 300.0))
         jobs, telemetry = LocalJobs(), JobTelemetry(WorkerMetrics(), Spans(), "w")
-        usage = UsageLog(jobs, queue)
+        usage = TokenReports(jobs, queue)
         results = Results(jobs, engine, await engine.ready(), usage, telemetry, links)
         intake = Intake("sha256:0", queue, engine, fetcher, results, usage, telemetry.metrics)
         worker = Worker(engine, intake, results, queue, address)

@@ -14,7 +14,7 @@ from broker.terms import OUTPUT_WEIGHT
 from options import Encode, FinishReason, StoppingParams
 from worker.engine_api import Output
 from worker.io.local_jobs import LocalJobs
-from worker.io.results import UsageLog
+from worker.io.results import TokenReports
 
 KEYS = Keys("tiny", "main")
 
@@ -23,7 +23,7 @@ async def test_running_and_ended_jobs_are_charged_though_redis_fails_meanwhile(
     redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue, jobs = JobQueue(redis, KEYS, worker_id="w"), LocalJobs()
-    usage = UsageLog(jobs, queue)
+    usage = TokenReports(jobs, queue)
     for name in ("a", "b", "unrun"):
         await queue.enqueue(Job(name, "acme", "tiny", "sha256:0", "here", (1, 2, 3), StoppingParams(9), n=2))
     await queue.enqueue(Job("waits", "acme", "tiny", "sha256:0", "here", (1,), StoppingParams(9)))
@@ -60,7 +60,7 @@ async def test_running_and_ended_jobs_are_charged_though_redis_fails_meanwhile(
 
 async def test_tokens_of_a_stopped_answer_are_charged_too(redis: Redis) -> None:
     queue, jobs = JobQueue(redis, KEYS, worker_id="w"), LocalJobs()
-    usage = UsageLog(jobs, queue)
+    usage = TokenReports(jobs, queue)
     for name in ("a", "waits"):
         await queue.enqueue(Job(name, "acme", "tiny", "sha256:0", "here", (1, 2, 3), StoppingParams(9), n=2))
     (job,) = (await queue.claim("sha256:0", Capacity(2, 2, 1000, 100, 8))).jobs
@@ -86,7 +86,7 @@ async def _down(reports: object) -> None:
 def test_a_vector_counts_as_a_token_which_clears_a_suspect() -> None:
     """Otherwise one engine's death would let the texts of a tenant begin one at a time for a minute."""
     jobs = LocalJobs()
-    usage = UsageLog(jobs, JobQueue(Redis(), KEYS, worker_id="w"))
+    usage = TokenReports(jobs, JobQueue(Redis(), KEYS, worker_id="w"))
     text = Job("a", "acme", "tiny", "sha256:0", "here", (1, 2), StoppingParams(0), encode=Encode("embed"), strikes=1)
     local = jobs.add(text)
     (choice,) = local.running

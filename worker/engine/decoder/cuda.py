@@ -26,7 +26,15 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
 from worker.engine.attention.paged import AttentionContext, AttentionStep, LayerCall
-from worker.engine.decoder.residuals import Norm, NormForm, equal, norm_form, use_layers, weighted, with_random_weight
+from worker.engine.decoder.residuals import (
+    NormForm,
+    NormKernel,
+    equal,
+    norm_form,
+    use_layers,
+    weighted,
+    with_random_weight,
+)
 from worker.engine.device import KernelCall
 from worker.engine.lora.base_layers import FusedPart, FusedProduct
 
@@ -153,7 +161,7 @@ class QueryKeyNorms:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionForm:
+class RotaryForm:
     """The form of an attention whose queries and keys are rotated: `call` holds all but the step's own numbers."""
 
     call: LayerCall
@@ -221,7 +229,7 @@ def gate_call(both: Tensor, out: Tensor, *, gelu: bool = False) -> KernelCall:
 
 def use_kernels(model: nn.Module, dtype: torch.dtype) -> None:
     """Let the kernels compute the normalizations and gates of a model whose linear layers are in place."""
-    norms: dict[nn.Module, Norm] = {}
+    norms: dict[nn.Module, NormKernel] = {}
     for module in model.modules():
         # Of an earlier call, whose linear layers are not these.
         if getattr(vars(module).get("forward"), "__module__", "").startswith("worker.engine.decoder."):
@@ -229,7 +237,7 @@ def use_kernels(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         form = norm_form(module, dtype)
         if form is not None:
-            norms[module] = Norm(form, module.weight)  # type: ignore[arg-type]
+            norms[module] = NormKernel(form, module.weight)  # type: ignore[arg-type]
             module.forward = norms[module].compute
         product = _whole_product(module, ("gate_proj", "up_proj"), "down_proj")
         gate = None if product is None else gate_of(module, dtype)
@@ -315,7 +323,7 @@ def _query_key_norms(module: Any, dim: int, widths: Sequence[int], dtype: torch.
 
 
 @torch.inference_mode()
-def attention_form(module: nn.Module, widths: Sequence[int], dtype: torch.dtype) -> AttentionForm | None:
+def attention_form(module: nn.Module, widths: Sequence[int], dtype: torch.dtype) -> RotaryForm | None:
     """Return the form of an attention; None where a module is none that rotates, attends and multiplies, and no more.
 
     `widths` are those of its queries, keys and values.
@@ -346,7 +354,7 @@ def attention_form(module: nn.Module, widths: Sequence[int], dtype: torch.dtype)
     except (AttributeError, RuntimeError, TypeError, ValueError):  # it takes something else
         return None
     nothing, call = x.new_empty(0), observer.call
-    form = AttentionForm(
+    form = RotaryForm(
         replace(call, query=nothing, key=nothing, value=nothing), heads, keys // dim, dim, call.value.shape[-1], norms
     )
     parts = [
@@ -375,7 +383,7 @@ def _gated_forward(product: FusedProduct, down: nn.Module, *, gelu: bool) -> Cal
     return forward
 
 
-def _attention_forward(module: Any, form: AttentionForm, product: FusedProduct) -> Callable[..., tuple[Any, Any]]:
+def _attention_forward(module: Any, form: RotaryForm, product: FusedProduct) -> Callable[..., tuple[Any, Any]]:
     context, o, original = module.attention_context, module.o_proj, _own_forward(module)
 
     def forward(hidden_states: Tensor, *arguments: Any, **named: Any) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from worker.engine.decoder.residuals import Norm
+from worker.engine.decoder.residuals import NormKernel
 from worker.engine.device import KernelCall
 from worker.engine.lora.base_layers import FusedPart
 from worker.engine.quantized.weight import AnyLinear, QuantizedEmbedding, QuantizedLinear, is_linear
@@ -118,7 +118,7 @@ def use_invariant_products(model: nn.Module) -> None:
             setattr(model.get_submodule(parent), child, InvariantLinear(module))
         elif list(module.parameters(recurse=False)) and not isinstance(module, (*_BY_ROW, InvariantLinear)):
             own = getattr(vars(module).get("forward"), "__self__", None)
-            if not isinstance(own, Norm):
+            if not isinstance(own, NormKernel):
                 raise ModelUnusableError(
                     f"--batch-invariant: the rows of {name}, a {type(module).__name__}, may depend on each other; "
                     "serve this model without it"

@@ -91,7 +91,7 @@ FORMS = ((0.0, False), (0.0, True), (1.0, True))
 _NO_FORM = NormForm(0.0, 0.0, late=False)
 
 
-class Norm:
+class NormKernel:
     """A normalization by its kernel. What was normalized together with an addition waits here for the module's call."""
 
     def __init__(self, form: NormForm, weight: Tensor) -> None:
@@ -112,8 +112,8 @@ class Norm:
 
 
 def norm_call(
-    norm: Norm | None, x: Tensor, out: Tensor | None, added: Tensor | None = None, sums: Tensor | None = None,
-    inner: Norm | None = None,
+    norm: NormKernel | None, x: Tensor, out: Tensor | None, added: Tensor | None = None, sums: Tensor | None = None,
+    inner: NormKernel | None = None,
 ) -> KernelCall:  # fmt: skip
     """Return the launch that fills out [rows, columns], contiguous, of rows x, or of sums = x + added.
 
@@ -138,7 +138,7 @@ def norm_call(
     )  # fmt: skip
 
 
-def add_rows(x: Tensor, added: Tensor, inner: Norm | None, following: Norm | None) -> Tensor:
+def add_rows(x: Tensor, added: Tensor, inner: NormKernel | None, following: NormKernel | None) -> Tensor:
     """Return x + added [..., columns]; `inner` normalizes what is added, `following` the sum for its next call."""
     rows, others = (part.reshape(-1, x.shape[-1]).contiguous() for part in (x, added))
     sums = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
@@ -207,7 +207,7 @@ LAYER_FORMS = (
 )
 
 
-def use_layers(model: Any, norms: Mapping[nn.Module, Norm]) -> None:
+def use_layers(model: Any, norms: Mapping[nn.Module, NormKernel]) -> None:
     """Replace the layers that add in one of these ways, with normalizations that are in `norms`."""
     for form in LAYER_FORMS:
         layers: list[Any] = [module for module in model.modules() if set(module._modules) == form.modules]
@@ -260,7 +260,7 @@ def adds_residuals(layer: nn.Module, form: LayerForm) -> bool:
 
 
 def _layer_forward(
-    layer: Any, form: LayerForm, norms: Mapping[nn.Module, Norm], following: Norm | None
+    layer: Any, form: LayerForm, norms: Mapping[nn.Module, NormKernel], following: NormKernel | None
 ) -> Callable[..., Tensor]:
     def module(name: str | None) -> Any:
         return None if name is None else getattr(layer, name)

@@ -36,7 +36,7 @@ PIECE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KeyEntry:
     """A key's value, and the bytes of both as they are in the file; of an array of texts the value is their number."""
 
     value: Any
@@ -83,7 +83,7 @@ class GgufFile:
     """A GGUF file, or all parts of a split one: keys of the first part, tensors of all."""
 
     paths: tuple[Path, ...]
-    entries: Mapping[str, Entry] = field(repr=False)
+    entries: Mapping[str, KeyEntry] = field(repr=False)
     tensors: Mapping[str, TensorEntry] = field(repr=False)
 
     @property
@@ -156,7 +156,7 @@ class _Header:
         self._size = path.stat().st_size
         self._kept = bytearray()
 
-    def read(self) -> tuple[dict[str, Entry], list[TensorEntry]]:
+    def read(self) -> tuple[dict[str, KeyEntry], list[TensorEntry]]:
         """Read keys and tensors. Raises ArtifactError, OSError."""
         with open(self._path, "rb") as file:
             self._file: BinaryIO = file
@@ -167,19 +167,19 @@ class _Header:
             except UnicodeDecodeError as error:
                 raise ArtifactError(str(self._path), "is not a readable GGUF file: a name is not UTF-8") from error
 
-    def _read(self) -> tuple[dict[str, Entry], list[TensorEntry]]:
+    def _read(self) -> tuple[dict[str, KeyEntry], list[TensorEntry]]:
         (version,) = self._unpack("I")
         if version & 0xFFFF == 0:
             raise ArtifactError(str(self._path), "is a GGUF file of a big-endian machine, which is not read")
         if version not in _VERSIONS:
             raise ArtifactError(str(self._path), f"is GGUF version {version}, and only 2 and 3 are read")
         tensor_count, key_count = self._unpack("QQ")
-        entries: dict[str, Entry] = {}
+        entries: dict[str, KeyEntry] = {}
         for _ in range(key_count):
             self._kept.clear()
             key = self._string()
             value = self._value(*self._unpack("I"))
-            entries[key] = Entry(value, bytes(self._kept))
+            entries[key] = KeyEntry(value, bytes(self._kept))
         infos = [self._tensor_info() for _ in range(tensor_count)]
         alignment = entries["general.alignment"].value if "general.alignment" in entries else 32
         if not isinstance(alignment, int) or alignment < 1:

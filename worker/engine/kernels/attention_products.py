@@ -28,7 +28,7 @@ from worker.engine.kernels.llvm import (
     I32,
     I64,
     KINDS,
-    Parameters,
+    KernelArgs,
     broadcast,
     cases,
     emits,
@@ -81,16 +81,16 @@ def key_words(key_dim: int, products: int) -> int:
     return key_dim if products == FLOATS else key_dim // 2
 
 
-def _products(p: Parameters) -> int:
+def _products(p: KernelArgs) -> int:
     return p.constant("of_products")
 
 
-def _of_pairs(p: Parameters) -> bool:
+def _of_pairs(p: KernelArgs) -> bool:
     """Tell whether queries and keys are multiplied as pairs of bfloat16, by vectors or tiles."""
     return _products(p) != FLOATS
 
 
-def _key_piece(b: Any, p: Parameters, key: Any, first: Any, words: int) -> Any:
+def _key_piece(b: Any, p: KernelArgs, key: Any, first: Any, words: int) -> Any:
     """Load words [first, first + words) of a key in the products' format, with zeros behind them: a vector."""
     kind = p.constant("of_kept")
     if words == V and _of_pairs(p):
@@ -110,7 +110,7 @@ def _key_piece(b: Any, p: Parameters, key: Any, first: Any, words: int) -> Any:
     return whole
 
 
-def _narrow_piece(b: Any, p: Parameters, key: Any, first: Any, lanes: int) -> Any:
+def _narrow_piece(b: Any, p: KernelArgs, key: Any, first: Any, lanes: int) -> Any:
     kind = p.constant("of_kept")
     size, words = kind_bytes(kind), vector_type(I32, lanes)
     if not _of_pairs(p):
@@ -161,7 +161,7 @@ def score_rows(b, p, count, queries, panel, factors, scores, stride):
 
 
 def _score_rows(
-    b: Any, p: Parameters, rows: int, queries: Any, panel: Any, factors: Any, scores: Any, stride: Any
+    b: Any, p: KernelArgs, rows: int, queries: Any, panel: Any, factors: Any, scores: Any, stride: Any
 ) -> None:
     words = key_words(p.constant("of_key_dim"), _products(p))
     pairs = _products(p) == PAIRS
@@ -241,7 +241,7 @@ def _groups(pieces: Sequence[tuple[int, int]], rows: int) -> Iterator[Sequence[t
         yield pieces[first : first + together]
 
 
-def _add_values(b: Any, p: Parameters, rows: int, of_weights: Any, of_values: Any, sums: Any) -> None:
+def _add_values(b: Any, p: KernelArgs, rows: int, of_weights: Any, of_values: Any, sums: Any) -> None:
     weights, stride = of_weights
     values, value_bytes, scales, places, positions = of_values
     dim, kind = p.constant("of_value_dim"), p.constant("of_kept")

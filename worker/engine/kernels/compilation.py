@@ -55,7 +55,7 @@ def compile_kernel(
 
     Its parameters are 64-bit integers (addresses, counts, strides in bytes), then float32. The `constants` are known
     when it is compiled: they are encoded as the lengths of further fields, whose contents are never read, because numba
-    specializes a kernel by its parameters' type (see llvm.Parameters). `emitting` are modules whose code it calls.
+    specializes a kernel by its parameters' type (see llvm.KernelArgs). `emitting` are modules whose code it calls.
     """
     numbers, floats = integers.split(), reals.split()
     fields = [(name, "i8") for name in numbers] + [(name, "f4") for name in floats]

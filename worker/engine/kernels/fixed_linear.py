@@ -33,7 +33,7 @@ from worker.engine.kernels.llvm import (
     KINDS,
     ROUNDING,
     ROUNDING_BITS,
-    Parameters,
+    KernelArgs,
     broadcast,
     cases,
     emits,
@@ -152,7 +152,7 @@ def multiply(b, p, count, q, factors, weights, scales, next_weights, sums):
 
 
 def _multiply_rows(
-    b: Any, p: Parameters, rows: int, q: Any, factors: Any, weights: Any, scales: Any, next_weights: Any, sums: Any
+    b: Any, p: KernelArgs, rows: int, q: Any, factors: Any, weights: Any, scales: Any, next_weights: Any, sums: Any
 ) -> None:
     code = p.constant("of_format")
     has_zeros = p.constant("of_zeros") > 1

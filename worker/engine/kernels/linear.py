@@ -31,7 +31,7 @@ from worker.engine.kernels.llvm import (
     I32,
     I64,
     KINDS,
-    Parameters,
+    KernelArgs,
     broadcast,
     cases,
     emits,
@@ -116,7 +116,7 @@ def multiply_unpacked(b, p, count, x, x_sums, weights, scales, zeros, sums):
         _multiply_rows(b, p, rows, True, x, x_sums, weights, scales, zeros, sums)
 
 
-def _zeros_are_last(p: Parameters) -> bool:
+def _zeros_are_last(p: KernelArgs) -> bool:
     """Tell whether zeros are subtracted from sums, not from codes."""
     return p.constant("of_format") == INT4 and p.constant("of_products") != FLOATS and p.constant("of_zeros") > 1
 
@@ -140,7 +140,7 @@ def sum_row(b, p, x, sums):
 
 def _multiply_rows(
     b: Any,
-    p: Parameters,
+    p: KernelArgs,
     rows: int,
     unpacked: bool,
     x: Any,
@@ -333,14 +333,14 @@ def compile_linear(format_name: str, kind: str, products: int, *, scales: bool, 
 
 
 @dataclass(frozen=True)
-class Plan:
+class KernelPlan:
     """A kernel's way through a layer: its parameters from `direct` on, and the scratch of a thread."""
 
     integers: tuple[int, ...]
     scratch_floats: int
 
 
-def plan(format_name: str, columns: int, segment: int, products: int) -> Plan:
+def plan(format_name: str, columns: int, segment: int, products: int) -> KernelPlan:
     """Plan a layer of so many columns, of which those of a segment may have scales of their own."""
     unpacks = FORMATS[format_name] != (FLOAT32 if products == FLOATS else BFLOAT16)
     direct = _DIRECT_ROWS[products].get(format_name, 0)
@@ -355,7 +355,7 @@ def plan(format_name: str, columns: int, segment: int, products: int) -> Plan:
         scratch = _COPIED + copied + _GROUP_SUMS + (GROUP_PANELS * step * PANEL * 2 if unpacks else 0)
     else:
         scratch = _UNPACKED + (block * panel_bytes if unpacks else 0)
-    return Plan((direct, *rows, block, scratch, panel_bytes, copied), scratch // 4)
+    return KernelPlan((direct, *rows, block, scratch, panel_bytes, copied), scratch // 4)
 
 
 @kernel_part()

@@ -49,7 +49,7 @@ def kernel_part(*, fastmath: bool = False) -> Any:
     return njit(fastmath=fastmath, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-class Parameters:
+class KernelArgs:
     """A kernel's parameters where code is emitted: the pointer to them, and their type, which has the constants."""
 
     def __init__(self, b: Any, pointer: Any, of: Any) -> None:
@@ -67,7 +67,7 @@ class Parameters:
 def emits(returns: Any = types.void) -> Callable[[Any], Any]:
     """Return a decorator that lets compiled code call a function, which emits the instructions of the call.
 
-    It gets the builder and the call's arguments, a pointer to a kernel's parameters as Parameters, and returns the
+    It gets the builder and the call's arguments, a pointer to a kernel's parameters as KernelArgs, and returns the
     value, if any, of the type `returns`.
     """
 
@@ -75,7 +75,7 @@ def emits(returns: Any = types.void) -> Callable[[Any], Any]:
         def define(typingctx: Any, *of: Any) -> Any:
             def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
                 pairs = zip(of, arguments, strict=True)
-                value = emit(b, *(Parameters(b, one, kind.dtype) if _has_fields(kind) else one for kind, one in pairs))
+                value = emit(b, *(KernelArgs(b, one, kind.dtype) if _has_fields(kind) else one for kind, one in pairs))
                 return context.get_dummy_value() if value is None else value
 
             return returns(*of), generate

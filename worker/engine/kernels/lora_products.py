@@ -23,7 +23,7 @@ from worker.engine.kernels.llvm import (
     I64,
     KINDS,
     LANES,
-    Parameters,
+    KernelArgs,
     broadcast,
     cases,
     each_vector,
@@ -76,7 +76,7 @@ def shrink(b, p, rows, ranks, x, weights, count, out):
             _shrink_rows(b, p, of_rows, of_ranks, x, weights, count, out)
 
 
-def _shrink_rows(b: Any, p: Parameters, rows: int, ranks: int, x: Any, weights: Any, count: Any, out: Any) -> None:
+def _shrink_rows(b: Any, p: KernelArgs, rows: int, ranks: int, x: Any, weights: Any, count: Any, out: Any) -> None:
     kind = p.constant("of_kind")
     size = kind_bytes(kind)
 
@@ -120,7 +120,7 @@ def expand(b, p, rows, rescaled, y, factors, ranks, weights, change, count):
 
 
 def _expand_rows(
-    b: Any, p: Parameters, rows: int, rescaled: bool, y: Any, factors: Any, ranks: Any, pairs: Any, count: Any
+    b: Any, p: KernelArgs, rows: int, rescaled: bool, y: Any, factors: Any, ranks: Any, pairs: Any, count: Any
 ) -> None:
     size = kind_bytes(p.constant("of_kind"))
     weights, weights_stride, gain, shift = (b.extract_value(two, at) for two in pairs for at in (0, 1))
@@ -154,7 +154,7 @@ def _clear(b: Any, totals: list[list[Any]], lanes: int) -> None:
 
 
 def _sum_ranks(
-    b: Any, p: Parameters, lanes: int, parts: list[int], of_factors: list[Any], ranks: Any, weights: Any, stride: Any
+    b: Any, p: KernelArgs, lanes: int, parts: list[int], of_factors: list[Any], ranks: Any, weights: Any, stride: Any
 ) -> list[list[Any]]:
     """Return the sums over ranks of factors and weights, by row and part."""
     totals = _sums(b, lanes, len(of_factors), len(parts))
@@ -169,7 +169,7 @@ def _sum_ranks(
 
 
 def _sum_ranks_as_tiles(
-    b: Any, p: Parameters, lanes: int, parts: list[int], of_factors: list[Any], ranks: Any, weights: Any, stride: Any
+    b: Any, p: KernelArgs, lanes: int, parts: list[int], of_factors: list[Any], ranks: Any, weights: Any, stride: Any
 ) -> list[list[Any]]:
     """Return the same of factors in bfloat16, as a product of tiles adds up: even and odd ranks apart, then both sums.
 
@@ -197,7 +197,7 @@ def _sum_ranks_as_tiles(
     return totals
 
 
-def _add_to_output(b: Any, p: Parameters, total: Any, y: Any, first: int, lanes: int, change: Any) -> None:
+def _add_to_output(b: Any, p: KernelArgs, total: Any, y: Any, first: int, lanes: int, change: Any) -> None:
     """Write y + total, rounded once; with `change`, addresses of gain and shift, y + gain * y + shift + total."""
     kind = p.constant("of_kind")
     own = load_as_float32(b, kind, y, first, lanes)

@@ -28,7 +28,7 @@ from worker.engine.kernels.llvm import (
     F32,
     KINDS,
     LANES,
-    Parameters,
+    KernelArgs,
     broadcast,
     each_vector,
     emits,
@@ -65,7 +65,7 @@ class _Row:
         return self._b.add(self._address, self._b.mul(index, int64(kind_bytes(self._kind))))
 
 
-def _each(b: Any, p: Parameters, columns: Any, emit: Callable[..., None], *addresses: Any) -> None:
+def _each(b: Any, p: KernelArgs, columns: Any, emit: Callable[..., None], *addresses: Any) -> None:
     """Emit loops over the columns of rows in the kernel's dtype: emit(index, lanes, row at each address)."""
     rows = [_Row(b, p.constant("of_kind"), address) for address in addresses]
     each_vector(b, columns, lambda index, lanes, _: emit(index, lanes, *rows))

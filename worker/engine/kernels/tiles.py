@@ -29,7 +29,7 @@ from worker.engine.kernels.llvm import (
     I16,
     I32,
     I64,
-    Parameters,
+    KernelArgs,
     broadcast,
     cases,
     emits,
@@ -67,7 +67,7 @@ def bfloat16_products(columns: int) -> int:
     return PAIRS if HAS_PAIRS else FLOATS
 
 
-def of_tiles(p: Parameters) -> bool:
+def of_tiles(p: KernelArgs) -> bool:
     """Tell, where code is emitted, whether a kernel's products are of tiles."""
     return p.constant("of_products") in (TILES, EMULATED)
 
@@ -109,7 +109,7 @@ def configure_columns(b, p, memory, rows):
     _configure(b, p, memory, [*[(rows, 4)] * 4, (rows, _LINE), *[(int64(_HALF), 4)] * 3])
 
 
-def _configure(b: Any, p: Parameters, memory: Any, sizes: Sequence[tuple[Any, int]]) -> None:
+def _configure(b: Any, p: KernelArgs, memory: Any, sizes: Sequence[tuple[Any, int]]) -> None:
     for at in range(0, _LINE, 8):
         store(b, int64(1 if at == 0 else 0), memory, at, 8)  # the first byte is the palette
     for tile, (rows, line) in enumerate(sizes):
@@ -126,7 +126,7 @@ def release(b, p):
         _run(b, "tilerelease")
 
 
-def _zero(b: Any, p: Parameters, memory: Any, tile: int) -> None:
+def _zero(b: Any, p: KernelArgs, memory: Any, tile: int) -> None:
     if p.constant("of_products") != EMULATED:
         _run(b, f"tilezero %tmm{tile}")
         return
@@ -135,7 +135,7 @@ def _zero(b: Any, p: Parameters, memory: Any, tile: int) -> None:
 
 
 def _move(
-    b: Any, p: Parameters, memory: Any, tile: int, address: Any, stride: Any, *, out: bool, line: int = _LINE
+    b: Any, p: KernelArgs, memory: Any, tile: int, address: Any, stride: Any, *, out: bool, line: int = _LINE
 ) -> None:
     """Load a tile from rows of memory, or store it there; its rows have `line` bytes."""
     if p.constant("of_products") != EMULATED:
@@ -149,7 +149,7 @@ def _move(
         store(b, load(b, of, 0, vector_type(I32, line // 4), 1), to, 0, 1)
 
 
-def _multiply(b: Any, p: Parameters, memory: Any, sums: int, rows: int, weights: int) -> None:
+def _multiply(b: Any, p: KernelArgs, memory: Any, sums: int, rows: int, weights: int) -> None:
     """Add the products of two tiles to a third."""
     if p.constant("of_products") != EMULATED:
         _run(b, f"tdpbf16ps %tmm{weights}, %tmm{rows}, %tmm{sums}")

@@ -26,7 +26,7 @@ from worker.engine.kernels.llvm import (
     I16,
     I32,
     I64,
-    Parameters,
+    KernelArgs,
     emits,
     int64,
     kernel_part,
@@ -179,7 +179,7 @@ def keep_order(b: Any) -> None:
 
 
 @contextmanager
-def each_segment(b: Any, p: Parameters) -> Iterator[tuple[Any, Any, Any]]:
+def each_segment(b: Any, p: KernelArgs) -> Iterator[tuple[Any, Any, Any]]:
     """Emit a loop over the segments of a row; gives the first column, the last + 1, and the segment's number."""
     columns, segment = map(p.load, ("columns", "segment"))
     with cgutils.for_range_slice(b, int64(0), columns, segment, I64) as (first, number):

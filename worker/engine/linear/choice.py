@@ -39,7 +39,7 @@ _MUCH = 1.1
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutTrial:
     """A layout of the weights of one kind, for inputs of dtype `compute`."""
 
     compute: torch.dtype
@@ -48,7 +48,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutChoice:
     """The dtype that a model computes in, and the layouts of its linear layers, by kind of weight: see kind_of."""
 
     compute: torch.dtype
@@ -68,23 +68,23 @@ def kind_of(linear: AnyLinear) -> str:
     return dtype_name(codes.dtype) if codes.is_floating_point() else f"int{linear.weight.bits}"
 
 
-def unmeasured(model: nn.Module, compute: torch.dtype) -> Choice:
+def unmeasured(model: nn.Module, compute: torch.dtype) -> LayoutChoice:
     """Choose the layouts for a model so small that measuring would not pay."""
     kinds = {kind_of(layer) for layer in model.modules() if is_linear(layer)}
     options = {kind: next(_layouts(kind, compute, rounded=False), None) for kind in kinds}
-    return Choice(compute, {kind: layout for kind, layout in options.items() if layout is not None})
+    return LayoutChoice(compute, {kind: layout for kind, layout in options.items() if layout is not None})
 
 
 @torch.inference_mode()
-def measured(model: nn.Module, own: torch.dtype, computes: Sequence[torch.dtype]) -> Choice:
+def measured(model: nn.Module, own: torch.dtype, computes: Sequence[torch.dtype]) -> LayoutChoice:
     """Choose the fastest layouts, and, of the dtypes `computes`, the one to compute in; log what was chosen, and why.
 
     `own` is the model's dtype, for which the layouts are exact. Another has to be faster by _MUCH.
     """
-    seconds: dict[Candidate, float] = {}
+    seconds: dict[LayoutTrial, float] = {}
     for kind, samples in _samples(model).items():
         candidates = [
-            Candidate(compute, kind, layout)
+            LayoutTrial(compute, kind, layout)
             for compute in computes
             for layout in (*_layouts(kind, compute, rounded=own != torch.float32), *_narrow_layouts(samples, compute))
         ]
@@ -101,7 +101,7 @@ def measured(model: nn.Module, own: torch.dtype, computes: Sequence[torch.dtype]
     if seconds:
         _log.info("%s", _sentence(seconds, compute, fastest[compute]))
     chosen = {candidate.kind: candidate.layout for candidate in fastest[compute]}
-    return Choice(compute, {**unmeasured(model, compute).layouts, **chosen})
+    return LayoutChoice(compute, {**unmeasured(model, compute).layouts, **chosen})
 
 
 def _layouts(kind: str, compute: torch.dtype, *, rounded: bool) -> Iterator[Layout]:
@@ -129,7 +129,7 @@ def _samples(model: nn.Module) -> dict[str, list[tuple[AnyLinear, int]]]:
     return dict(samples)
 
 
-def _measure(layer: AnyLinear, count: int, candidates: Sequence[Candidate]) -> dict[Candidate, list[float]]:
+def _measure(layer: AnyLinear, count: int, candidates: Sequence[LayoutTrial]) -> dict[LayoutTrial, list[float]]:
     """Return the seconds of `count` such layers in each layout, for each of _ROWS.
 
     Layouts whose rows depend on others are left out, unless all are of this kind.
@@ -138,7 +138,7 @@ def _measure(layer: AnyLinear, count: int, candidates: Sequence[Candidate]) -> d
     laid_out = {candidate: candidate.layout.make(layer) for candidate in candidates}
     alike = [candidate for candidate in candidates if _rows_are_alike(laid_out[candidate], layer, candidate.compute)]
     candidates = alike or candidates
-    seconds: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
+    seconds: dict[LayoutTrial, list[float]] = {candidate: [] for candidate in candidates}
     for rows in _ROWS:
         fastest = dict.fromkeys(candidates, float("inf"))
         # In turn: what else the machine does meets all of them alike.
@@ -164,16 +164,16 @@ def _rows_are_alike(laid_out: nn.Module, layer: AnyLinear, compute: torch.dtype)
     return all(torch.equal(laid_out(x[:rows]), y[:rows]) for rows in _ROWS[:-1])
 
 
-def _fastest(seconds: Mapping[Candidate, float], compute: torch.dtype) -> list[Candidate]:
+def _fastest(seconds: Mapping[LayoutTrial, float], compute: torch.dtype) -> list[LayoutTrial]:
     """Return the fastest candidate of each kind of weight."""
-    fastest: dict[str, Candidate] = {}
+    fastest: dict[str, LayoutTrial] = {}
     for candidate in sorted(seconds, key=lambda candidate: seconds[candidate]):
         if candidate.compute == compute:
             fastest.setdefault(candidate.kind, candidate)
     return list(fastest.values())
 
 
-def _sentence(seconds: Mapping[Candidate, float], compute: torch.dtype, chosen: Sequence[Candidate]) -> str:
+def _sentence(seconds: Mapping[LayoutTrial, float], compute: torch.dtype, chosen: Sequence[LayoutTrial]) -> str:
     """Say what was chosen, with the time of all candidates."""
     times = ", ".join(
         f"{candidate.layout.name} with {dtype_name(candidate.compute)} inputs {taken * 1e3:.1f} ms"

@@ -25,7 +25,7 @@ from artifacts.quantization import check_device, parse_quantization, stored_sche
 from worker.engine.attention import paged
 from worker.engine.attention.paged import AttentionContext, LayerCall
 from worker.engine.device import available_bytes, dtype_name, return_freed_memory
-from worker.engine.linear.choice import Choice, kind_of, measured, unmeasured
+from worker.engine.linear.choice import LayoutChoice, kind_of, measured, unmeasured
 from worker.engine.linear.experts import expert_tensors, lay_out_experts
 from worker.engine.linear.layouts import multiplies_bfloat16, packing_works, replace_linears
 from worker.engine.lora.base_layers import LoadedBase
@@ -157,7 +157,7 @@ class LoadedModel(LoadedBase):
     kv: KvShape
     attention: AttentionContext
     # Dtype and layouts in which it computes on the CPU; None where they were not measured.
-    layouts: Choice | None = None
+    layouts: LayoutChoice | None = None
 
 
 def load_model(
@@ -395,7 +395,7 @@ def lay_out(loaded: LoadedModel) -> None:
     return_freed_memory()
 
 
-def _check_kernels(loaded: LoadedModel, choice: Choice) -> None:
+def _check_kernels(loaded: LoadedModel, choice: LayoutChoice) -> None:
     for layer in loaded.module.modules():
         if isinstance(layer, QuantizedLinear) and kind_of(layer) not in choice.layouts:
             raise ModelUnusableError(

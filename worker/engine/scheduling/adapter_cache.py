@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from worker.engine.scheduling.adapter_slots import Demand, DeviceSlots, Urgency, require_integrity
-from worker.engine.scheduling.adapter_tiers import AdapterMemory, HostTier, Reads, Transfers
+from worker.engine.scheduling.adapter_tiers import AdapterMemory, DeviceCopies, HostTier, Reads
 from worker.engine.scheduling.loader_threads import LoaderThreads
 from worker.engine_api import AdapterSource, Removal, TierStats
 
@@ -101,7 +101,7 @@ class AdapterCache(Generic[P]):
         self._host: HostTier[P] = HostTier(host_bytes, memory.size)
         self.slots = DeviceSlots(slots, self.demand)
         self._budget = budget or SwapBudget()
-        self._transfers = Transfers(memory, loads)
+        self._transfers = DeviceCopies(memory, loads)
         self._reads = Reads(memory, loads, self._host, self._transfers, self.demand)
         # Arrivals that the next poll returns.
         self._arrived: list[str] = []

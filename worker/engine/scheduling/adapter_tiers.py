@@ -120,7 +120,7 @@ class HostTier(Generic[P]):
             self.bytes -= self._size(prepared)
 
 
-class Transfers(Generic[P]):
+class DeviceCopies(Generic[P]):
     """Copies of adapters to the device, beside the batch; where memory needs no transfer, there are none."""
 
     def __init__(self, memory: AdapterMemory[P], loads: LoaderThreads[P]) -> None:
@@ -185,7 +185,7 @@ class Reads(Generic[P]):
         memory: AdapterMemory[P],
         loads: LoaderThreads[P],
         host: HostTier[P],
-        transfers: Transfers[P],
+        transfers: DeviceCopies[P],
         demand: Demand,
     ) -> None:
         self._memory = memory

@@ -95,18 +95,18 @@ def test_an_attention_that_rotates_all_features_is_known_by_its_numbers(tiny_lla
 @pytest.mark.usefixtures("kept_compilations")
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.nightly), 90])
 def test_the_kernels_compile(capability: int) -> None:
-    from worker.engine.decoder.cuda import AttentionForm, QueryKeyNorms, gate_call
-    from worker.engine.decoder.residuals import Norm, NormForm, norm_call
+    from worker.engine.decoder.cuda import QueryKeyNorms, RotaryForm, gate_call
+    from worker.engine.decoder.residuals import NormForm, NormKernel, norm_call
 
     x, out = torch.zeros(8, 8192, dtype=torch.bfloat16), torch.zeros(8, 4096, dtype=torch.bfloat16)
     form = NormForm(1e-5, 0.0, late=False)
-    norm = Norm(form, out[0])
+    norm = NormKernel(form, out[0])
     calls = norm_call(norm, x[:, :4096], out), norm_call(norm, out, out, out, out, norm), gate_call(x, out)
     for call in (*calls, gate_call(x, out, gelu=True)):
         compiled = compiled_for(capability, call)
         assert "ld.global.v4" in compiled.asm["ptx"], "rows are read 16 bytes at a time"
     norms = (None, *(QueryKeyNorms(form, x[0, :size], x[0, :size]) for size in (128, 4096)))
-    attentions = [AttentionForm(LayerCall(0, x, x, x, 1.0), 32, 8, 128, 128, both) for both in norms]
+    attentions = [RotaryForm(LayerCall(0, x, x, x, 1.0), 32, 8, 128, 128, both) for both in norms]
     rows, angles = (
         torch.zeros(8, sum(attentions[0].widths), dtype=torch.bfloat16),
         torch.zeros(8, 128, dtype=torch.bfloat16),

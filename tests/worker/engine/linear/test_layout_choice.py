@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.worker.engine.model.tiny_families import make_config, make_model
 from worker.engine.linear import choice, layouts
-from worker.engine.linear.choice import Choice, measured, unmeasured
+from worker.engine.linear.choice import LayoutChoice, measured, unmeasured
 from worker.engine.linear.layouts import Layout, float_layouts
 from worker.engine.model import loader
 from worker.engine.model.loader import choose_layouts, lay_out, load_model
@@ -157,7 +157,7 @@ def test_a_processor_without_a_kernel(tiny_qwen2: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(layouts, "packing_works", lambda dtype: False)
     lay_out(load_model(str(tiny_qwen2.directory)))
     loaded = load_model(str(tiny_qwen2.directory), quantize="int4")
-    for given in (loaded, replace(loaded, layouts=Choice(F32, {}))):
+    for given in (loaded, replace(loaded, layouts=LayoutChoice(F32, {}))):
         with pytest.raises(ModelUnusableError, match="no kernel for int4 weights; load the model without --quantize"):
             lay_out(given)
 
