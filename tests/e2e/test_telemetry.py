@@ -235,7 +235,8 @@ def check_worker(samples: Samples) -> None:
 
 def check_store(samples: Samples) -> None:
     assert value(samples, "store_revisions_published_total") == 3
-    assert value(samples, "rpc_requests_total", method="DownloadRevision", code="OK") == 1
+    # The worker's, and the router's of the adapter's settings.
+    assert value(samples, "rpc_requests_total", method="DownloadRevision", code="OK") == 2
     assert value(samples, "store_received_bytes_total") > value(samples, "store_sent_bytes_total") > 0
 
 
