@@ -79,7 +79,7 @@ end
 
 -- Forget a job's charges, up to an attempt.
 function charges.forget(call, id, last_attempt)
-  local record = redis.call('HMGET', call.keys.charged, id)[1]
+  local record = redis.call('HGET', call.keys.charged, id)
   if not record then return end
   local is_readable, _, _, attempt = read_packed(charges.checked, record)
   if not is_readable or attempt <= last_attempt then redis.call('HDEL', call.keys.charged, id) end

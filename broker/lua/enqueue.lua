@@ -22,7 +22,7 @@ function uses.now(call, tenant, max)
   local place = redis.call('ZREVRANGE', queue, 0, 0)[1]
   if not place then return end
   local id = string.sub(place, PLACE_BYTES + 1)
-  local facts = redis.call('HMGET', call.prefix .. 'job:' .. id, 'facts')[1]
+  local facts = redis.call('HGET', call.prefix .. 'job:' .. id, 'facts')
   local is_readable, _, _, _, _, _, _, weight = read_packed(jobs.checked, facts)
   if not is_readable then return end
   tenants.read(call, tenant)

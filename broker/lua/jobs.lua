@@ -48,14 +48,14 @@ function turns.note_claim(call, tenant, place)
   local turn = turns.of(place)
   if not turn then return end
   local name, field = turns.hash_of(call, tenant), turns.fields(place, '', 0)
-  if turn > number_of(redis.call('HMGET', name, field)[1]) then redis.call('HSET', name, field, turn) end
+  if turn > number_of(redis.call('HGET', name, field)) then redis.call('HSET', name, field, turn) end
 end
 
 -- Give the turn of a job that leaves without a claim back to its key: the next one begins earlier.
 function turns.give_back(call, tenant, place, work, key, key_weight)
   if not turns.of(place) then return end
   local name, _, field = turns.hash_of(call, tenant), turns.fields(place, key, key_weight)
-  local finish = redis.call('HMGET', name, field)[1]
+  local finish = redis.call('HGET', name, field)
   if not finish then return end
   redis.call('HSET', name, field, math.max(0, number_of(finish) - turns.length(work, key_weight)))
 end
@@ -107,7 +107,7 @@ end
 function jobs.forget(call, id)
   local key = call.prefix .. 'job:' .. id
   local is_readable, tenant, _, _, _, _, _, _, _, _, _, _, _, _, of_key, key_weight, place, size, work =
-    read_packed(jobs.checked, redis.call('HMGET', key, 'facts')[1])
+    read_packed(jobs.checked, redis.call('HGET', key, 'facts'))
   redis.call('ZREM', call.keys.waiting, id)
   if is_readable and jobs.leave_queue(call, id, tenant, place, size, work, of_key) then
     redis.call('DEL', key, turns.hash_of(call, tenant))
@@ -121,7 +121,7 @@ end
 register('finish', function(_, arguments)
   local call, id, last_attempt = new_call(arguments), arguments[2], tonumber(arguments[3])
   local key = call.prefix .. 'job:' .. id
-  local waiting_attempt = redis.call('HMGET', key, 'attempt')[1]
+  local waiting_attempt = redis.call('HGET', key, 'attempt')
   if not waiting_attempt then -- claimed; or displaced, which has left a mark; or the key was lost
     redis.call('DEL', key)
     redis.call('ZREM', call.keys.waiting, id)

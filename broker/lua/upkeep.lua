@@ -167,7 +167,7 @@ end)
 
 -- Return since when a waiting job has waited, in ms; the time of the call for one that cannot be read.
 function upkeep.queued_at(call, id)
-  local facts = {read_packed(jobs.checked, redis.call('HMGET', call.prefix .. 'job:' .. id, 'facts')[1])}
+  local facts = {read_packed(jobs.checked, redis.call('HGET', call.prefix .. 'job:' .. id, 'facts'))}
   return facts[1] and facts[20] or call.now
 end
 
@@ -200,7 +200,7 @@ register('forget_tenant', function(_, arguments)
   end
   local begun = redis.call('ZRANGE', keys.again, first, first + most - 1)
   for _, id in ipairs(begun) do
-    local is_readable, of = read_packed(jobs.checked, redis.call('HMGET', call.prefix .. 'job:' .. id, 'facts')[1])
+    local is_readable, of = read_packed(jobs.checked, redis.call('HGET', call.prefix .. 'job:' .. id, 'facts'))
     if is_readable and of == tenant then
       jobs.forget(call, id)
       jobs_gone = jobs_gone + 1

@@ -93,9 +93,9 @@ LIBRARIES = (
     Library("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), "use_pydantic_ai.py"),
     Library("llama-index", ("llama-index-llms-openai-like==0.8.1", "llama-index-core==0.14.25"), "use_llama_index.py"),
     Library("dspy", ("dspy==3.4.1",), "use_dspy.py"),
-    # The version of `make evaluate`, which compares its figures.
+    # The version of `make evaluate`, which compares the figures with its own.
     Library("guidellm", ("guidellm==0.8.1", "torch==2.13.0"), "use_guidellm.py", ("completions", "chat")),
-    # As above. Without torch, which only its own backends need.
+    # The same version as that of `make evaluate`. It needs torch only where it runs a model itself.
     Library("lm_eval", ("lm_eval[api]==0.4.13", "transformers==5.23.0"), "use_lm_eval.py", ("completions", "chat")),
     Library("java.net.http", (), "use_java.java"),
 )
