@@ -30,7 +30,6 @@ class Recorder(relay_pb2_grpc.RelayServiceServicer):
         self.frames: list[list[pb.Frame]] = []
         # Responses to the hello; the ack that follows them names no job.
         self.responses: list[pb.ConnectResponse] = []
-        self.greeted = asyncio.Event()
         self._news = asyncio.Condition()
 
     async def Connect(self, request_iterator: AsyncIterator[pb.ConnectRequest], context: Any) -> Any:
@@ -38,7 +37,6 @@ class Recorder(relay_pb2_grpc.RelayServiceServicer):
         for response in self.responses:
             yield response
         async for request in request_iterator:
-            self.greeted.set()  # by the hello
             if request.HasField("frames"):
                 self.frames.append(list(request.frames.frames))
                 async with self._news:
@@ -74,14 +72,15 @@ class Line:
         self.links = RouterLinks(LinkSettings("w", "w-1", send_interval_s), self._jobs, self.handler)
 
     async def claim(self, job_id: str) -> LocalChoice:
-        """Claim a job of one answer; returns when the link is open."""
+        """Claim a job of one answer; returns when the router has answered."""
         stopping = StoppingParams(max_tokens=100)
         local = self._jobs.add(
             Job(job_id, "acme", "tiny", "sha256:0", self._address, (1,), stopping, sampling=SamplingParams(seed=1))
         )
         self.links.claimed(local)
         async with asyncio.timeout(20):
-            await self.router.greeted.wait()
+            while not self.links.live:
+                await self.links.next_change.wait()
         return local.choices[0]
 
     async def close(self) -> None:
