@@ -27,6 +27,7 @@ from broker.messages import (
     Capacity,
     Job,
     RowToShare,
+    SealError,
     decode_job,
     decode_record,
 )
@@ -127,6 +128,8 @@ class _ScanAnswer(NamedTuple):
     last_apart: int
     # Of each job, what the queue has noted of it (broker/lua/jobs.lua).
     facts: list[bytes]
+    # Redis's time in ms since 1970.
+    now_ms: int
 
 
 class Claims:
@@ -185,37 +188,34 @@ class Claims:
         self._memory.note(
             plan, capacity, jobs_found=jobs_found, seen=answer.seen, looks=looks, live_workers=answer.live_workers
         )
-        jobs, unread = await self._read(answer)
-        requested = [
-            request for request in _readable(requests, partial(decode_record, AdapterRequest)) if request is not None
-        ]
+        is_short = sum(map(len, answer.bodies)) <= _SHORT_BYTES
+        jobs, unread, refused_here = self._read(answer) if is_short else await asyncio.to_thread(self._read, answer)
+        read_request = partial(decode_record, AdapterRequest)
+        requested = [one for data in requests if (one := _readable(data, read_request)) is not None]
         routers = tuple(router.decode(errors="replace") for router in unlinked)
-        return Claimed(jobs, answer.waiting, requested, hold_ms, routers, bool(answer.crowded), unread)
+        return Claimed(jobs, answer.waiting, requested, hold_ms, routers, bool(answer.crowded), unread, refused_here)
 
-    async def _read(self, answer: _ScanAnswer) -> tuple[list[Job], tuple[Job, ...]]:
-        """Read the jobs of an answer, large ones in a thread."""
-        if sum(map(len, answer.bodies)) <= _SHORT_BYTES:
-            return self._jobs(answer)
-        return await asyncio.to_thread(self._jobs, answer)
-
-    def _jobs(self, answer: _ScanAnswer) -> tuple[list[Job], tuple[Job, ...]]:
-        """Return the jobs of an answer that can be read, and what is known of those that another worker may read."""
-        jobs, unread = list[Job](), list[Job]()
+    def _read(self, answer: _ScanAnswer) -> tuple[list[Job], tuple[Job, ...], int]:
+        """Return the jobs of an answer, what is known of those that cannot be read, and how many others may read."""
+        jobs, unread, refused_here = list[Job](), list[Job](), 0
         last = len(answer.bodies) - 1 if answer.last_apart else -1
         for number, (body, facts) in enumerate(zip(answer.bodies, answer.facts, strict=True)):
-            job: Job | None
-            if self._seals is None:
-                (job,) = _readable((body,), decode_job)
-            else:
-                try:
+            job, expired_at_ms = None, 0
+            try:
+                if self._seals is None:
+                    job = _readable(body, decode_job)
+                else:
                     job = self._seals.open_job(self._keys.prefix, body, facts)
-                except ValueError:  # SealError
+            except SealError as error:
+                if not error.may_be_ours:  # its router misses it and dispatches it again
                     continue
+                expired_at_ms = error.expired_at_ms
             if job is not None:
                 jobs.append(begin_apart(job) if number == last else job)
             elif (known := unread_job(facts)) is not None:
                 unread.append(known)
-        return jobs, tuple(unread)
+                refused_here += not 0 < expired_at_ms <= answer.now_ms
+        return jobs, tuple(unread), refused_here
 
     async def _scan(self, arguments: Sequence[str | bytes | int]) -> _ScanAnswer:
         return _ScanAnswer(*await self._claim(self._keys.waiting, arguments))
@@ -246,16 +246,13 @@ def begin_apart(job: Job) -> Job:
     return replace(job, strikes=max(job.strikes, SUSPECT_STRIKES))
 
 
-def _readable(messages: Sequence[bytes], decode: Callable[[bytes], T]) -> list[T | None]:
-    """Decode messages; None for one that another version has written and this one cannot read."""
-    decoded: list[T | None] = []
-    for message in messages:
-        try:
-            decoded.append(decode(message))
-        except DecodeError as error:
-            log.error("cannot read a message of %d bytes in the queue: %s", len(message), error)
-            decoded.append(None)
-    return decoded
+def _readable(message: bytes, decode: Callable[[bytes], T]) -> T | None:
+    """Decode a message; None for one that another version has written and this one cannot read."""
+    try:
+        return decode(message)
+    except DecodeError as error:
+        log.error("cannot read a message of %d bytes in the queue: %s", len(message), error)
+    return None
 
 
 def _claimant(worker_id: str, base_digest: str, capacity: Capacity) -> tuple[bytes, list[str | bytes | int]]:

@@ -19,9 +19,9 @@ from options import Encode, SamplingParams, StoppingParams
 # Integers that fit the fields of the relay's and the services' messages, which raise for others.
 U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 U63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-# A time in ms since 1970 before the year 10000, where protobuf's Timestamp ends.
 # The parts of a weighted set: pairs of a revision's digest and its weight.
 WeightedParts = tuple[tuple[str, float], ...]
+# A time in ms since 1970 before the year 10000, where protobuf's Timestamp ends.
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=253_402_300_799_999)]
 
 # Number of strikes, engines that died with the job newly in their batch, from which on a job begins apart from all jobs
@@ -247,6 +247,22 @@ class Sealed(msgspec.Struct):
     # The router's certificate and those between it and the authority, in DER.
     certificates: tuple[bytes, ...] = ()
     signature: bytes = b""
+
+
+class SealError(ValueError):
+    """Something in Redis that no router has sealed for this place and time.
+
+    `reason` is in UPPER_SNAKE_CASE; `expired_at_ms` is the end of a seal's time in ms since 1970; 0: another reason.
+    """
+
+    def __init__(self, reason: str, message: str, expired_at_ms: int = 0) -> None:
+        super().__init__(message)
+        self.reason, self.expired_at_ms = reason, expired_at_ms
+
+    @property
+    def may_be_ours(self) -> bool:
+        """Return whether another worker may open the seal: one with the right keys, authorities, clock or version."""
+        return self.reason in {"KEY_UNKNOWN", "SEAL_EXPIRED", "SIGNATURE_INVALID", "UNREADABLE"}
 
 
 class WorkerPhase(StrEnum):

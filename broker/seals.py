@@ -25,6 +25,7 @@ from broker.messages import (
     AdapterRequest,
     Job,
     Sealed,
+    SealError,
     SealKind,
     decode_job,
     decode_record,
@@ -41,19 +42,6 @@ _NONCE_BYTES = 12
 _LABEL = b"loraplex seal 1"
 # Facts that the sealed job does not have.
 _OF_PLACEMENT = {"prefer", "load", "key", "key_weight"}
-
-
-class SealError(ValueError):
-    """Something in Redis that no router has sealed for this place and time; `reason` is in UPPER_SNAKE_CASE."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-    @property
-    def may_be_ours(self) -> bool:
-        """Return whether another worker may open the seal: one with the right keys, authorities, clock or version."""
-        return self.reason in {"KEY_UNKNOWN", "SEAL_EXPIRED", "SIGNATURE_INVALID", "UNREADABLE"}
 
 
 class Seals:
@@ -128,7 +116,7 @@ class Seals:
         """Return the content; look again before it is refused, for files that have changed since. Raises SealError."""
         now = self._now()
         if kind is not SealKind.PIN and now * 1e3 >= sealed.expires_at_ms:
-            raise SealError("SEAL_EXPIRED", f"a {kind} whose time is over")
+            raise SealError("SEAL_EXPIRED", f"a {kind} whose time is over", sealed.expires_at_ms)
         try:
             content = self._content(kind, place, sealed)
         except SealError:
@@ -151,17 +139,12 @@ class Seals:
             self.on_refused(kind, SealError("UNSEALED", f"a {kind} that is no message"))
         return None
 
-    def open_job(self, prefix: str, body: bytes, facts: bytes) -> Job | None:
-        """Return a claimed job; None for one that another worker may open.
-
-        Raises SealError for one that nobody should take, which its router misses and dispatches again.
-        """
+    def open_job(self, prefix: str, body: bytes, facts: bytes) -> Job:
+        """Return a claimed job. Raises SealError."""
         try:
             return self._job(prefix, body, facts)
         except SealError as error:
             self.on_refused(SealKind.JOB, error)
-            if error.may_be_ours:
-                return None
             raise
 
     def _job(self, prefix: str, body: bytes, facts: bytes) -> Job:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from broker.job_keys import JobKeys, new_job_key
-from broker.messages import SealKind
-from broker.seals import SealError, Seals
+from broker.messages import SealError, SealKind
+from broker.seals import Seals
 from rpc.principal import Role
 from rpc.tls import TlsFiles
 from tenancy.development_ca import DevelopmentCa, write_private

@@ -385,7 +385,7 @@ end
 -- tenants to skip in the next scan, 1 for no reason to scan again, routers of jobs that suit the worker but for its
 -- missing link, jobs looked at, 1 for a job that more free capacity suits; of a scan that found no job: arrivals that
 -- need no second look, live workers; 1 where the last of the jobs must begin apart from other tenants' jobs, because
--- its tenant and adapter are suspect; and the jobs' facts}.
+-- its tenant and adapter are suspect; the jobs' facts; and the time in ms}.
 register('claim', function(_, arguments)
   local scan = claim.new_scan(arguments)
   local keys, worker, bodies, deleted = scan.keys, scan.worker, scan.bodies, scan.gone_keys
@@ -426,5 +426,5 @@ register('claim', function(_, arguments)
   local done = is_complete or #bodies > 0 or scan.free_rows < 1
   local is_crowded = scan.saturated or scan.free_rows < 1
   return {waiting, bodies, claim.most_demanded(scan), scan.hold_ms, next_skip, done and 1 or 0, scan.unlinked, scan.looks,
-    is_crowded and 1 or 0, seen_arrivals, live_workers, scan.is_last_apart and 1 or 0, scan.facts}
+    is_crowded and 1 or 0, seen_arrivals, live_workers, scan.is_last_apart and 1 or 0, scan.facts, scan.now}
 end)

@@ -239,10 +239,20 @@ async def test_a_job_is_taken_once_in_its_queue_in_its_time(cell: Cell) -> None:
     cell.now += SEALED_JOB_S
     claimed = await cell.worker.claim(BASE, ROOMY)
     assert [(one.job_id, one.attempt, one.reply_to) for one in claimed.unread] == [("late", 1, job().reply_to)]
-    assert claimed.jobs == []
+    assert (claimed.jobs, claimed.refused_here) == ([], 1)
     assert cell.refused.reasons == ["REPLAYED", "SEAL_EXPIRED"]
     await cell.router.enqueue(job("late", attempt=2))  # its router has missed it
     assert [one.attempt for one in await cell.claim()] == [2]
+
+
+async def test_a_seal_that_has_expired_by_redis_s_clock_too_is_no_fault_of_its_worker(cell: Cell) -> None:
+    cell.now -= SEALED_JOB_S  # as a job that a Redis has again which came back older
+    await cell.router.enqueue(job("old"))
+    cell.now += SEALED_JOB_S
+    claimed = await cell.worker.claim(BASE, ROOMY)
+    assert [one.job_id for one in claimed.unread] == ["old"]
+    assert (claimed.jobs, claimed.refused_here) == ([], 0)
+    assert cell.refused.reasons == ["SEAL_EXPIRED"]
 
 
 async def test_a_waiting_job_is_sealed_anew_until_it_is_claimed_or_replaced(cell: Cell) -> None:

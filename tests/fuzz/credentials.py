@@ -17,8 +17,8 @@ from msgspec import DecodeError
 
 from broker.commands import Command, Verb, encode_command
 from broker.keys import Keys
-from broker.messages import AdapterRequest, Sealed, SealKind, decode_job, decode_record, encode_record
-from broker.seals import SealError, Seals
+from broker.messages import AdapterRequest, Sealed, SealError, SealKind, decode_job, decode_record, encode_record
+from broker.seals import Seals
 from broker.terms import Placement
 from router.generation.resume import Began, GivenKeys, ResumePayload, ResumeTokens
 from rpc.errors import CallError

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from broker.claims import ClaimMemory
+from broker.claims import ClaimMemory, Claims
 from broker.functions import LIBRARY
 from broker.keys import Keys
 from broker.ledger import Ledger, SendReserve
-from broker.messages import Job
+from broker.messages import Job, decode_job
 from broker.queue import JobQueue
 from broker.terms import Entry, Placement, QueueLimits
 from router.quotas.usage import WRITE_S
@@ -29,8 +29,24 @@ def break_library(monkeypatch: pytest.MonkeyPatch, text: str, broken: str) -> No
     monkeypatch.setattr(LIBRARY, "text", LIBRARY.text.replace(text, broken))
 
 
+class SimulatedSeals:
+    """A worker's seals, which hide nothing, and are as good as others until they are too old."""
+
+    def __init__(self, redis: SimulatedRedis, worker: str) -> None:
+        self._redis, self._worker = redis, worker
+
+    def look(self) -> bool:
+        """See Seals."""
+        return False
+
+    def open_job(self, prefix: str, body: bytes, facts: bytes) -> Job:
+        """See Seals."""
+        self._redis.check_seal(self._worker, body)
+        return decode_job(body)
+
+
 class SimulatedQueue(JobQueue):
-    """A queue whose seals are none, and are as good as others until they are too old."""
+    """A queue with simulated seals."""
 
     def __init__(
         self,
@@ -46,6 +62,8 @@ class SimulatedQueue(JobQueue):
         limits = redis.simulated.limits or limits
         super().__init__(redis, keys, limits=limits, worker_id=worker_id, memory=memory)
         self._simulated = redis.simulated
+        opener: Any = SimulatedSeals(redis.simulated, worker_id)
+        self._claims = Claims(redis, keys, worker_id, LIBRARY, memory, opener)
 
     def make_entry(self, job: Job, placement: Placement) -> Entry:
         """See JobQueue."""

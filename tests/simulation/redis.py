@@ -20,7 +20,7 @@ from bench.in_process.redis import Client, Command, Server
 from broker.claims import begin_apart
 from broker.functions import LIBRARY
 from broker.keys import LEDGER, Keys, key_account
-from broker.messages import Job
+from broker.messages import Job, SealError
 from broker.terms import HELD_MS, PRIORITY_LIMIT, SEALED_JOB_S, QueueLimits
 from router.quotas.usage import Facts
 from tests.simulation.loop import NODE, Node
@@ -69,7 +69,7 @@ class SimulatedRedis:
         self.cut_off: set[Node] = set()
         # Workers that refuse the seals of all jobs that they claim.
         self.refusing: set[str] = set()
-        # Time in seconds for which a job's seal is valid, and number of seals that were older at the claim.
+        # Time in seconds for which a job's seal is valid, and number of those that a worker found older.
         self.seal_s = SEALED_JOB_S
         self.seals_expired = 0
         # Called with every attempt that is put into the queue, and whether it goes before newcomers.
@@ -108,7 +108,12 @@ class SimulatedRedis:
     @property
     def now_ms(self) -> int:
         """Return the server's own time."""
-        return self.ms_of(asyncio.get_running_loop().time()) + self.ahead_ms
+        return self.right_ms + self.ahead_ms
+
+    @property
+    def right_ms(self) -> int:
+        """Return the time of routers and workers."""
+        return self.ms_of(asyncio.get_running_loop().time())
 
     @staticmethod
     def ms_of(time_s: float) -> int:
@@ -208,10 +213,7 @@ class SimulatedRedis:
         return answers
 
     def _carry_out(self, command: Command) -> Any:
-        """Carry a command out, or a function that does what no command does; return the answer or error.
-
-        The answer to a claim is without the jobs whose seals its worker refuses.
-        """
+        """Carry a command out, or a function that does what no command does; return the answer or error."""
         if callable(command[0]):
             return command[0]()
         answer = self.server.answer(command)
@@ -223,11 +225,11 @@ class SimulatedRedis:
         arguments = command[3 + command[2] :]
         match name:
             case "enqueue" if answer[0] == b"queued":
-                self._sealed_ms[arguments[6]] = self.now_ms
+                self._sealed_ms[arguments[6]] = self.right_ms
                 leads = self.server.execute("ZSCORE", self.cell.prefix + "again", arguments[1]) is not None
                 self.enqueued(self.jobs[arguments[6]], leads)
             case "renew_job":
-                self._sealed_ms[arguments[1]] = self.now_ms
+                self._sealed_ms[arguments[1]] = self.right_ms
             case "claim":
                 self._note_claim(arguments, answer)
             case "ledger_reserve" | "ledger_tell":
@@ -235,17 +237,21 @@ class SimulatedRedis:
         return answer
 
     def _note_claim(self, arguments: Sequence[Any], answer: list[Any]) -> None:
-        (worker, *_), bodies = msgspec.msgpack.decode(b"\x97" + arguments[1]), answer[1]
-        jobs = [self.jobs[body] for body in bodies]
+        jobs = [self.jobs[body] for body in answer[1]]
         if jobs and answer[11]:
             jobs[-1] = begin_apart(jobs[-1])
-        expired = {body for body in bodies if self.now_ms - self._sealed_ms[body] >= self.seal_s * 1e3}
-        self.seals_expired += len(expired)
-        taken = [place for place, body in enumerate(bodies) if body not in expired and worker not in self.refusing]
         for job in jobs:
             self.claimed(job, arguments[5])
-        answer[1] = [body if place in taken else b"" for place, body in enumerate(bodies)]
         self.scanned()
+
+    def check_seal(self, worker: str, body: bytes) -> None:
+        """Raise SealError where a worker refuses a job's seal."""
+        expires_at_ms = self._sealed_ms[body] + round(self.seal_s * 1e3)
+        if self.right_ms >= expires_at_ms:
+            self.seals_expired += 1
+            raise SealError("SEAL_EXPIRED", "", expires_at_ms)
+        if worker in self.refusing:
+            raise SealError("KEY_UNKNOWN", "")
 
     def _note_told(self, name: str, packed: bytes, answer: Mapping[str, Any]) -> None:
         message = msgspec.msgpack.decode(packed)

@@ -9,8 +9,8 @@ from pathlib import Path
 from loraplex.relay.v1 import relay_pb2 as pb
 
 from broker.job_keys import JobKeys
-from broker.messages import SealKind
-from broker.seals import SealError, Seals
+from broker.messages import SealError, SealKind
+from broker.seals import Seals
 from rpc.principal import Role
 from rpc.tls import TlsFiles
 from tenancy.auditor import RefusedCallers

@@ -57,8 +57,8 @@ LATE_S = 0.5
 # restarts is back by then. An answer that has begun tries for longer: another worker had the adapter.
 FETCH_RETRY_S, BEGUN_FETCH_RETRY_S, FETCH_PAUSE_S = 5.0, 15.0, 0.25
 _MAY_PASS = frozenset({"UNAVAILABLE", "DATA_LOSS"})
-# Number of claimed jobs in a row that this worker could not read before it pauses, and the pause in seconds: it doubles
-# with each job that it can't read after one.
+# Number of claimed jobs in a row that this worker could not read, and others may, before it pauses; and the pause in
+# seconds: it doubles with each such job after one.
 UNREAD_LIMIT = 3
 UNREAD_PAUSE_S, UNREAD_PAUSE_LIMIT_S = 1.0, 10.0
 
@@ -223,7 +223,7 @@ class Intake:
                 local = self._jobs.add(job)
                 self._links.claimed(local)
                 self._results.fail(local, Failure("UNAVAILABLE", "SEAL_REFUSED", "a worker can't read the job"))
-        self._unread += len(claimed.unread)
+        self._unread += claimed.refused_here
         if claimed.jobs:
             self._unread, self._pause_s = 0, UNREAD_PAUSE_S
         return claimed

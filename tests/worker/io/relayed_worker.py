@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from broker.keys import Keys
 from broker.messages import Job
 from broker.queue import JobQueue
+from broker.seals import Seals
 from options import SamplingParams, StoppingParams, TokenLogprobs
 from router.dispatch.links import read_frame
 from rpc.server import Server, relay_options
@@ -134,13 +135,18 @@ async def listening(router: Router) -> tuple[Server, str]:
 
 @asynccontextmanager
 async def running(
-    router: Router, redis: Redis, disk: Path, model: str = MODEL, links: LinkSettings = LINKS
+    router: Router,
+    redis: Redis,
+    disk: Path,
+    model: str = MODEL,
+    links: LinkSettings = LINKS,
+    seals: Seals | None = None,
 ) -> AsyncIterator[Worker]:
     """Run a worker whose store never answers."""
     server, address = await listening(router)
     config = EngineConfig(model, rows=ROWS, kv_blocks=4096, adapter_slots=4, threads=1)
     engine = await EngineProcess.start(Configure(config))
-    queue = JobQueue(redis, KEYS, worker_id="w")
+    queue = JobQueue(redis, KEYS, worker_id="w", seals=seals)
     with socket.create_server(("127.0.0.1", 0)) as store:
         tier = DiskTier.open(disk, 1 << 30)
         fetcher = AdapterFetcher(f"127.0.0.1:{store.getsockname()[1]}", tier, DownloadTimeouts(300.0, 300.0, 300.0))

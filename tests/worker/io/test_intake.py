@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.messages import Capacity
-from broker.terms import Claimed, Entry, Placement, QueueState, UsageReport
-from tests.worker.io.relayed_worker import LINKS, ROWS, Router, Worker, job, listening, running
+from broker.queue import JobQueue
+from broker.terms import SEALED_JOB_S, Claimed, Entry, Placement, QueueState, UsageReport
+from tests.credentials_files import router_seals, worker_seals
+from tests.worker.io.relayed_worker import KEYS, LINKS, ROWS, Router, Worker, job, listening, running
 
 
 class RecordedQueue:
@@ -153,3 +156,23 @@ async def test_a_worker_gives_back_what_it_can_t_read_and_pauses_after_three_in_
     assert [name for kind, name in router.events if kind == "ended"] == names
     await worker.queue.enqueue(job("read", worker.address, max_tokens=2))
     await router.until(lambda: ("ended", "read") in router.events)
+
+
+async def test_a_worker_does_not_pause_for_seals_that_have_expired_for_all(
+    router: Router, redis: Redis, tmp_path: Path
+) -> None:
+    async def note(begins: bool) -> None:
+        pauses.append(begins)
+
+    pauses, behind_s = list[bool](), SEALED_JOB_S
+    queue = JobQueue(redis, KEYS, seals=router_seals(tmp_path, lambda: time.time() - behind_s))
+    async with running(router, redis, tmp_path, seals=worker_seals(tmp_path, time.time)[0]) as worker:
+        worker.intake.on_pause = note
+        names = [f"acme/old-{number}" for number in range(5)]
+        for name in names:
+            await queue.enqueue(job(name, worker.address))
+        await router.until(lambda: {("ended", name) for name in names} <= {*router.events})
+        behind_s = 0.0
+        await queue.enqueue(job("read", worker.address, max_tokens=2))
+        await router.until(lambda: ("ended", "read") in router.events)
+        assert pauses == []
